@@ -1,0 +1,3 @@
+"""Parallel pretraining of large language models, usable alone or through the Prefect flows of this repository."""
+
+__version__ = "0.1.0"

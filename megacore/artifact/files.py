@@ -1,0 +1,67 @@
+"""Writing that survives a crash: sync, then rename."""
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megacore.errors import WorkspaceError
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Flush every file and directory below `path` to the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with open(Path(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON, atomically: a reader sees the old content or the new."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with workspace_errors(path):
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string of a JSON value: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+
+
+@contextmanager
+def workspace_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals to write into WorkspaceError."""
+    try:
+        yield
+    except OSError as error:
+        advice = {
+            "ENOSPC": "free some space (`megacore clean` removes stale temporaries) or set another workspace",
+            "EDQUOT": "raise the quota or set another workspace",
+            "EACCES": "make it writable or set MEGACORE_WORKSPACE to a directory that is",
+            "EPERM": "make it writable or set MEGACORE_WORKSPACE to a directory that is",
+            "EROFS": "set MEGACORE_WORKSPACE to a directory on a writable mount",
+            "ENOTDIR": "move the file that is in the way or set MEGACORE_WORKSPACE to a directory",
+        }
+        code = errno.errorcode.get(error.errno or 0, "")
+        if code not in advice:
+            raise
+        raise WorkspaceError(f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}") from error

@@ -1,0 +1,110 @@
+"""`manifest.json`: what an artifact is made of, written last, so that its presence means completeness."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megacore.artifact.files import canonical_json, write_json
+from megacore.errors import ArtifactError
+
+MANIFEST_NAME = "manifest.json"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of an artifact."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hex digest of the content."""
+    mtime_ns: int
+    """Modification time when the digest was taken: a quick check rehashes a file that was touched since."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact is, and what it was made from."""
+
+    stage: str
+    version: int
+    key: str
+    parameters: dict[str, Any]
+    inputs: dict[str, str]
+    """Digest of each input's manifest, by role."""
+    files: dict[str, FileEntry]
+    """By path relative to the artifact's directory."""
+    counts: dict[str, Any]
+    """Documents, tokens, samples and the like."""
+    duration: float
+    """Seconds the stage took."""
+
+    @property
+    def digest(self) -> str:
+        """Identity of the content: the same for an artifact that was deleted and built again alike."""
+        files = {name: [entry.size, entry.sha256] for name, entry in self.files.items()}
+        content = [self.stage, self.version, self.key, self.inputs, files]
+        return hashlib.sha256(canonical_json(content)).hexdigest()
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json` into `directory`, atomically."""
+        write_json(directory / MANIFEST_NAME, asdict(self))
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Read a directory's manifest. Raises ArtifactError when it is missing or damaged."""
+        path = directory / MANIFEST_NAME
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+            return cls(**values)
+        except FileNotFoundError as error:
+            raise ArtifactError(f"{directory} has no {MANIFEST_NAME}: it is not a complete artifact") from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArtifactError(f"{path} is damaged ({error}): delete {directory} to build it again") from error
+
+    def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
+        """What is wrong with the files, in one clause, or None.
+
+        quick compares sizes, and hashes where the modification time moved; full compares every hash.
+        """
+        for name, entry in self.files.items():
+            path = directory / name
+            try:
+                status = path.stat()
+            except OSError:
+                return f"{name} is missing"
+            if status.st_size != entry.size:
+                return f"{name} has {status.st_size} bytes instead of {entry.size}"
+            if mode == "full" or status.st_mtime_ns != entry.mtime_ns:
+                if file_digest(path) != entry.sha256:
+                    return f"{name} has another content than when it was written"
+        return None
+
+
+def file_digest(path: Path) -> str:
+    """Hex sha256 of a file's content."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def list_files(directory: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, FileEntry]:
+    """Every file below `directory` except the manifest and names in `exclude` (relative, or a folder's)."""
+    entries: dict[str, FileEntry] = {}
+    for folder, folders, names in os.walk(directory):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(folder, name)
+            relative = path.relative_to(directory)
+            if name == MANIFEST_NAME or relative.as_posix() in exclude or relative.parts[0] in exclude:
+                continue
+            status = path.stat()
+            entries[relative.as_posix()] = FileEntry(status.st_size, file_digest(path), status.st_mtime_ns)
+    return entries

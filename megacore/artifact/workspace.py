@@ -1,0 +1,63 @@
+"""The one directory below which everything is written."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.artifact.files import workspace_errors
+from megacore.errors import WorkspaceError
+
+FOLDERS = {
+    "collect": "corpora",
+    "tokenizer": "tokenizers",
+    "tokenize": "tokenized",
+    "index": "index",
+    "train": "runs",
+    "evaluate": "evaluations",
+    "convert": "exports",
+    "publish": "published",
+}
+"""Where each stage's artifacts lie."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Paths below the workspace's root."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, configured: str | None) -> "Workspace":
+        """The configured root, else MEGACORE_WORKSPACE, else ./workspace, made if absent and proven writable.
+
+        Raises WorkspaceError.
+        """
+        root = Path(configured or os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
+        probe = root / f".write-test-{os.getpid()}"
+        try:
+            with workspace_errors(root):
+                root.mkdir(parents=True, exist_ok=True)
+                probe.write_bytes(b"x")
+                probe.unlink()
+        except FileExistsError as error:
+            raise WorkspaceError(f"workspace {root} is a file: set MEGACORE_WORKSPACE to a directory") from error
+        return cls(root)
+
+    def folder(self, stage: str) -> Path:
+        """Where the artifacts of `stage` lie."""
+        return self.root / FOLDERS[stage]
+
+    @property
+    def tracking_uri(self) -> str:
+        """MLflow's SQLite store."""
+        return f"sqlite:///{self.root / 'mlflow.db'}"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        """Where MLflow keeps files."""
+        return self.root / "mlartifacts"
+
+    @property
+    def prefect_home(self) -> Path:
+        """Prefect's database, results and settings."""
+        return self.root / "prefect"

@@ -1,0 +1,47 @@
+"""What every section of the configuration shares: frozen, strict, and explicit about cache keys."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_IN_KEY = "in_key"
+
+
+class Section(BaseModel):
+    """A frozen group of values; unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+def keyed(default: Any = ..., **constraints: Any) -> Any:
+    """A field that changes what a stage produces: it is part of that stage's key."""
+    return Field(default, json_schema_extra={_IN_KEY: True}, **constraints)
+
+
+def unkeyed(default: Any = ..., **constraints: Any) -> Any:
+    """A field that changes only how a stage runs (workers, intervals, paths of output)."""
+    return Field(default, json_schema_extra={_IN_KEY: False}, **constraints)
+
+
+def is_keyed(section: type[BaseModel], name: str) -> bool:
+    """Whether field `name` is part of a key. Raises KeyError when the field does not say."""
+    extra = section.model_fields[name].json_schema_extra
+    if not isinstance(extra, dict) or _IN_KEY not in extra:
+        raise KeyError(f"{section.__name__}.{name} says neither keyed() nor unkeyed()")
+    return bool(extra[_IN_KEY])
+
+
+def key_parameters(section: BaseModel) -> dict[str, Any]:
+    """The keyed fields of a section as plain JSON values, nested sections included."""
+    parameters: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        if not is_keyed(type(section), name):
+            continue
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            parameters[name] = key_parameters(value)
+        elif isinstance(value, tuple):
+            parameters[name] = list(value)
+        else:
+            parameters[name] = value
+    return parameters

@@ -1,0 +1,135 @@
+"""YAML and dotted overrides in, one frozen RunConfig out."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megacore.config.run import RunConfig
+from megacore.errors import ConfigError
+
+CONF_DIR = Path("conf")
+
+
+def conf_path(conf: str, conf_dir: Path = CONF_DIR) -> Path:
+    """The file that `conf` names: a path, or the stem of a file in `conf_dir`.
+
+    Raises ConfigError with the nearest name when there is none.
+    """
+    for candidate in (Path(conf), conf_dir / f"{conf}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(path.stem for path in conf_dir.glob("*.yaml"))
+    raise ConfigError(
+        f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml exists{_nearest(conf, known)}"
+    )
+
+
+def load_config(
+    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR
+) -> RunConfig:
+    """Read a YAML file, apply overrides with dotted keys (`{"train.train_iters": 50}`), validate.
+
+    Raises ConfigError with one line per wrong value: its key, what it is, and what to do.
+    """
+    path = conf_path(conf, conf_dir)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections: see conf/gpt2-tiny.yaml")
+    for key, value in (overrides or {}).items():
+        _set_dotted(values, key, value)
+    return parse_config(values, origin=str(path))
+
+
+def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:
+    """Validate plain values; `origin` names them in messages. Raises ConfigError."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems = [_describe(item) for item in error.errors()]
+        raise ConfigError(f"{origin}: " + "; ".join(problems)) from error
+
+
+def read_config(path: Path) -> RunConfig:
+    """Read a validated configuration back from JSON. Raises ConfigError."""
+    try:
+        return parse_config(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+
+
+def parse_overrides(pairs: list[str]) -> dict[str, Any]:
+    """`["train.train_iters=50"]` as a mapping; values are YAML. Raises ConfigError."""
+    overrides: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
+        try:
+            overrides[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {pair!r}: its value is not YAML") from error
+    return overrides
+
+
+def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set `values[a][b][c] = value` for key `a.b.c`, making mappings on the way."""
+    *parents, leaf = key.split(".")
+    target = values
+    for depth, parent in enumerate(parents):
+        child = target.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {key!r}: {'.'.join(parents[: depth + 1])} holds {child!r}, not a section")
+        target = child
+    target[leaf] = value
+
+
+def _describe(item: Any) -> str:
+    """One pydantic error as one clause."""
+    location = tuple(part for part in item["loc"] if not _is_union_tag(part))
+    key = ".".join(str(part) for part in location) or "the configuration"
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key}{_nearest(str(location[-1]), _fields_at(location[:-1]))}"
+    if item["type"] == "missing":
+        return f"{key} is missing: give it a value"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return str(message)
+    return f"{key} is {item['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _is_union_tag(part: str | int) -> bool:
+    return part in {"source_tree", "jsonl", "hub", "prefix", "train-bpe", "gpt2-bpe", "hf"}
+
+
+def _fields_at(location: tuple[str | int, ...]) -> list[str]:
+    """The names a section takes; of every alternative where the section is a union."""
+    candidates: list[type[BaseModel]] = [RunConfig]
+    for part in location:
+        candidates = [
+            model
+            for section in candidates
+            if part in section.model_fields
+            for model in _models_in(section.model_fields[str(part)].annotation)
+        ]
+    return sorted({name for section in candidates for name in section.model_fields})
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f" (did you mean {close[0]}?)"
+    return f" (known: {', '.join(known)})" if known else ""

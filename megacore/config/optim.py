@@ -1,0 +1,47 @@
+"""The optimizer and its schedule."""
+
+from typing import Literal
+
+from megacore.config.base import Section, keyed
+
+
+class LossScaleConfig(Section):
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018), with Megatron's hysteresis."""
+
+    initial: float = keyed(2.0**32, gt=0)
+    """First loss scale."""
+    window: int = keyed(1000, gt=0)
+    """Iterations without overflow after which the scale doubles."""
+    hysteresis: int = keyed(2, gt=0)
+    """Overflows in a row before the scale halves."""
+    minimum: float = keyed(1.0, gt=0)
+    """The scale never falls below this."""
+
+
+class OptimConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019) over fp32 main weights."""
+
+    lr: float = keyed(gt=0)
+    """Peak learning rate."""
+    min_lr: float = keyed(0.0, ge=0)
+    """Learning rate at and after lr_decay_iters."""
+    lr_decay_style: Literal["cosine", "linear", "constant"] = keyed("cosine")
+    """Shape of the decay from lr to min_lr."""
+    lr_decay_iters: int | None = keyed(None, gt=0)
+    """Iteration at which the decay ends; null means train.train_iters."""
+    lr_warmup_iters: int | None = keyed(None, ge=0)
+    """Iterations of linear warm-up from 0; give this or lr_warmup_fraction."""
+    lr_warmup_fraction: float | None = keyed(None, ge=0, lt=1)
+    """Warm-up as a fraction of lr_decay_iters."""
+    weight_decay: float = keyed(0.01, ge=0)
+    """Decoupled weight decay; none on biases and layer norms."""
+    adam_beta1: float = keyed(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = keyed(0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: float = keyed(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    clip_grad: float = keyed(1.0, ge=0)
+    """Maximum global gradient norm; 0 does not clip."""
+    loss_scale: LossScaleConfig = keyed(LossScaleConfig())
+    """Used with precision fp16 only."""

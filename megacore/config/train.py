@@ -1,0 +1,100 @@
+"""The training loop, checkpoints, processes, evaluation, export and tracking."""
+
+from typing import Literal
+
+from megacore.config.base import Section, keyed, unkeyed
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+class TrainConfig(Section):
+    """How long, how large a batch, and how often to look."""
+
+    micro_batch_size: int = keyed(gt=0)
+    """Samples per rank and forward pass (b)."""
+    global_batch_size: int = keyed(gt=0)
+    """Samples per optimizer step over all ranks; a multiple of micro_batch_size x data-parallel size."""
+    train_iters: int = unkeyed(gt=0)
+    """Optimizer steps; raising it extends a finished run."""
+    precision: Precision = keyed("auto")
+    """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
+    recompute: Literal["none", "full"] = unkeyed("none")
+    """Activation recomputation (Chen et al. 2016): full keeps only each layer's input."""
+    log_interval: int = unkeyed(10, gt=0)
+    """Iterations between log lines and step events."""
+    eval_interval: int = unkeyed(100, gt=0)
+    """Iterations between validations; one more follows the last iteration."""
+    eval_iters: int = unkeyed(10, gt=0)
+    """Global batches per validation, the same ones each time."""
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep."""
+
+    save_interval: int = unkeyed(gt=0)
+    """Iterations between checkpoints; one more is saved at the last iteration."""
+    keep_last: int = unkeyed(2, gt=0)
+    """The newest checkpoints that are kept."""
+    keep_every: int | None = unkeyed(None, gt=0)
+    """Checkpoints at multiples of this iteration count are kept for ever."""
+    keep_best: bool = unkeyed(True)
+    """Whether the checkpoint with the lowest validation loss is kept."""
+
+
+class ParallelConfig(Section):
+    """How the model and the batch are divided over ranks."""
+
+    grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0)
+    """Size of a gradient all-reduce bucket, in MiB of fp32."""
+
+
+class LaunchConfig(Section):
+    """Processes and their supervision."""
+
+    nproc_per_node: int | Literal["auto"] = unkeyed("auto")
+    """Ranks on this machine; auto means one per GPU, else 1."""
+    threads_per_rank: int | None = unkeyed(None, gt=0)
+    """CPU threads of each rank; null divides the cores evenly."""
+    allow_cpu: bool = unkeyed(False)
+    """Whether a job that is sized for GPUs may start without one."""
+    stop_grace: float = unkeyed(20.0, gt=0, lt=30)
+    """Seconds between asking ranks to stop and killing them."""
+    timeout_minutes: float | None = unkeyed(None, gt=0)
+    """Limit of the training stage, in minutes; null means none."""
+    retries: int = unkeyed(2, ge=0)
+    """How often a lost rank or a failed download is tried again."""
+    retry_delay: float = unkeyed(5.0, ge=0)
+    """Seconds before a retry."""
+
+
+class EvaluateConfig(Section):
+    """Perplexity of the test split."""
+
+    micro_batch_size: int = unkeyed(16, gt=0)
+    """Samples per forward pass and rank."""
+    max_samples: int | None = keyed(None, gt=0)
+    """Samples of the test split that are scored; null means all."""
+
+
+class ExportConfig(Section):
+    """Conversion to transformers and its gate."""
+
+    parity_samples: int = keyed(8, gt=0)
+    """Validation samples on which exported and own logits, perplexity and greedy tokens are compared."""
+    parity_tolerance: float = keyed(1e-4, gt=0)
+    """Largest absolute difference of fp32 logits that passes."""
+    sample_prompt: str = keyed("def ")
+    """Prompt of the text that is shown at the end."""
+    sample_tokens: int = keyed(120, gt=0)
+    """Length of that text, in tokens."""
+
+
+class TrackingConfig(Section):
+    """MLflow and TensorBoard."""
+
+    experiment: str = unkeyed("pretrain")
+    """MLflow experiment."""
+    registered_model: str | None = unkeyed(None)
+    """Name in the model registry; null means the run's name."""
+    tensorboard: bool = unkeyed(False)
+    """Whether TensorBoard event files are written beside the run."""

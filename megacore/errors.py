@@ -1,0 +1,100 @@
+"""The exceptions a user can meet. Each message says what is wrong, where, the value found, and what to do.
+
+`retryable` tells an orchestrator whether the same work may succeed when it is started again;
+`exit_code` is what a command line exits with.
+"""
+
+
+class MegacoreError(Exception):
+    """Base of every error that is raised on purpose."""
+
+    retryable: bool = False
+    exit_code: int = 1
+
+
+class ConfigError(MegacoreError):
+    """A value in a configuration file or an override cannot work."""
+
+    exit_code = 2
+
+
+class ParallelLayoutError(ConfigError):
+    """Batch sizes, ranks and model dimensions do not divide as they must."""
+
+
+class DataFormatError(MegacoreError):
+    """A data file is missing, damaged, empty, or not of the form it claims."""
+
+    exit_code = 3
+
+
+class ArtifactError(MegacoreError):
+    """A stage's output cannot be written or does not match its manifest."""
+
+    exit_code = 4
+
+
+class WorkspaceError(ArtifactError):
+    """The workspace cannot be written: permissions, a full disk, a read-only mount."""
+
+
+class CheckpointError(MegacoreError):
+    """A checkpoint is incomplete, damaged, or of another model."""
+
+    exit_code = 5
+
+
+class ConversionError(MegacoreError):
+    """A model has no counterpart in the other form, or the exported model differs from ours."""
+
+    exit_code = 6
+
+
+class TrainingError(MegacoreError):
+    """Training itself failed (loss is NaN, out of memory): starting again would fail again."""
+
+    exit_code = 7
+
+
+class LaunchError(MegacoreError):
+    """A process could not be started or ended in a way that is not the training's own fault."""
+
+    exit_code = 8
+
+
+class RankLostError(LaunchError):
+    """A rank died of a signal or without a reason; a retry resumes from the last complete checkpoint."""
+
+    retryable = True
+
+
+class StageTimeoutError(LaunchError):
+    """A stage ran longer than its configured limit and was ended."""
+
+
+class TrackingError(MegacoreError):
+    """The tracking server did not take what it was sent."""
+
+    retryable = True
+    exit_code = 9
+
+
+ERROR_TYPES: dict[str, type[MegacoreError]] = {
+    cls.__name__: cls
+    for cls in (
+        MegacoreError,
+        ConfigError,
+        ParallelLayoutError,
+        DataFormatError,
+        ArtifactError,
+        WorkspaceError,
+        CheckpointError,
+        ConversionError,
+        TrainingError,
+        LaunchError,
+        RankLostError,
+        StageTimeoutError,
+        TrackingError,
+    )
+}
+"""By name: an error crosses a process boundary as its class name and its message."""

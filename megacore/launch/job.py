@@ -1,0 +1,74 @@
+"""What crosses the process boundary: a stage writes one JSON file, the processes it starts read it."""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError
+
+from megacore.artifact.files import write_json
+from megacore.config.base import Section
+from megacore.config.run import RunConfig
+from megacore.errors import ConfigError
+
+
+class Job(Section):
+    """What every process of a stage needs to know."""
+
+    config: RunConfig
+    """The merged, validated configuration."""
+    tokens_prefix: str
+    """Path of the token files without .bin/.idx."""
+    index_directory: str
+    """Directory of the index maps."""
+    tokenizer_directory: str
+    """Directory with tokenizer.json."""
+    vocab_size: int
+    """Entries of the tokenizer's vocabulary, before padding."""
+    eod_id: int
+    """Id of the token that ends a document."""
+    run_directory: str
+    """Directory of the run: run.json, events.jsonl, checkpoints."""
+    exit_directory: str
+    """Where each rank writes why it ended."""
+    ranks: int
+    """Processes of this job."""
+    threads_per_rank: int
+    """CPU threads of each process."""
+    attempt: int = 1
+    """How often this run was started, this time included."""
+
+    def write(self, path: Path) -> None:
+        """Write the job as JSON, atomically."""
+        write_json(path, self.model_dump(mode="json"))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a job back. Raises ConfigError."""
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"{path} is not a job written by this version of megacore: {error}") from error
+
+
+class TrainJob(Job):
+    """Distributed pretraining; resumes from the newest complete checkpoint in `run_directory`."""
+
+
+class EvaluateJob(Job):
+    """Perplexity of one or more checkpoints on a split."""
+
+    checkpoints: tuple[str, ...]
+    """Checkpoint directories (iter_*)."""
+    output: str
+    """JSON file to write."""
+
+
+class ConvertJob(Job):
+    """One checkpoint to a transformers directory, with its gate."""
+
+    checkpoint: str
+    """Checkpoint directory (iter_*)."""
+    output_directory: str
+    """Empty directory to fill."""
+    card: dict[str, str]
+    """Facts for the model card: data, perplexities, lineage."""
