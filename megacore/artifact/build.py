@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
 from megacore.artifact.files import canonical_json, sync_directory, sync_tree, workspace_errors
 from megacore.artifact.manifest import Manifest, list_files
 from megacore.errors import ArtifactError
@@ -19,14 +21,16 @@ KEY_LENGTH = 16
 """Hex digits of a key: 64 bits."""
 
 
-@dataclass(frozen=True)
-class Artifact:
+class Artifact(BaseModel):
     """A complete stage output on disk: small enough to be a task's return value."""
+
+    model_config = ConfigDict(frozen=True)
 
     stage: str
     key: str
     path: str
     digest: str
+    """Identity of the content."""
     counts: dict[str, Any]
 
     @property
@@ -64,7 +68,13 @@ def open_artifact(directory: Path, mode: Literal["quick", "full"] = "quick") -> 
     problem = manifest.problem(directory, mode)
     if problem:
         raise ArtifactError(f"{directory}: {problem}")
-    return Artifact(manifest.stage, manifest.key, str(directory), manifest.digest, manifest.counts)
+    return Artifact(
+        stage=manifest.stage,
+        key=manifest.key,
+        path=str(directory),
+        digest=manifest.digest,
+        counts=manifest.counts,
+    )
 
 
 def build_artifact(
@@ -110,12 +120,14 @@ def seal(
     key: StageKey,
     counts: dict[str, Any],
     duration: float,
-    *,
-    exclude: tuple[str, ...] = (),
+    pattern: str = "**/*",
 ) -> Manifest:
-    """Sync every file of `directory`, then write its manifest: from now on it counts as complete."""
+    """Sync every file of `directory`, then write its manifest: from now on it counts as complete.
+
+    The manifest lists the files that match `pattern`.
+    """
     sync_tree(directory)
-    files = list_files(directory, exclude=exclude)
+    files = list_files(directory, pattern)
     manifest = Manifest(key.stage, key.version, key.key, key.parameters, key.inputs, files, counts, round(duration, 3))
     manifest.write(directory)
     return manifest

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,16 +94,14 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def list_files(directory: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, FileEntry]:
-    """Every file below `directory` except the manifest and names in `exclude` (relative, or a folder's)."""
+def list_files(directory: Path, pattern: str = "**/*") -> dict[str, FileEntry]:
+    """The files below `directory` that match the glob `pattern`, without the manifest itself."""
     entries: dict[str, FileEntry] = {}
-    for folder, folders, names in os.walk(directory):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(folder, name)
-            relative = path.relative_to(directory)
-            if name == MANIFEST_NAME or relative.as_posix() in exclude or relative.parts[0] in exclude:
-                continue
-            status = path.stat()
-            entries[relative.as_posix()] = FileEntry(status.st_size, file_digest(path), status.st_mtime_ns)
+    for path in sorted(directory.glob(pattern)):
+        if path == directory / MANIFEST_NAME or not path.is_file():
+            continue
+        status = path.stat()
+        entries[path.relative_to(directory).as_posix()] = FileEntry(
+            status.st_size, file_digest(path), status.st_mtime_ns
+        )
     return entries

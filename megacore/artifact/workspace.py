@@ -27,12 +27,12 @@ class Workspace:
     root: Path
 
     @classmethod
-    def of(cls, configured: str | None) -> "Workspace":
-        """The configured root, else MEGACORE_WORKSPACE, else ./workspace, made if absent and proven writable.
+    def of(cls, root: str | Path | None = None) -> "Workspace":
+        """The given root, else MEGACORE_WORKSPACE, else ./workspace, made if absent and proven writable.
 
         Raises WorkspaceError.
         """
-        root = Path(configured or os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
+        root = Path(root or os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
         probe = root / f".write-test-{os.getpid()}"
         try:
             with workspace_errors(root):
@@ -41,6 +41,10 @@ class Workspace:
                 probe.unlink()
         except FileExistsError as error:
             raise WorkspaceError(f"workspace {root} is a file: set MEGACORE_WORKSPACE to a directory") from error
+        except OSError as error:
+            raise WorkspaceError(
+                f"workspace {root} cannot be used: {error.strerror}: set MEGACORE_WORKSPACE to another directory"
+            ) from error
         return cls(root)
 
     def folder(self, stage: str) -> Path:

@@ -28,8 +28,6 @@ class RunConfig(Section):
     """Kind of model."""
     seed: int = keyed(1234, ge=0, lt=2**32)
     """Seeds the order of documents and samples, the initial weights and dropout."""
-    workspace: str | None = unkeyed(None)
-    """Directory of everything that is produced; null means MEGACORE_WORKSPACE, else ./workspace."""
     verify: Literal["quick", "full"] = unkeyed("quick")
     """How a cached artifact is checked: sizes (and hashes where a file was touched), or every hash."""
     data: DataConfig = keyed()

@@ -10,7 +10,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 class TrainConfig(Section):
     """How long, how large a batch, and how often to look."""
 
-    micro_batch_size: int = keyed(gt=0)
+    micro_batch_size: int = unkeyed(gt=0)
     """Samples per rank and forward pass (b)."""
     global_batch_size: int = keyed(gt=0)
     """Samples per optimizer step over all ranks; a multiple of micro_batch_size x data-parallel size."""

@@ -1,0 +1,12 @@
+"""What runs after what: each flow orders tasks and does nothing else."""
+
+import sys
+
+from megacore.errors import MegacoreError
+from tasks._environment import prepare_environment
+
+try:
+    prepare_environment()
+except MegacoreError as error:
+    sys.stderr.write(f"error: {error}\n")
+    raise SystemExit(error.exit_code) from None

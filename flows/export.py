@@ -1,0 +1,32 @@
+"""Flow `export`: the best checkpoint of a finished training as a transformers model in MLflow."""
+
+from typing import Any
+
+from flows.prepare_data import data_stages
+from prefect import flow
+
+from tasks._pipeline import Pipeline
+from tasks.convert import convert
+from tasks.evaluate import evaluate
+from tasks.preflight import load_checked_config
+from tasks.publish import outcome, publish
+from tasks.train import finished_training
+
+
+@flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
+def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
+    """Export and publish what `pretrain` has trained for `conf` with these `overrides`."""
+    config = load_checked_config(conf, overrides, trains=False)
+    with Pipeline.start(config) as pipeline:
+        data = data_stages(pipeline)
+        trained = finished_training(config, *data)
+        evaluation = pipeline.stage(evaluate, trained, *data)
+        exported = pipeline.stage(convert, trained, evaluation, *data)
+        published = pipeline.stage(publish, trained, evaluation, exported)
+        pipeline.summary = outcome(config, trained, evaluation, exported, published)
+
+
+if __name__ == "__main__":
+    from tasks._cli import run_flow
+
+    run_flow(export)

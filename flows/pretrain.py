@@ -1,0 +1,38 @@
+"""Flow `pretrain`: text → tokens → index maps → training → perplexity → transformers model → MLflow."""
+
+from typing import Any
+
+from flows.prepare_data import data_stages
+from prefect import flow
+
+from tasks._pipeline import Pipeline
+from tasks.convert import convert
+from tasks.evaluate import evaluate
+from tasks.preflight import dry_run_report, load_checked_config
+from tasks.publish import outcome, publish
+from tasks.train import train
+
+
+@flow(name="pretrain", flow_run_name="pretrain-{conf}", validate_parameters=False)
+def pretrain(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, dry_run: bool = False) -> None:
+    """Pretrain what `conf` says (a name in conf/ or a path), with dotted `overrides`.
+
+    `dry_run` shows keys, what is cached, memory and days, and runs nothing.
+    """
+    config = load_checked_config(conf, overrides)
+    if dry_run:
+        dry_run_report(config)
+        return
+    with Pipeline.start(config) as pipeline:
+        data = data_stages(pipeline)
+        trained = pipeline.stage(train, *data)
+        evaluation = pipeline.stage(evaluate, trained, *data)
+        export = pipeline.stage(convert, trained, evaluation, *data)
+        published = pipeline.stage(publish, trained, evaluation, export)
+        pipeline.summary = outcome(config, trained, evaluation, export, published)
+
+
+if __name__ == "__main__":
+    from tasks._cli import run_flow
+
+    run_flow(pretrain)

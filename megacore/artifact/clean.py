@@ -1,0 +1,115 @@
+"""Finding what may be deleted from a workspace: temporaries of dead processes, and artifacts nobody needs."""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.artifact.build import remove_tree
+from megacore.artifact.files import workspace_errors
+from megacore.artifact.manifest import Manifest
+from megacore.artifact.workspace import FOLDERS, Workspace
+from megacore.errors import ArtifactError
+
+REBUILDABLE = ("collect", "tokenizer", "tokenize", "index", "evaluate", "convert", "publish")
+"""Stages whose artifacts can be made again in minutes; trainings are never deleted by age."""
+_TEMPORARY = ".tmp-"
+
+
+@dataclass(frozen=True)
+class Removable:
+    """Something that can go."""
+
+    path: Path
+    reason: str
+    size: int
+    """Bytes."""
+
+
+def stale_temporaries(workspace: Workspace) -> list[Removable]:
+    """Temporaries of builds and checkpoint saves that died; those of living ones are locked and left alone."""
+    found = []
+    for stage, name in FOLDERS.items():
+        folder = workspace.root / name
+        if not folder.is_dir():
+            continue
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):
+                continue
+            key = path.name.split(_TEMPORARY)[0]
+            with _free(folder / f".{key}.lock") as free:
+                if not free:
+                    continue
+                if _TEMPORARY in path.name:
+                    found.append(_removable(path, "temporary of a build that ended"))
+                elif stage == "train":
+                    found += [_removable(part, "temporary of a save that ended") for part in _inside(path)]
+    return found
+
+
+def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
+    """Artifacts of `REBUILDABLE` stages last built over `days` days ago and no input of anything newer or trained."""
+    limit = time.time() - days * 86400
+    manifests = {path: manifest for stage in FOLDERS for path, manifest in _manifests(workspace.root / FOLDERS[stage])}
+    by_digest = {manifest.digest: path for path, manifest in manifests.items()}
+    queue = [
+        path
+        for path, manifest in manifests.items()
+        if manifest.stage not in REBUILDABLE or path.stat().st_mtime >= limit
+    ]
+    needed: set[Path] = set()
+    while queue:
+        path = queue.pop()
+        if path not in needed:
+            needed.add(path)
+            queue += [by_digest[digest] for digest in manifests[path].inputs.values() if digest in by_digest]
+    return [_removable(path, f"older than {days:g} days") for path in sorted(manifests) if path not in needed]
+
+
+def remove(items: list[Removable]) -> None:
+    """Delete, each atomically. Raises WorkspaceError."""
+    for item in items:
+        with workspace_errors(item.path):
+            if _TEMPORARY in item.path.name:
+                shutil.rmtree(item.path) if item.path.is_dir() else item.path.unlink()
+            else:
+                remove_tree(item.path)
+
+
+def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    for path in sorted(folder.glob("[!.]*")):
+        if _TEMPORARY in path.name:
+            continue
+        try:
+            yield path, Manifest.read(path)
+        except ArtifactError:
+            continue
+
+
+def _inside(run_directory: Path) -> list[Path]:
+    return [path for path in sorted(run_directory.glob("checkpoints/*")) if _TEMPORARY in path.name]
+
+
+def _removable(path: Path, reason: str) -> Removable:
+    files = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
+    return Removable(path, reason, sum(file.stat().st_size for file in files))
+
+
+@contextmanager
+def _free(lock_file: Path) -> Iterator[bool]:
+    """Whether nobody holds the lock; it is held here meanwhile."""
+    if not lock_file.exists():
+        yield True
+        return
+    descriptor = os.open(lock_file, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""The command `megacore`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megacore.artifact import Workspace
+from megacore.errors import MegacoreError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Pretraining of large language models.")
+WorkspaceOption = Annotated[
+    Path | None, typer.Option("--workspace", help="root of everything that was produced (MEGACORE_WORKSPACE)")
+]
+
+
+@app.callback()
+def options() -> None:
+    """Pretraining of large language models: what a workspace holds, without a user interface."""
+
+
+@app.command()
+def runs(workspace: WorkspaceOption = None) -> None:
+    """List the trainings of a workspace: step, perplexity, size and path."""
+    from megacore.observe.runs import runs as list_runs
+
+    rows = list_runs(Workspace.of(workspace))
+    if not rows:
+        Console().print("no runs yet: start one with `make pretrain`")
+        return
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def clean(
+    workspace: WorkspaceOption = None,
+    older_than: Annotated[
+        float | None, typer.Option(help="also artifacts built this many days ago that no run or newer artifact needs")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
+) -> None:
+    """Remove temporaries of processes that died and, when asked, old artifacts; trainings stay."""
+    from megacore.artifact.clean import old_artifacts, remove, stale_temporaries
+
+    place = Workspace.of(workspace)
+    items = stale_temporaries(place)
+    if older_than is not None:
+        items += old_artifacts(place, older_than)
+    for item in items:
+        Console().print(f"{item.path}: {item.reason}, {item.size / 2**20:.1f} MiB", soft_wrap=True)
+    if not dry_run:
+        remove(items)
+    total = sum(item.size for item in items) / 2**20
+    Console().print(f"{'would remove' if dry_run else 'removed'} {len(items)} items, {total:.1f} MiB")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Entry point: a user's error is one sentence and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except MegacoreError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(error.exit_code) from None

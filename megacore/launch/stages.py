@@ -1,0 +1,83 @@
+"""The stages that start processes: each writes its job file and runs it under the guard."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.files import workspace_errors
+from megacore.launch import torchrun
+from megacore.launch.job import ConvertJob, EvaluateJob, Job, TrainJob
+from megacore.launch.supervise import supervise
+
+TRAIN_VERSION = 1
+EVALUATE_VERSION = 1
+CONVERT_VERSION = 1
+
+
+def nothing() -> None:
+    """Called on each poll where nobody watches."""
+
+
+def next_attempt(run_directory: Path) -> int:
+    """Number of the coming start of this run, counted from 1."""
+    try:
+        return int(json.loads((run_directory / "run.json").read_text(encoding="utf-8"))["attempt"]) + 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
+
+
+def attempt_log(job: TrainJob) -> Path:
+    """Where the output of this attempt's ranks goes."""
+    return Path(job.run_directory) / "logs" / f"attempt-{job.attempt:03d}.log"
+
+
+def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
+    """Train until `train.train_iters`, from the newest complete checkpoint of the run directory.
+
+    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError.
+    """
+    run_directory = Path(job.run_directory)
+    with workspace_errors(run_directory):
+        attempt_log(job).parent.mkdir(parents=True, exist_ok=True)
+        job_file = run_directory / "run.json"
+        job.write(job_file)
+    minutes = job.config.launch.timeout_minutes
+    _supervise("megacore.launch.pretrain", job, job_file, attempt_log(job), on_poll, minutes)
+
+
+def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
+    """Perplexities of each checkpoint; also written to `job.output`."""
+    job_file = scratch / "job.json"
+    job.write(job_file)
+    _supervise("megacore.launch.evaluate", job, job_file, scratch / "evaluate.log", on_poll, None)
+    result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
+    return result
+
+
+def convert(job: ConvertJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
+    """Fill `job.output_directory` and return the gate's report. Raises ConversionError."""
+    job_file = scratch / "job.json"
+    job.write(job_file)
+    _supervise("megacore.launch.convert", job, job_file, scratch / "convert.log", on_poll, None)
+    report: dict[str, Any] = json.loads((Path(job.output_directory) / "parity.json").read_text(encoding="utf-8"))
+    return report
+
+
+def _supervise(
+    module: str,
+    job: Job,
+    job_file: Path,
+    log: Path,
+    on_poll: Callable[[], None],
+    minutes: float | None,
+) -> None:
+    supervise(
+        torchrun.command(module, job_file, job.ranks),
+        log=log,
+        exit_directory=Path(job.exit_directory),
+        env=torchrun.rank_environment(job.threads_per_rank),
+        stop_grace=job.config.launch.stop_grace,
+        timeout=None if minutes is None else minutes * 60,
+        on_poll=on_poll,
+    )

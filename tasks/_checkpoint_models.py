@@ -1,0 +1,148 @@
+"""Kept checkpoints as MLflow LoggedModels: "which checkpoint is best" is one sorted table.
+
+A LoggedModel names a checkpoint's directory; no file is copied. When retention deletes the directory, the
+LoggedModel stays, tagged `checkpoint_state=deleted`, and leaves the table.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks._mlflow import Tracking
+
+if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
+
+STATE_TAG = "checkpoint_state"
+"""`kept` or `deleted`."""
+MODEL_TYPE = "checkpoint"
+_PAGE = 100
+
+
+def ensure_checkpoint_model(
+    tracking: Tracking, run_id: str, run_name: str, event: Mapping[str, Any], run_directory: Path
+) -> str:
+    """Id of the LoggedModel of a `checkpoint` event, made if absent; replaying the event changes nothing."""
+    client, iteration = tracking.client, int(event["iteration"])
+    path = run_directory / event["path"]
+    tags = {"path": str(path), "uri": path.as_uri(), "size_bytes": str(event["size_bytes"]), STATE_TAG: "kept"}
+    model = _find(tracking, run_id, iteration)
+    if model is None:
+        model = client.create_logged_model(
+            tracking.experiment_id,
+            name=f"{run_name}-iter_{iteration:07d}".replace(".", "-"),
+            source_run_id=run_id,
+            tags=tags,
+            params={"step": str(iteration), "consumed_tokens": str(event["consumed_tokens"])},
+            model_type=MODEL_TYPE,
+        )
+    elif any(model.tags.get(name) != value for name, value in tags.items()):
+        client.set_logged_model_tags(model.model_id, tags)
+    _link(tracking, run_id, model.model_id, iteration)
+    if event.get("validation_loss") is not None:
+        loss = float(event["validation_loss"])
+        log_model_metrics(
+            tracking,
+            run_id,
+            model,
+            {"valid_lm_loss": loss, "valid_ppl": perplexity(loss)},
+            step=iteration,
+            timestamp_ms=round(1000 * event["time"]),
+        )
+    if model.status != "READY":
+        client.finalize_logged_model(model.model_id, "READY")
+    return str(model.model_id)
+
+
+def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:
+    """Say that retention deleted the checkpoint's files."""
+    model = _find(tracking, run_id, iteration)
+    if model is not None and model.tags.get(STATE_TAG) != "deleted":
+        tracking.client.set_logged_model_tags(model.model_id, {STATE_TAG: "deleted"})
+
+
+def log_test_perplexities(
+    tracking: Tracking, run_id: str, perplexities: Mapping[int, float], *, timestamp_ms: int
+) -> None:
+    """Give the LoggedModels of the checkpoints at these iterations their `test_ppl`; the first value stays.
+
+    Raises TrackingError.
+    """
+    with tracking.errors("take the test perplexities"):
+        for iteration, ppl in perplexities.items():
+            model = _find(tracking, run_id, iteration)
+            if model is not None:
+                log_model_metrics(
+                    tracking, run_id, model, {"test_ppl": ppl}, step=iteration, timestamp_ms=timestamp_ms
+                )
+
+
+def checkpoint_table(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[dict[str, Any]]:
+    """The kept checkpoints of a run, the lowest `order_by` (valid_ppl or test_ppl) first. Raises TrackingError."""
+    with tracking.errors("list the checkpoints"):
+        models = tracking.client.search_logged_models(
+            [tracking.experiment_id],
+            f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{STATE_TAG} = 'kept'",
+            order_by=[{"field_name": f"metrics.{order_by}", "ascending": True}],
+            max_results=_PAGE,
+        )
+    return [_row(model) for model in models]
+
+
+def log_model_metrics(
+    tracking: Tracking,
+    run_id: str,
+    model: "LoggedModel",
+    metrics: Mapping[str, float],
+    *,
+    step: int,
+    timestamp_ms: int,
+) -> None:
+    """Log the metrics that the model does not have yet, for the model and its run."""
+    from mlflow.entities import Metric
+
+    known = {metric.key for metric in model.metrics or []}
+    fresh = [
+        Metric(name, value, timestamp_ms, step, model_id=model.model_id, run_id=run_id)
+        for name, value in metrics.items()
+        if name not in known
+    ]
+    if fresh:
+        tracking.client.log_batch(run_id, metrics=fresh)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _find(tracking: Tracking, run_id: str, iteration: int) -> "LoggedModel | None":
+    found = tracking.client.search_logged_models(
+        [tracking.experiment_id],
+        f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND params.step = '{iteration}'",
+        max_results=1,
+    )
+    return found[0] if found else None
+
+
+def _link(tracking: Tracking, run_id: str, model_id: str, step: int) -> None:
+    """Show the model among the run's outputs; MLflow would list a second link twice."""
+    from mlflow.entities import LoggedModelOutput
+
+    outputs = tracking.client.get_run(run_id).outputs
+    linked = {output.model_id for output in outputs.model_outputs} if outputs else set()
+    if model_id not in linked:
+        tracking.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
+
+
+def _row(model: "LoggedModel") -> dict[str, Any]:
+    metrics = {metric.key: metric.value for metric in model.metrics or []}
+    return {
+        "iteration": int(model.params["step"]),
+        "valid_ppl": metrics.get("valid_ppl"),
+        "test_ppl": metrics.get("test_ppl"),
+        "size_bytes": int(model.tags["size_bytes"]),
+        "path": model.tags["path"],
+        "model_id": model.model_id,
+    }

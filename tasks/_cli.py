@@ -1,0 +1,35 @@
+"""The command line of a flow: `python -m flows.pretrain --conf gpt2-tiny -o train.train_iters=50`."""
+
+import argparse
+import inspect
+import sys
+from typing import Any
+
+from prefect import Flow
+
+from megacore.config import parse_overrides
+from megacore.errors import MegacoreError
+
+
+def run_flow(flow: Flow[..., Any]) -> None:
+    """Run `flow` from the command line; a user's error is one sentence and an exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__)
+    parser.add_argument("--conf", default="gpt2-tiny", help="name of a file in conf/, or a path")
+    parser.add_argument(
+        "-o", "--override", action="append", default=[], metavar="KEY=VALUE", help="dotted key, as train.train_iters=50"
+    )
+    dry = "dry_run" in inspect.signature(flow.fn).parameters
+    if dry:
+        parser.add_argument("--dry-run", action="store_true", help="show keys, cache, memory and days; run nothing")
+    arguments = parser.parse_args()
+    try:
+        parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": parse_overrides(arguments.override)}
+        if dry:
+            parameters["dry_run"] = arguments.dry_run
+        flow(**parameters)
+    except MegacoreError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; run the same command to go on from the last complete checkpoint\n")
+        raise SystemExit(130) from None

@@ -1,0 +1,30 @@
+"""Settings that Prefect and MLflow read when they are imported: import this module before either."""
+
+import os
+
+from megacore.artifact import Workspace
+
+
+def prepare_environment() -> Workspace:
+    """Put everything Prefect and MLflow write into the workspace, and keep both off the network.
+
+    What the user or a server has set already (PREFECT_API_URL, MLFLOW_TRACKING_URI, …) stays.
+    Raises WorkspaceError when the workspace cannot be written.
+    """
+    workspace = Workspace.of()
+    home = workspace.prefect_home
+    settings = {
+        "MEGACORE_WORKSPACE": str(workspace.root),
+        "PREFECT_HOME": str(home),
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "results"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_TRACKING_URI": workspace.tracking_uri,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    return workspace

@@ -1,0 +1,307 @@
+"""Training's events, forwarded to MLflow exactly once.
+
+`events.jsonl` decides what is sent: of each (kind, iteration) the first event, in the file's order, with its
+own time as timestamp. The offset up to which the store has everything lies in the run directory and moves on
+after each batch. What may have arrived without being committed (after a start, a failure, a kill) is compared
+with the store's history first. Nothing here makes training wait: deliveries run in a thread, failures are tried again later.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.files import write_json
+from megacore.config import RunConfig
+from megacore.errors import TrackingError
+from megacore.observe.events import EventReader
+from tasks._checkpoint_models import ensure_checkpoint_model, mark_deleted
+from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
+
+OFFSET_FILE = "mlflow_offset.json"
+"""In the run directory: how many bytes of events.jsonl which MLflow run has."""
+EVENTS_FILE = "events.jsonl"
+CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "step": (
+        "train",
+        (
+            "lm_loss",
+            "lr",
+            "grad_norm",
+            "loss_scale",
+            "ms_per_iteration",
+            "samples_per_second",
+            "tokens_per_second",
+            "tflops",
+            "mfu",
+            "memory_mb",
+            "skipped_iterations",
+            "nan_iterations",
+            "global_batch_size",
+        ),
+    ),
+    "evaluation": ("valid", ("lm_loss", "ppl")),
+}
+"""By kind of event: the group of its metrics in MLflow and the fields that become metrics."""
+BY_TOKENS = "_by_tokens"
+"""Suffix of the curve whose step is consumed tokens instead of the iteration."""
+
+_METRICS_PER_BATCH = 1000
+_FIRST_BACKOFF = 1.0
+_LONGEST_BACKOFF = 60.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one curve."""
+
+    key: str
+    value: float
+    timestamp_ms: int
+    step: int
+
+
+@dataclass
+class Batch:
+    """Events that are sent together and committed by one offset."""
+
+    end: int
+    points: list[Point] = field(default_factory=list)
+    seen: set[tuple[str, int]] = field(default_factory=set)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+
+
+def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
+    """The metrics of a step or evaluation event, by iteration and by consumed tokens; null values have none."""
+    group, names = CURVES[event["kind"]]
+    timestamp = round(1000 * event["time"])
+    for name in names:
+        value = event.get(name)
+        if value is not None:
+            yield Point(f"{group}/{name}", float(value), timestamp, int(event["iteration"]))
+            yield Point(f"{group}/{name}{BY_TOKENS}", float(value), timestamp, int(event["consumed_tokens"]))
+
+
+def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
+    """What to send from `offset` on: whole events, as many as fit into one request."""
+    batch = Batch(offset)
+    for event, end in EventReader(events, offset):
+        kind = event["kind"]
+        if kind in CURVES:
+            identity = (kind, int(event["iteration"]))
+            if identity not in seen and identity not in batch.seen:
+                points = list(points_of(event))
+                if len(batch.points) + len(points) > _METRICS_PER_BATCH:
+                    break
+                batch.points += points
+                batch.seen.add(identity)
+        elif kind in {"checkpoint", "checkpoint_deleted"}:
+            batch.checkpoints.append(event)
+        batch.end = end
+    return batch
+
+
+class Forwarder:
+    """Delivers a run directory's events to its MLflow run, which it makes when the store first answers."""
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        run_directory: Path,
+        config: RunConfig,
+        facts: RunFacts,
+        *,
+        interval: float = 2.0,
+    ) -> None:
+        """Nothing is read or sent yet.
+
+        Args:
+            tracking: the store.
+            run_directory: directory of events.jsonl.
+            config: recorded with the run.
+            facts: recorded with the run.
+            interval: least seconds between two deliveries.
+        """
+        self._tracking = tracking
+        self._directory = run_directory
+        self._config = config
+        self._facts = facts
+        self._interval = interval
+        self._events = run_directory / EVENTS_FILE
+        self._run_id: str | None = None
+        self._offset = 0
+        self._seen: set[tuple[str, int]] = set()
+        self._doubt_end = 0
+        self._history: dict[str, set[int]] = {}
+        self._worker: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._failures = 0
+        self._due = 0.0
+        self._closed = False
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run, once the store has answered."""
+        return self._run_id
+
+    def poll(self) -> None:
+        """Start a delivery when one is due; returns at once and never raises."""
+        if self._busy() or time.monotonic() < self._due or isinstance(self._error, _Fatal):
+            return
+        if self._run_id is None or self._behind():
+            self._start()
+
+    def flush(self, timeout: float = 120.0) -> str:
+        """Deliver everything that is in events.jsonl by now and return the run's id.
+
+        Raises TrackingError when the store did not take it within `timeout` seconds, and DataFormatError when
+        events.jsonl is damaged.
+        """
+        deadline = time.monotonic() + timeout
+        # A delivery that is under way may have read the file before its last events were there.
+        self._join(deadline, timeout)
+        while True:
+            self._start()
+            self._join(deadline, timeout)
+            if isinstance(self._error, _Fatal):
+                raise self._error.cause
+            if self._error is None and self._run_id is not None:
+                return self._run_id
+            pause = self._due - time.monotonic()
+            if time.monotonic() + pause > deadline:
+                raise TrackingError(f"the run's events are not all in MLflow: {self._error}") from self._error
+            time.sleep(max(0.0, pause))
+
+    def finish(self, status: RunStatus = "FINISHED", timeout: float = 120.0) -> str:
+        """Flush, then set the run's final status; returns its id. Raises TrackingError."""
+        run_id = self.flush(timeout)
+        end_run(self._tracking, run_id, status)
+        return run_id
+
+    def _join(self, deadline: float, timeout: float) -> None:
+        if self._worker is not None:
+            self._worker.join(max(0.0, deadline - time.monotonic()))
+        if self._busy():
+            self._closed = True
+            raise TrackingError(
+                f"MLflow did not take the run's events within {timeout:g} s: start again to send the rest"
+            )
+
+    def _busy(self) -> bool:
+        return self._worker is not None and self._worker.is_alive()
+
+    def _behind(self) -> bool:
+        try:
+            return self._events.stat().st_size > self._offset
+        except FileNotFoundError:
+            return False
+
+    def _start(self) -> None:
+        self._closed = False
+        self._worker = threading.Thread(target=self._attempt, name="mlflow-forwarder", daemon=True)
+        self._worker.start()
+
+    def _attempt(self) -> None:
+        """One delivery; its failure is remembered and decides when the next may start."""
+        try:
+            self.deliver()
+        except TrackingError as error:
+            if self._failures == 0:
+                _log.warning("%s; training goes on, its events are sent later", error)
+            self._error = error
+            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**self._failures, _LONGEST_BACKOFF)
+            self._failures += 1
+        except Exception as error:  # a thread has no caller: flush raises it
+            self._error = _Fatal(error)
+        else:
+            self._error = None
+            self._failures = 0
+            self._due = time.monotonic() + self._interval
+
+    def deliver(self) -> None:
+        """Send everything that is complete by now, in this thread. Raises TrackingError."""
+        if self._run_id is None:
+            run_id = ensure_run(self._tracking, self._directory, self._config, self._facts)
+            self._restore(run_id)
+        while not self._closed:
+            batch = next_batch(self._events, self._offset, self._seen)
+            if batch.end == self._offset:
+                return
+            try:
+                self._send(batch)
+            except TrackingError:
+                # The batch may be there all the same, or the store may have lost the run: ask before going on.
+                self._run_id = None
+                raise
+            if not self._closed:
+                self._commit(batch)
+
+    def _restore(self, run_id: str) -> None:
+        """Take up where the last delivery to this very run was committed."""
+        self._offset = self._committed_offset(run_id)
+        self._seen = set()
+        for event, end in EventReader(self._events):
+            if end > self._offset:
+                break
+            if event["kind"] in CURVES:
+                self._seen.add((event["kind"], int(event["iteration"])))
+        self._doubt_end = self._events.stat().st_size if self._events.exists() else 0
+        self._history = {}
+        self._run_id = run_id
+
+    def _committed_offset(self, run_id: str) -> int:
+        path = self._directory / OFFSET_FILE
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            return int(state["offset"]) if state["run_id"] == run_id else 0
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TrackingError(f"{path} is damaged ({error}): delete it, and events are compared anew") from error
+
+    def _send(self, batch: Batch) -> None:
+        from mlflow.entities import Metric
+
+        assert self._run_id is not None
+        with self._tracking.errors("take the run's events"):
+            points = self._unsent(batch.points) if self._offset < self._doubt_end else batch.points
+            if points:
+                metrics = [Metric(point.key, point.value, point.timestamp_ms, point.step) for point in points]
+                self._tracking.client.log_batch(self._run_id, metrics=metrics)
+            for event in batch.checkpoints:
+                self._record_checkpoint(event)
+
+    def _unsent(self, points: list[Point]) -> list[Point]:
+        """The points whose (metric, step) the store did not have when this run was taken up."""
+        assert self._run_id is not None
+        for key in {point.key for point in points} - self._history.keys():
+            history = self._tracking.client.get_metric_history(self._run_id, key)
+            self._history[key] = {metric.step for metric in history}
+        return [point for point in points if point.step not in self._history[point.key]]
+
+    def _record_checkpoint(self, event: Mapping[str, Any]) -> None:
+        assert self._run_id is not None
+        if event["kind"] == "checkpoint":
+            ensure_checkpoint_model(self._tracking, self._run_id, self._config.name, event, self._directory)
+        else:
+            mark_deleted(self._tracking, self._run_id, int(event["iteration"]))
+
+    def _commit(self, batch: Batch) -> None:
+        write_json(self._directory / OFFSET_FILE, {"run_id": self._run_id, "offset": batch.end})
+        self._offset = batch.end
+        self._seen |= batch.seen
+        if self._offset >= self._doubt_end:
+            self._history = {}
+
+
+class _Fatal(Exception):
+    """A failure that no later attempt can mend."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause

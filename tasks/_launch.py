@@ -1,0 +1,117 @@
+"""What a task does while its processes run: stream their log, show progress, forward metrics."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from prefect import get_run_logger
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megacore.observe.events import EventReader
+
+ARTIFACT_INTERVAL = 5.0
+"""Seconds between updates of the progress artifact."""
+
+
+class Forwarder(Protocol):
+    """Whatever sends events on, without making anyone wait."""
+
+    def poll(self) -> None:
+        """Send what has come since the last call."""
+
+
+class LogTail:
+    """Hands each new line of a growing file to `emit`."""
+
+    def __init__(self, path: Path, emit: Callable[[str], None]) -> None:
+        self.path = path
+        self.emit = emit
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def poll(self) -> None:
+        """Emit the complete lines written since the last call."""
+        if not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self._offset)
+            chunk = file.read()
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.decode("utf-8", errors="replace").splitlines():
+            if line.strip():
+                self.emit(line.strip())
+
+
+class TrainingMonitor:
+    """Watches one training: log lines, a bar in the terminal, a progress artifact with ETA, and MLflow."""
+
+    def __init__(self, log: Path, events: Path, train_iters: int, forwarder: Forwarder) -> None:
+        self.log = LogTail(log, get_run_logger().info)
+        self.events = events
+        self.train_iters = train_iters
+        self.forwarder = forwarder
+        self._offset = events.stat().st_size if events.exists() else 0
+        self._artifact: Any = None
+        self._updated = 0.0
+        self._first: tuple[float, int] | None = None
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("training", total=train_iters, note="starting")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def poll(self) -> None:
+        """Look at everything once; called a few times a second."""
+        self.log.poll()
+        if self.events.exists():
+            for event, offset in EventReader(self.events, self._offset):
+                self._offset = offset
+                self._show(event)
+        self.forwarder.poll()
+
+    def _show(self, event: dict[str, Any]) -> None:
+        if event["kind"] != "step":
+            return
+        iteration = int(event["iteration"])
+        self._bar.update(self._task, completed=iteration, note=f"loss {event['lm_loss']:.3f}")
+        now = time.monotonic()
+        self._first = self._first or (now, iteration)
+        if now - self._updated < ARTIFACT_INTERVAL and iteration < self.train_iters:
+            return
+        self._updated = now
+        self._update_artifact(iteration, self._eta(now, iteration), float(event["lm_loss"]))
+
+    def _eta(self, now: float, iteration: int) -> str:
+        started, first = self._first or (now, iteration)
+        if iteration <= first:
+            return "unknown"
+        seconds = (now - started) / (iteration - first) * (self.train_iters - iteration)
+        return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
+
+    def _update_artifact(self, iteration: int, eta: str, loss: float) -> None:
+        percent = 100.0 * iteration / self.train_iters
+        text = f"iteration {iteration} of {self.train_iters}, lm loss {loss:.3f}, {eta} left"
+        try:
+            if self._artifact is None:
+                self._artifact = create_progress_artifact(progress=percent, key="training", description=text)
+            else:
+                update_progress_artifact(artifact_id=self._artifact, progress=percent, description=text)
+        except Exception as error:  # a display must never end a training
+            get_run_logger().warning("the progress artifact was not updated: %s", error)

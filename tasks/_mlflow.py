@@ -1,0 +1,308 @@
+"""The MLflow store and the one run that stands for a pretraining.
+
+`mlflow` is imported when the store is first used, never when this module is.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import subprocess
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from megacore.artifact import Artifact, Workspace, lock
+from megacore.artifact.files import write_json
+from megacore.config import RunConfig
+from megacore.errors import TrackingError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
+
+RUN_FILE = "mlflow.json"
+"""In the run directory: which MLflow run it belongs to."""
+PACKAGES = ("torch", "transformers", "prefect", "mlflow", "megacore")
+"""Whose versions a run records, beside Python's."""
+
+_PARAMS_PER_BATCH = 100
+_PARAM_LENGTH = 6000
+_DIGEST_LENGTH = 36
+_TAG_TOKEN = "megacore.run_token"
+_TAG_CONFIG = "megacore.config_sha256"
+_TAG_CHANGED = "changed."
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    # The forwarder retries by itself; MLflow's own default retries one request for minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+_QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&])(?:[\w-]*(?:token|key|secret|password|signature))=[^&\s]+", re.I)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run records beside its configuration."""
+
+    key: str
+    """Key of the train stage: the name of the run directory."""
+    datasets: Mapping[str, Artifact] = field(default_factory=dict)
+    """Artifacts that training reads, by role."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Further tags, such as the flow run's name."""
+
+
+class Tracking:
+    """An MLflow store: MLFLOW_TRACKING_URI when that is set, else the workspace's own SQLite file."""
+
+    def __init__(self, workspace: Workspace, experiment: str) -> None:
+        self.workspace = workspace
+        self.experiment = experiment
+        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or workspace.tracking_uri
+
+    @property
+    def exists(self) -> bool:
+        """False when the store is a SQLite file that is not there: nothing can be in it."""
+        if not self.uri.startswith("sqlite:///"):
+            return True
+        return Path(self.uri.removeprefix("sqlite:///")).exists()
+
+    @cached_property
+    def client(self) -> "MlflowClient":
+        """MLflow's client; the first use of a new SQLite file creates its tables, which takes seconds."""
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        for name in _QUIET_LOGGERS:
+            logging.getLogger(name).setLevel(logging.WARNING)
+        from mlflow import MlflowClient
+
+        with self.errors("open its store"):
+            return MlflowClient(tracking_uri=self.uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or self.uri)
+
+    @cached_property
+    def experiment_id(self) -> str:
+        """Id of the experiment, made if absent; its files go below the workspace when the store is ours."""
+        from mlflow.exceptions import MlflowException
+
+        with self.errors(f"open experiment {self.experiment!r}"):
+            found = self.client.get_experiment_by_name(self.experiment)
+            if found is None:
+                try:
+                    return self.client.create_experiment(self.experiment, artifact_location=self._artifact_location())
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                        raise
+                    found = self.client.get_experiment_by_name(self.experiment)
+            if found is None or found.lifecycle_stage != "active":
+                raise TrackingError(
+                    f"experiment {self.experiment!r} was deleted in MLflow at {redact(self.uri)}: "
+                    "restore it there or set tracking.experiment to another name"
+                )
+            return str(found.experiment_id)
+
+    def _artifact_location(self) -> str | None:
+        """Where the experiment's files go; a server decides for itself."""
+        if self.uri != self.workspace.tracking_uri:
+            return None
+        return (self.workspace.mlflow_artifacts / self.experiment).as_uri()
+
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        """Turn what MLflow raises into a TrackingError that says what MLflow did not do."""
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            yield
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            reason = redact(" ".join(str(error).split()))[:500]
+            raise TrackingError(
+                f"MLflow at {redact(self.uri)} did not {action}: {reason}: check that it is up "
+                "(MLFLOW_TRACKING_URI names another one), then start again"
+            ) from error
+
+
+def redact(text: str) -> str:
+    """`text` without the credentials that URLs in it carry."""
+    return _CREDENTIALS.sub("***", text)
+
+
+def ensure_run(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> str:
+    """Id of the run directory's MLflow run, which is running and described afterwards.
+
+    The directory gets a random token before the run is created with that token as a tag: a crash between
+    creating the run and noting its id finds it again. A run that the store no longer has is replaced by a
+    new one. Raises TrackingError.
+    """
+    path = run_directory / RUN_FILE
+    with lock(path), tracking.errors("open the run"):
+        state = _read_state(path)
+        run = _recorded_run(tracking, state)
+        if run is None:
+            if state["run_id"] is not None or state["token"] is None:
+                state = {"token": uuid.uuid4().hex, "run_id": None}
+                write_json(path, state)
+            run = _run_with_token(tracking, state["token"]) or tracking.client.create_run(
+                tracking.experiment_id,
+                run_name=f"{config.name}-{facts.key[:8]}",
+                tags={_TAG_TOKEN: state["token"]},
+            )
+            write_json(path, {**state, "run_id": run.info.run_id})
+        if run.info.status != "RUNNING":
+            tracking.client.update_run(run.info.run_id, status="RUNNING")
+        _describe(tracking, run, run_directory, config, facts)
+        return str(run.info.run_id)
+
+
+def end_run(tracking: Tracking, run_id: str, status: RunStatus = "FINISHED") -> None:
+    """Set the run's final status. Raises TrackingError."""
+    with tracking.errors(f"end run {run_id}"):
+        tracking.client.set_terminated(run_id, status)
+
+
+def recorded_run_id(run_directory: Path) -> str | None:
+    """The MLflow run that a run directory notes, without asking the store."""
+    return _read_state(run_directory / RUN_FILE)["run_id"]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested values as `{"train.train_iters": "1200"}`: JSON for what is no string, cut at MLflow's limit."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            flat[prefix + name] = redact(text)[:_PARAM_LENGTH]
+    return flat
+
+
+def git_facts(repository: Path) -> dict[str, str]:
+    """Commit of a work tree and whether files in it differ, as tags; empty outside of git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(repository), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"mlflow.source.git.commit": commit, "megacore.git_dirty": str(dirty).lower()}
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of each package that shapes a run, without importing any."""
+    found = {"version.python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[f"version.{package}"] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[f"version.{package}"] = "not installed"
+    return found
+
+
+def _read_state(path: Path) -> dict[str, str | None]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return {"token": values["token"], "run_id": values["run_id"]}
+    except FileNotFoundError:
+        return {"token": None, "run_id": None}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(f"{path} is damaged ({error}): delete it, and a new MLflow run is made") from error
+
+
+def _recorded_run(tracking: Tracking, state: Mapping[str, str | None]) -> "Run | None":
+    """The run that the directory notes, unless the store has lost it or a user deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    run_id = state["run_id"]
+    if run_id is None:
+        return None
+    try:
+        run = tracking.client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def _run_with_token(tracking: Tracking, token: str | None) -> "Run | None":
+    found = tracking.client.search_runs([tracking.experiment_id], f"tags.`{_TAG_TOKEN}` = '{token}'", max_results=1)
+    return found[0] if found else None
+
+
+def _describe(tracking: Tracking, run: "Run", run_directory: Path, config: RunConfig, facts: RunFacts) -> None:
+    """Bring parameters, tags, inputs and config.yaml up to date: what is there already is not sent again."""
+    from mlflow.entities import RunTag
+
+    text = redact(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if run.data.tags.get(_TAG_CONFIG) == digest:
+        return
+    run_id = run.info.run_id
+    tags = {
+        **versions(),
+        **git_facts(Path(__file__).resolve().parent.parent),
+        **{name: redact(value) for name, value in facts.tags.items()},
+        **_log_params(tracking, run, flatten(config.model_dump(mode="json"))),
+        "megacore.run_key": facts.key,
+        "megacore.run_directory": str(run_directory),
+    }
+    tracking.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+    _log_datasets(tracking, run_id, facts.datasets)
+    tracking.client.log_text(run_id, text, "config.yaml")
+    # Last, so that a crash before this line describes the run once more.
+    tracking.client.set_tag(run_id, _TAG_CONFIG, digest)
+
+
+def _log_params(tracking: Tracking, run: "Run", params: Mapping[str, str]) -> dict[str, str]:
+    """Send parameters that the run lacks; return those that changed since as tags, as MLflow's never change."""
+    from mlflow.entities import Param
+
+    logged = run.data.params
+    missing = [Param(name, value) for name, value in params.items() if name not in logged]
+    for start in range(0, len(missing), _PARAMS_PER_BATCH):
+        tracking.client.log_batch(run.info.run_id, params=missing[start : start + _PARAMS_PER_BATCH])
+    return {
+        _TAG_CHANGED + name: value
+        for name, value in params.items()
+        if logged.get(name, value) != value or _TAG_CHANGED + name in run.data.tags
+    }
+
+
+def _log_datasets(tracking: Tracking, run_id: str, datasets: Mapping[str, Artifact]) -> None:
+    """Note each artifact as an input of the run, with its digest and counts."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    inputs = [
+        DatasetInput(
+            Dataset(
+                name=f"{artifact.stage}-{artifact.key}",
+                digest=artifact.digest[:_DIGEST_LENGTH],
+                source_type="local",
+                source=json.dumps({"uri": artifact.path}),
+                profile=json.dumps(artifact.counts),
+            ),
+            [InputTag("mlflow.data.context", role)],
+        )
+        for role, artifact in datasets.items()
+    ]
+    if inputs:
+        tracking.client.log_inputs(run_id, datasets=inputs)

@@ -1,0 +1,113 @@
+"""One run of a flow: its configuration, its stages in order, and the table at the end."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from prefect import Task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from megacore.artifact import Artifact
+from megacore.config import RunConfig
+from tasks._cache import StageResult
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A line of the final table."""
+
+    stage: str
+    outcome: str
+    """ran, cached, failed or not run."""
+    seconds: float
+    key: str
+    counts: dict[str, Any]
+
+    def cells(self) -> dict[str, str]:
+        """The row as text, by column."""
+        return {
+            "stage": self.stage,
+            "outcome": self.outcome,
+            "seconds": f"{self.seconds:.1f}",
+            "key": self.key,
+            "counts": summarize(self.counts),
+        }
+
+
+@dataclass
+class Pipeline:
+    """Runs stages one after another and remembers what each did."""
+
+    config: RunConfig
+    rows: list[StageRow] = field(default_factory=list)
+    summary: str = ""
+    """Markdown that is shown below the table and stored with the flow run."""
+
+    @classmethod
+    def start(cls, config: RunConfig) -> Self:
+        """Show the merged configuration as an artifact of the flow run."""
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        create_markdown_artifact(f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}")
+        return cls(config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Show the table, after a failure too: it says which stage failed and what is already done."""
+        if self.rows and (error is None or isinstance(error, Exception)):
+            self._report()
+
+    def stage(self, task: Task[..., StageResult], *inputs: Artifact) -> Artifact:
+        """Run one stage with the configured retries; its failure is the flow's failure."""
+        launch = self.config.launch
+        configured = task.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay)
+        started = time.monotonic()
+        state = configured(self.config, *inputs, return_state=True)
+        seconds = time.monotonic() - started
+        if not state.is_completed():
+            self.rows.append(StageRow(task.name, "failed", seconds, "", {}))
+            state.result()
+        result: StageResult = state.result()
+        cached = state.name == "Cached" or not result.ran
+        artifact = result.artifact
+        self.rows.append(StageRow(task.name, "cached" if cached else "ran", seconds, artifact.key, artifact.counts))
+        return artifact
+
+    def _report(self) -> None:
+        cells = [row.cells() for row in self.rows]
+        create_table_artifact(cells, key="stages", description=f"stages of {self.config.name}")
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        table = Table(title=f"stages of {self.config.name}")
+        for column in cells[0]:
+            table.add_column(column, overflow="fold", no_wrap=column in ("stage", "outcome", "key"))
+        for row in cells:
+            table.add_row(*row.values())
+        console.print(table)
+        if self.summary:
+            create_markdown_artifact(self.summary, key="summary", description=f"outcome of {self.config.name}")
+            console.print(Markdown(self.summary))
+
+
+def summarize(counts: dict[str, Any]) -> str:
+    """The numbers and names among the counts, one after another."""
+    parts = []
+    for name, value in counts.items():
+        label = name.replace("_", " ")
+        if isinstance(value, bool) or value is None or isinstance(value, dict):
+            continue
+        if isinstance(value, list):
+            parts.append(f"{len(value)} {label}")
+        elif isinstance(value, int):
+            parts.append(f"{value:,} {label}")
+        elif isinstance(value, float):
+            parts.append(f"{label} {value:.4g}")
+        else:
+            parts.append(f"{label} {value}")
+    return ", ".join(parts)

@@ -1,0 +1,177 @@
+"""Pictures of a run: loss and perplexity over the iterations, as PNG."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.observe.events import EventReader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSS_FILE = "loss.png"
+PPL_FILE = "ppl.png"
+
+_TRAIN_COLOR = "#7f9fbf"
+_SMOOTH_COLOR = "#1f4e79"
+_VALID_COLOR = "#c8501e"
+_SMOOTH_SPAN = 0.02
+_SMOOTH_LEAST = 50
+_MARKED_POINTS = 60
+
+
+@dataclass
+class Curve:
+    """Values by iteration, in ascending order; of each iteration the first that was reported."""
+
+    iterations: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, points: Mapping[int, float]) -> "Curve":
+        """The curve through these points."""
+        iterations = sorted(points)
+        return cls(iterations, [points[iteration] for iteration in iterations])
+
+    def smoothed(self) -> "Curve":
+        """The moving average over 2% of the points, or the curve itself while it has few."""
+        if len(self.values) < _SMOOTH_LEAST:
+            return self
+        weight = 1.0 / max(3.0, _SMOOTH_SPAN * len(self.values))
+        average, values = self.values[0], []
+        for value in self.values:
+            average += weight * (value - average)
+            values.append(average)
+        return Curve(self.iterations, values)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What the pictures show."""
+
+    train_loss: Curve
+    valid_loss: Curve
+    valid_ppl: Curve
+    tokens_per_iteration: float
+    """Consumed tokens per iteration, for the second axis; 0 when no event says."""
+
+
+def read_curves(events: Path) -> Curves:
+    """The curves of an events.jsonl."""
+    train: dict[int, float] = {}
+    loss: dict[int, float] = {}
+    ppl: dict[int, float] = {}
+    tokens = 0.0
+    for event, _ in EventReader(events):
+        if event["kind"] not in {"step", "evaluation"} or event["lm_loss"] is None:
+            continue
+        iteration = int(event["iteration"])
+        if event["kind"] == "step":
+            train.setdefault(iteration, float(event["lm_loss"]))
+            tokens = event["consumed_tokens"] / iteration
+        else:
+            loss.setdefault(iteration, float(event["lm_loss"]))
+            if event["ppl"] is not None:
+                ppl.setdefault(iteration, float(event["ppl"]))
+    return Curves(Curve.of(train), Curve.of(loss), Curve.of(ppl), tokens)
+
+
+def plot_run(events: Path, directory: Path, run_name: str) -> list[Path]:
+    """Write loss.png and ppl.png into `directory` and return their paths.
+
+    The loss axis is linear (it is a logarithm already), the perplexity axis logarithmic.
+    """
+    curves = read_curves(events)
+    return [
+        _save(_loss_figure(curves, run_name), directory / LOSS_FILE),
+        _save(_ppl_figure(curves, run_name), directory / PPL_FILE),
+    ]
+
+
+def _loss_figure(curves: Curves, run_name: str) -> "Figure":
+    figure, axes = _figure(f"{run_name}: loss", "lm loss (nats per token)", curves)
+    train = curves.train_loss
+    if train.values:
+        smooth = train.smoothed()
+        if smooth is not train:
+            axes.plot(train.iterations, train.values, color=_TRAIN_COLOR, linewidth=0.8, alpha=0.7)
+        axes.plot(smooth.iterations, smooth.values, color=_SMOOTH_COLOR, linewidth=1.6, label="train")
+    _plot_validation(axes, curves.valid_loss, "validation", "{:.3f}")
+    _finish(axes)
+    return figure
+
+
+def _ppl_figure(curves: Curves, run_name: str) -> "Figure":
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    figure, axes = _figure(f"{run_name}: validation perplexity", "perplexity (log scale)", curves)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    _plot_validation(axes, curves.valid_ppl, "validation", "{:.1f}")
+    _finish(axes)
+    return figure
+
+
+def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
+    """A figure with iterations below and, where known, consumed tokens above."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(8.0, 4.8), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    axes.spines["right"].set_visible(False)
+    per_iteration = curves.tokens_per_iteration
+    if per_iteration:
+        top = axes.secondary_xaxis(
+            "top", functions=(lambda value: value * per_iteration, lambda value: value / per_iteration)
+        )
+        top.set_xlabel("consumed tokens")
+        top.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    return figure, axes
+
+
+def _plot_validation(axes: "Axes", curve: Curve, label: str, number: str) -> None:
+    """Plot the curve and write its best value beside the point."""
+    if not curve.values:
+        return
+    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(curve.values) <= _MARKED_POINTS else {}
+    axes.plot(curve.iterations, curve.values, color=_VALID_COLOR, linewidth=1.4, label=label, **marker)
+    best = min(range(len(curve.values)), key=curve.values.__getitem__)
+    axes.annotate(
+        f"best {number.format(curve.values[best])} at {curve.iterations[best]:,}",
+        (curve.iterations[best], curve.values[best]),
+        xytext=(0, 14),
+        textcoords="offset points",
+        ha="right" if curve.iterations[best] > sum(axes.get_xlim()) / 2 else "left",
+        color=_VALID_COLOR,
+    )
+
+
+def _finish(axes: "Axes") -> None:
+    axes.set_xlim(left=0)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    figure.savefig(path)
+    return path
+
+
+def short_count(value: float) -> str:
+    """A count with K, M, B or T: 2,457,600 as 2.5M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0f}"

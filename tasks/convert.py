@@ -1,0 +1,77 @@
+"""Stage `convert`: the best checkpoint as a transformers model that was proven equal to ours."""
+
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import Artifact, StageKey
+from megacore.config import RunConfig
+from megacore.config.base import key_parameters
+from megacore.launch import stages
+from megacore.launch.job import ConvertJob
+from tasks._cache import StageResult, build, stage_task
+from tasks.evaluate import fresh_scratch, log_tail
+from tasks.train import make_job
+
+
+def convert_key(
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
+) -> StageKey:
+    """The key of the exported model."""
+    parameters = key_parameters(config.export) | {"checkpoint": evaluation.counts["best"]}
+    return StageKey.of(
+        "convert", stages.CONVERT_VERSION, parameters, trained=trained, evaluation=evaluation, tokenizer=tokenizer
+    )
+
+
+@stage_task("convert", convert_key)
+def convert(
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
+) -> StageResult:
+    """Export the checkpoint with the lowest validation loss; a failing gate fails the stage."""
+
+    def fill(directory: Path) -> dict[str, Any]:
+        scratch = fresh_scratch(trained.directory, "convert")
+        best = evaluation.counts["best"]
+        job = ConvertJob(
+            **make_job(config, trained.directory, tokens, tokenizer, index).model_dump()
+            | {
+                "ranks": 1,
+                "exit_directory": str(scratch / "exit"),
+                "checkpoint": str(trained.directory / "checkpoints" / best),
+                "output_directory": str(directory),
+                "card": _card(config, trained, evaluation, tokens),
+            }
+        )
+        report = stages.convert(job, scratch, log_tail(scratch / "convert.log").poll)
+        return {
+            "checkpoint": best,
+            "iteration": evaluation.counts["iteration"],
+            "max_logit_difference": report["max_logit_difference"],
+            "model_bytes": sum(path.stat().st_size for path in (directory / "model").iterdir()),
+        }
+
+    return build(config, convert_key(config, trained, evaluation, tokens, tokenizer, index), fill)
+
+
+def _card(config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact) -> dict[str, str]:
+    counts = evaluation.counts
+    return {
+        "name": config.name,
+        "source": config.data.source.model_dump_json(exclude_none=True),
+        "tokens": f"{tokens.counts['tokens']:,} tokens, artifact {tokens.key}",
+        "run": trained.key,
+        "iteration": str(counts["iteration"]),
+        "valid_ppl": f"{counts['valid_ppl']:.2f}",
+        "test_ppl": f"{counts['test_ppl']:.2f}",
+        "unigram_test_ppl": f"{counts['unigram_test_ppl']:.1f}",
+    }

@@ -1,0 +1,101 @@
+"""Stage `evaluate`: perplexity of the test split for every kept checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import Artifact, StageKey
+from megacore.artifact.files import write_json
+from megacore.config import RunConfig
+from megacore.config.base import key_parameters
+from megacore.launch import stages
+from megacore.launch.job import EvaluateJob
+from tasks._cache import StageResult, build, stage_task
+from tasks._launch import LogTail
+from tasks.index import TOKENS_NAME
+from tasks.train import make_job
+
+REPORT = "evaluation.json"
+
+
+def evaluate_key(
+    config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> StageKey:
+    """The key of the perplexities."""
+    parameters = key_parameters(config.evaluate) | {"split": config.data.split}
+    return StageKey.of("evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index)
+
+
+@stage_task("evaluate", evaluate_key)
+def evaluate(
+    config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> StageResult:
+    """Score each checkpoint, and a unigram model on the same tokens for comparison."""
+    from megacore.data.unigram import unigram_perplexity
+
+    def fill(directory: Path) -> dict[str, Any]:
+        scratch = fresh_scratch(trained.directory, "evaluate")
+        job = EvaluateJob(
+            **make_job(config, trained.directory, tokens, tokenizer, index).model_dump()
+            | {
+                "exit_directory": str(scratch / "exit"),
+                "checkpoints": tuple(str(trained.directory / item["path"]) for item in trained.counts["checkpoints"]),
+                "output": str(scratch / REPORT),
+            }
+        )
+        scores = stages.evaluate(job, scratch, log_tail(scratch / "evaluate.log").poll)
+        unigram = unigram_perplexity(tokens.directory / TOKENS_NAME, config.data.split, job.vocab_size)
+        return _report(directory, scores, unigram)
+
+    return build(config, evaluate_key(config, trained, tokens, tokenizer, index), fill)
+
+
+def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) -> dict[str, Any]:
+    """Write the report by iteration; the counts name the best checkpoint, by validation loss."""
+    rows = [{"checkpoint": Path(path).name, **score} for path, score in scores.items()]
+    rows.sort(key=lambda row: row["iteration"])
+    best = min(rows, key=lambda row: row["valid_loss"])
+    write_json(directory / REPORT, {"checkpoints": rows, "unigram": unigram})
+    return {
+        "checkpoints": len(rows),
+        "best": best["checkpoint"],
+        "iteration": best["iteration"],
+        "valid_ppl": best["valid_ppl"],
+        "test_ppl": best["test_ppl"],
+        "unigram_valid_ppl": unigram["valid"],
+        "unigram_test_ppl": unigram["test"],
+    }
+
+
+def read_evaluation(artifact: Artifact) -> dict[str, Any]:
+    """The report of an evaluation: `checkpoints` (a row each) and `unigram`."""
+    report: dict[str, Any] = json.loads((artifact.directory / REPORT).read_text(encoding="utf-8"))
+    return report
+
+
+def fresh_scratch(run_directory: Path, stage: str) -> Path:
+    """An empty directory of the run for a stage's job file, log and exit reasons."""
+    scratch = run_directory / "jobs" / stage
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    return scratch
+
+
+def log_tail(path: Path) -> LogTail:
+    """Stream a job's log into the task's."""
+    from prefect import get_run_logger
+
+    return LogTail(path, get_run_logger().info)
+
+
+def evaluation_summary(evaluation: Artifact) -> str:
+    """The perplexities of each checkpoint as a markdown table."""
+    report = read_evaluation(evaluation)
+    lines = ["| checkpoint | validation PPL | test PPL |", "| --- | ---: | ---: |"]
+    lines += [
+        f"| {row['checkpoint']} | {row['valid_ppl']:.2f} | {row['test_ppl']:.2f} |" for row in report["checkpoints"]
+    ]
+    unigram = report["unigram"]
+    lines.append(f"| unigram model | {unigram['valid']:.1f} | {unigram['test']:.1f} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,51 @@
+"""Stage `index`: the order in which samples are drawn from the tokens."""
+
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import Artifact, StageKey
+from megacore.config import RunConfig
+from tasks._cache import StageResult, build, stage_task
+
+
+TOKENS_NAME = "tokens_text_document"
+"""Name of the token files, without .bin/.idx, in their artifact."""
+
+
+def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
+    """Samples of the train and validation split; the test split is one epoch, whatever its size."""
+    train, batch = config.train, config.train.global_batch_size
+    return train.train_iters * batch, train.eval_iters * batch, None
+
+
+def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
+    """The key of the maps: what decides them, so that more iterations within an epoch change nothing."""
+    from megacore.data import index_maps as stage
+
+    data = config.data
+    prefix = tokens.directory / TOKENS_NAME
+    parameters = {
+        "split": data.split,
+        "seq_length": data.seq_length,
+        "seed": config.seed,
+        "plan": stage.index_plan(prefix, data.split, data.seq_length, wanted_samples(config)),
+    }
+    return StageKey.of("index", stage.VERSION, parameters, tokens=tokens)
+
+
+@stage_task("index", index_key)
+def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
+    """Build the document, sample and shuffle index of each split."""
+    from megacore.data.index_maps import build_index_maps
+
+    def fill(directory: Path) -> dict[str, Any]:
+        return build_index_maps(
+            tokens.directory / TOKENS_NAME,
+            directory,
+            split=config.data.split,
+            seq_length=config.data.seq_length,
+            seed=config.seed,
+            samples=wanted_samples(config),
+        )
+
+    return build(config, index_key(config, tokens), fill)

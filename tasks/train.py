@@ -1,0 +1,171 @@
+"""Stage `train`: distributed pretraining under supervision, resumed where it stopped."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+
+from megacore.artifact import Artifact, StageKey, Workspace, lock
+from megacore.artifact.build import open_artifact, seal
+from megacore.artifact.files import workspace_errors
+from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.config import RunConfig
+from megacore.config.base import key_parameters
+from megacore.errors import ConfigError, MegacoreError
+from megacore.launch import stages
+from megacore.launch.job import TrainJob
+from tasks._cache import StageResult, artifact_problem, stage_task
+from tasks.index import TOKENS_NAME
+
+SEALED = "checkpoints/*/complete.json"
+"""A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
+
+
+def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
+    """Identity of the run: it leaves out what may change on resume, train_iters among it."""
+    from megacore.engine.precision import resolve_precision
+    from megacore.plan.preflight import Hardware
+
+    hardware = Hardware.detect()
+    parameters = {
+        "seed": config.seed,
+        "family": config.family,
+        "split": config.data.split,
+        "seq_length": config.data.seq_length,
+        "model": key_parameters(config.model),
+        "optim": key_parameters(config.optim),
+        "train": key_parameters(config.train),
+        "precision": resolve_precision(config.train.precision, hardware.device_type),
+    }
+    return StageKey.of("train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer)
+
+
+def train_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageKey:
+    """Identity of the run trained so far."""
+    run = run_key(config, tokens, tokenizer)
+    parameters = run.parameters | {"train_iters": config.train.train_iters}
+    return StageKey("train", run.version, parameters, run.inputs)
+
+
+def run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> Path:
+    """`runs/<run key>`."""
+    return Workspace.of().folder("train") / run_key(config, tokens, tokenizer).key
+
+
+def training_problem(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> str | None:
+    """Why the run must be trained (further), in one clause; None when it is complete."""
+    from megacore.checkpoint.format import verify
+
+    directory = run_directory(config, tokens, tokenizer)
+    problem = artifact_problem(train_key(config, tokens, tokenizer, index), config, directory)
+    if problem:
+        return problem
+    try:
+        for checkpoint in open_artifact(directory).counts["checkpoints"]:
+            verify(directory / checkpoint["path"], config.verify)
+    except MegacoreError as error:
+        return str(error)
+    return None
+
+
+@stage_task("train", train_key, check=training_problem)
+def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageResult:
+    """Train to `train.train_iters`; a retry goes on from the last complete checkpoint."""
+    directory = run_directory(config, tokens, tokenizer)
+    key = train_key(config, tokens, tokenizer, index)
+    with workspace_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with lock(directory):
+        ran = training_problem(config, tokens, tokenizer, index) is not None
+        if ran:
+            _refuse_to_shorten(config, directory)
+            _run(config, key, directory, tokens, tokenizer, index)
+        return StageResult(artifact=open_artifact(directory), ran=ran)
+
+
+def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
+    from megacore.checkpoint.format import complete_checkpoints
+
+    wanted = config.train.train_iters
+    for path, marker in complete_checkpoints(directory / "checkpoints").items():
+        if marker.iteration > wanted:
+            raise ConfigError(
+                f"train.train_iters is {wanted}, but {path} is further already: raise it to at least "
+                f"{marker.iteration}, or change the seed to start another run"
+            )
+
+
+def _run(
+    config: RunConfig, key: StageKey, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> None:
+    from tasks._mlflow import open_tracking
+
+    started = time.monotonic()
+    (directory / MANIFEST_NAME).unlink(missing_ok=True)
+    job = make_job(config, directory, tokens, tokenizer, index)
+    tracking = open_tracking(directory, config, tokens, key)
+    shutil.rmtree(job.exit_directory, ignore_errors=True)
+    events = directory / "events.jsonl"
+    from tasks._launch import TrainingMonitor
+
+    with TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, tracking) as monitor:
+        try:
+            stages.train(job, monitor.poll)
+        except BaseException as error:
+            tracking.end("FAILED" if isinstance(error, Exception) else "KILLED")
+            raise
+        monitor.poll()
+    tracking.flush_or_leave(get_run_logger())
+    seal(directory, key, training_counts(directory, config), time.monotonic() - started, SEALED)
+
+
+def make_job(
+    config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> TrainJob:
+    """The job file of this run's next attempt."""
+    from megacore.plan.preflight import Hardware, resolve_launch
+
+    ranks, threads = resolve_launch(config, Hardware.detect())
+    return TrainJob(
+        config=config,
+        tokens_prefix=str(tokens.directory / TOKENS_NAME),
+        index_directory=index.path,
+        tokenizer_directory=tokenizer.path,
+        vocab_size=tokenizer.counts["vocab_size"],
+        eod_id=tokenizer.counts["eod_id"],
+        run_directory=str(directory),
+        exit_directory=str(directory / "exit"),
+        ranks=ranks,
+        threads_per_rank=threads,
+        attempt=stages.next_attempt(directory),
+    )
+
+
+def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
+    """What the manifest says of a training: iterations, tokens and the kept checkpoints."""
+    from megacore.checkpoint.format import complete_checkpoints
+
+    checkpoints = [
+        {
+            "iteration": marker.iteration,
+            "path": path.relative_to(directory).as_posix(),
+            "validation_loss": marker.validation_loss,
+        }
+        for path, marker in complete_checkpoints(directory / "checkpoints").items()
+    ]
+    samples = config.train.train_iters * config.train.global_batch_size
+    return {
+        "iterations": config.train.train_iters,
+        "tokens": samples * config.data.seq_length,
+        "checkpoints": checkpoints,
+    }
+
+
+def finished_training(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> Artifact:
+    """The training that `pretrain` has finished for this configuration. Raises ConfigError when there is none."""
+    problem = training_problem(config, tokens, tokenizer, index)
+    if problem:
+        raise ConfigError(f"{config.name} has no finished training here ({problem}): run pretrain/{config.name} first")
+    return open_artifact(run_directory(config, tokens, tokenizer))

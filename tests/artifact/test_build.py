@@ -1,0 +1,170 @@
+"""An artifact is whole or absent, built once, and believed only after a look."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import Artifact, Manifest, StageKey, Workspace, build_artifact, open_artifact
+from megacore.artifact.files import write_json
+from megacore.errors import ArtifactError, WorkspaceError
+
+KEY = StageKey.of("collect", 1, {"source": "here"})
+
+
+def fill(directory: Path) -> dict[str, int]:
+    (directory / "sub").mkdir()
+    (directory / "a.txt").write_text("alpha")
+    (directory / "sub" / "b.txt").write_text("beta")
+    return {"documents": 2}
+
+
+def test_second_call_finds_what_the_first_built(tmp_path: Path) -> None:
+    first, ran = build_artifact(tmp_path, KEY, fill)
+    assert ran
+    assert first.counts == {"documents": 2}
+    assert first.directory == tmp_path / KEY.key
+    manifest = Manifest.read(first.directory)
+    assert set(manifest.files) == {"a.txt", "sub/b.txt"}
+    second, ran = build_artifact(tmp_path, KEY, lambda directory: pytest.fail("built again"))
+    assert not ran
+    assert second == first
+
+
+def test_key_depends_on_each_of_its_four_parts(tmp_path: Path) -> None:
+    artifact, _ = build_artifact(tmp_path, KEY, fill)
+    keys = {
+        KEY.key,
+        StageKey.of("tokenize", 1, {"source": "here"}).key,
+        StageKey.of("collect", 2, {"source": "here"}).key,
+        StageKey.of("collect", 1, {"source": "there"}).key,
+        StageKey.of("collect", 1, {"source": "here"}, corpus=artifact).key,
+        StageKey.of("collect", 1, {"source": "here"}, tokens=artifact).key,
+    }
+    assert len(keys) == 6
+
+
+def test_rebuilt_artifact_has_the_same_digest(tmp_path: Path) -> None:
+    first, _ = build_artifact(tmp_path / "one", KEY, fill)
+    second, _ = build_artifact(tmp_path / "two", KEY, fill)
+    assert first.digest == second.digest
+    assert Manifest.read(first.directory).duration >= 0
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def broken(directory: Path) -> dict[str, int]:
+        fill(directory)
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        build_artifact(tmp_path, KEY, broken)
+    assert [path.name for path in tmp_path.iterdir()] == [f".{KEY.key}.lock"]
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "manifest", "manifest gone"])
+def test_damaged_artifact_is_noticed_and_replaced(tmp_path: Path, damage: str) -> None:
+    artifact, _ = build_artifact(tmp_path, KEY, fill)
+    victim = artifact.directory / "sub" / "b.txt"
+    if damage == "delete":
+        victim.unlink()
+    elif damage == "truncate":
+        victim.write_text("be")
+    elif damage == "flip":
+        victim.write_text("bela")
+    elif damage == "manifest":
+        (artifact.directory / "manifest.json").write_text('{"stage": 3}')
+    else:
+        (artifact.directory / "manifest.json").unlink()
+    with pytest.raises(ArtifactError):
+        open_artifact(artifact.directory)
+    again, ran = build_artifact(tmp_path, KEY, fill)
+    assert ran
+    assert again == artifact
+    assert victim.read_text() == "beta"
+
+
+def test_full_check_sees_what_the_clock_hides(tmp_path: Path) -> None:
+    artifact, _ = build_artifact(tmp_path, KEY, fill)
+    victim = artifact.directory / "a.txt"
+    times = victim.stat()
+    victim.write_text("alphb")
+    os.utime(victim, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert open_artifact(artifact.directory, "quick") == artifact
+    with pytest.raises(ArtifactError, match=r"a\.txt has another content"):
+        open_artifact(artifact.directory, "full")
+
+
+def slow_build(folder: Path, results: "multiprocessing.Queue[bool]") -> None:
+    def fill_slowly(directory: Path) -> dict[str, int]:
+        time.sleep(0.5)
+        return fill(directory)
+
+    results.put(build_artifact(folder, KEY, fill_slowly)[1])
+
+
+def test_of_two_processes_one_builds(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[bool] = context.Queue()
+    processes = [context.Process(target=slow_build, args=(tmp_path, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert sorted(results.get(timeout=60) for _ in processes) == [False, True]
+    for process in processes:
+        process.join(timeout=10)
+
+
+def hang_in_build(folder: Path, started: str) -> None:
+    def fill_forever(directory: Path) -> dict[str, int]:
+        (directory / "half").write_text("x")
+        Path(started).touch()
+        time.sleep(60)
+        return {}
+
+    build_artifact(folder, KEY, fill_forever)
+
+
+def test_killed_build_frees_its_lock_and_its_temporary_is_cleared(tmp_path: Path) -> None:
+    folder, started = tmp_path / "artifacts", tmp_path / "started"
+    process = multiprocessing.get_context("spawn").Process(target=hang_in_build, args=(folder, str(started)))
+    process.start()
+    deadline = time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.join(timeout=10)
+    assert not (folder / KEY.key).exists()
+    _, ran = build_artifact(folder, KEY, fill)
+    assert ran
+    assert not list(folder.glob("*.tmp-*"))
+
+
+def test_json_is_replaced_or_kept(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert path.read_text() == '{\n  "a": 1\n}\n'
+
+
+def test_workspace_that_is_a_file_or_read_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkspaceError, match="MEGACORE_WORKSPACE"):
+        Workspace.of(tmp_path / "file")
+    with pytest.raises(WorkspaceError, match="MEGACORE_WORKSPACE"):
+        Workspace.of("/proc/megacore")
+
+
+def test_workspace_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "there"))
+    assert Workspace.of().root == tmp_path / "there"
+    monkeypatch.delenv("MEGACORE_WORKSPACE")
+    monkeypatch.chdir(tmp_path)
+    assert Workspace.of().root == tmp_path / "workspace"
+
+
+def test_artifact_survives_json() -> None:
+    artifact = Artifact(stage="index", key="k", path="/p", digest="d", counts={"samples": 3})
+    assert Artifact.model_validate_json(artifact.model_dump_json()) == artifact

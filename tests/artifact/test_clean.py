@@ -1,0 +1,55 @@
+"""Cleaning removes what nobody needs, and nothing else."""
+
+import os
+import time
+from pathlib import Path
+
+from megacore.artifact import StageKey, Workspace, build_artifact, lock
+from megacore.artifact.clean import old_artifacts, remove, stale_temporaries
+
+DAY = 86400
+
+
+def write_one(directory: Path) -> dict[str, int]:
+    (directory / "file").write_text("x" * 100)
+    return {}
+
+
+def age(path: Path, days: float) -> None:
+    then = time.time() - days * DAY
+    os.utime(path, (then, then))
+
+
+def test_temporaries_of_the_dead_go_and_locked_ones_stay(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    folder = workspace.folder("tokenize")
+    folder.mkdir()
+    dead, alive = folder / "aaaa.tmp-1", folder / "bbbb.tmp-2"
+    dead.mkdir()
+    alive.mkdir()
+    saving = workspace.folder("train") / "cccc" / "checkpoints" / "iter_0000010.tmp-0"
+    saving.mkdir(parents=True)
+    with lock(folder / "bbbb"):
+        items = stale_temporaries(workspace)
+        assert [item.path for item in items] == [dead, saving]
+        remove(items)
+    assert alive.exists()
+    assert not dead.exists()
+    assert not saving.exists()
+    assert saving.parent.exists()
+
+
+def test_old_artifacts_go_unless_something_newer_or_trained_needs_them(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    corpus, _ = build_artifact(workspace.folder("collect"), StageKey.of("collect", 1, {"n": 1}), write_one)
+    used, _ = build_artifact(workspace.folder("tokenize"), StageKey.of("tokenize", 1, {}, corpus=corpus), write_one)
+    unused, _ = build_artifact(workspace.folder("collect"), StageKey.of("collect", 1, {"n": 2}), write_one)
+    trained, _ = build_artifact(workspace.folder("train"), StageKey.of("train", 1, {}, tokens=used), write_one)
+    for artifact in (corpus, used, unused, trained):
+        age(artifact.directory, 30)
+    items = old_artifacts(workspace, 7)
+    assert [item.path for item in items] == [unused.directory]
+    assert items[0].size > 100
+    remove(items)
+    assert not unused.directory.exists()
+    assert old_artifacts(workspace, 60) == []

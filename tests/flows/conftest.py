@@ -1,0 +1,122 @@
+"""One Prefect server and one workspace for all flow tests; a tiny corpus and a configuration of seconds."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+
+def write_corpus(directory: Path, files: int = 60) -> None:
+    """A small tree of Python source, different in every file."""
+    directory.mkdir(parents=True)
+    for number in range(files):
+        lines = [f"def function_{number}_{line}(value):\n    return value * {line} + {number}\n" for line in range(30)]
+        (directory / f"module_{number:03d}.py").write_text("\n".join(lines), encoding="utf-8")
+
+
+def tiny_config(corpus: Path) -> dict[str, Any]:
+    """Three training steps of a two-layer model."""
+    return {
+        "name": "flow-test",
+        "data": {
+            "source": {"kind": "source_tree", "path": str(corpus)},
+            "tokenizer": {"kind": "train-bpe", "vocab_size": 320},
+            "split": "80,10,10",
+            "seq_length": 32,
+        },
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "optim": {"lr": 1e-3},
+        "train": {
+            "micro_batch_size": 2,
+            "global_batch_size": 2,
+            "train_iters": 3,
+            "precision": "fp32",
+            "log_interval": 1,
+            "eval_interval": 2,
+            "eval_iters": 2,
+        },
+        "checkpoint": {"save_interval": 2, "keep_last": 2},
+        "evaluate": {"max_samples": 8},
+        "export": {"parity_samples": 2, "sample_tokens": 8},
+        "launch": {"nproc_per_node": 1, "retries": 0},
+    }
+
+
+@dataclass
+class FlowRun:
+    """What one run of `pretrain` did, stage by stage."""
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    error: BaseException | None = None
+    flow_run_id: str = ""
+
+    def stages(self, outcome: str) -> list[str]:
+        """Names of the stages with this outcome, in order."""
+        return [stage for stage, seen in self.outcomes.items() if seen == outcome]
+
+
+@dataclass
+class Bench:
+    """The shared workspace, and a way to run the flow in it."""
+
+    workspace: Path
+    conf: Path
+    corpus: Path
+    pretrain: Callable[..., FlowRun]
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A workspace with Prefect's ephemeral server and results in it."""
+    root = tmp_path_factory.mktemp("workspace")
+    saved = {name: os.environ.get(name) for name in ("MEGACORE_WORKSPACE", "MLFLOW_TRACKING_URI")}
+    os.environ["MEGACORE_WORKSPACE"] = str(root)
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{root / 'mlflow.db'}"
+    from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, PREFECT_SERVER_ANALYTICS_ENABLED, temporary_settings
+    from prefect.testing.utilities import prefect_test_harness
+
+    settings = {PREFECT_LOCAL_STORAGE_PATH: root / "prefect" / "results", PREFECT_SERVER_ANALYTICS_ENABLED: False}
+    with temporary_settings(settings), prefect_test_harness(server_startup_timeout=120):
+        yield root
+    for name, value in saved.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(scope="session")
+def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The flow `pretrain` on a tiny corpus, returning each stage's outcome instead of raising."""
+    directory = tmp_path_factory.mktemp("conf")
+    write_corpus(directory / "corpus")
+    conf = directory / "flow-test.yaml"
+    conf.write_text(yaml.safe_dump(tiny_config(directory / "corpus")), encoding="utf-8")
+
+    from flows.pretrain import pretrain
+    from tasks import _pipeline
+
+    def run(**overrides: Any) -> FlowRun:
+        result = FlowRun()
+        report = _pipeline.Pipeline._report
+
+        def remember(pipeline: _pipeline.Pipeline) -> None:
+            result.outcomes = {row.stage: row.outcome for row in pipeline.rows}
+            report(pipeline)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_pipeline.Pipeline, "_report", remember)
+            try:
+                pretrain(str(conf), {key.replace("__", "."): value for key, value in overrides.items()})
+            except Exception as error:
+                result.error = error
+        return result
+
+    return Bench(workspace, conf, directory / "corpus", run)
