@@ -22,7 +22,7 @@ def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> 
         trained = finished_training(config, *data)
         evaluation = pipeline.stage(evaluate, trained, *data)
         exported = pipeline.stage(convert, trained, evaluation, *data)
-        published = pipeline.stage(publish, trained, evaluation, exported)
+        published = pipeline.stage(publish, trained, evaluation, exported, *data)
         pipeline.summary = outcome(config, trained, evaluation, exported, published)
 
 

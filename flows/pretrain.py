@@ -28,7 +28,7 @@ def pretrain(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, d
         trained = pipeline.stage(train, *data)
         evaluation = pipeline.stage(evaluate, trained, *data)
         export = pipeline.stage(convert, trained, evaluation, *data)
-        published = pipeline.stage(publish, trained, evaluation, export)
+        published = pipeline.stage(publish, trained, evaluation, export, *data)
         pipeline.summary = outcome(config, trained, evaluation, export, published)
 
 

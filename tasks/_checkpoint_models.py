@@ -73,9 +73,7 @@ def log_test_perplexities(
         for iteration, ppl in perplexities.items():
             model = _find(tracking, run_id, iteration)
             if model is not None:
-                log_model_metrics(
-                    tracking, run_id, model, {"test_ppl": ppl}, step=iteration, timestamp_ms=timestamp_ms
-                )
+                log_model_metrics(tracking, run_id, model, {"test_ppl": ppl}, step=iteration, timestamp_ms=timestamp_ms)
 
 
 def checkpoint_table(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 `events.jsonl` decides what is sent: of each (kind, iteration) the first event, in the file's order, with its
 own time as timestamp. The offset up to which the store has everything lies in the run directory and moves on
 after each batch. What may have arrived without being committed (after a start, a failure, a kill) is compared
-with the store's history first. Nothing here makes training wait: deliveries run in a thread, failures are tried again later.
+with the store's history first. Nothing here makes training wait: deliveries run in a thread, failures are tried
+again later.
 """
 
 import json
@@ -151,7 +152,7 @@ class Forwarder:
 
     def poll(self) -> None:
         """Start a delivery when one is due; returns at once and never raises."""
-        if self._busy() or time.monotonic() < self._due or isinstance(self._error, _Fatal):
+        if self._busy() or time.monotonic() < self._due or isinstance(self._error, _FatalError):
             return
         if self._run_id is None or self._behind():
             self._start()
@@ -168,7 +169,7 @@ class Forwarder:
         while True:
             self._start()
             self._join(deadline, timeout)
-            if isinstance(self._error, _Fatal):
+            if isinstance(self._error, _FatalError):
                 raise self._error.cause
             if self._error is None and self._run_id is not None:
                 return self._run_id
@@ -217,7 +218,7 @@ class Forwarder:
             self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**self._failures, _LONGEST_BACKOFF)
             self._failures += 1
         except Exception as error:  # a thread has no caller: flush raises it
-            self._error = _Fatal(error)
+            self._error = _FatalError(error)
         else:
             self._error = None
             self._failures = 0
@@ -299,7 +300,7 @@ class Forwarder:
             self._history = {}
 
 
-class _Fatal(Exception):
+class _FatalError(Exception):
     """A failure that no later attempt can mend."""
 
     def __init__(self, cause: Exception) -> None:

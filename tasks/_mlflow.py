@@ -51,7 +51,9 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 _QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&])(?:[\w-]*(?:token|key|secret|password|signature))=[^&\s]+", re.I)
+_CREDENTIALS = re.compile(
+    r"(?<=://)[^/@\s]+(?=@)|(?<=[?&])(?:[\w-]*(?:token|key|secret|password|signature))=[^&\s]+", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Tracking:
         self.workspace = workspace
         self.experiment = experiment
         self.uri = os.environ.get("MLFLOW_TRACKING_URI") or workspace.tracking_uri
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
 
     @property
     def exists(self) -> bool:
@@ -83,9 +87,7 @@ class Tracking:
 
     @cached_property
     def client(self) -> "MlflowClient":
-        """MLflow's client; the first use of a new SQLite file creates its tables, which takes seconds."""
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        """MLflow's client. The first use of a new SQLite file creates its tables, which takes seconds."""
         for name in _QUIET_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow import MlflowClient

@@ -1,7 +1,10 @@
 """Pictures of a run: loss and perplexity over the iterations, as PNG."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +20,11 @@ PPL_FILE = "ppl.png"
 _TRAIN_COLOR = "#7f9fbf"
 _SMOOTH_COLOR = "#1f4e79"
 _VALID_COLOR = "#c8501e"
-_SMOOTH_SPAN = 0.02
-_SMOOTH_LEAST = 50
+_SMOOTH_SPAN = 0.01
+_SMOOTH_LEAST = 300
+_WIDE_RANGE = 30.0
 _MARKED_POINTS = 60
+_MARGIN = 1.03
 
 
 @dataclass
@@ -36,15 +41,21 @@ class Curve:
         return cls(iterations, [points[iteration] for iteration in iterations])
 
     def smoothed(self) -> "Curve":
-        """The moving average over 2% of the points, or the curve itself while it has few."""
-        if len(self.values) < _SMOOTH_LEAST:
+        """The moving average over 2% of the points, or the curve itself while it has few.
+
+        The window is centred, at the end one-sided; at the start, where a loss falls steeply, it is narrow.
+        """
+        count = len(self.values)
+        if count < _SMOOTH_LEAST:
             return self
-        weight = 1.0 / max(3.0, _SMOOTH_SPAN * len(self.values))
-        average, values = self.values[0], []
-        for value in self.values:
-            average += weight * (value - average)
-            values.append(average)
-        return Curve(self.iterations, values)
+        half = int(_SMOOTH_SPAN * count)
+        sums = [0.0, *accumulate(self.values)]
+        average = []
+        for index in range(count):
+            first = max(0, index - half)
+            last = min(count, 2 * index - first + 1)
+            average.append((sums[last] - sums[first]) / (last - first))
+        return Curve(self.iterations, average)
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,11 @@ class Curves:
     valid_ppl: Curve
     tokens_per_iteration: float
     """Consumed tokens per iteration, for the second axis; 0 when no event says."""
+
+    @property
+    def last_iteration(self) -> int:
+        """Where the pictures end."""
+        return max([0, *self.train_loss.iterations[-1:], *self.valid_loss.iterations[-1:]])
 
 
 def read_curves(events: Path) -> Curves:
@@ -99,20 +115,22 @@ def _loss_figure(curves: Curves, run_name: str) -> "Figure":
             axes.plot(train.iterations, train.values, color=_TRAIN_COLOR, linewidth=0.8, alpha=0.7)
         axes.plot(smooth.iterations, smooth.values, color=_SMOOTH_COLOR, linewidth=1.6, label="train")
     _plot_validation(axes, curves.valid_loss, "validation", "{:.3f}")
-    _finish(axes)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
     return figure
 
 
 def _ppl_figure(curves: Curves, run_name: str) -> "Figure":
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+    values = curves.valid_ppl.values or [1.0]
+    steps = (1.0, 2.0, 5.0) if max(values) > _WIDE_RANGE * min(values) else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
     figure, axes = _figure(f"{run_name}: validation perplexity", "perplexity (log scale)", curves)
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     _plot_validation(axes, curves.valid_ppl, "validation", "{:.1f}")
-    _finish(axes)
     return figure
 
 
@@ -120,7 +138,7 @@ def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
     """A figure with iterations below and, where known, consumed tokens above."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure = Figure(figsize=(8.0, 4.8), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -128,15 +146,17 @@ def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("iteration")
     axes.set_ylabel(label)
+    axes.set_xlim(0, max(1, curves.last_iteration) * _MARGIN)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.spines["right"].set_visible(False)
     per_iteration = curves.tokens_per_iteration
     if per_iteration:
         top = axes.secondary_xaxis(
-            "top", functions=(lambda value: value * per_iteration, lambda value: value / per_iteration)
+            "top", functions=(partial(operator.mul, per_iteration), partial(operator.mul, 1 / per_iteration))
         )
-        top.set_xlabel("consumed tokens")
+        top.set_xlabel("consumed tokens", loc="right")
         top.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     return figure, axes
 
@@ -153,15 +173,9 @@ def _plot_validation(axes: "Axes", curve: Curve, label: str, number: str) -> Non
         (curve.iterations[best], curve.values[best]),
         xytext=(0, 14),
         textcoords="offset points",
-        ha="right" if curve.iterations[best] > sum(axes.get_xlim()) / 2 else "left",
+        ha="right" if 2 * curve.iterations[best] > axes.get_xlim()[1] else "left",
         color=_VALID_COLOR,
     )
-
-
-def _finish(axes: "Axes") -> None:
-    axes.set_xlim(left=0)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
 
 
 def _save(figure: "Figure", path: Path) -> Path:

@@ -10,9 +10,9 @@ from tasks._cache import StageResult, build, stage_task
 
 def collect_key(config: RunConfig) -> StageKey:
     """The key of the corpus: what the source holds."""
-    from megacore.corpus import collect as stage
+    from megacore.corpus.collect import VERSION, fingerprint
 
-    return StageKey.of("collect", stage.VERSION, stage.fingerprint(config.data.source))
+    return StageKey.of("collect", VERSION, fingerprint(config.data.source))
 
 
 @stage_task("collect", collect_key)

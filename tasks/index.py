@@ -20,7 +20,7 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
 
 def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
     """The key of the maps: what decides them, so that more iterations within an epoch change nothing."""
-    from megacore.data import index_maps as stage
+    from megacore.data.index_maps import VERSION, index_plan
 
     data = config.data
     prefix = tokens.directory / TOKENS_NAME
@@ -28,9 +28,9 @@ def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
         "split": data.split,
         "seq_length": data.seq_length,
         "seed": config.seed,
-        "plan": stage.index_plan(prefix, data.split, data.seq_length, wanted_samples(config)),
+        "plan": index_plan(prefix, data.split, data.seq_length, wanted_samples(config)),
     }
-    return StageKey.of("index", stage.VERSION, parameters, tokens=tokens)
+    return StageKey.of("index", VERSION, parameters, tokens=tokens)
 
 
 @stage_task("index", index_key)

@@ -17,7 +17,7 @@ from tasks.convert import convert_key
 from tasks.download import collect_key
 from tasks.evaluate import evaluate_key
 from tasks.index import index_key
-from tasks.publish import publish_key
+from tasks.publish import publication_problem, publish_key
 from tasks.tokenize import tokenize_key, tokenizer_key
 from tasks.train import run_directory, train_key, training_problem
 
@@ -57,7 +57,7 @@ PLAN = (
     PlannedStage("train", train_key, ("tokenize", "tokenizer", "index")),
     PlannedStage("evaluate", evaluate_key, ("train", "tokenize", "tokenizer", "index")),
     PlannedStage("convert", convert_key, ("train", "evaluate", "tokenize", "tokenizer", "index")),
-    PlannedStage("publish", publish_key, ("train", "evaluate", "convert")),
+    PlannedStage("publish", publish_key, ("train", "evaluate", "convert", "tokenize", "tokenizer", "index")),
 )
 """The stages of `pretrain` with the stages they read, in the order of their tasks' arguments."""
 
@@ -88,6 +88,8 @@ def _planned_row(planned: PlannedStage, config: RunConfig, known: dict[str, Arti
             tokens, tokenizer, index = inputs
             directory = run_directory(config, tokens, tokenizer)
             problem = training_problem(config, tokens, tokenizer, index)
+        elif planned.stage == "publish":
+            problem = publication_problem(config, *inputs)
         else:
             problem = artifact_problem(key, config)
         if problem is None:

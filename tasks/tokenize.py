@@ -10,12 +10,12 @@ from tasks._cache import StageResult, build, stage_task
 
 def tokenizer_key(config: RunConfig, corpus: Artifact) -> StageKey:
     """The key of the tokenizer; only one that is trained depends on the corpus."""
-    from megacore.tokenizer import build as stage
+    from megacore.tokenizer.build import VERSION, fingerprint
 
-    parameters = stage.fingerprint(config.data.tokenizer)
+    parameters = fingerprint(config.data.tokenizer)
     if config.data.tokenizer.kind == "train-bpe":
-        return StageKey.of("tokenizer", stage.VERSION, parameters, corpus=corpus)
-    return StageKey.of("tokenizer", stage.VERSION, parameters)
+        return StageKey.of("tokenizer", VERSION, parameters, corpus=corpus)
+    return StageKey.of("tokenizer", VERSION, parameters)
 
 
 @stage_task("tokenizer", tokenizer_key)
@@ -31,12 +31,12 @@ def make_tokenizer(config: RunConfig, corpus: Artifact) -> StageResult:
 
 def tokenize_key(config: RunConfig, corpus: Artifact, tokenizer: Artifact) -> StageKey:
     """The key of the token files."""
-    from megacore.tokenizer import tokenize as stage
+    from megacore.tokenizer.tokenize import VERSION
 
     data = config.data
     shuffle_seed = config.seed if data.shuffle_documents else None
     parameters = {"append_eod": data.append_eod, "shuffle_seed": shuffle_seed}
-    return StageKey.of("tokenize", stage.VERSION, parameters, corpus=corpus, tokenizer=tokenizer)
+    return StageKey.of("tokenize", VERSION, parameters, corpus=corpus, tokenizer=tokenizer)
 
 
 @stage_task("tokenize", tokenize_key)

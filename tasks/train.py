@@ -13,14 +13,21 @@ from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
-from megacore.errors import ConfigError, MegacoreError
+from megacore.errors import ConfigError, MegacoreError, TrackingError
 from megacore.launch import stages
 from megacore.launch.job import TrainJob
 from tasks._cache import StageResult, artifact_problem, stage_task
+from tasks._forward import Forwarder
+from tasks._launch import TrainingMonitor
+from tasks._mlflow import RunFacts, RunStatus, Tracking
 from tasks.index import TOKENS_NAME
 
 SEALED = "checkpoints/*/complete.json"
 """A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
+FINAL_FLUSH = 60.0
+"""Seconds that a finished training waits for MLflow."""
+STOP_FLUSH = 5.0
+"""Seconds that a failed or stopped one does."""
 
 
 def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
@@ -100,25 +107,35 @@ def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
 def _run(
     config: RunConfig, key: StageKey, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> None:
-    from tasks._mlflow import open_tracking
-
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     job = make_job(config, directory, tokens, tokenizer, index)
-    tracking = open_tracking(directory, config, tokens, key)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
+    tracking = Tracking(Workspace.of(), config.tracking.experiment)
+    forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, tokens))
     events = directory / "events.jsonl"
-    from tasks._launch import TrainingMonitor
-
-    with TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, tracking) as monitor:
-        try:
+    try:
+        with TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, forwarder) as monitor:
             stages.train(job, monitor.poll)
-        except BaseException as error:
-            tracking.end("FAILED" if isinstance(error, Exception) else "KILLED")
-            raise
-        monitor.poll()
-    tracking.flush_or_leave(get_run_logger())
+            monitor.poll()
+    except BaseException as error:
+        _end(forwarder, "FAILED" if isinstance(error, Exception) else "KILLED", STOP_FLUSH)
+        raise
+    _end(forwarder, "FINISHED", FINAL_FLUSH)
     seal(directory, key, training_counts(directory, config), time.monotonic() - started, SEALED)
+
+
+def _end(forwarder: Forwarder, status: RunStatus, timeout: float) -> None:
+    """Tell MLflow how the training ended; what it does not take now, publication sends."""
+    try:
+        forwarder.finish(status, timeout)
+    except TrackingError as error:
+        get_run_logger().warning("%s; the training is whole, publication sends the rest", error)
+
+
+def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:
+    """What MLflow records of a run beside its configuration."""
+    return RunFacts(key=key, datasets={"training": tokens}, tags={"megacore.conf": config.name})
 
 
 def make_job(

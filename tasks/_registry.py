@@ -1,0 +1,244 @@
+"""Publication: the exported transformers model as a LoggedModel and a version in the model registry.
+
+`mlflow.transformers.save_model` would load the model, ask the hub for a card and import what transformers
+merely knows of; the few files that make a directory an MLflow model are written here instead, so that
+`mlflow.transformers.load_model` and `mlflow.pyfunc.load_model` take it like any other.
+"""
+
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megacore.errors import ConversionError
+from tasks._checkpoint_models import log_model_metrics
+from tasks._mlflow import Tracking
+
+if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
+    from mlflow.entities.model_registry import ModelVersion
+
+MODEL_TYPE = "transformers"
+ALIAS = "candidate"
+"""What the newest publication of a model is called."""
+DIGEST_TAG = "export_digest"
+REPORT_FILES = ("parity.json", "sample.txt")
+"""Files of an export, beside `model/`, that become artifacts of the run."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+_REQUIREMENTS = ("mlflow", "torch", "transformers")
+
+
+def publish_model(
+    tracking: Tracking,
+    run_id: str,
+    export_directory: Path,
+    name: str,
+    *,
+    digest: str,
+    iteration: int,
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str],
+    pictures: Sequence[Path] = (),
+) -> dict[str, str]:
+    """Register an export as a new version of model `name` with the alias `candidate`.
+
+    Publishing the same export again, also after a crash in between, gives the version that is there.
+
+    Args:
+        tracking: the store.
+        run_id: MLflow run of the pretraining; the gate's report, the sample and the pictures become its artifacts.
+        export_directory: holds model/ (a transformers directory), parity.json and sample.txt.
+        name: name in the registry.
+        digest: identity of the export's content.
+        iteration: iteration of the exported checkpoint.
+        metrics: of the exported model; logged as `export/<name>`.
+        tags: lineage, such as the keys of the stages.
+        pictures: PNG files of the run.
+
+    Returns:
+        model_name, version, uri, model_id, run_id and digest: what `published_exists` takes.
+
+    Raises:
+        TrackingError: MLflow did not take it.
+        ConversionError: the export lacks a file.
+    """
+    _check_export(export_directory)
+    with tracking.errors(f"publish {export_directory} as model {name!r}"):
+        for file in REPORT_FILES:
+            tracking.client.log_artifact(run_id, str(export_directory / file), "export")
+        for picture in pictures:
+            tracking.client.log_artifact(run_id, str(picture), "plots")
+        lineage = {**tags, DIGEST_TAG: digest}
+        model = _ensure_model(tracking, run_id, export_directory / "model", name, iteration, lineage)
+        log_model_metrics(
+            tracking,
+            run_id,
+            model,
+            {f"export/{key}": value for key, value in metrics.items()},
+            step=iteration,
+            timestamp_ms=round(1000 * time.time()),
+        )
+        version = _ensure_version(tracking, run_id, model.model_id, name, lineage)
+        tracking.client.set_registered_model_alias(name, ALIAS, version.version)
+    return {
+        "model_name": name,
+        "version": str(version.version),
+        "uri": f"models:/{name}/{version.version}",
+        "model_id": model.model_id,
+        "run_id": run_id,
+        "digest": digest,
+    }
+
+
+def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
+    """Whether the registry still has the version that `publish_model` reported, with its files.
+
+    Raises TrackingError when the store does not answer.
+    """
+    if not tracking.exists:
+        return False
+    from mlflow.exceptions import MlflowException
+
+    with tracking.errors(f"look up {receipt['uri']}"):
+        try:
+            version = tracking.client.get_model_version(receipt["model_name"], receipt["version"])
+            files = tracking.client.list_logged_model_artifacts(receipt["model_id"])
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+    return version.tags.get(DIGEST_TAG) == receipt["digest"] and any(file.path == "MLmodel" for file in files)
+
+
+def _check_export(directory: Path) -> None:
+    needed = [*(directory / name for name in REPORT_FILES), directory / "model" / "config.json"]
+    missing = [path for path in needed if not path.is_file()]
+    if missing:
+        raise ConversionError(f"{missing[0]} is missing: delete {directory} to export the model again")
+
+
+def _ensure_model(
+    tracking: Tracking, run_id: str, directory: Path, name: str, iteration: int, tags: Mapping[str, str]
+) -> "LoggedModel":
+    """The LoggedModel of this export with all its files; an upload that was cut short is done again."""
+    from mlflow.entities import LoggedModelOutput
+
+    found = tracking.client.search_logged_models(
+        [tracking.experiment_id],
+        f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{DIGEST_TAG} = '{tags[DIGEST_TAG]}'",
+        max_results=1,
+    )
+    model = (
+        found[0]
+        if found
+        else tracking.client.create_logged_model(
+            tracking.experiment_id,
+            name=name.replace(".", "-"),
+            source_run_id=run_id,
+            tags=dict(tags),
+            params={"step": str(iteration)},
+            model_type=MODEL_TYPE,
+        )
+    )
+    if model.status == "READY" and _has_files(tracking, model.model_id):
+        return model
+    _upload(tracking, model, directory)
+    outputs = tracking.client.get_run(run_id).outputs
+    if model.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else ())}:
+        tracking.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, iteration)])
+    return tracking.client.finalize_logged_model(model.model_id, "READY")
+
+
+def _has_files(tracking: Tracking, model_id: str) -> bool:
+    return any(file.path == "MLmodel" for file in tracking.client.list_logged_model_artifacts(model_id))
+
+
+def _ensure_version(
+    tracking: Tracking, run_id: str, model_id: str, name: str, tags: Mapping[str, str]
+) -> "ModelVersion":
+    """The registered version of this LoggedModel, made if absent."""
+    from mlflow.exceptions import MlflowException
+
+    client = tracking.client
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    for version in client.search_model_versions(f"name = '{name}'"):
+        if version.model_id == model_id and version.tags.get(DIGEST_TAG) == tags[DIGEST_TAG]:
+            return version
+    return client.create_model_version(
+        name, source=f"models:/{model_id}", run_id=run_id, tags=dict(tags), model_id=model_id
+    )
+
+
+def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:
+    """The transformers directory as `model/`, its tokenizer as a component, MLmodel last."""
+    client, model_id = tracking.client, model.model_id
+    client.log_model_artifacts(model_id, str(directory), "model")
+    for name in _TOKENIZER_FILES:
+        if (directory / name).is_file():
+            client.log_model_artifact(model_id, str(directory / name), "components/tokenizer")
+    with tempfile.TemporaryDirectory(dir=tracking.workspace.root, prefix="publish.tmp-") as scratch:
+        for name, text in _model_files(model, directory).items():
+            path = Path(scratch, name)
+            path.write_text(text, encoding="utf-8")
+            client.log_model_artifact(model_id, str(path))
+
+
+def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
+    """The files that make the directory an MLflow model of the transformers flavor."""
+    from mlflow import pyfunc
+    from mlflow.models import Model
+    from mlflow.models.signature import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+
+    text = Schema([ColSpec(DataType.string)])
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    description = Model(
+        artifact_path=model.artifact_location,
+        run_id=model.source_run_id,
+        model_id=model.model_id,
+        signature=ModelSignature(inputs=text, outputs=text),
+        model_size_bytes=size,
+    )
+    description.add_flavor("transformers", **_flavor(directory))
+    pyfunc.add_to_model(description, loader_module="mlflow.transformers", python_env="python_env.yaml")
+    python_env = {
+        "python": platform.python_version(),
+        "build_dependencies": ["pip", "setuptools"],
+        "dependencies": ["-r requirements.txt"],
+    }
+    return {
+        "requirements.txt": "".join(f"{name}=={_public_version(name)}\n" for name in _REQUIREMENTS),
+        "python_env.yaml": yaml.safe_dump(python_env, sort_keys=False),
+        "MLmodel": description.to_yaml(),
+    }
+
+
+def _flavor(directory: Path) -> dict[str, Any]:
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return {
+        "transformers_version": metadata.version("transformers"),
+        "code": None,
+        "task": "text-generation",
+        "instance_type": "TextGenerationPipeline",
+        "pipeline_model_type": config["architectures"][0],
+        "source_model_name": "",
+        "model_binary": "model",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+    }
+
+
+def _public_version(package: str) -> str:
+    """A version without its local part (`+cpu`), which package indexes do not know."""
+    return metadata.version(package).partition("+")[0]

@@ -1,0 +1,159 @@
+"""Stage `publish`: the run, its checkpoints and the exported model in MLflow."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+
+from megacore.artifact import Artifact, StageKey, Workspace
+from megacore.artifact.files import write_json
+from megacore.config import RunConfig
+from tasks._cache import StageResult, artifact_directory, artifact_problem, build, stage_task
+from tasks._checkpoint_models import log_test_perplexities
+from tasks._forward import Forwarder
+from tasks._mlflow import Tracking, end_run
+from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
+from tasks.train import run_facts
+
+VERSION = 1
+RECEIPT = "receipt.json"
+
+
+def publish_key(
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    export: Artifact,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
+) -> StageKey:
+    """The key of a publication: what is published, and under which name."""
+    parameters = {"registered_model": config.registered_model}
+    return StageKey.of(
+        "publish", VERSION, parameters, trained=trained, evaluation=evaluation, export=export, tokens=tokens
+    )
+
+
+def publication_problem(config: RunConfig, *inputs: Artifact, **named: Artifact) -> str | None:
+    """Why the model must be published (again); None when the registry still has what the receipt says."""
+    from tasks._registry import published_exists
+
+    key = publish_key(config, *inputs, **named)
+    problem = artifact_problem(key, config)
+    if problem is None and not published_exists(_tracking(config), read_receipt(artifact_directory(key))):
+        return "the model registry no longer has it"
+    return problem
+
+
+@stage_task("publish", publish_key, check=publication_problem)
+def publish(
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    export: Artifact,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
+) -> StageResult:
+    """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
+    inputs = (trained, evaluation, export, tokens, tokenizer, index)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        receipt = _publish(config, trained, evaluation, export, tokens)
+        write_json(directory / RECEIPT, receipt)
+        return {"model": receipt["model_name"], "version": receipt["version"], "run_id": receipt["run_id"]}
+
+    key = publish_key(config, *inputs)
+    if publication_problem(config, *inputs) is not None:
+        _discard(artifact_directory(key))
+    return build(config, key, fill)
+
+
+def _publish(
+    config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, tokens: Artifact
+) -> dict[str, str]:
+    from tasks import _registry
+    from tasks._plots import plot_run
+
+    tracking = _tracking(config)
+    forwarder = Forwarder(tracking, trained.directory, config, run_facts(config, trained.key, tokens))
+    run_id = forwarder.flush()
+    pictures = plot_run(trained.directory / "events.jsonl", fresh_scratch(trained.directory, "publish"), config.name)
+    rows = read_evaluation(evaluation)["checkpoints"]
+    log_test_perplexities(
+        tracking,
+        run_id,
+        {int(row["iteration"]): float(row["test_ppl"]) for row in rows},
+        timestamp_ms=round(1000 * time.time()),
+    )
+    counts = evaluation.counts
+    receipt = _registry.publish_model(
+        tracking,
+        run_id,
+        export.directory,
+        config.registered_model,
+        digest=export.digest,
+        iteration=counts["iteration"],
+        metrics={name: counts[name] for name in ("valid_ppl", "test_ppl", "unigram_valid_ppl", "unigram_test_ppl")},
+        tags={"train": trained.key, "evaluate": evaluation.key, "convert": export.key, "tokenize": tokens.key},
+        pictures=pictures,
+    )
+    end_run(tracking, run_id)
+    return receipt
+
+
+def _discard(directory: Path) -> None:
+    """A receipt for what is no longer there counts for nothing."""
+    (directory / RECEIPT).unlink(missing_ok=True)
+
+
+def _tracking(config: RunConfig) -> Tracking:
+    return Tracking(Workspace.of(), config.tracking.experiment)
+
+
+def read_receipt(directory: Path) -> dict[str, str]:
+    """What was published: model_name, version, uri, model_id, run_id, digest."""
+    receipt: dict[str, str] = json.loads((directory / RECEIPT).read_text(encoding="utf-8"))
+    return receipt
+
+
+def outcome(
+    config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, published: Artifact
+) -> str:
+    """The markdown at the end: perplexities, a sample of what the model writes, and where things are."""
+    counts = evaluation.counts
+    receipt = read_receipt(published.directory)
+    get_run_logger().info("validation PPL: %.2f (unigram %.1f)", counts["valid_ppl"], counts["unigram_valid_ppl"])
+    get_run_logger().info("test PPL: %.2f (unigram %.1f)", counts["test_ppl"], counts["unigram_test_ppl"])
+    sample = (export.directory / "sample.txt").read_text(encoding="utf-8")
+    return "\n".join(
+        [
+            f"## {config.name}: test PPL {counts['test_ppl']:.2f}, validation PPL {counts['valid_ppl']:.2f}",
+            "",
+            f"A unigram model has {counts['unigram_test_ppl']:.1f} and {counts['unigram_valid_ppl']:.1f}.",
+            "",
+            evaluation_summary(evaluation),
+            "What it writes:",
+            "",
+            "```",
+            sample.rstrip(),
+            "```",
+            "",
+            f"- transformers model: `{export.directory / 'model'}`",
+            f"- run: `{trained.directory}`",
+            f"- registered: `{receipt['uri']}` (alias candidate)",
+            f"- {_mlflow_place(config, receipt['run_id'])}",
+            "",
+        ]
+    )
+
+
+def _mlflow_place(config: RunConfig, run_id: str) -> str:
+    """A link where a server is up, else how to start one."""
+    tracking = _tracking(config)
+    if tracking.uri.startswith("http"):
+        return f"MLflow: {tracking.uri}/#/experiments/{tracking.experiment_id}/runs/{run_id}"
+    return f"MLflow: run `{run_id}`; `make server` shows it in a browser"

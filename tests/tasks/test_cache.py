@@ -1,0 +1,98 @@
+"""A cache hit is believed only after the artifact's files were checked."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, temporary_settings
+from prefect.states import Failed
+
+from megacore.artifact import Artifact, StageKey, Workspace, build_artifact
+from megacore.config import RunConfig, load_config
+from megacore.errors import ConfigError, RankLostError
+from tasks._cache import ArtifactPolicy, artifact_directory, artifact_problem, should_retry
+
+KEY = StageKey.of("collect", 1, {"source": "test"})
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return load_config("gpt2-tiny", conf_dir=Path(__file__).parents[2] / "conf")
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+
+    def fill(directory: Path) -> dict[str, int]:
+        (directory / "corpus.jsonl").write_text("{}")
+        return {}
+
+    return build_artifact(Workspace.of().folder("collect"), KEY, fill)[0]
+
+
+def key_of(config: RunConfig) -> StageKey:
+    return KEY
+
+
+def policy_and_record(tmp_path: Path) -> tuple[ArtifactPolicy, Path]:
+    policy = ArtifactPolicy(key_of, lambda config: artifact_problem(KEY, config))
+    record = tmp_path / "results" / f"collect-{KEY.key}"
+    record.parent.mkdir()
+    record.write_text("{}")
+    return policy, record
+
+
+def compute(policy: ArtifactPolicy, tmp_path: Path, config: RunConfig) -> str | None:
+    context: Any = SimpleNamespace(task=SimpleNamespace(name="collect"))
+    with temporary_settings({PREFECT_LOCAL_STORAGE_PATH: tmp_path / "results"}):
+        return policy.compute_key(context, {"config": config}, {})
+
+
+def test_record_of_a_whole_artifact_stays(tmp_path: Path, config: RunConfig, artifact: Artifact) -> None:
+    policy, record = policy_and_record(tmp_path)
+    assert compute(policy, tmp_path, config) == record.name
+    assert record.exists()
+
+
+@pytest.mark.parametrize("damage", ["artifact", "file", "content"])
+def test_record_of_a_damaged_artifact_is_removed(
+    tmp_path: Path, config: RunConfig, artifact: Artifact, damage: str
+) -> None:
+    policy, record = policy_and_record(tmp_path)
+    victim = artifact.directory / "corpus.jsonl"
+    if damage == "artifact":
+        artifact.directory.rename(tmp_path / "elsewhere")
+    elif damage == "file":
+        victim.unlink()
+    else:
+        victim.write_text("[]")
+    assert artifact_problem(KEY, config) is not None
+    assert compute(policy, tmp_path, config) == record.name
+    assert not record.exists()
+
+
+def test_another_key_in_the_directory_is_not_taken(config: RunConfig, artifact: Artifact) -> None:
+    other = StageKey.of("collect", 2, {})
+    assert artifact_problem(other, config, artifact.directory) == f"it was built with key {KEY.key}"
+    assert artifact_directory(KEY) == artifact.directory
+
+
+def test_error_in_a_key_is_raised_and_not_swallowed(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(config: RunConfig) -> StageKey:
+        raise ConfigError("no such file")
+
+    policy = ArtifactPolicy(broken, lambda config: None)
+    with pytest.raises(ConfigError):
+        compute(policy, tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(RankLostError("rank 1"), True), (ConfigError("lr"), False), (ConnectionError(), True), (ValueError(), False)],
+)
+def test_only_what_may_pass_is_retried(error: Exception, expected: bool) -> None:
+    assert should_retry(None, None, Failed(data=error)) is expected

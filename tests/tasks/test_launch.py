@@ -1,0 +1,43 @@
+"""What a task shows of its processes."""
+
+from pathlib import Path
+
+from tasks._launch import LogTail
+from tasks._pipeline import StageRow, summarize
+
+
+def test_log_tail_emits_complete_lines_once(tmp_path: Path) -> None:
+    path, lines = tmp_path / "log", []
+    tail = LogTail(path, lines.append)
+    tail.poll()
+    path.write_bytes(b"first\nsec")
+    tail.poll()
+    assert lines == ["first"]
+    with path.open("ab") as file:
+        file.write("ond\n\nthird é\n".encode())
+    tail.poll()
+    tail.poll()
+    assert lines == ["first", "second", "third é"]
+
+
+def test_log_tail_starts_at_the_end_of_what_was_there(tmp_path: Path) -> None:
+    path, lines = tmp_path / "log", []
+    path.write_text("old\n")
+    tail = LogTail(path, lines.append)
+    with path.open("a") as file:
+        file.write("new\n")
+    tail.poll()
+    assert lines == ["new"]
+
+
+def test_row_as_text() -> None:
+    counts = {"documents": 1786, "valid_ppl": 98.7654, "best": "iter_0000700", "checkpoints": [1, 2], "detail": {}}
+    assert summarize(counts) == "1,786 documents, valid ppl 98.77, best iter_0000700, 2 checkpoints"
+    row = StageRow("collect", "cached", 0.04, "abc", {"documents": 3})
+    assert row.cells() == {
+        "stage": "collect",
+        "outcome": "cached",
+        "seconds": "0.0",
+        "key": "abc",
+        "counts": "3 documents",
+    }
