@@ -28,6 +28,13 @@ class DataFormatError(MegacoreError):
     exit_code = 3
 
 
+class DownloadError(MegacoreError):
+    """A remote source could not be reached or broke off; a retry may reach it."""
+
+    retryable = True
+    exit_code = 10
+
+
 class ArtifactError(MegacoreError):
     """A stage's output cannot be written or does not match its manifest."""
 
@@ -86,6 +93,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         ConfigError,
         ParallelLayoutError,
         DataFormatError,
+        DownloadError,
         ArtifactError,
         WorkspaceError,
         CheckpointError,

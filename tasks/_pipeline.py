@@ -100,7 +100,9 @@ def summarize(counts: dict[str, Any]) -> str:
     parts = []
     for name, value in counts.items():
         label = name.replace("_", " ")
-        if isinstance(value, bool) or value is None or isinstance(value, dict):
+        if isinstance(value, dict) and "samples" in value:
+            parts.append(f"{value['samples']:,} {label} samples")
+        if isinstance(value, (bool, dict)) or value is None:
             continue
         if isinstance(value, list):
             parts.append(f"{len(value)} {label}")

@@ -28,6 +28,7 @@ MODEL_TYPE = "transformers"
 ALIAS = "candidate"
 """What the newest publication of a model is called."""
 DIGEST_TAG = "export_digest"
+MODEL_TAG = "logged_model_id"
 REPORT_FILES = ("parity.json", "sample.txt")
 """Files of an export, beside `model/`, that become artifacts of the run."""
 
@@ -85,7 +86,8 @@ def publish_model(
             step=iteration,
             timestamp_ms=round(1000 * time.time()),
         )
-        version = _ensure_version(tracking, run_id, model.model_id, name, lineage)
+        version = _ensure_version(tracking, run_id, model, name, lineage)
+        _show_version(tracking, model.model_id, version)
         tracking.client.set_registered_model_alias(name, ALIAS, version.version)
     return {
         "model_name": name,
@@ -161,7 +163,7 @@ def _has_files(tracking: Tracking, model_id: str) -> bool:
 
 
 def _ensure_version(
-    tracking: Tracking, run_id: str, model_id: str, name: str, tags: Mapping[str, str]
+    tracking: Tracking, run_id: str, model: "LoggedModel", name: str, tags: Mapping[str, str]
 ) -> "ModelVersion":
     """The registered version of this LoggedModel, made if absent."""
     from mlflow.exceptions import MlflowException
@@ -173,11 +175,27 @@ def _ensure_version(
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     for version in client.search_model_versions(f"name = '{name}'"):
-        if version.model_id == model_id and version.tags.get(DIGEST_TAG) == tags[DIGEST_TAG]:
+        if version.tags.get(MODEL_TAG) == model.model_id:
             return version
+    # MLflow's SQL registry looks models:/<id> up in the process's default store and forgets `model_id`:
+    # hence the location as source, and the id as a tag.
     return client.create_model_version(
-        name, source=f"models:/{model_id}", run_id=run_id, tags=dict(tags), model_id=model_id
+        name,
+        source=model.artifact_location,
+        run_id=run_id,
+        tags={**tags, MODEL_TAG: model.model_id},
+        model_id=model.model_id,
     )
+
+
+def _show_version(tracking: Tracking, model_id: str, version: "ModelVersion") -> None:
+    """Name the version on the LoggedModel's own page: MLflow does so only when a server is in between."""
+    from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
+
+    entry = {"name": version.name, "version": str(version.version)}
+    known = json.loads(tracking.client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+    if all({key: str(item[key]) for key in entry} != entry for item in known):
+        tracking.client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([*known, entry])})
 
 
 def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:
@@ -211,7 +229,12 @@ def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
         model_size_bytes=size,
     )
     description.add_flavor("transformers", **_flavor(directory))
-    pyfunc.add_to_model(description, loader_module="mlflow.transformers", python_env="python_env.yaml")
+    pyfunc.add_to_model(
+        description,
+        loader_module="mlflow.transformers",
+        python_env="python_env.yaml",
+        model_config={"max_new_tokens": _generated_tokens(directory)},
+    )
     python_env = {
         "python": platform.python_version(),
         "build_dependencies": ["pip", "setuptools"],
@@ -237,6 +260,12 @@ def _flavor(directory: Path) -> dict[str, Any]:
         "components": ["tokenizer"],
         "tokenizer_type": "AutoTokenizer",
     }
+
+
+def _generated_tokens(directory: Path) -> int:
+    """How many tokens to generate by default: transformers' 256 can lead past the position table."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return int(config["max_position_embeddings"] if "max_position_embeddings" in config else config["n_positions"]) // 2
 
 
 def _public_version(package: str) -> str:

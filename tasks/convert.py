@@ -56,7 +56,7 @@ def convert(
         return {
             "checkpoint": best,
             "iteration": evaluation.counts["iteration"],
-            "max_logit_difference": report["max_logit_difference"],
+            "max_logit_difference": report["max_abs_logit_difference"],
             "model_bytes": sum(path.stat().st_size for path in (directory / "model").iterdir()),
         }
 

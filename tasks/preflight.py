@@ -33,7 +33,8 @@ def load_checked_config(conf: str, overrides: Mapping[str, Any] | None, *, train
     Workspace.of()
     if trains:
         from megacore.convert.exportable import exportable
-        from megacore.plan.preflight import Hardware, expected_vocab_size, preflight
+        from megacore.plan.hardware import Hardware
+        from megacore.plan.preflight import expected_vocab_size, preflight
 
         exportable(config)
         report = preflight(config, expected_vocab_size(config), Hardware.detect())

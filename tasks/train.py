@@ -32,10 +32,8 @@ STOP_FLUSH = 5.0
 
 def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
     """Identity of the run: it leaves out what may change on resume, train_iters among it."""
-    from megacore.engine.precision import resolve_precision
-    from megacore.plan.preflight import Hardware
+    from megacore.plan.hardware import Hardware
 
-    hardware = Hardware.detect()
     parameters = {
         "seed": config.seed,
         "family": config.family,
@@ -44,7 +42,7 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
         "model": key_parameters(config.model),
         "optim": key_parameters(config.optim),
         "train": key_parameters(config.train),
-        "precision": resolve_precision(config.train.precision, hardware.device_type),
+        "precision": Hardware.detect().resolve_precision(config.train.precision),
     }
     return StageKey.of("train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer)
 
@@ -142,7 +140,8 @@ def make_job(
     config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> TrainJob:
     """The job file of this run's next attempt."""
-    from megacore.plan.preflight import Hardware, resolve_launch
+    from megacore.plan.hardware import Hardware
+    from megacore.plan.preflight import resolve_launch
 
     ranks, threads = resolve_launch(config, Hardware.detect())
     return TrainJob(

@@ -117,14 +117,15 @@ def _check_schedule(optim: OptimConfig, train_iters: int) -> None:
 
 
 def _check_batch(train: TrainConfig, ranks: int | str) -> None:
+    if isinstance(ranks, int):
+        check_data_parallel_size(train, ranks)
+        return
     micro, total = train.micro_batch_size, train.global_batch_size
     if total % micro:
         raise ValueError(
             f"train.global_batch_size {total} is not a multiple of train.micro_batch_size {micro}: "
             f"use {(total // micro + 1) * micro}"
         )
-    if isinstance(ranks, int):
-        check_data_parallel_size(train, ranks)
 
 
 def check_data_parallel_size(train: TrainConfig, ranks: int) -> None:

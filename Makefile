@@ -1,0 +1,62 @@
+# Every target that needs Python makes .venv first. `make` alone lists the targets.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := bash
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py) scripts/venv.sh \
+	$(shell find megacore -name '*.cpp' -o -name '*.h')
+
+CONF ?= gpt2-tiny
+ARGS ?=
+
+.PHONY: help venv test pretrain server stop status lint format types docs clean clean-venv
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@echo "CONF=<file in conf/> and ARGS=<options> go to pretrain; ARGS also to test. PYTHON= names the interpreter of .venv."
+
+venv: $(STAMP)  ## Make .venv and install everything into it
+
+$(STAMP): $(INSTALL_INPUTS)
+	@scripts/venv.sh
+
+test: $(STAMP)  ## Run the tests (ARGS="-k name" for some)
+	$(PY) -m pytest $(ARGS)
+
+pretrain: $(STAMP)  ## Text to a model in MLflow: CONF=gpt2-tiny ARGS="-o train.train_iters=400"
+	$(PY) -m flows.pretrain --conf $(CONF) $(ARGS)
+
+server: $(STAMP)  ## Start Prefect (PREFECT_PORT=4200), a worker and MLflow (MLFLOW_PORT=5000), and deploy all
+	@$(PY) scripts/servers.py start
+
+stop:  ## End what `make server` started
+	@if [ -x $(PY) ]; then $(PY) scripts/servers.py stop; else echo "nothing to stop: there is no $(VENV)"; fi
+
+status: $(STAMP)  ## Say whether the servers run
+	@$(PY) scripts/servers.py status
+
+lint: $(STAMP)  ## Check style and format
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+format: $(STAMP)  ## Rewrite the code in the project's format
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+types: $(STAMP)  ## Check types: strictly in megacore
+	$(PY) -m mypy --strict megacore
+	$(PY) -m mypy tasks flows scripts
+
+docs: $(STAMP)  ## Build the documentation into site/
+	$(PY) -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[docs]"
+	$(PY) -m mkdocs build --strict
+
+clean:  ## Remove caches and builds (artifacts in workspace/ stay: see `megacore clean`)
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv:  ## Remove .venv
+	rm -rf $(VENV)

@@ -1,0 +1,219 @@
+"""What a checkpoint looks like on disk, and which one can be believed. Nothing here imports torch.
+
+Below `checkpoints/`:
+
+* `latest_checkpointed_iteration.txt`: the newest iteration, as Megatron-LM writes it; a hint, never trusted alone.
+* `iter_0000400/__0_0.distcp` …: tensor slices of each rank (torch.distributed.checkpoint).
+* `iter_0000400/.metadata`: where the slices of each global name lie.
+* `iter_0000400/state.json`: state that is no tensor.
+* `iter_0000400/complete.json`: written last, size and sha256 of every other file.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megacore.artifact.files import sync_directory, workspace_errors, write_json
+from megacore.artifact.manifest import file_digest
+from megacore.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MARKER_NAME = "complete.json"
+STATE_NAME = "state.json"
+METADATA_NAME = ".metadata"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+STALE_SUFFIX = ".tmp-"
+
+_DIRECTORY = re.compile(r"iter_(\d{7,})")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint as it was written."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hex digest of the content."""
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Measure a file."""
+        return cls(path.stat().st_size, file_digest(path))
+
+
+@dataclass(frozen=True)
+class Marker:
+    """`complete.json`: its presence says that the checkpoint is whole, its content how to prove it."""
+
+    iteration: int
+    """Optimizer steps done."""
+    validation_loss: float | None
+    """Mean loss over the validation samples at this iteration; None when it was not measured or not finite."""
+    files: dict[str, FileRecord]
+    """Every other file, by name."""
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+    def write(self, directory: Path) -> None:
+        """Write the marker into `directory`, atomically."""
+        write_json(directory / MARKER_NAME, asdict(self))
+
+    @classmethod
+    def read(cls, directory: Path) -> "Marker":
+        """Read a checkpoint's marker. Raises CheckpointError when it is missing or damaged."""
+        path = directory / MARKER_NAME
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            files = {_plain_name(name): FileRecord(**record) for name, record in values.pop("files").items()}
+            marker = cls(files=files, **values)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{directory} has no {MARKER_NAME}: it is not a complete checkpoint") from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}): use another checkpoint") from error
+        if marker.format_version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} has format_version {marker.format_version}, this version reads {FORMAT_VERSION}: "
+                "install the version of megacore that wrote it"
+            )
+        return marker
+
+    def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
+        """What is wrong with the files, in one clause that names the file, or None.
+
+        quick compares sizes, full also every sha256.
+        """
+        for name, record in self.files.items():
+            path = directory / name
+            try:
+                size = path.stat().st_size
+                if size != record.size:
+                    return f"{path} has {size} bytes instead of {record.size}"
+                if mode == "full" and file_digest(path) != record.sha256:
+                    return f"{path} has another content than when it was written"
+            except FileNotFoundError:
+                return f"{path} is missing"
+            except OSError as error:
+                return f"{path} cannot be read: {error.strerror}"
+        return None
+
+
+def _plain_name(name: str) -> str:
+    """`name` itself when it names a file of the checkpoint's own directory. Raises ValueError."""
+    if name in {"", ".", ".."} or "/" in name or "\0" in name:
+        raise ValueError(f"file name {name!r} leaves the checkpoint's directory")
+    return name
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """A loss that can be compared and written as JSON, else None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def directory_name(iteration: int) -> str:
+    """`iter_0000400` for iteration 400."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(directory: Path) -> int | None:
+    """The iteration that a checkpoint directory's name states, or None for any other directory."""
+    match = _DIRECTORY.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def checkpoint_directories(root: Path) -> list[Path]:
+    """Every `iter_*` directory below `root`, oldest iteration first, complete or not; stale temporaries excluded."""
+    if not root.is_dir():
+        return []
+    found = [(iteration, path) for path in root.iterdir() if (iteration := iteration_of(path)) is not None]
+    return [path for _, path in sorted(found)]
+
+
+def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
+    """The marker of a checkpoint whose files are as they were written.
+
+    Raises CheckpointError naming the file that is missing or damaged.
+    """
+    marker = Marker.read(directory)
+    problem = marker.problem(directory, mode)
+    if problem is None and iteration_of(directory) not in {None, marker.iteration}:
+        problem = f"its marker is of iteration {marker.iteration}"
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {directory} is damaged: {problem}: use another checkpoint")
+    return marker
+
+
+def complete_checkpoints(root: Path, mode: Literal["quick", "full"] = "quick") -> dict[Path, Marker]:
+    """Every complete checkpoint below `root` with its marker, oldest iteration first."""
+    complete = {}
+    for directory in checkpoint_directories(root):
+        try:
+            complete[directory] = verify(directory, mode)
+        except CheckpointError:
+            continue
+    return complete
+
+
+def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning) -> Path | None:
+    """The newest checkpoint below `root` whose every file has the recorded size and hash, or None.
+
+    Each incomplete or damaged one on the way is passed over, after `log` got a warning that names the file.
+    The tracker file is not believed: only a disagreement with what was found is logged.
+    """
+    chosen = None
+    for directory in reversed(checkpoint_directories(root)):
+        try:
+            verify(directory, "full")
+        except CheckpointError as error:
+            log(f"{error}; passing it over for the one before")
+            continue
+        chosen = directory
+        break
+    tracked = read_tracker(root)
+    if tracked is not None and not (root / directory_name(tracked)).is_dir():
+        log(f"{root / TRACKER_NAME} names iteration {tracked}, which is not there; using {chosen or 'none'}")
+    return chosen
+
+
+def read_tracker(root: Path) -> int | None:
+    """The iteration in the tracker file, or None when there is none or it holds something else."""
+    try:
+        return int((root / TRACKER_NAME).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_tracker(root: Path, iteration: int) -> None:
+    """Replace the tracker file atomically. Raises WorkspaceError."""
+    path = root / TRACKER_NAME
+    temporary = path.with_name(f"{path.name}{STALE_SUFFIX}{os.getpid()}")
+    with workspace_errors(path):
+        with open(temporary, "w", encoding="ascii") as file:
+            file.write(f"{iteration}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(root)
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """The checkpoint's state that is no tensor. Raises CheckpointError."""
+    path = directory / STATE_NAME
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds {type(state).__name__}, not an object: use another checkpoint")
+    return state

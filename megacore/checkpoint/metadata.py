@@ -1,0 +1,193 @@
+"""Reading torch.distributed.checkpoint's pickled `.metadata` without letting the pickle do anything.
+
+A pickle can only call what its `find_class` returns. Ours returns record classes made for this one reading,
+which hold attributes and nothing else, and three harmless values of torch; anything else is refused. The
+records are then checked field by field and turned into torch's own metadata.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megacore.checkpoint.format import METADATA_NAME
+from megacore.errors import CheckpointError
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = {
+    (f"{_DCP}.metadata", "Metadata"),
+    (f"{_DCP}.metadata", "MetadataIndex"),
+    (f"{_DCP}.metadata", "TensorStorageMetadata"),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+class SafeFileSystemReader(FileSystemReader):
+    """A FileSystemReader that executes nothing: `.metadata` is read here, once, when it is made.
+
+    Slices go through `torch.load(weights_only=True)` as in torch itself; entries that are no tensor, which torch
+    would unpickle, are refused. Raises CheckpointError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.metadata = read_metadata(directory / METADATA_NAME)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata that was read and checked."""
+        return self.metadata
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shape and dtype of every tensor in the checkpoint, by global name."""
+        entries: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
+        return entries
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read `.metadata`, executing nothing. Raises CheckpointError when it holds anything but tensors' metadata."""
+    try:
+        with open(path, "rb") as file:
+            record = _RecordUnpickler(file).load()
+        return _metadata(record)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error}: use another checkpoint") from error
+    except Exception as error:  # a damaged pickle raises whatever its next byte asks for
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} cannot be read ({reason}): use another checkpoint") from error
+
+
+class _RecordUnpickler(pickle.Unpickler):
+    """Builds records of allowed names only."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._classes: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return str
+        if (module, name) in _RECORDS:
+            return self._classes.setdefault(name, _record_class(name))
+        raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint of tensors needs")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CheckpointError("it refers to an object outside the file")
+
+
+def _record_class(name: str) -> type:
+    """A class of its own for each reading: whatever a pickle does to it is forgotten with it."""
+
+    def init(self: Any, *values: Any) -> None:
+        self.__dict__["values"] = values
+
+    def set_state(self: Any, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+    return type(name, (), {"__init__": init, "__setstate__": set_state})
+
+
+def _metadata(record: Any) -> Metadata:
+    """Torch's metadata from a record, each field checked."""
+    fields = _fields(record, "Metadata")
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    entries |= {_text(name): _tensor(entry) for name, entry in _dictionary(fields["state_dict_metadata"]).items()}
+    storage = {_index(index): _storage(info) for index, info in _dictionary(fields["storage_data"]).items()}
+    planner_data = {name: (name,) for name in entries}
+    version = fields.get("version")
+    return Metadata(entries, planner_data, storage, StorageMeta(), None if version is None else _text(version))
+
+
+def _tensor(record: Any) -> TensorStorageMetadata:
+    if type(record).__name__ != "TensorStorageMetadata":
+        raise CheckpointError(f"it holds an entry of type {type(record).__name__} that is no tensor")
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = _fields(fields["properties"], "TensorProperties")["state"]
+    if not isinstance(properties, tuple) or not isinstance(properties[0], torch.dtype):
+        raise CheckpointError(f"it holds tensor properties {properties!r} without a dtype")
+    chunks = [_chunk(chunk) for chunk in fields["chunks"]]
+    return TensorStorageMetadata(TensorProperties(dtype=properties[0]), _size(fields["size"]), chunks)
+
+
+def _chunk(record: Any) -> ChunkStorageMetadata:
+    fields = _fields(record, "ChunkStorageMetadata")
+    return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    hint = fields.get("index")
+    return MetadataIndex(_text(fields["fqn"]), _size(fields["offset"]), None if hint is None else _integer(hint))
+
+
+def _storage(record: Any) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name = _text(fields["relative_path"])
+    if name in {"", ".", ".."} or "/" in name or "\0" in name:
+        raise CheckpointError(f"it points to the file {name!r} outside the checkpoint")
+    if fields.get("transform_descriptors"):
+        raise CheckpointError(f"it asks for transforms {fields['transform_descriptors']!r}")
+    return _StorageInfo(name, _integer(fields["offset"]), _integer(fields["length"]))
+
+
+def _fields(record: Any, name: str) -> dict[str, Any]:
+    if type(record).__name__ != name or not hasattr(record, "__dict__"):
+        raise CheckpointError(f"it holds {type(record).__name__} where {name} belongs")
+    return dict(vars(record))
+
+
+def _dictionary(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"it holds {type(value).__name__} where a dictionary belongs")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"it holds {value!r} where a name belongs")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"it holds {value!r} where a count belongs")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, torch.Size):
+        raise CheckpointError(f"it holds {value!r} where a shape belongs")
+    return value

@@ -1,0 +1,153 @@
+"""Renaming and relayout of tensors between two forms of a model, from one table that is read in both directions.
+
+An entry names one tensor of ours, the tensors that hold the same numbers in the other form, and the layout
+that leads from the one to the others and back. Both directions stream: one entry's tensors are in memory at a
+time, taken from any mapping from name to tensor (a dict, or a checkpoint that is read by name).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.errors import ConversionError
+
+Shape = tuple[int, ...]
+_NAMED_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bijection between one tensor of ours and one or more of the other form."""
+
+    split: Callable[[Tensor], tuple[Tensor, ...]]
+    """Ours to theirs."""
+    merge: Callable[[tuple[Tensor, ...]], Tensor]
+    """Theirs to ours."""
+
+    def then(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> "Layout":
+        """This layout, after which each of their tensors goes through `forward`, undone by `backward`."""
+        return Layout(
+            lambda ours: tuple(forward(part) for part in self.split(ours)),
+            lambda theirs: self.merge(tuple(backward(part) for part in theirs)),
+        )
+
+
+SAME = Layout(lambda ours: (ours,), lambda theirs: theirs[0])
+"""The tensor as it is."""
+
+TRANSPOSED = SAME.then(Tensor.t, Tensor.t)
+"""[out, in] against [in, out]: transformers' Conv1D of GPT-2."""
+
+
+def qkv_blocks(heads: int, head_dim: int) -> Layout:
+    """Rows [head][q, k, v][d] against three blocks q, k, v of rows [head][d], for a weight [3h, h] or a bias [3h]."""
+
+    def to_blocks(ours: Tensor) -> Tensor:
+        rest = ours.shape[1:]
+        return ours.reshape(heads, 3, head_dim, *rest).transpose(0, 1).reshape(ours.shape)
+
+    def to_heads(theirs: Tensor) -> Tensor:
+        rest = theirs.shape[1:]
+        return theirs.reshape(3, heads, head_dim, *rest).transpose(0, 1).reshape(theirs.shape)
+
+    return SAME.then(to_blocks, to_heads)
+
+
+def padded_rows(rows: int, padded: int) -> Layout:
+    """`padded` rows against the first `rows` of them; in the reverse direction the padding is zero."""
+
+    def pad(theirs: Tensor) -> Tensor:
+        return torch.cat([theirs, theirs.new_zeros(padded - rows, *theirs.shape[1:])])
+
+    return SAME.then(lambda ours: ours[:rows], pad)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table."""
+
+    ours: str
+    """Global name of the parameter."""
+    shape: Shape
+    """Its shape; the shapes of the other side follow from the layout."""
+    theirs: tuple[str, ...]
+    """Names in the other form."""
+    layout: Layout = SAME
+
+    def their_shapes(self) -> dict[str, Shape]:
+        """Shape of each tensor of the other form."""
+        parts = self.layout.split(torch.empty(self.shape, device="meta"))
+        return {name: tuple(part.shape) for name, part in zip(self.theirs, parts, strict=True)}
+
+
+class KeyMap:
+    """A table of entries in which no name occurs twice, read forward (ours to theirs) and in reverse."""
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.entries = entries
+        self.our_shapes: dict[str, Shape] = {}
+        """Shape of every tensor of ours."""
+        self.their_shapes: dict[str, Shape] = {}
+        """Shape of every tensor of the other form, in the order in which `forward` yields them."""
+        for entry in entries:
+            _add_once(self.our_shapes, {entry.ours: entry.shape})
+            _add_once(self.their_shapes, entry.their_shapes())
+
+    def forward(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the other form's tensors by name, contiguous, in the table's order.
+
+        Raises ConversionError when `ours` misses a name, has one the table does not know, or a wrong shape.
+        """
+        _check_names(ours, self.our_shapes, "the checkpoint")
+        for entry in self.entries:
+            tensor = _taken(ours, entry.ours, entry.shape)
+            for name, part in zip(entry.theirs, entry.layout.split(tensor), strict=True):
+                yield name, part.contiguous()
+
+    def reverse(self, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield our tensors by name, contiguous, in the table's order.
+
+        Raises ConversionError when `theirs` misses a name, has one the table does not know, or a wrong shape.
+        """
+        _check_names(theirs, self.their_shapes, "the transformers model")
+        for entry in self.entries:
+            parts = tuple(_taken(theirs, name, self.their_shapes[name]) for name in entry.theirs)
+            tensor = entry.layout.merge(parts)
+            assert tuple(tensor.shape) == entry.shape, f"layout of {entry.ours} gives {tuple(tensor.shape)}"
+            yield entry.ours, tensor.contiguous()
+
+
+def _add_once(known: dict[str, Shape], added: dict[str, Shape]) -> None:
+    twice = known.keys() & added.keys()
+    assert not twice, f"the table names {sorted(twice)} twice"
+    known.update(added)
+
+
+def _check_names(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], where: str) -> None:
+    missing = [name for name in expected if name not in tensors]
+    unknown = [name for name in tensors if name not in expected]
+    if missing or unknown:
+        raise ConversionError(
+            f"{where} is of another model than the configuration: {_listed('it lacks', missing)}"
+            f"{'; ' if missing and unknown else ''}{_listed('it has no place for', unknown)}: "
+            f"give the configuration it was trained with"
+        )
+
+
+def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape) -> Tensor:
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape:
+        raise ConversionError(
+            f"{name} has shape {tuple(tensor.shape)} where the configuration says {shape}: "
+            f"give the configuration the model was trained with"
+        )
+    return tensor
+
+
+def _listed(text: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMED_AT_ONCE} more" if len(names) > _NAMED_AT_ONCE else ""
+    return f"{text} {', '.join(names[:_NAMED_AT_ONCE])}{more}"

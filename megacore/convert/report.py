@@ -1,0 +1,75 @@
+"""What the gate measured, as it is written to `parity.json`."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class ParityReport:
+    """Every number of one comparison; `problems` is empty when the export may be published."""
+
+    tolerance: float
+    """Largest absolute difference of fp32 logits that passes."""
+    samples: int = 0
+    """Validation samples that were compared."""
+    tokens: int = 0
+    """Predicted tokens in them."""
+    max_abs_logit_difference: float = 0.0
+    """Largest absolute difference of a logit over all samples, positions and vocabulary entries."""
+    perplexity_ours: float = 0.0
+    """exp of the mean loss of our model, over the vocabulary without its padding."""
+    perplexity_exported: float = 0.0
+    """The same of the exported model."""
+    perplexity_with_padding: float = 0.0
+    """Of our model with the padded vocabulary rows in the softmax, as in training."""
+    greedy_tokens: int = 0
+    """Continuation tokens that were compared, over all samples."""
+    greedy_undecided: int = 0
+    """Samples whose comparison ended where the two best logits were closer than twice the tolerance."""
+    differing_weights: list[str] = field(default_factory=list)
+    """Parameters whose exported values are not bitwise ours."""
+    first_differing_layer: str | None = None
+    """The first module, in the order of execution, whose output differs; looked for when the gate fails."""
+    layer_differences: dict[str, float] = field(default_factory=dict)
+    """Largest absolute difference of each module's output on the worst sample; measured when the gate fails."""
+    tokenizer_tokens: int = 0
+    """Tokens that both tokenizers gave alike for the validation text."""
+    problems: list[str] = field(default_factory=list)
+    """What failed, one clause each."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the exported model may be published."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """All values as JSON; numbers that are not finite become text."""
+        values = {"passed": self.passed, **asdict(self)}
+        values["layer_differences"] = {name: _finite(value) for name, value in self.layer_differences.items()}
+        return {name: _finite(value) for name, value in values.items()}
+
+    def sentence(self) -> str:
+        """The outcome with its numbers, in one sentence."""
+        numbers = (
+            f"on {self.samples} validation samples the largest logit difference is {self.max_abs_logit_difference:.3g} "
+            f"(allowed {self.tolerance:g}), perplexity {self.perplexity_exported:.6g} against {self.perplexity_ours:.6g}"
+        )
+        if self.passed:
+            return f"{numbers}, {self.greedy_tokens} greedy tokens equal"
+        layer = f"; first differing layer: {self.first_differing_layer}" if self.first_differing_layer else ""
+        return f"{'; '.join(self.problems)}; {numbers}{layer}"
+
+
+def same_to_four_digits(value: float, reference: float) -> bool:
+    """Whether `value` is within half a unit of the fourth significant digit of `reference`."""
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return False
+    if reference == 0:
+        return value == 0
+    unit = 10.0 ** (math.floor(math.log10(abs(reference))) - 3)
+    return abs(value - reference) < unit / 2
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,118 @@
+"""A data set of the Hugging Face hub, or a local directory of parquet files, streamed by `datasets`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megacore.config.data import HubSource
+from megacore.corpus.documents import CorpusWriter, SourceFile
+from megacore.errors import DataFormatError, DownloadError
+
+
+def fingerprint(source: HubSource) -> dict[str, Any]:
+    """Name, configuration, split, revision and column; of a local directory also its files' sizes and times.
+
+    Without a revision the hub's content may move under the same name: pin a commit where that matters.
+    """
+    identity: dict[str, Any] = {
+        "kind": source.kind,
+        "dataset": source.dataset,
+        "config": source.config,
+        "split": source.split,
+        "revision": source.revision,
+        "key": source.key,
+    }
+    if Path(source.dataset).is_dir():
+        files = sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+        identity["files"] = [[file.path, file.size, file.mtime_ns] for file in map(SourceFile.of, files)]
+    return identity
+
+
+def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, int]:
+    """Write every row's text as a document, in the data set's order; memory does not grow with its size.
+
+    The count of files is 0: rows are streamed, whatever files they come from.
+
+    Raises DataFormatError for a data set, split or column that does not exist, DownloadError for a lost connection.
+    """
+    size = 0
+    with CorpusWriter(directory) as writer:
+        for text in _texts(source, cache_directory):
+            writer.add(text, f"{source.dataset}/{source.split}/{writer.documents}")
+            size += len(text.encode("utf-8", "surrogatepass"))
+    return {"documents": writer.documents, "files": 0, "skipped_files": 0, "bytes": size}
+
+
+def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
+    rows = _open(source, cache_directory)
+    try:
+        for number, row in enumerate(rows):
+            yield _text(source, row, number)
+    except OSError as error:
+        raise DownloadError(f"reading {_name(source)} broke off: {_sentence(error)}: try again") from error
+
+
+def _open(source: HubSource, cache_directory: Path) -> Any:
+    # Imported here: `datasets` takes a second, and only this source needs it.
+    import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        with _hub_cache(cache_directory / "hub"):
+            return datasets.load_dataset(
+                source.dataset,
+                source.config,
+                split=source.split,
+                revision=source.revision,
+                streaming=True,
+                cache_dir=str(cache_directory / "datasets"),
+            )
+    except (ConnectionError, HfHubHTTPError, TimeoutError) as error:
+        raise DownloadError(
+            f"{_name(source)} cannot be loaded: {_sentence(error)}: check the network, or give a local directory of "
+            "parquet files as data.source.dataset"
+        ) from error
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise DataFormatError(
+            f"{_name(source)} cannot be loaded: {_sentence(error)}: check data.source (data sets that need a script "
+            "are not supported)"
+        ) from error
+
+
+@contextmanager
+def _hub_cache(directory: Path) -> Iterator[None]:
+    """Where the hub's client keeps a data set's card: `load_dataset` does not hand its cache_dir on for it."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_CACHE
+    constants.HF_HUB_CACHE = str(directory)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_CACHE = before
+
+
+def _text(source: HubSource, row: dict[str, Any], number: int) -> str:
+    text = row.get(source.key)
+    if isinstance(text, str):
+        return text
+    if source.key not in row:
+        raise DataFormatError(
+            f"{_name(source)} has no column {source.key!r}, only {', '.join(sorted(row))}: set data.source.key"
+        )
+    raise DataFormatError(
+        f"row {number} of {_name(source)} has a {type(text).__name__} in column {source.key!r} instead of text"
+    )
+
+
+def _name(source: HubSource) -> str:
+    parts = [source.dataset, source.config, source.split, source.revision]
+    return "the data set " + " ".join(part for part in parts if part)
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of a foreign message, without its full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(". ")

@@ -1,0 +1,90 @@
+"""The text files below a directory, by default the running Python's standard library."""
+
+import hashlib
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.files import canonical_json
+from megacore.config.data import SourceTreeSource
+from megacore.corpus.documents import CorpusWriter
+from megacore.errors import DataFormatError
+
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+"""Folders whose content is installed or generated, not part of the tree's own text."""
+
+
+def root_of(source: SourceTreeSource) -> Path:
+    """The directory that is read."""
+    return Path(source.path or sysconfig.get_paths()["stdlib"]).absolute()
+
+
+def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
+    """One sha256 over every (relative path, sha256 of content) in order, and their number."""
+    root = root_of(source)
+    entries = [[name, hashlib.sha256(_read(root / name)).hexdigest()] for name in list_files(root, source.pattern)]
+    return {
+        "kind": source.kind,
+        "files": len(entries),
+        "sha256": hashlib.sha256(canonical_json(entries)).hexdigest(),
+    }
+
+
+def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
+    """Write each file as a document; files that are not UTF-8 are counted and skipped."""
+    root = root_of(source)
+    files = skipped = size = 0
+    with CorpusWriter(directory) as writer:
+        for name in list_files(root, source.pattern):
+            files += 1
+            content = _read(root / name)
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError:
+                skipped += 1
+                continue
+            writer.add(text, name)
+            size += len(content)
+    return {"documents": writer.documents, "files": files, "skipped_files": skipped, "bytes": size}
+
+
+def list_files(root: Path, pattern: str) -> list[str]:
+    """Paths relative to `root` of the regular files whose name matches `pattern`, sorted.
+
+    Raises DataFormatError when `root` is not a readable directory.
+    """
+    if not root.is_dir():
+        raise DataFormatError(f"data.source.path is {root}, which is not a directory: give one that holds text files")
+    return sorted(_walk(root, pattern))
+
+
+def _walk(root: Path, pattern: str) -> Iterator[str]:
+    def refuse(error: OSError) -> None:
+        raise DataFormatError(f"{error.filename} cannot be listed: {error.strerror}: make it readable") from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
+        for name in names:
+            path = Path(folder, name)
+            if fnmatchcase(name, pattern) and _is_regular(path):
+                yield path.relative_to(root).as_posix()
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether reading ends: not a pipe, a device or a dangling link; and whether its name is text."""
+    try:
+        path.name.encode("utf-8")
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, UnicodeEncodeError):
+        return False
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataFormatError(f"{path} cannot be read: {error.strerror}: make it readable or move it away") from error

@@ -1,0 +1,1 @@
+"""Tokens on disk, the maps that order them into samples, and the samples themselves."""

@@ -1,0 +1,94 @@
+"""Which samples a rank reads, as a pure function of the samples consumed so far, and reading them ahead of time."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+Batch = npt.NDArray[np.int64]
+
+
+def micro_batch_indices(
+    consumed_samples: int, micro_step: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[int]:
+    """The samples of one rank's micro batch within the global batch that begins at `consumed_samples`.
+
+    Megatron's order: micro batches go round the data-parallel ranks, so the samples of a global batch do not
+    depend on how many ranks share it. Nothing wraps: the maps hold as many samples as the run was planned for.
+    """
+    first = consumed_samples + (micro_step * dp_size + dp_rank) * micro_batch_size
+    return list(range(first, first + micro_batch_size))
+
+
+def micro_batches(
+    consumed_samples: int, *, micro_batch_size: int, global_batch_size: int, dp_rank: int, dp_size: int, steps: int
+) -> Iterator[list[int]]:
+    """One rank's micro batches of `steps` global batches, from `consumed_samples` on, in the order they are read."""
+    per_step = global_batch_size // (micro_batch_size * dp_size)
+    for step in range(steps):
+        start = consumed_samples + step * global_batch_size
+        for micro_step in range(per_step):
+            yield micro_batch_indices(start, micro_step, micro_batch_size, dp_rank, dp_size)
+
+
+class PrefetchingIterator(Iterator[Batch]):
+    """Batches [b, s + 1] in the order of `batches`, gathered by one background thread ahead of their use.
+
+    At most `depth` batches wait. An error of the thread is raised where its batch would have come. Use it as a
+    context manager, or close it: the thread ends with the last batch otherwise.
+    """
+
+    def __init__(self, gather: Callable[[list[int]], Batch], batches: Iterable[list[int]], *, depth: int = 4) -> None:
+        """Start reading: `gather` is a data set's method, `batches` the sample indices of each batch."""
+        self._queue: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
+        self._free = threading.Semaphore(depth)
+        self._stopped = threading.Event()
+        self._finished = False
+        self._thread = threading.Thread(
+            target=self._read, args=(gather, batches), name="megacore-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _read(self, gather: Callable[[list[int]], Batch], batches: Iterable[list[int]]) -> None:
+        try:
+            for indices in batches:
+                self._free.acquire()
+                if self._stopped.is_set():
+                    return
+                self._queue.put(gather(indices))
+        except BaseException as error:  # it is the consumer's to see, whatever it is
+            self._queue.put(error)
+        else:
+            self._queue.put(None)
+
+    def __next__(self) -> Batch:
+        if self._finished:
+            raise StopIteration
+        item = self._queue.get()
+        if isinstance(item, np.ndarray):
+            self._free.release()
+            return item
+        self._finished = True
+        self._thread.join()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """End the thread and drop what it read. Safe to call twice."""
+        self._finished = True
+        self._stopped.set()
+        self._free.release()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

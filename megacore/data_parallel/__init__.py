@@ -1,0 +1,1 @@
+"""What data-parallel ranks exchange."""

@@ -1,0 +1,1 @@
+"""Engines: how one optimizer step is carried out."""

@@ -1,0 +1,200 @@
+"""The process between a task and its ranks: it outlives the one and ends the others.
+
+    python -m megacore.launch.guard --log FILE --grace SECONDS -- COMMAND …
+
+torchrun puts every rank into a session of its own, so no signal to a group or a session reaches them all. The
+guard is a subreaper: whatever its command starts stays its descendant, however it was orphaned. It ends them all
+(SIGTERM, the grace, SIGKILL until none is left) when
+
+* it gets SIGTERM, SIGINT or SIGHUP,
+* its parent dies: stdin, a pipe whose other end only the parent holds, reaches its end, or the parent's id changes
+  (a PR_SET_PDEATHSIG of its own would watch the parent's thread instead of the parent),
+* the command itself ends and leaves something behind.
+
+It exits with the command's code, 128 + n for signal n. When the guard itself is killed by SIGKILL, the kernel kills
+the command (PR_SET_PDEATHSIG), and with it each rank that called `exit_reason.die_with_parent`; the supervisor, if it
+still lives, kills whatever else carries the job's mark in its environment.
+
+Only the standard library is imported: the guard starts in tens of milliseconds.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+KILL_LIMIT = 4.0
+"""Seconds in which SIGKILL must have worked; a process in uninterruptible sleep is then left to the kernel."""
+NOT_FOUND = 127
+NOT_EXECUTABLE = 126
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL = 0.05
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command under guard; returns what to exit with."""
+    parser = argparse.ArgumentParser(prog="megacore.launch.guard", description="Run a command and end all it starts.")
+    parser.add_argument("--log", type=Path, required=True, help="file that gets the command's output, appended")
+    parser.add_argument("--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("command", nargs="+", help="after --: the program and its arguments")
+    options = parser.parse_args(arguments)
+    stop = _StopRequest()
+    prctl = _prctl()
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    with open(options.log, "ab") as log:
+        try:
+            child = _start(options.command, log.fileno(), prctl)
+        except OSError as error:
+            log.write(f"cannot start {options.command[0]}: {error.strerror}\n".encode())
+            return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+    code = _wait(child, stop)
+    left = end_all(lambda: descendants(os.getpid()), options.grace, reap=lambda: _reap(child))
+    code = child.returncode if child.returncode is not None else code
+    if left or code is None:
+        return 128 + signal.SIGKILL
+    return code if code >= 0 else 128 - code
+
+
+class _StopRequest:
+    """Whether the command is to be ended; `wait` returns early when that changes or a child ends."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._parent = os.getppid()
+        self._watched = [0]
+        self._wake, writer = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._request)
+        signal.signal(signal.SIGCHLD, _ignore)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+    def wait(self, seconds: float) -> None:
+        ready, _, _ = select.select([self._wake, *self._watched], [], [], seconds)
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+        if 0 in ready and os.read(0, 4096) == b"":
+            self._watched = []
+            self.requested = True
+        if os.getppid() != self._parent:
+            self.requested = True
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """A handler that does nothing, so that the wake-up descriptor is written."""
+
+
+def _prctl() -> Callable[[int, int], None]:
+    """The system call, looked up before any fork."""
+    function = ctypes.CDLL(None, use_errno=True).prctl
+
+    def call(option: int, value: int) -> None:
+        if function(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+    return call
+
+
+def _start(command: list[str], output: int, prctl: Callable[[int, int], None]) -> subprocess.Popen[bytes]:
+    """The command in a session of its own, killed by the kernel if the guard dies first."""
+    guard = os.getpid()
+
+    def before_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(128 + signal.SIGKILL)
+
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=before_exec,
+    )
+
+
+def _wait(child: subprocess.Popen[bytes], stop: _StopRequest) -> int | None:
+    """Until the command has ended or is to be ended; its code, or None."""
+    while not stop.requested:
+        _reap(child)
+        if child.returncode is not None:
+            return child.returncode
+        stop.wait(0.5)
+    return None
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    """Collect every child and adopted orphan that has ended; note the command's own code."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid == child.pid:
+                child.returncode = os.waitstatus_to_exitcode(status)
+
+
+def end_all(find: Callable[[], list[int]], grace: float, reap: Callable[[], None]) -> list[int]:
+    """SIGTERM what `find` returns, after `grace` seconds SIGKILL it until nothing is found.
+
+    Returns the ids that even SIGKILL did not end within KILL_LIMIT seconds.
+    """
+    started = time.monotonic()
+    asked: set[int] = set()
+    while True:
+        reap()
+        alive = find()
+        elapsed = time.monotonic() - started
+        if not alive or elapsed > grace + KILL_LIMIT:
+            return alive
+        kill = elapsed >= grace
+        for pid in alive:
+            if kill or pid not in asked:
+                asked.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+        time.sleep(_POLL)
+
+
+def descendants(root: int) -> list[int]:
+    """Ids of the live processes below `root`, from /proc; zombies are not alive."""
+    children: dict[int, list[int]] = {}
+    zombies = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            state, parent = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):  # it ended while we looked
+            continue
+        children.setdefault(int(parent), []).append(int(name))
+        if state == "Z":
+            zombies.add(int(name))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return [pid for pid in found if pid not in zombies]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

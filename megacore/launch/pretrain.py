@@ -1,0 +1,55 @@
+"""`python -m megacore.launch.pretrain --config run.json`, on each rank, under torchrun or alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacore.launch.job import TrainJob
+from megacore.launch.rank import run_rank
+
+
+def pretrain(job: TrainJob) -> None:
+    """Train on this rank until `train.train_iters`, from the newest complete checkpoint of the run directory.
+
+    Raises:
+        ConfigError: the job cannot run as configured on this machine.
+        DataFormatError: tokens or index maps are missing or damaged.
+        TrainingError: a loss is not finite, or memory does not suffice.
+        CheckpointError: the newest checkpoint is of another model.
+        WorkspaceError: the run directory cannot be written.
+    """
+    from megacore.data.gpt_dataset import GPTDataset
+    from megacore.engine.native import NativeEngine
+    from megacore.engine.precision import resolve_precision
+    from megacore.launch.process import joined
+    from megacore.models.build import build_model
+    from megacore.observe.flops import peak_tflops
+    from megacore.observe.logging import configure_logging
+    from megacore.observe.recorder import Recorder
+    from megacore.train.loop import Datasets, Trainer
+    from megacore.train.memory import memory_errors
+    from megacore.train.state import TrainState
+
+    config, run_directory = job.config, Path(job.run_directory)
+    with joined(job) as (mesh, device):
+        configure_logging(mesh.rank)
+        precision = resolve_precision(config.train.precision, device.type)
+        with memory_errors(config, mesh.rank, TrainState()):
+            model = build_model(config, job.vocab_size, mesh, device=device)
+            engine = NativeEngine(model, config, mesh, precision)
+        splits = [
+            GPTDataset(job.tokens_prefix, job.index_directory, name, config.data.seq_length)
+            for name in ("train", "valid")
+        ]
+        board = config.tracking.tensorboard
+        with Recorder(run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board) as recorder:
+            peak = peak_tflops(device, precision)
+            Trainer(config, engine, mesh, Datasets(*splits), recorder, run_directory, peak=peak).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train on this rank, and report why it ended if it fails."""
+    run_rank(TrainJob, pretrain, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What a rank does before its work: its threads, its device, its place among the others."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megacore.config.run import check_data_parallel_size
+from megacore.errors import ParallelLayoutError
+from megacore.launch.job import Job
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+
+
+def choose_device() -> torch.device:
+    """This rank's GPU, by LOCAL_RANK, else the CPU. Raises ParallelLayoutError for a rank without a GPU of its own."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= gpus:
+        raise ParallelLayoutError(
+            f"local rank {local_rank} has no GPU of its own, this machine has {gpus}: "
+            f"set launch.nproc_per_node to {gpus}"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
+    """Join the job's other ranks and leave them when the body has succeeded; a failed rank just ends.
+
+    Raises:
+        ParallelLayoutError: another number of processes was started than the job says, or they cannot share a batch.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != job.ranks:
+        raise ParallelLayoutError(
+            f"the job is for {job.ranks} ranks and {world_size} were started: "
+            f"start it with --nproc-per-node {job.ranks}"
+        )
+    try:
+        check_data_parallel_size(job.config.train, world_size)
+    except ValueError as error:
+        raise ParallelLayoutError(str(error)) from error
+    _set_up_arithmetic(job.threads_per_rank)
+    device = choose_device()
+    if world_size == 1:
+        yield ProcessMesh.serial(), device
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    yield ProcessMesh.build(RankLayout.of_world(world_size), device_type=device.type), device
+    dist.destroy_process_group()
+
+
+def _set_up_arithmetic(threads: int) -> None:
+    """Threads, and the same bits for the same input."""
+    torch.set_num_threads(threads)
+    # Moments of rare tokens decay into denormals, on which a CPU is many times slower.
+    torch.set_flush_denormal(True)
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

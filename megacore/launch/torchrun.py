@@ -1,0 +1,45 @@
+"""The command that starts the ranks of one node, and the environment they get."""
+
+import sys
+from pathlib import Path
+
+
+def command(module: str, config_path: Path, ranks: int, *, log_directory: Path | None = None) -> list[str]:
+    """What starts `python -m module --config config_path` as `ranks` processes of this machine.
+
+    More than one go through torchrun with a rendezvous on 127.0.0.1 and a port of the kernel's choice: no name is
+    looked up and no port can be in use. One rank needs no rendezvous and starts as a plain process, which saves
+    the launcher's own import of torch. torchrun's own small files go to `log_directory` (None: `torchrun` beside
+    the config) instead of the machine's temporary directory, where it would leave them.
+    """
+    program = [module, "--config", str(config_path)]
+    if ranks == 1:
+        return [sys.executable, "-m", *program]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        f"--log-dir={log_directory or config_path.parent / 'torchrun'}",
+        "-m",
+        *program,
+    ]
+
+
+def rank_environment(threads: int) -> dict[str, str]:
+    """Environment variables for every rank: CPU threads, and one-machine traffic kept on the loopback interface."""
+    count = str(threads)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "NUMEXPR_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }

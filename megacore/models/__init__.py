@@ -1,0 +1,6 @@
+"""Models, built from layers that take their tensor-parallel group explicitly."""
+
+from megacore.models.build import build_model
+from megacore.models.gpt import GPTModel, parameter_count
+
+__all__ = ["GPTModel", "build_model", "parameter_count"]

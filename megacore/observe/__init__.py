@@ -1,0 +1,1 @@
+"""What training tells the outside: events, log lines, rates."""

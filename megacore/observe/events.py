@@ -1,0 +1,115 @@
+"""`events.jsonl`: the only channel out of training, append-only, one JSON object per line."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megacore.artifact.files import workspace_errors
+from megacore.errors import DataFormatError
+
+_BLOCK = 1 << 16
+
+
+class EventWriter:
+    """Appends events; each line reaches the file before the call returns."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        """Open the file, closing off a line that a killed writer left torn.
+
+        Args:
+            path: events.jsonl of a run directory.
+            attempt: number of this start of the run, written with every event.
+        """
+        self._path = path
+        self._attempt = attempt
+        with workspace_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(path)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the writer
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append one event with its time (Unix seconds); values that JSON has no number for become null.
+
+        Raises:
+            WorkspaceError: the disk is full or not writable.
+        """
+        event = {"kind": kind, "time": time.time(), "attempt": self._attempt, **values}
+        line = json.dumps({key: _json_value(value) for key, value in event.items()}, allow_nan=False)
+        with workspace_errors(self._path):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close the file."""
+        self.close()
+
+
+class EventReader:
+    """Iterates over (event, offset of the next event) from a byte offset on; a torn last line is left for later.
+
+    Raises DataFormatError for a complete line that is no event.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        """Read `path` from byte `offset`; a file that does not exist yet has no events."""
+        self._path = path
+        self._offset = offset
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield what is complete by now."""
+        if not self._path.exists():
+            return
+        offset = self._offset
+        with open(self._path, "rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                yield _parse(line, self._path, offset), offset
+
+
+def _parse(line: bytes, path: Path, end: int) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or "kind" not in event:
+        raise DataFormatError(
+            f"{path}: the line that ends at byte {end} is no event: {line[:80]!r}: remove it or delete the run"
+        )
+    return event
+
+
+def _json_value(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut the file after its last complete line: no reader has taken more than that."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        size = end = path.stat().st_size
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end != size:
+            file.truncate(end)

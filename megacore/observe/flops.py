@@ -1,0 +1,116 @@
+"""Floating-point operations of a training step and what share of the hardware's peak they use."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megacore.config.run import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+
+_MEASURED_SIZE = 512
+_MEASURING_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """What the operation count of a GPT depends on."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    seq_length: int
+    vocab_size: int
+    """Padded entries of the vocabulary."""
+
+    @classmethod
+    def of(cls, config: RunConfig, padded_vocab_size: int) -> "TransformerShape":
+        """The shape of a configuration's model."""
+        model = config.model
+        return cls(model.num_layers, model.hidden_size, model.ffn_size, config.data.seq_length, padded_vocab_size)
+
+    @property
+    def layer_forward(self) -> int:
+        """Operations of one layer's matrix products, forward, for one sample of s tokens."""
+        s, h = self.seq_length, self.hidden_size
+        projections = 8 * s * h * h + 4 * s * h * self.ffn_size
+        attention = 4 * s * s * h
+        return projections + attention
+
+    @property
+    def logits_forward(self) -> int:
+        """Operations of the output layer, forward, for one sample."""
+        return 2 * self.seq_length * self.hidden_size * self.vocab_size
+
+
+def step_flops(shape: TransformerShape, samples: int, recompute: Literal["none", "full"]) -> int:
+    """Operations that the hardware makes for `samples` samples (Narayanan et al. 2021, appendix; arXiv:2104.04473).
+
+    Backward costs twice the forward pass; full recomputation makes the layers' forward pass once more, which gives the
+    paper's 96 B s l h^2 (1 + s/6h + V/16lh). With "none" these are the model's operations, which MFU counts.
+    """
+    layer_passes = 4 if recompute == "full" else 3
+    return samples * (layer_passes * shape.num_layers * shape.layer_forward + 3 * shape.logits_forward)
+
+
+@dataclass(frozen=True)
+class PeakRate:
+    """Dense matrix products of one device, in TFLOP/s, without sparsity."""
+
+    low: float
+    """In bf16 or fp16 with fp32 accumulation."""
+    fp32: float
+    """In fp32 without TF32."""
+
+
+PEAK_TFLOPS: dict[str, PeakRate] = {
+    "B200": PeakRate(2250.0, 75.0),
+    "H200": PeakRate(989.4, 66.9),
+    "H100 PCIe": PeakRate(756.5, 51.2),
+    "H100 NVL": PeakRate(835.5, 60.0),
+    "H100": PeakRate(989.4, 66.9),
+    "A100": PeakRate(312.0, 19.5),
+    "V100": PeakRate(125.0, 15.7),
+    "L40S": PeakRate(362.0, 91.6),
+    "L4": PeakRate(121.0, 30.3),
+    "RTX 4090": PeakRate(165.2, 82.6),
+}
+"""From the vendors' data sheets, by a part of the device's name; the first that matches counts."""
+
+
+def peak_tflops(device: "torch.device", precision: str) -> float | None:
+    """Peak of one device in TFLOP/s, None for a GPU that is not in the table.
+
+    A CPU has no figure to look up: a short run of matrix products is timed, on this process's threads.
+    """
+    import torch
+
+    if device.type == "cpu":
+        return measured_matmul_tflops(precision)
+    return peak_by_name(torch.cuda.get_device_name(device), precision)
+
+
+def peak_by_name(device_name: str, precision: str) -> float | None:
+    """Peak of a GPU by its name in TFLOP/s, None when it is not in the table."""
+    words = device_name.replace("-", " ").split()
+    for name, rate in PEAK_TFLOPS.items():
+        if all(part in words for part in name.split()):
+            return rate.fp32 if precision == "fp32" else rate.low
+    return None
+
+
+def measured_matmul_tflops(precision: str, seconds: float = _MEASURING_SECONDS) -> float:
+    """Best rate of square matrix products on this process's CPU threads in TFLOP/s, timed for about `seconds`."""
+    import torch
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    left = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype)
+    right = torch.ones_like(left)
+    product = left @ right
+    best = float("inf")
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        torch.mm(left, right, out=product)
+        best = min(best, time.perf_counter() - start)
+    return 2 * _MEASURED_SIZE**3 / best / 1e12

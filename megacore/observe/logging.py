@@ -1,0 +1,93 @@
+"""The log lines that users of Megatron-LM know."""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+logger = logging.getLogger("megacore")
+"""Parent of the library's loggers; a library user configures it as any other."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Means over one log interval; the fields are those of a step event."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    consumed_tokens: int
+    ms_per_iteration: float
+    lr: float
+    """Learning rate of the last update."""
+    global_batch_size: int
+    lm_loss: float
+    """Mean over the interval's iterations that have a finite loss, and over data-parallel ranks, in nats per token."""
+    loss_scale: float
+    grad_norm: float
+    """Of the last update, before clipping."""
+    skipped_iterations: int
+    """In this interval."""
+    nan_iterations: int
+    """In this interval."""
+    samples_per_second: float
+    tokens_per_second: float
+    tflops: float
+    """Per rank, recomputation included."""
+    mfu: float | None
+    """Model FLOPs utilisation (Chowdhery et al. 2022) between 0 and 1; None where the peak is not known."""
+    memory_mb: float
+    """Peak of this rank in MiB: allocated on the GPU, resident on a CPU."""
+
+
+def configure_logging(rank: int) -> None:
+    """Let rank 0 write its log to standard output and every other rank its warnings."""
+    handler = logging.StreamHandler(sys.stdout)
+    prefix = "" if rank == 0 else f"rank {rank}: "
+    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+
+
+def step_line(report: StepReport, now: datetime | None = None) -> str:
+    """One line per log interval."""
+    time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
+    mfu = "unknown" if report.mfu is None else f"{100 * report.mfu:.1f}%"
+    parts = [
+        f"iteration {report.iteration:8d}/{report.train_iters:8d}",
+        f"consumed samples: {report.consumed_samples:12d}",
+        f"consumed tokens: {report.consumed_tokens:14d}",
+        f"elapsed time per iteration (ms): {report.ms_per_iteration:.1f}",
+        f"learning rate: {report.lr:.3E}",
+        f"global batch size: {report.global_batch_size:5d}",
+        f"lm loss: {report.lm_loss:.6E}",
+        f"loss scale: {report.loss_scale:.1f}",
+        f"grad norm: {report.grad_norm:.3f}",
+        f"number of skipped iterations: {report.skipped_iterations:3d}",
+        f"number of nan iterations: {report.nan_iterations:3d}",
+        f"samples/s: {report.samples_per_second:.2f}",
+        f"tokens/s: {report.tokens_per_second:.0f}",
+        f"TFLOPs: {report.tflops:.3f}",
+        f"MFU: {mfu}",
+        f"memory (MB): {report.memory_mb:.0f}",
+    ]
+    return f" [{time}] " + " | ".join(parts) + " |"
+
+
+def time_line(milliseconds: Mapping[str, float]) -> str:
+    """Where the time of an iteration went, on this rank."""
+    return "time (ms) | " + " | ".join(f"{phase}: {value:.1f}" for phase, value in milliseconds.items())
+
+
+def validation_line(iteration: int, loss: float) -> str:
+    """Result of one validation."""
+    values = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
+    return f" validation loss at iteration {iteration} | {values} | "
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token, infinite where that overflows."""
+    return math.exp(loss) if loss < 709.0 else math.inf

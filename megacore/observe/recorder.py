@@ -1,0 +1,95 @@
+"""One account of a run in three forms: events, log lines, TensorBoard."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megacore.observe.events import EventWriter
+from megacore.observe.logging import StepReport, logger, perplexity, step_line, time_line, validation_line
+from megacore.observe.tensorboard import TensorBoardWriter
+
+EVENTS_NAME = "events.jsonl"
+
+
+class Recorder:
+    """Writes for rank 0 and is silent on the others, so that the loop reads the same on every rank."""
+
+    def __init__(self, run_directory: Path, *, attempt: int, rank: int, tensorboard: bool) -> None:
+        """Open `events.jsonl` and, if asked, `tensorboard/` of a run directory.
+
+        Raises:
+            ConfigError: TensorBoard files are asked for and the package is missing.
+            WorkspaceError: the directory is not writable.
+        """
+        writes = rank == 0
+        self._events = EventWriter(run_directory / EVENTS_NAME, attempt) if writes else None
+        self._board = TensorBoardWriter(run_directory / "tensorboard") if writes and tensorboard else None
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Write one event."""
+        if self._events:
+            self._events.write(kind, **values)
+
+    def warning(self, message: str) -> None:
+        """Log a warning and write it as an event."""
+        if self._events:
+            logger.warning(message)
+            self._events.write("warning", message=message)
+
+    def step(self, report: StepReport, milliseconds: Mapping[str, float]) -> None:
+        """Record one log interval."""
+        if not self._events:
+            return
+        logger.info(step_line(report))
+        logger.info(time_line(milliseconds))
+        self._events.write("step", **asdict(report))
+        if self._board:
+            values = {
+                "lm loss": report.lm_loss,
+                "learning-rate": report.lr,
+                "grad-norm": report.grad_norm,
+                "loss-scale": report.loss_scale,
+                "iteration-time": report.ms_per_iteration / 1000.0,
+                "tokens-per-second": report.tokens_per_second,
+                "mfu": report.mfu,
+            }
+            self._board.scalars(values, report.iteration)
+
+    def evaluation(
+        self, iteration: int, loss: float, *, samples: int, consumed_samples: int, consumed_tokens: int
+    ) -> None:
+        """Record one validation."""
+        if not self._events:
+            return
+        line = validation_line(iteration, loss)
+        logger.info("-" * len(line))
+        logger.info(line)
+        logger.info("-" * len(line))
+        self._events.write(
+            "evaluation",
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_tokens,
+            lm_loss=loss,
+            ppl=perplexity(loss),
+            samples=samples,
+        )
+        if self._board:
+            self._board.scalars({"lm loss validation": loss, "lm loss validation ppl": perplexity(loss)}, iteration)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._events:
+            self._events.close()
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close the files."""
+        self.close()

@@ -1,0 +1,124 @@
+"""What the workspace itself tells about its runs, without a tracking server."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from megacore.artifact import Manifest, Workspace
+from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.errors import ArtifactError, DataFormatError
+from megacore.observe.events import EventReader
+
+RunState = Literal["running", "finished", "incomplete", "damaged"]
+
+RUN_FILE = "run.json"
+EVENTS_FILE = "events.jsonl"
+
+
+def runs(workspace: Workspace) -> list[dict[str, Any]]:
+    """The runs of a workspace, the one that reported last first.
+
+    Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the last validation),
+    test_ppl, size_bytes, path and updated (Unix seconds); what is not known is None. A run is `finished` once
+    its manifest is there, `running` while a process holds its lock, `damaged` when its files cannot be read.
+    """
+    test_ppl = _test_perplexities(workspace)
+    found = [_describe(directory, test_ppl) for directory in _run_directories(workspace.folder("train"))]
+    return sorted(found, key=lambda run: run["updated"] or 0.0, reverse=True)
+
+
+def _run_directories(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        for directory in sorted(folder.iterdir()):
+            if (directory / RUN_FILE).is_file():
+                yield directory
+
+
+def _describe(directory: Path, test_ppl: dict[str, float]) -> dict[str, Any]:
+    run: dict[str, Any] = {
+        "name": None,
+        "key": directory.name,
+        "state": "damaged",
+        "iteration": None,
+        "train_iters": None,
+        "consumed_tokens": None,
+        "valid_ppl": None,
+        "test_ppl": None,
+        "size_bytes": _size(directory),
+        "path": str(directory),
+        "updated": None,
+    }
+    try:
+        config = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))["config"]
+        run.update(name=config["name"], train_iters=config["train"]["train_iters"])
+        run.update(_progress(directory / EVENTS_FILE))
+        manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
+    except (OSError, ValueError, KeyError, TypeError, DataFormatError, ArtifactError):
+        return run
+    if manifest is not None:
+        run["test_ppl"] = test_ppl.get(manifest.digest)
+    run["state"] = _state(directory, finished=manifest is not None)
+    return run
+
+
+def _progress(events: Path) -> dict[str, Any]:
+    """Where the run is: of an iteration that a resumed run reports again, the later report counts."""
+    progress: dict[str, Any] = {}
+    for event, _ in EventReader(events):
+        progress["updated"] = event["time"]
+        if event["kind"] == "step":
+            progress.update(iteration=event["iteration"], consumed_tokens=event["consumed_tokens"])
+        elif event["kind"] == "evaluation":
+            progress["valid_ppl"] = event["ppl"]
+    return progress
+
+
+def _state(directory: Path, *, finished: bool) -> RunState:
+    if _locked(directory.with_name(f".{directory.name}.lock")):
+        return "running"
+    return "finished" if finished else "incomplete"
+
+
+def _locked(path: Path) -> bool:
+    """Whether a process holds the lock that `megacore.artifact.lock` takes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _size(directory: Path) -> int:
+    """Bytes of all files below; files that retention deletes meanwhile count as gone."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(Path(folder, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _test_perplexities(workspace: Workspace) -> dict[str, float]:
+    """The `test_ppl` that evaluations counted, by the digest of the run that they read; the newest counts."""
+    found: dict[str, float] = {}
+    folder = workspace.folder("evaluate")
+    for path in sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):
+        try:
+            manifest = Manifest.read(path.parent)
+            ppl = manifest.counts.get("test_ppl")
+        except ArtifactError:
+            continue
+        if ppl is not None:
+            found.update(dict.fromkeys(manifest.inputs.values(), float(ppl)))
+    return found

@@ -1,0 +1,68 @@
+"""Loss scaling for fp16 (Micikevicius et al. 2018), with the hysteresis of Megatron-LM's DynamicGradScaler."""
+
+from typing import TypedDict
+
+from megacore.config.optim import LossScaleConfig
+
+GROWTH_FACTOR = 2.0
+BACKOFF_FACTOR = 0.5
+
+
+class LossScaleState(TypedDict):
+    """What a checkpoint keeps of a scaler."""
+
+    scale: float
+    growth_tracker: int
+    hysteresis_tracker: int
+
+
+class DynamicLossScaler:
+    """Doubles the scale after `window` steps without overflow, halves it once `hysteresis` overflows were met.
+
+    The count of overflows starts afresh only when the scale grows, as in Megatron-LM: after the first backoff
+    each further overflow halves the scale.
+    """
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self._config = config
+        self._scale = max(config.initial, config.minimum)
+        self._growth_tracker = 0
+        self._hysteresis_tracker = config.hysteresis
+
+    @property
+    def scale(self) -> float:
+        """Factor on the loss before backward."""
+        return self._scale
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next overflow cannot be answered: the scale is at its minimum and the hysteresis used up."""
+        return self._scale <= self._config.minimum and self._hysteresis_tracker <= 0
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of one iteration's outcome; every rank is given the same one."""
+        if overflow:
+            self._growth_tracker = 0
+            self._hysteresis_tracker -= 1
+            if self._hysteresis_tracker <= 0:
+                self._scale = max(self._scale * BACKOFF_FACTOR, self._config.minimum)
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self._config.window:
+            self._growth_tracker = 0
+            self._hysteresis_tracker = self._config.hysteresis
+            self._scale *= GROWTH_FACTOR
+
+    def state(self) -> LossScaleState:
+        """Values for a checkpoint."""
+        return {
+            "scale": self._scale,
+            "growth_tracker": self._growth_tracker,
+            "hysteresis_tracker": self._hysteresis_tracker,
+        }
+
+    def load_state(self, state: LossScaleState) -> None:
+        """Continue from a checkpoint's values."""
+        self._scale = float(state["scale"])
+        self._growth_tracker = int(state["growth_tracker"])
+        self._hysteresis_tracker = int(state["hysteresis_tracker"])

@@ -1,0 +1,31 @@
+"""Which parameters weight decay applies to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that share their hyperparameters."""
+
+    names: tuple[str, ...]
+    """Global names."""
+    weight_decay: float
+    """Decoupled weight decay."""
+
+
+def has_weight_decay(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter decays: biases and the gains of layer norms (all vectors) do not, as in Megatron-LM."""
+    return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def param_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> tuple[ParamGroup, ...]:
+    """Divide parameters into those that decay and those that do not; empty groups are left out."""
+    decayed: list[str] = []
+    undecayed: list[str] = []
+    for name, parameter in named_parameters:
+        (decayed if has_weight_decay(name, parameter) else undecayed).append(name)
+    groups = (ParamGroup(tuple(decayed), weight_decay), ParamGroup(tuple(undecayed), 0.0))
+    return tuple(group for group in groups if group.names)

@@ -1,0 +1,15 @@
+"""Layers divided over ranks (Shoeybi et al. 2019, arXiv:1909.08053); for a group of one they are the serial layers."""
+
+from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.tensor_parallel.embedding import VocabParallelEmbedding
+from megacore.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megacore.tensor_parallel.partition import Partition, partitions
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Partition",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "partitions",
+    "vocab_parallel_cross_entropy",
+]

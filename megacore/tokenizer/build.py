@@ -1,0 +1,202 @@
+"""The tokenizer stage: a directory that this package and `transformers.AutoTokenizer` both load.
+
+It holds tokenizer.json and tokenizer_config.json, and for a byte-level BPE also vocab.json and merges.txt.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from megacore.artifact.manifest import file_digest
+from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TokenizerChoice, TrainBpeTokenizer
+from megacore.corpus.documents import open_documents
+from megacore.errors import DataFormatError, DownloadError
+from megacore.tokenizer.load import TOKENIZER_NAME, Tokenizer, read_backend
+
+VERSION = 1
+"""Of the tokenizer stage; raised when it produces something else."""
+END_OF_TEXT = "<|endoftext|>"
+"""GPT-2's end of document (Radford et al. 2019)."""
+
+
+def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
+    """What decides the tokenizer beside the corpus: contents of files rather than their names.
+
+    A repository of the hub is known by its name and revision. Raises DataFormatError for a missing file.
+    """
+    match choice:
+        case TrainBpeTokenizer():
+            return {"kind": choice.kind, "vocab_size": choice.vocab_size}
+        case Gpt2BpeTokenizer():
+            files = {"vocab": Path(choice.vocab_file), "merges": Path(choice.merge_file)}
+            return {"kind": choice.kind, **{role: _digest(path) for role, path in files.items()}}
+        case HfTokenizer():
+            identity: dict[str, Any] = {"kind": choice.kind, "eod_token": choice.eod_token}
+            path = _local_file(choice)
+            if path is None:
+                return {**identity, "name": choice.name, "revision": choice.revision}
+            return {**identity, "tokenizer": _digest(path)}
+
+
+def build_tokenizer(
+    choice: TokenizerChoice, corpus_directory: Path, directory: Path, *, cache_directory: Path | None = None
+) -> dict[str, Any]:
+    """Fill the empty `directory` with the tokenizer's files; returns vocab_size, eod_id, eod_token.
+
+    Downloads are cached in `cache_directory` (default: `.huggingface` beside `directory`). Raises DataFormatError
+    for files that are missing or malformed, DownloadError when the hub cannot be reached, WorkspaceError.
+    """
+    roles = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}  # as GPT-2 has them
+    match choice:
+        case TrainBpeTokenizer():
+            backend = train_bpe(open_documents(corpus_directory), choice.vocab_size)
+            tokenizer = Tokenizer(backend, END_OF_TEXT)
+        case Gpt2BpeTokenizer():
+            tokenizer = Tokenizer(read_gpt2_bpe(Path(choice.vocab_file), Path(choice.merge_file)), END_OF_TEXT)
+        case HfTokenizer():
+            path = _local_file(choice) or _download(choice, cache_directory or directory.parent / ".huggingface")
+            tokenizer, roles = _with_eod(read_backend(path), choice.eod_token, path), {}
+    tokenizer.save(directory, **roles)
+    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "eod_token": tokenizer.eod_token}
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` entries: <|endoftext|> (id 0), the 256 bytes, merges.
+
+    Raises DataFormatError when the texts have too few distinct pairs for that many entries.
+    """
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_batches(texts), trainer)
+    if backend.get_vocab_size() != vocab_size:
+        raise DataFormatError(
+            f"the corpus yields a vocabulary of {backend.get_vocab_size()} entries, not the {vocab_size} of "
+            f"data.tokenizer.vocab_size: lower it to at most {backend.get_vocab_size()}, or use more text"
+        )
+    return backend
+
+
+def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
+    """GPT-2's tokenizer from vocab.json and merges.txt. Raises DataFormatError."""
+    vocab = _read_vocab(vocab_file)
+    merges = _read_merges(merge_file)
+    if END_OF_TEXT not in vocab:
+        raise DataFormatError(f"{vocab_file} has no {END_OF_TEXT} among its {len(vocab)} entries: it is not GPT-2's")
+    if len(merges) + len(pre_tokenizers.ByteLevel.alphabet()) >= len(vocab):
+        raise DataFormatError(
+            f"{merge_file} has {len(merges)} merges, which with 256 bytes and {END_OF_TEXT} need more than the "
+            f"{len(vocab)} entries of {vocab_file}: the two files do not belong together"
+        )
+    try:
+        model = models.BPE(vocab=vocab, merges=merges)
+    except Exception as error:  # the bindings raise plain Exception
+        raise DataFormatError(f"{merge_file} and {vocab_file} do not belong together: {error}") from error
+    return _byte_level(model)
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    if backend.token_to_id(END_OF_TEXT) is not None:
+        backend.add_special_tokens([END_OF_TEXT])
+    return backend
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    remaining = iter(texts)
+    while batch := list(itertools.islice(remaining, 256)):
+        yield batch
+
+
+def _read_vocab(path: Path) -> dict[str, int]:
+    try:
+        vocab = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataFormatError(f"{path} cannot be read: {error.strerror}: set data.tokenizer.vocab_file") from error
+    except ValueError as error:
+        raise DataFormatError(f"{path} is not a vocab.json ({error}): set data.tokenizer.vocab_file") from error
+    ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else [None]
+    if not all(type(token) is int for token in ids) or sorted(ids) != list(range(len(ids))):
+        raise DataFormatError(f"{path} does not map its tokens to the ids 0, 1, 2, …: it is not a vocab.json")
+    return dict(vocab)
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataFormatError(f"{path} cannot be read ({error}): set data.tokenizer.merge_file") from error
+    merges = []
+    for number, line in enumerate(lines, 1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        left, _, right = line.partition(" ")
+        if not left or not right or " " in right:
+            raise DataFormatError(f"{path}:{number} is {line!r}, not two tokens with a space between: not a merges.txt")
+        merges.append((left, right))
+    return merges
+
+
+def _with_eod(backend: tokenizers.Tokenizer, eod_token: str, path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer(backend, eod_token)
+    except DataFormatError as error:
+        raise DataFormatError(f"{path}: {error}") from error
+    backend.add_special_tokens([eod_token])
+    return tokenizer
+
+
+def _local_file(choice: HfTokenizer) -> Path | None:
+    """The file that `name` means on this machine, or None when it names a repository of the hub."""
+    path = Path(choice.name)
+    if path.is_dir():
+        return path / TOKENIZER_NAME
+    return path if path.exists() or path.suffix == ".json" or path.is_absolute() else None
+
+
+def _download(choice: HfTokenizer, cache_directory: Path) -> Path:
+    # Imported here: only a tokenizer of the hub needs it.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name = choice.name if choice.revision is None else f"{choice.name} at {choice.revision}"
+    try:
+        return Path(
+            hf_hub_download(choice.name, TOKENIZER_NAME, revision=choice.revision, cache_dir=str(cache_directory))
+        )
+    except LocalEntryNotFoundError as error:
+        raise DownloadError(
+            f"{TOKENIZER_NAME} of {name} cannot be downloaded: the hub cannot be reached: check the network, or give "
+            "a local file as data.tokenizer.name"
+        ) from error
+    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise DataFormatError(
+            f"data.tokenizer.name {name} is neither a local file nor a repository of the hub with a {TOKENIZER_NAME}"
+        ) from error
+    except OSError as error:
+        raise DownloadError(f"{TOKENIZER_NAME} of {name} cannot be downloaded: {error}: try again") from error
+
+
+def _digest(path: Path) -> str:
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise DataFormatError(f"{path} cannot be read: {error.strerror}: check data.tokenizer") from error

@@ -1,0 +1,222 @@
+"""The training loop: resume, iterate, look, save."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.format import Marker, iteration_of
+from megacore.checkpoint.load import latest_complete, load_checkpoint
+from megacore.checkpoint.retain import apply_retention
+from megacore.checkpoint.save import save_checkpoint
+from megacore.config.run import RunConfig
+from megacore.data.gpt_dataset import GPTDataset
+from megacore.data.sampler import PrefetchingIterator, micro_batches
+from megacore.engine.base import Engine, Update
+from megacore.errors import DataFormatError
+from megacore.observe.flops import TransformerShape
+from megacore.observe.logging import logger
+from megacore.observe.recorder import Recorder
+from megacore.observe.timers import Timers
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.evaluate import evaluate
+from megacore.train.memory import memory_errors
+from megacore.train.report import RateMeter
+from megacore.train.state import TrainState
+from megacore.train.step import Batch, train_step
+
+CHECKPOINTS_NAME = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The splits that training reads."""
+
+    train: GPTDataset
+    valid: GPTDataset
+
+
+class Trainer:
+    """One run on one rank; every rank runs the same loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        mesh: ProcessMesh,
+        datasets: Datasets,
+        recorder: Recorder,
+        run_directory: Path,
+        *,
+        peak: float | None = None,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            config: the run.
+            engine: model and optimizer with their initial weights.
+            mesh: this process's groups.
+            datasets: train and validation split.
+            recorder: where the run's account goes.
+            run_directory: with the run's checkpoints, if any.
+            peak: this rank's peak rate in TFLOP/s for MFU, None where it is not known.
+
+        Raises:
+            DataFormatError: the training split has fewer samples than the run reads.
+        """
+        self._config = config
+        self._engine = engine
+        self._mesh = mesh
+        self._data = datasets
+        self._recorder = recorder
+        self._checkpoints = run_directory / CHECKPOINTS_NAME
+        self._ranks = RankGroup(None)
+        self._timers = Timers(engine.device)
+        shape = TransformerShape.of(config, engine.padded_vocab_size)
+        self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
+        self.state = TrainState()
+        wanted = config.train.train_iters * config.train.global_batch_size
+        if len(datasets.train) < wanted:
+            raise DataFormatError(
+                f"the index maps of the train split have {len(datasets.train)} samples but train.train_iters "
+                f"{config.train.train_iters} x train.global_batch_size {config.train.global_batch_size} = {wanted} "
+                "are read: build the index maps again for this train_iters"
+            )
+
+    def run(self) -> None:
+        """Train until `train.train_iters`; a run that is already there ends at once.
+
+        Raises:
+            TrainingError: a loss or gradient is not finite, or memory does not suffice.
+            CheckpointError: the newest checkpoint is of another model.
+            WorkspaceError: a checkpoint or an event cannot be written.
+        """
+        with memory_errors(self._config, self._mesh.rank, self.state):
+            self._resume()
+            train = self._config.train
+            with PrefetchingIterator(self._data.train.gather, self._upcoming()) as batches:
+                self._meter.start(self.state.iteration)
+                while self.state.iteration < train.train_iters:
+                    self._iterate(batches)
+        self._recorder.event("exit", reason="finished", iteration=self.state.iteration)
+
+    def _resume(self) -> None:
+        """Load the newest complete checkpoint, if there is one, and say how the run starts."""
+        path = self._ranks.on_first(lambda: latest_complete(self._checkpoints, log=self._recorder.warning))
+        if path is not None:
+            saved = load_checkpoint(path, self._engine.tensors())
+            self._engine.load_state(saved["engine"])
+            restored = TrainState.from_json(saved["train"])
+            vars(self.state).update(vars(restored))
+            logger.info("resumed from %s at iteration %d", path, self.state.iteration)
+        self._recorder.event(
+            "start",
+            iteration=self.state.iteration,
+            ranks=self._mesh.world_size,
+            device=self._engine.device.type,
+            precision=self._engine.precision,
+            parameters=self._engine.parameters,
+            kernels=self._engine.kernels,
+            resumed_from=None if path is None else iteration_of(path),
+            train_iters=self._config.train.train_iters,
+        )
+
+    def _upcoming(self) -> Iterator[list[int]]:
+        train, replicas = self._config.train, self._mesh.data_parallel
+        return micro_batches(
+            self.state.consumed_samples,
+            micro_batch_size=train.micro_batch_size,
+            global_batch_size=train.global_batch_size,
+            dp_rank=replicas.rank,
+            dp_size=replicas.size,
+            steps=max(0, train.train_iters - self.state.iteration),
+        )
+
+    def _iterate(self, batches: Iterator[Batch]) -> None:
+        """One iteration and what is due after it; validation comes first, so that a checkpoint knows its loss."""
+        config, state = self._config, self.state
+        update = train_step(
+            self._engine, batches, state, config=config, group=self._mesh.data_parallel, timers=self._timers
+        )
+        last = state.iteration == config.train.train_iters
+        if state.iteration % config.train.log_interval == 0 or last:
+            self._log(update)
+        evaluates = state.iteration % config.train.eval_interval == 0 or last
+        saves = state.iteration % config.checkpoint.save_interval == 0 or last
+        if evaluates or saves:
+            with self._meter.paused():
+                validation_loss = self._evaluate() if evaluates else None
+                if saves:
+                    self._save(validation_loss)
+
+    def _log(self, update: Update) -> None:
+        """Report the interval; what is left of one at the last iteration stays open for a run that is extended."""
+        state, interval = self.state, self.state.interval
+        interval.average_over(self._mesh.data_parallel, self._engine.device)
+        report, milliseconds = self._meter.report(state, update, self._engine.loss_scale, self._engine.device)
+        self._recorder.step(report, milliseconds)
+        if state.iteration % self._config.train.log_interval == 0:
+            interval.clear()
+
+    def _evaluate(self) -> float | None:
+        """Validation loss over the same samples each time; None when the split has none."""
+        train, data = self._config.train, self._data.valid
+        samples = min(train.eval_iters * train.global_batch_size, len(data))
+        if samples == 0:
+            return None
+        result = evaluate(
+            self._engine.token_losses,
+            data,
+            samples=samples,
+            micro_batch_size=train.micro_batch_size,
+            group=self._mesh.data_parallel,
+            device=self._engine.device,
+        )
+        self._recorder.evaluation(
+            self.state.iteration,
+            result.loss,
+            samples=result.samples,
+            consumed_samples=self.state.consumed_samples,
+            consumed_tokens=self._consumed_tokens,
+        )
+        return result.loss
+
+    def _save(self, validation_loss: float | None) -> None:
+        """Write a checkpoint, then delete those that no rule keeps."""
+        started = time.monotonic()
+        self.state.interval.average_over(self._mesh.data_parallel, self._engine.device)
+        path = save_checkpoint(
+            self._checkpoints,
+            self.state.iteration,
+            self._engine.tensors(),
+            {"train": self.state.to_json(), "engine": self._engine.state()},
+            validation_loss=validation_loss,
+        )
+        seconds = time.monotonic() - started
+        self._recorder.event(
+            "checkpoint",
+            iteration=self.state.iteration,
+            consumed_samples=self.state.consumed_samples,
+            consumed_tokens=self._consumed_tokens,
+            path=str(path),
+            size_bytes=Marker.read(path).size_bytes,
+            seconds=seconds,
+            validation_loss=validation_loss,
+        )
+        logger.info("saved checkpoint %s in %.1f s", path, seconds)
+        self._retain()
+
+    def _retain(self) -> None:
+        keep = self._config.checkpoint
+        deleted = self._ranks.on_first(
+            lambda: apply_retention(
+                self._checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_best=keep.keep_best
+            )
+        )
+        for path in deleted:
+            self._recorder.event("checkpoint_deleted", iteration=iteration_of(path), path=str(path))
+
+    @property
+    def _consumed_tokens(self) -> int:
+        return self.state.consumed_samples * self._config.data.seq_length

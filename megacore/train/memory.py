@@ -1,0 +1,66 @@
+"""Running out of memory, said as what to change."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megacore.config.run import RunConfig
+from megacore.errors import TrainingError
+from megacore.train.state import TrainState
+
+_CPU_PHRASES = ("can't allocate memory", "not enough memory")
+
+
+@contextmanager
+def memory_errors(config: RunConfig, rank: int, state: TrainState) -> Iterator[None]:
+    """Turn an allocation that fails in the body into TrainingError with the settings that help training most.
+
+    Args:
+        config: the run.
+        rank: this process.
+        state: where the run stands when it happens.
+    """
+
+    def message(reason: str) -> str:
+        train = config.train
+        return (
+            f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): lower "
+            f"train.micro_batch_size (now {train.micro_batch_size}; with the same train.global_batch_size the results "
+            f"stay the same), set train.recompute to full (now {train.recompute}), or lower data.seq_length "
+            f"(now {config.data.seq_length})"
+        )
+
+    with _reworded(message):
+        yield
+
+
+@contextmanager
+def scoring_memory_errors(config: RunConfig, rank: int) -> Iterator[None]:
+    """The same for the evaluation of checkpoints, where only the batch can be changed."""
+
+    def message(reason: str) -> str:
+        return (
+            f"rank {rank} ran out of memory while it evaluated ({reason}): lower evaluate.micro_batch_size "
+            f"(now {config.evaluate.micro_batch_size}; the results stay the same)"
+        )
+
+    with _reworded(message):
+        yield
+
+
+@contextmanager
+def _reworded(message: Callable[[str], str]) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        lines = str(error).splitlines()
+        raise TrainingError(message(lines[0] if lines else type(error).__name__)) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(phrase in str(error).lower() for phrase in _CPU_PHRASES)

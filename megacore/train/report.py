@@ -1,0 +1,97 @@
+"""Rates over a log interval."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megacore.config.run import RunConfig
+from megacore.engine.base import Update
+from megacore.observe.flops import TransformerShape, step_flops
+from megacore.observe.logging import StepReport
+from megacore.observe.timers import Timers
+from megacore.optim.lr_schedule import LrSchedule
+from megacore.train.state import TrainState
+
+_MIB = 1 << 20
+
+
+class RateMeter:
+    """Measures iterations only: validation and checkpoints are left out."""
+
+    def __init__(
+        self, config: RunConfig, shape: TransformerShape, timers: Timers, *, ranks: int, peak: float | None
+    ) -> None:
+        """Prepare for a run.
+
+        Args:
+            config: the run.
+            shape: of its model, for the operation count.
+            timers: which the iterations use.
+            ranks: processes that share the work.
+            peak: one rank's peak rate in TFLOP/s, None where it is not known.
+        """
+        self._config = config
+        self._timers = timers
+        self._schedule = LrSchedule.of(config)
+        samples = config.train.global_batch_size
+        self._hardware_tflop = step_flops(shape, samples, config.train.recompute) / ranks / 1e12
+        self._model_tflop = step_flops(shape, samples, "none") / ranks / 1e12
+        self._peak = peak
+        self._iteration = 0
+        self._started = time.perf_counter()
+        self._paused = 0.0
+
+    def start(self, iteration: int) -> None:
+        """Begin an interval after `iteration` iterations."""
+        self._iteration = iteration
+        self._started = time.perf_counter()
+        self._paused = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the body's time out."""
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    def report(
+        self, state: TrainState, update: Update, loss_scale: float, device: torch.device
+    ) -> tuple[StepReport, dict[str, float]]:
+        """The interval since the last call, with milliseconds per iteration by phase; a new one begins."""
+        iterations = max(state.iteration - self._iteration, 1)
+        seconds = (time.perf_counter() - self._started - self._paused) / iterations
+        batch, seq_length = self._config.train.global_batch_size, self._config.data.seq_length
+        report = StepReport(
+            iteration=state.iteration,
+            train_iters=self._config.train.train_iters,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_samples * seq_length,
+            ms_per_iteration=seconds * 1000.0,
+            lr=self._schedule.at(state.applied_iterations),
+            global_batch_size=batch,
+            lm_loss=state.interval.mean_loss,
+            loss_scale=loss_scale,
+            grad_norm=update.grad_norm,
+            skipped_iterations=state.interval.skipped_iterations,
+            nan_iterations=state.interval.nan_iterations,
+            samples_per_second=batch / seconds,
+            tokens_per_second=batch * seq_length / seconds,
+            tflops=self._hardware_tflop / seconds,
+            mfu=None if self._peak is None else self._model_tflop / seconds / self._peak,
+            memory_mb=peak_memory_mb(device),
+        )
+        milliseconds = self._timers.take(iterations)
+        self.start(state.iteration)
+        return report, milliseconds
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory that this process has used so far in MiB: allocated on the GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _MIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB

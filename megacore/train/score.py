@@ -1,0 +1,112 @@
+"""Perplexity of finished checkpoints on whole splits."""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.format import verify
+from megacore.checkpoint.load import load_checkpoint
+from megacore.data.gpt_dataset import GPTDataset
+from megacore.data.index_maps import MAP_NAMES, build_split, map_path, plan_epochs
+from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.splits import split_ranges
+from megacore.engine.native import DTYPES
+from megacore.engine.precision import resolve_precision
+from megacore.errors import DataFormatError
+from megacore.launch.job import EvaluateJob
+from megacore.models.build import build_model
+from megacore.observe.logging import logger
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.evaluate import Evaluation, evaluate
+
+
+class Scorer:
+    """Loads checkpoints of one run into one model and scores them; every rank takes its share of the samples."""
+
+    def __init__(self, job: EvaluateJob, mesh: ProcessMesh, device: torch.device) -> None:
+        """Open the splits. Raises DataFormatError when one has no sample to score."""
+        self._config = job.config
+        self._mesh = mesh
+        self._device = device
+        # A GPU computes as in training; on a CPU fp32 costs little and differs from no other machine.
+        precision = resolve_precision(job.config.train.precision, device.type) if device.type == "cuda" else "fp32"
+        self._dtype = DTYPES[precision]
+        self._model = build_model(job.config, job.vocab_size, mesh, device=device).eval()
+        self._splits = {name: _one_epoch(job, name) for name in ("test", "valid")}
+
+    def score(self, checkpoint: Path) -> dict[str, Any]:
+        """Losses and perplexities of one checkpoint; collective.
+
+        Raises:
+            CheckpointError: it is damaged or of another model.
+        """
+        iteration = verify(checkpoint).iteration
+        weights = {f"model.{name}": parameter.data for name, parameter in self._model.named_parameters()}
+        load_checkpoint(checkpoint, weights, prefix="model.")
+        model = self._model if self._dtype == torch.float32 else copy.deepcopy(self._model).to(self._dtype)
+
+        def token_losses(tokens: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return model.loss(tokens[:, :-1], tokens[:, 1:])
+
+        result: dict[str, Any] = {"iteration": iteration}
+        for name, dataset in self._splits.items():
+            evaluation = self._evaluate(token_losses, dataset, name)
+            result |= {
+                f"{name}_loss": evaluation.loss,
+                f"{name}_ppl": evaluation.ppl,
+                f"{name}_samples": evaluation.samples,
+            }
+        logger.info(
+            "iteration %d | test loss: %.6E | test PPL: %.4f | validation loss: %.6E | validation PPL: %.4f",
+            iteration,
+            result["test_loss"],
+            result["test_ppl"],
+            result["valid_loss"],
+            result["valid_ppl"],
+        )
+        return result
+
+    def _evaluate(self, token_losses: Callable[[Tensor], Tensor], dataset: GPTDataset, name: str) -> Evaluation:
+        limit = self._config.evaluate.max_samples if name == "test" else None
+        return evaluate(
+            token_losses,
+            dataset,
+            samples=len(dataset) if limit is None else min(limit, len(dataset)),
+            micro_batch_size=self._config.evaluate.micro_batch_size,
+            group=self._mesh.data_parallel,
+            device=self._device,
+        )
+
+
+def _one_epoch(job: EvaluateJob, name: str) -> GPTDataset:
+    """The samples of one pass over a split: the run's maps if they make one, else maps built for the purpose.
+
+    Raises DataFormatError for a split that is too small for one sample.
+    """
+    config = job.config
+    tokens = IndexedDataset(job.tokens_prefix)
+    first, last = split_ranges(config.data.split, len(tokens))[name]
+    seq_length = config.data.seq_length
+    plan = plan_epochs(max(1, tokens.count_tokens(first, last)), seq_length, None)
+    if plan.samples == 0:
+        raise DataFormatError(
+            f"the {name} split of {job.tokens_prefix} has {tokens.count_tokens(first, last)} tokens and one sample "
+            f"takes {seq_length} + 1: give it more of data.split (now {config.data.split})"
+        )
+    dataset = GPTDataset(job.tokens_prefix, job.index_directory, name, seq_length)
+    if len(dataset) == plan.samples:
+        return dataset
+    maps = build_split(np.require(tokens.lengths, np.int32, ["C", "A"]), first, last, plan, seq_length, config.seed)
+    with tempfile.TemporaryDirectory(dir=Path(job.output).parent) as directory:
+        arrays = (maps.document_index, maps.sample_index, maps.shuffle_index)
+        for map_name, values in zip(MAP_NAMES, arrays, strict=True):
+            np.save(map_path(directory, name, map_name), values)
+        # Opened files outlive their names.
+        return GPTDataset(job.tokens_prefix, directory, name, seq_length)

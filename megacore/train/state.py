@@ -1,0 +1,84 @@
+"""Where a run stands: everything the loop needs to go on, apart from the engine's own state."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from megacore.errors import CheckpointError
+from megacore.parallel.mesh import ParallelGroup
+
+STATE_VERSION = 1
+
+
+@dataclass
+class LogInterval:
+    """What was gathered since the last log line."""
+
+    losses: list[float] = field(default_factory=list)
+    """Loss of each applied iteration: means over the ranks, then from `local` on this rank's own."""
+    local: int = 0
+    """How many at the end of `losses` are this rank's own still."""
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+    def add(self, loss: float) -> None:
+        """Take note of an applied iteration's loss on this rank."""
+        self.losses.append(loss)
+        self.local += 1
+
+    def average_over(self, group: ParallelGroup, device: torch.device) -> None:
+        """Make every loss the mean over the ranks, by one all-reduce.
+
+        The losses stay apart until the end: a run resumed in the middle of an interval adds them up alike.
+        """
+        if self.local and group.size > 1:
+            own = torch.tensor(self.losses[-self.local :], dtype=torch.float64, device=device)
+            dist.all_reduce(own, group=group.group)
+            self.losses[-self.local :] = (own / group.size).tolist()
+        self.local = 0
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over the interval's applied iterations, NaN without any."""
+        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
+
+    def clear(self) -> None:
+        """Begin a new interval."""
+        self.losses, self.local, self.skipped_iterations, self.nan_iterations = [], 0, 0, 0
+
+
+@dataclass
+class TrainState:
+    """Position of a run; the data that comes next is a pure function of `consumed_samples`."""
+
+    iteration: int = 0
+    """Iterations done, skipped ones included."""
+    consumed_samples: int = 0
+    """Samples read by all ranks together."""
+    applied_iterations: int = 0
+    """Optimizer steps made: what the learning rate schedule counts."""
+    interval: LogInterval = field(default_factory=LogInterval)
+    """Since the last log line."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Values for a checkpoint; the interval's losses must be averaged before."""
+        assert self.interval.local == 0
+        return {"version": STATE_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Read a checkpoint's values. Raises CheckpointError."""
+        try:
+            values = dict(values)
+            version = values.pop("version")
+            if version != STATE_VERSION:
+                raise CheckpointError(
+                    f"the checkpoint's training state has version {version}, this version reads {STATE_VERSION}: "
+                    "install the version of megacore that wrote it"
+                )
+            interval = LogInterval(**values.pop("interval"))
+            return cls(interval=interval, **values)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint's training state is damaged ({error}): use another one") from error

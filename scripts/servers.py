@@ -1,0 +1,323 @@
+"""`make server`, `make stop`, `make status`: Prefect, its worker and MLflow on this machine, on loopback.
+
+`start` makes all of them ready or leaves nothing behind. What runs is remembered in `servers.json` in the
+workspace; `prefect.toml` in the repository lets a plain `prefect deployment run pretrain/gpt2-tiny --watch` find them.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+import urllib.request
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from _processes import Started, end, require_free_port, spawn  # noqa: E402
+
+from megacore.artifact import Workspace, lock  # noqa: E402
+from megacore.artifact.files import write_json  # noqa: E402
+from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
+from tasks._environment import prepare_environment  # noqa: E402
+
+HOST = "127.0.0.1"
+WORK_POOL = "local"
+PREFECT_TOML = ROOT / "prefect.toml"
+TOML_HEADER = "# Written by `make server`; `make stop` removes it."
+START_TIMEOUT = 120.0
+"""Seconds that each step of a start may take."""
+STOP_GRACE = {"deploy": 5.0, "worker": 28.0, "mlflow": 10.0, "prefect": 10.0}
+"""In the order of stopping; the worker's runs need launch.stop_grace to end their ranks."""
+SILENT_RUN = timedelta(seconds=90)
+"""A run that sends no heartbeat for so long is taken to have crashed."""
+
+
+@dataclass
+class Servers:
+    """What was started, as `servers.json` holds it."""
+
+    token: str
+    prefect_url: str
+    mlflow_url: str
+    processes: dict[str, Started] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> "Servers | None":
+        """Read it back; None when nothing was started. Raises LaunchError when it is damaged."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["processes"] = {name: Started(**entry) for name, entry in values["processes"].items()}
+            return cls(**values)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LaunchError(
+                f"{path} is damaged ({error}): end the servers by hand if they run, then delete it"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Remember it."""
+        write_json(path, asdict(self))
+
+    @property
+    def running(self) -> dict[str, bool]:
+        """Whether each of the three processes lives."""
+        return {
+            name: name in self.processes and self.processes[name].process() is not None
+            for name in ("prefect", "worker", "mlflow")
+        }
+
+    def describe(self) -> str:
+        """What a user needs to go on."""
+        return (
+            f"Prefect  {self.prefect_url}\nMLflow   {self.mlflow_url}\n"
+            "run      .venv/bin/prefect deployment run pretrain/gpt2-tiny --watch\nend      make stop"
+        )
+
+
+def state_file(workspace: Workspace) -> Path:
+    """Where the running servers are remembered."""
+    return workspace.root / "servers.json"
+
+
+def start(workspace: Workspace) -> None:
+    """Start everything that does not run yet. Raises LaunchError, and then nothing is left running."""
+    known = Servers.read(state_file(workspace))
+    if known and all(known.running.values()):
+        print(f"already running:\n{known.describe()}")
+        return
+    if known:
+        stop(workspace)
+    if PREFECT_TOML.exists() and not PREFECT_TOML.read_text(encoding="utf-8").startswith(TOML_HEADER):
+        raise LaunchError(f"{PREFECT_TOML} was not written by make server: move it away, then start again")
+    prefect_port, mlflow_port = _port("PREFECT_PORT", 4200), _port("MLFLOW_PORT", 5000)
+    require_free_port(prefect_port, "the Prefect server", "PREFECT_PORT")
+    require_free_port(mlflow_port, "the MLflow server", "MLFLOW_PORT")
+    servers = Servers(secrets.token_hex(8), f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
+    servers.write(state_file(workspace))
+    try:
+        _start_all(servers, workspace, prefect_port, mlflow_port)
+    except BaseException:
+        stop(workspace)
+        raise
+    print(servers.describe())
+
+
+def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow_port: int) -> None:
+    os.environ.update(
+        PREFECT_API_URL=f"{servers.prefect_url}/api",
+        PREFECT_SERVER_UI_API_URL=f"{servers.prefect_url}/api",
+        PREFECT_WORKER_QUERY_SECONDS="2",
+        MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
+        PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        PYTHONUNBUFFERED="1",
+        PWD=str(ROOT),
+    )
+    prefect = [sys.executable, "-m", "prefect"]
+    _launch(servers, workspace, "prefect", [*prefect, "server", "start", "--host", HOST, "--port", str(prefect_port)])
+    _launch(servers, workspace, "mlflow", _mlflow_command(workspace, mlflow_port))
+    _wait_healthy(servers, "prefect", f"{servers.prefect_url}/api/health")
+    asyncio.run(_prepare_server())
+    _launch(servers, workspace, "deploy", [*prefect, "--no-prompt", "deploy", "--all"])
+    _wait_ended(servers.processes["deploy"])
+    _launch(servers, workspace, "worker", [*prefect, *_WORKER])
+    asyncio.run(_worker_online(servers))
+    _wait_healthy(servers, "mlflow", f"{servers.mlflow_url}/health")
+    _write_prefect_toml(servers, workspace)
+
+
+_WORKER = ("worker", "start", "--pool", WORK_POOL, "--type", "process", "--name", "local", "--install-policy", "never")
+
+
+def _mlflow_command(workspace: Workspace, port: int) -> list[str]:
+    """A view on the store that runs write to directly: a run never depends on this server."""
+    store = ["--backend-store-uri", workspace.tracking_uri, "--default-artifact-root", str(workspace.mlflow_artifacts)]
+    network = ["--host", HOST, "--port", str(port), "--workers", "1"]
+    return [sys.executable, "-m", "mlflow", "server", *store, "--no-serve-artifacts", *network]
+
+
+def _launch(servers: Servers, workspace: Workspace, name: str, command: list[str]) -> None:
+    logs = workspace.root / "servers"
+    logs.mkdir(exist_ok=True)
+    log = logs / f"{name}.log"
+    log.unlink(missing_ok=True)
+    env = dict(os.environ)
+    servers.processes[name] = spawn(name, command, token=servers.token, env=env, cwd=ROOT, log=log)
+    servers.write(state_file(workspace))
+
+
+def _wait_healthy(servers: Servers, name: str, url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
+            if answer.status == 200:
+                return
+        _require_alive(servers.processes[name], deadline, "does not answer")
+        time.sleep(0.3)
+
+
+def _wait_ended(started: Started) -> None:
+    """Wait for a command that does its work and ends."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        pid, status = os.waitpid(started.pid, os.WNOHANG)
+        if pid:
+            break
+        _require_alive(started, deadline, "is not finished", ended_is_fine=True)
+        time.sleep(0.2)
+    if status:
+        raise LaunchError(
+            f"{started.name} failed with exit code {os.waitstatus_to_exitcode(status)}{_last_words(started)}"
+        )
+
+
+def _require_alive(started: Started, deadline: float, problem: str, *, ended_is_fine: bool = False) -> None:
+    if not ended_is_fine and started.process() is None:
+        raise LaunchError(f"{started.name} ended while it was starting{_last_words(started)}")
+    if time.monotonic() > deadline:
+        raise LaunchError(f"{started.name} {problem} after {START_TIMEOUT:.0f} s{_last_words(started)}")
+
+
+def _last_words(started: Started) -> str:
+    lines = Path(started.log).read_text(encoding="utf-8", errors="replace").split("\n")
+    said = [line.strip(" │╭╮╰╯─") for line in lines if line.strip(" │╭╮╰╯─")]
+    return f": {said[-1][:200]} (log: {started.log})" if said else f" without a word (log: {started.log})"
+
+
+async def _prepare_server() -> None:
+    """Make the work pool, and the automation that marks silent runs as crashed."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.workers.process import ProcessWorker
+
+    template = ProcessWorker.get_default_base_job_template()
+    automation = _crash_silent_runs()
+    async with get_client() as client:
+        with contextlib.suppress(ObjectAlreadyExists):
+            await client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template))
+        if not await client.read_automations_by_name(automation.name):
+            await client.create_automation(automation)
+
+
+def _crash_silent_runs() -> Any:
+    """A run killed together with its worker would stay Running for ever."""
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+
+    ended = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended")
+    return AutomationCore(
+        name="crash-silent-runs",
+        description=f"A flow run without heartbeat for {SILENT_RUN.seconds} s has lost its process.",
+        trigger=EventTrigger(
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            after={"prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{state}" for state in ended)},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=SILENT_RUN,
+        ),
+        actions=[
+            ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {SILENT_RUN.seconds} s"),
+        ],
+    )
+
+
+async def _worker_online(servers: Servers) -> None:
+    from prefect.client.orchestration import get_client
+
+    deadline = time.monotonic() + START_TIMEOUT
+    async with get_client() as client:
+        while not any(worker.status == "ONLINE" for worker in await client.read_workers_for_work_pool(WORK_POOL)):
+            _require_alive(servers.processes["worker"], deadline, "is not online")
+            await asyncio.sleep(0.5)
+
+
+def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
+    home = workspace.prefect_home
+    results = os.environ["PREFECT_RESULTS_LOCAL_STORAGE_PATH"]
+    lines = [
+        TOML_HEADER,
+        f"home = {json.dumps(str(home))}",
+        f"profiles_path = {json.dumps(str(home / 'profiles.toml'))}",
+        f'api = {{ url = "{servers.prefect_url}/api" }}',
+        f"results = {{ local_storage_path = {json.dumps(results)} }}",
+        "server = { analytics_enabled = false }",
+    ]
+    temporary = PREFECT_TOML.with_name(f"prefect.toml.tmp-{os.getpid()}")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(PREFECT_TOML)
+
+
+def stop(workspace: Workspace) -> None:
+    """End all that `start` has started, runs included, and forget it."""
+    servers = Servers.read(state_file(workspace))
+    if servers is None:
+        print(f"nothing to stop: no servers were started in {workspace.root}")
+        return
+    for name, grace in STOP_GRACE.items():
+        ended = end(servers.token, name, servers.processes.get(name), grace)
+        if ended:
+            print(f"stopped {name} ({ended} process{'es' if ended > 1 else ''})")
+    if PREFECT_TOML.exists() and PREFECT_TOML.read_text(encoding="utf-8").startswith(TOML_HEADER):
+        PREFECT_TOML.unlink()
+    state_file(workspace).unlink()
+
+
+def status(workspace: Workspace) -> None:
+    """Print what runs. Raises LaunchError when something does not."""
+    servers = Servers.read(state_file(workspace))
+    if servers is None:
+        raise LaunchError(f"no servers were started in {workspace.root}: make server starts them")
+    for name, alive in servers.running.items():
+        print(f"{name:8} {'running' if alive else 'not running'}")
+    if not all(servers.running.values()):
+        raise LaunchError("not everything runs: make stop, then make server")
+    print(servers.describe())
+
+
+def _port(variable: str, default: int) -> int:
+    text = os.environ.get(variable) or str(default)
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise ConfigError(f"{variable} is {text!r}: give a port from 1 to 65535")
+    return int(text)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(f"signal {number}")
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; a user's error is one sentence and an exit code."""
+    commands = {"start": start, "stop": stop, "status": status}
+    if len(arguments) != 1 or arguments[0] not in commands:
+        print(f"usage: servers.py {'|'.join(commands)}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _interrupt)
+    os.chdir(ROOT)
+    try:
+        workspace = prepare_environment()
+        with lock(workspace.root / "servers.json"):
+            commands[arguments[0]](workspace)
+    except MegacoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"interrupted: `make stop` ends what `make {arguments[0]}` may have left", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

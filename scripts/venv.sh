@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Makes .venv and installs megacore into it with every version of constraints.txt (`make venv`).
+# PYTHON names the interpreter (default python3), CXX the C++ compiler that builds the index helpers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv
+python=${PYTHON:-python3}
+extras=dev,deepspeed
+
+fail() {
+    echo "make venv: $*" >&2
+    exit 1
+}
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+check_python() {
+    command -v "$python" >/dev/null ||
+        fail "there is no interpreter '$python': install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.12 venv"
+    is_new_enough "$python" && return
+    local advice="install Python 3.11 or newer and name it: make PYTHON=/path/to/python3.12 venv" candidate
+    for candidate in python3.14 python3.13 python3.12 python3.11; do
+        if command -v "$candidate" >/dev/null && is_new_enough "$candidate"; then
+            advice="use the newer one that is here: make PYTHON=$candidate venv"
+        fi
+    done
+    fail "$(command -v "$python") is $("$python" --version 2>&1), but megacore needs Python 3.11 or newer: $advice"
+}
+
+check_compiler() {
+    local compiler=${CXX:-}
+    if [ -n "$compiler" ]; then
+        command -v "${compiler%% *}" >/dev/null ||
+            fail "CXX is '$compiler', which is not a program here: set CXX to a C++ compiler, or unset it to use c++ or g++"
+        return
+    fi
+    command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+        fail "no C++ compiler (c++, g++, clang++) is on the PATH, and the index helpers are compiled at install: install one (Debian: apt-get install g++)"
+}
+
+check_headers() {
+    "$python" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' ||
+        fail "$(command -v "$python") comes without Python.h, which the index helpers are compiled with: install its headers (Debian: apt-get install python3-dev)"
+}
+
+make_venv() {
+    if [ -x "$venv/bin/python" ] && is_new_enough "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        return
+    fi
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$(command -v "$python") cannot make virtual environments (no ensurepip): install that part of it (Debian: apt-get install python3-venv) or name another interpreter: make PYTHON=/path/to/python3.12 venv"
+    "$python" -m venv --clear "$venv"
+}
+
+install() {
+    # torch first and builds without isolation: DeepSpeed's and our own build then see this torch and no second one.
+    "$venv/bin/python" -m pip install --quiet -c constraints.txt pip setuptools wheel pybind11 ninja packaging numpy torch
+    DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[$extras]"
+}
+
+check_python
+check_compiler
+check_headers
+make_venv
+echo "make venv: installing megacore[$extras] and its pinned dependencies into $venv (minutes, once)"
+install || fail "pip could not install everything (its message is above): check the network and the free space, then run the same command again"
+touch "$venv/.installed"
+echo "make venv: done, $("$venv/bin/python" --version) in $venv"

@@ -1,0 +1,159 @@
+"""Run a function on several gloo ranks; a hang, a crash or an exception fails with every rank's account of it."""
+
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+GRACE = 3.0
+"""Seconds that the other ranks get once one has failed, and that a hanging rank gets to write its stacks."""
+_POLL = 0.05
+
+
+class DistributedError(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Call `fn(*args)` on `world_size` processes of one gloo group and return what each rank returned, by rank.
+
+    `fn` is a function at module level; arguments and return values can be pickled. Each rank runs on one
+    thread, with RANK, WORLD_SIZE, LOCAL_RANK set and the default process group initialised over loopback.
+
+    Raises:
+        DistributedError: a rank raised (its traceback is in the message), died, or ran beyond `timeout`
+            seconds (the Python stacks of every rank are in the message). No process is left behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="megacore-dist-") as folder:
+        directory = Path(folder)
+        (directory / "call").write_bytes(pickle.dumps((fn, args, timeout)))
+        ranks = [_start(directory, rank, world_size) for rank in range(world_size)]
+        try:
+            late = _wait(ranks, timeout)
+            _dump_stacks(late)
+        finally:
+            _kill(ranks)
+        _raise_failures(directory, ranks, late, timeout)
+        return [pickle.loads((directory / f"result_{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[bytes]":
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    environment = {
+        **os.environ,
+        **threads,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    with open(directory / f"output_{rank}", "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, __file__, str(directory)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(ranks: list["subprocess.Popen[bytes]"], timeout: float) -> "list[subprocess.Popen[bytes]]":
+    """Wait until all have ended, and return those that still run at the deadline or `GRACE` after a failure."""
+    deadline = time.monotonic() + timeout
+    failed = False
+    while running := [rank for rank in ranks if rank.poll() is None]:
+        if not failed and any(rank.returncode for rank in ranks):
+            failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline:
+            return running
+        time.sleep(_POLL)
+    return []
+
+
+def _dump_stacks(late: "list[subprocess.Popen[bytes]]") -> None:
+    """Let each rank that still runs write the Python stacks of its threads; faulthandler needs no interpreter lock."""
+    for rank in late:
+        rank.send_signal(signal.SIGUSR1)
+    if late:
+        time.sleep(min(GRACE, 1.0))
+
+
+def _kill(ranks: "list[subprocess.Popen[bytes]]") -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+
+
+def _raise_failures(
+    directory: Path,
+    ranks: "list[subprocess.Popen[bytes]]",
+    late: "list[subprocess.Popen[bytes]]",
+    timeout: float,
+) -> None:
+    if not any(rank.returncode for rank in ranks):
+        return
+    accounts = []
+    for number, rank in enumerate(ranks):
+        error, output = directory / f"error_{number}", directory / f"output_{number}"
+        if error.exists():
+            raised_at = error.stat().st_mtime
+            accounts.append((raised_at, f"rank {number} raised:\n{error.read_text(encoding='utf-8')}"))
+        elif rank in late:
+            text = output.read_text(encoding="utf-8", errors="replace")
+            accounts.append((time.time(), f"rank {number} was still running:\n{text}"))
+        elif rank.returncode:
+            text = output.read_text(encoding="utf-8", errors="replace")
+            accounts.append((0.0, f"rank {number} died with exit code {rank.returncode}:\n{text}"))
+    hang = len(late) == len(ranks)
+    title = f"no rank finished within {timeout:g} s" if hang else f"{len(ranks)} ranks did not all succeed"
+    raise DistributedError("\n".join([title, *(text for _, text in sorted(accounts))]))
+
+
+def _run_rank(directory: Path) -> None:
+    """What each process does: join the group, call the function, leave the group."""
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        fn, args, timeout = pickle.loads((directory / "call").read_bytes())
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory / 'store'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout + 60),
+        )
+        try:
+            result = fn(*args)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+        (directory / f"result_{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        partial = directory / f"error_{rank}.partial"
+        partial.write_text(traceback.format_exc(), encoding="utf-8")
+        partial.rename(directory / f"error_{rank}")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # A script's own folder comes first on sys.path: nothing in it may shadow a package.
+    sys.path.pop(0)
+    _run_rank(Path(sys.argv[1]))

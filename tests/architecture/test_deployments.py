@@ -1,0 +1,59 @@
+"""prefect.yaml holds a deployment of every flow for every file in conf/, and nothing else."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.architecture._source import ROOT, tree
+
+FLOWS = {
+    "pretrain": "flows/pretrain.py:pretrain",
+    "prepare-data": "flows/prepare_data.py:prepare_data",
+    "evaluate": "flows/evaluate.py:evaluate",
+    "export": "flows/export.py:export",
+}
+CONFS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def prefect_yaml() -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+    return values
+
+
+def test_every_conf_has_a_deployment_of_every_flow(prefect_yaml: dict[str, Any]) -> None:
+    deployed = sorted((item["entrypoint"], item["name"]) for item in prefect_yaml["deployments"])
+    assert deployed == sorted((entrypoint, conf) for entrypoint in FLOWS.values() for conf in CONFS)
+
+
+def test_deployments_differ_in_flow_and_conf_alone(prefect_yaml: dict[str, Any]) -> None:
+    base = prefect_yaml["definitions"]["base"]
+    for item in prefect_yaml["deployments"]:
+        assert item["parameters"] == {"conf": item["name"], "overrides": {}}
+        assert {key: value for key, value in item.items() if key in base} == base
+        assert set(item) == {*base, "name", "entrypoint", "parameters"}
+        assert item["concurrency_limit"]["limit"] == 1
+        assert item["work_pool"] == {"name": "local"}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_entrypoints_are_flows_that_take_conf_and_overrides(name: str) -> None:
+    file, function = FLOWS[name].split(":")
+    found = [node for node in tree(Path(file)).body if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert len(found) == 1
+    assert [argument.arg for argument in found[0].args.args][:2] == ["conf", "overrides"]
+    decorators = [ast.unparse(node) for node in found[0].decorator_list]
+    assert any(text.startswith("flow(") and f"name='{name}'" in text for text in decorators)
+
+
+def test_runs_work_in_the_clone_that_deployed_them(prefect_yaml: dict[str, Any]) -> None:
+    step = prefect_yaml["pull"][0]["prefect.deployments.steps.set_working_directory"]
+    assert step == {"directory": "{{ $PWD }}"}
+
+
+def test_a_conf_is_named_like_its_file() -> None:
+    for conf in CONFS:
+        assert yaml.safe_load((ROOT / "conf" / f"{conf}.yaml").read_text(encoding="utf-8"))["name"] == conf

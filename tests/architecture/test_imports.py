@@ -1,0 +1,71 @@
+"""Imports go one way: flows → tasks → megacore; heavy packages have one place each, and light modules stay light."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture._source import ROOT, imports_of, python_files
+
+LIGHT = (
+    "megacore.artifact",
+    "megacore.config",
+    "megacore.corpus",
+    "megacore.data.index_maps",
+    "megacore.launch.guard",
+    "megacore.launch.supervise",
+    "megacore.observe.events",
+    "megacore.tokenizer",
+)
+"""Modules that a task imports only to look something up, or that run beside the training."""
+
+ONLY_IN = {
+    "transformers": ("megacore/convert/", "megacore/finetune/"),
+    "deepspeed": ("megacore/engine/deepspeed.py",),
+    "apex": ("megacore/kernels/",),
+}
+
+
+def violations(packages: tuple[str, ...], forbidden: tuple[str, ...], *, at_import_only: bool = False) -> list[str]:
+    return [
+        f"{path}:{item.line} imports {item.module}"
+        for path in python_files(*packages)
+        for item in imports_of(path, *forbidden)
+        if item.at_import or not at_import_only
+    ]
+
+
+def test_megacore_is_a_library_of_its_own() -> None:
+    assert python_files("megacore")
+    assert violations(("megacore",), ("prefect", "mlflow", "tasks", "flows", "scripts", "tests")) == []
+
+
+def test_tasks_do_not_import_flows() -> None:
+    assert violations(("tasks",), ("flows", "scripts", "tests")) == []
+
+
+def test_flows_take_from_tasks_only_what_orders_them() -> None:
+    assert violations(("flows",), ("mlflow", "torch", "transformers", "scripts", "tests")) == []
+
+
+def test_tasks_and_flows_import_without_torch() -> None:
+    assert violations(("tasks", "flows"), ("torch",), at_import_only=True) == []
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_optional_packages_have_one_place_and_are_imported_lazily(package: str) -> None:
+    for path in python_files("megacore", "tasks", "flows"):
+        for item in imports_of(path, package):
+            assert str(path).startswith(ONLY_IN[package]), f"{path}:{item.line} imports {item.module}"
+            assert not item.at_import, f"{path}:{item.line} imports {item.module} at module level"
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_do_not_import_torch(module: str) -> None:
+    assert (ROOT / Path(*module.split("."))).is_dir() or (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    heavy = "{'torch', 'transformers', 'datasets', 'prefect', 'mlflow', 'deepspeed'} & set(sys.modules)"
+    script = f"import sys, {module}; print(*sorted({heavy}))"
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [], f"what import {module} also imports"

@@ -1,0 +1,152 @@
+"""Sizes, and the habits that keep the code testable: no print, no global, types, one place for each name."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact.workspace import FOLDERS
+from tests.architecture._source import CODE, ROOT, python_files, repository_files, tree
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+TOP_LEVEL = {
+    "directories": {".ci", "benchmarks", "conf", "docs", "flows", "megacore", "scripts", "tasks", "tests"},
+    "files": {
+        ".dockerignore",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+        "BENCHMARKS.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Dockerfile",
+        "LICENSE",
+        "MANIFEST.in",
+        "Makefile",
+        "README.md",
+        "constraints.txt",
+        "mkdocs.yml",
+        "prefect.yaml",
+        "pyproject.toml",
+        "setup.py",
+    },
+}
+
+TEST_FOLDERS_WITHOUT_PACKAGE = {"architecture", "parity", "faults", "scripts", "tasks", "flows"}
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_files_are_short() -> None:
+    sources = [path for path in repository_files() if path.suffix in {".py", ".cpp", ".h", ".sh"}]
+    lengths = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+    assert len(lengths) > 20
+
+
+def test_functions_are_short() -> None:
+    too_long = [
+        f"{path}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path in python_files(*CODE)
+        for node in functions(path)
+        if node.end_lineno is not None and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
+def test_nothing_prints_but_command_lines() -> None:
+    prints = [
+        f"{path}:{node.lineno}"
+        for path in python_files("megacore", "tasks", "flows")
+        if path.name not in {"cli.py", "_cli.py"}
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert prints == []
+
+
+def test_no_global_state() -> None:
+    statements = [
+        f"{path}:{node.lineno}"
+        for path in python_files("megacore", "tasks", "flows", "scripts")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Global)
+    ]
+    assert statements == []
+
+
+def test_nothing_is_left_to_do() -> None:
+    markers = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
+    found = [
+        f"{path}:{number}: {line.strip()}"
+        for path in python_files("megacore", "tasks", "flows", "scripts")
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
+        if markers.search(line)
+    ]
+    assert found == []
+
+
+def test_stage_folders_are_spelled_in_one_place() -> None:
+    assert FOLDERS == {
+        "collect": "corpora",
+        "tokenizer": "tokenizers",
+        "tokenize": "tokenized",
+        "index": "index",
+        "train": "runs",
+        "evaluate": "evaluations",
+        "convert": "exports",
+        "publish": "published",
+    }
+    joined = [
+        f"{path}:{node.lineno} / {node.right.value!r}"
+        for path in python_files("megacore", "tasks", "flows", "scripts")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.right, ast.Constant)
+        if node.right.value in FOLDERS.values()
+    ]
+    assert joined == [], "use Workspace.folder(stage)"
+
+
+@pytest.mark.parametrize("package", ["megacore", "tasks", "flows"])
+def test_every_function_is_annotated(package: str) -> None:
+    untyped = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in python_files(package)
+        for node in functions(path)
+        if node.returns is None and node.name != "__init__"
+    ]
+    assert untyped == []
+
+
+def test_the_top_level_holds_only_what_the_design_names() -> None:
+    files = repository_files()
+    assert {path.parts[0] for path in files if len(path.parts) > 1} <= TOP_LEVEL["directories"]
+    assert {path.name for path in files if len(path.parts) == 1} <= TOP_LEVEL["files"]
+
+
+def test_tests_mirror_the_tree() -> None:
+    packages = {path.name for path in (ROOT / "megacore").iterdir() if path.is_dir()} | TEST_FOLDERS_WITHOUT_PACKAGE
+    folders = {path.parts[1] for path in python_files("tests") if len(path.parts) > 2}
+    assert folders - packages == set()
+
+
+def test_files_speak_of_the_project_alone() -> None:
+    """No absolute path of a machine the code was written on, no package index, no leftover of a merge."""
+    slash = "/"
+    foreign = re.compile(
+        rf"(?<![\w.~}}]){slash}(?:work|root|home{slash}\w+|tmp){slash}"
+        r"|python" + r"hosted\.org|pypi" + r"\.org|--(?:extra-)?index" + r"-url|^<{7} |^>{7} ",
+        re.MULTILINE,
+    )
+    found = []
+    for path in repository_files():
+        if path.suffix in {".png", ".npy", ".bin", ".idx", ".svg"} or path.name == "LICENSE":
+            continue
+        match = foreign.search((ROOT / path).read_text(encoding="utf-8"))
+        if match:
+            found.append(f"{path}: {match.group()!r}")
+    assert found == []

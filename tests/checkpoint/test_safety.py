@@ -1,0 +1,190 @@
+"""Loading executes nothing: malicious pickles in every file that is read."""
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megacore.checkpoint.format import FileRecord, Marker, latest_complete
+from megacore.checkpoint.load import load_checkpoint, read_tensors
+from megacore.checkpoint.metadata import read_metadata
+from megacore.checkpoint.save import save_checkpoint
+from megacore.errors import CheckpointError
+
+
+class Payload:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "root", 1, {"model.w": torch.ones(4, 3)}, {"x": 1})
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Path:
+    return tmp_path / "executed"
+
+
+def believable(checkpoint: Path) -> None:
+    """Make the marker fit again: an attacker can compute hashes too."""
+    marker = Marker.read(checkpoint)
+    files = {name: FileRecord.of(checkpoint / name) for name in marker.files}
+    Marker(marker.iteration, None, files).write(checkpoint)
+    assert latest_complete(checkpoint.parent) == checkpoint
+
+
+def original(checkpoint: Path) -> Metadata:
+    metadata: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    return metadata
+
+
+def refuses(checkpoint: Path, trap: Path, message: str) -> None:
+    believable(checkpoint)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(checkpoint, {"model.w": torch.zeros(4, 3)})
+    with pytest.raises(CheckpointError, match=message):
+        read_tensors(checkpoint)
+    assert not trap.exists(), "the pickle was executed"
+
+
+def test_the_payload_would_work(trap: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(trap)))
+    assert trap.is_dir()
+
+
+def test_metadata_that_is_a_payload(checkpoint: Path, trap: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Payload(trap)))
+    refuses(checkpoint, trap, r"\.metadata is refused: it asks for posix\.mkdir")
+
+
+@pytest.mark.parametrize("field", ["planner_data", "storage_meta", "version"])
+def test_payload_inside_a_field_of_the_metadata(checkpoint: Path, trap: Path, field: str) -> None:
+    metadata = original(checkpoint)
+    setattr(metadata, field, Payload(trap))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuses(checkpoint, trap, r"it asks for posix\.mkdir")
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"cos\nmkdir\n(V{trap}\ntR.",  # protocol 0: GLOBAL and REDUCE
+        b"(V{trap}\nios\nmkdir\n.",  # INST
+        b"cbuiltins\ngetattr\n(cos\npath\nVjoin\ntR.",  # attributes of modules
+        b"\x80\x04\x8c\x05torch\x8c\x04load\x93\x8c\x04{name}\x85R.",  # another callable of torch
+        b"ctorch\nSize\n(cbuiltins\neval\ntR.",
+        b"\x80\x02}(X\x01\x00\x00\x00aPpersistent\nu.",  # a persistent id
+    ],
+)
+def test_other_ways_to_call(checkpoint: Path, trap: Path, stream: bytes) -> None:
+    stream = stream.replace(b"{trap}", str(trap).encode()).replace(b"{name}", b"name")
+    (checkpoint / ".metadata").write_bytes(stream)
+    refuses(checkpoint, trap, r"\.metadata (is refused|cannot be read)")
+
+
+def test_a_pickle_cannot_change_torchs_classes(checkpoint: Path) -> None:
+    # BUILD on a class itself sets attributes of the class.
+    stream = (
+        b"\x80\x04\x8c\x29torch.distributed.checkpoint.metadata\x8c\x0dMetadataIndex\x93"
+        b"N}\x8c\x05owned\x8c\x01xs\x86b."
+    )
+    stream = stream.replace(b"\x8c\x29", b"\x8c" + bytes([len("torch.distributed.checkpoint.metadata")]))
+    (checkpoint / ".metadata").write_bytes(stream)
+    with pytest.raises(CheckpointError):
+        read_metadata(checkpoint / ".metadata")
+    assert not hasattr(MetadataIndex, "owned")
+
+
+def test_entries_that_are_no_tensor_are_refused(checkpoint: Path, trap: Path) -> None:
+    metadata = original(checkpoint)
+    metadata.state_dict_metadata["extra"] = BytesStorageMetadata()
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuses(checkpoint, trap, r"it asks for torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata")
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a/b", ".."])
+def test_files_outside_the_checkpoint_are_refused(checkpoint: Path, trap: Path, name: str) -> None:
+    metadata = original(checkpoint)
+    metadata.storage_data = {index: _StorageInfo(name, 0, 10) for index in metadata.storage_data}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuses(checkpoint, trap, "points to the file .* outside the checkpoint")
+
+
+def test_transforms_are_refused(checkpoint: Path, trap: Path) -> None:
+    metadata = original(checkpoint)
+    metadata.storage_data = {
+        index: _StorageInfo(info.relative_path, info.offset, info.length, ["stream.zstd"])
+        for index, info in metadata.storage_data.items()
+    }
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuses(checkpoint, trap, "asks for transforms")
+
+
+def test_payload_in_a_shard(checkpoint: Path, trap: Path) -> None:
+    (shard,) = checkpoint.glob("*.distcp")
+    torch.save(Payload(trap), shard)
+    metadata = original(checkpoint)
+    metadata.storage_data = {index: _StorageInfo(shard.name, 0, shard.stat().st_size) for index in metadata.storage_data}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuses(checkpoint, trap, "cannot be read: UnpicklingError")
+
+
+def test_payload_hidden_in_a_shards_archive(checkpoint: Path, trap: Path) -> None:
+    """The tensor's own archive with its data.pkl replaced."""
+    (shard,) = checkpoint.glob("*.distcp")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(shard) as old, zipfile.ZipFile(buffer, "w") as new:
+        for item in old.infolist():
+            content = old.read(item.filename)
+            if item.filename.endswith("data.pkl"):
+                content = pickle.dumps(Payload(trap), protocol=2)
+            new.writestr(item.filename, content)
+    shard.write_bytes(buffer.getvalue())
+    metadata = original(checkpoint)
+    metadata.storage_data = {index: _StorageInfo(shard.name, 0, shard.stat().st_size) for index in metadata.storage_data}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuses(checkpoint, trap, "cannot be read")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"\x80\x04N.", b"\xff" * 40, pickle.dumps({"a": 1})])
+def test_damaged_metadata_is_a_checkpoint_error(checkpoint: Path, trap: Path, content: bytes) -> None:
+    (checkpoint / ".metadata").write_bytes(content)
+    refuses(checkpoint, trap, r"\.metadata (is refused|cannot be read)")
+
+
+def test_the_honest_metadata_survives_the_reader(checkpoint: Path) -> None:
+    mine, torchs = read_metadata(checkpoint / ".metadata"), original(checkpoint)
+    assert mine.state_dict_metadata.keys() == torchs.state_dict_metadata.keys()
+    for name, entry in torchs.state_dict_metadata.items():
+        own = mine.state_dict_metadata[name]
+        assert isinstance(own, TensorStorageMetadata)
+        assert isinstance(entry, TensorStorageMetadata)
+        assert (own.size, own.chunks, own.properties.dtype) == (entry.size, entry.chunks, entry.properties.dtype)
+    assert mine.storage_data == torchs.storage_data
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/hostname", "..", ""])
+def test_marker_names_stay_inside(checkpoint: Path, name: str) -> None:
+    text = (checkpoint / "complete.json").read_text()
+    (checkpoint / "complete.json").write_text(text.replace("state.json", name))
+    with pytest.raises(CheckpointError, match="leaves the checkpoint's directory"):
+        Marker.read(checkpoint)

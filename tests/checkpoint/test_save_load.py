@@ -1,0 +1,277 @@
+import errno
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megacore.checkpoint.format import Marker, latest_complete, read_tracker, verify
+from megacore.checkpoint.load import load_checkpoint, read_tensors, tensor_shapes
+from megacore.checkpoint.save import save_checkpoint
+from megacore.errors import CheckpointError, WorkspaceError
+from tests._dist import run_distributed
+
+STATE = {"iteration": 7, "nested": {"loss_scale": 65536.0, "names": ["a", "b"], "none": None}}
+
+
+def example() -> dict[str, Tensor]:
+    """Values encode their position and their name."""
+    return {
+        "model.weight": torch.arange(24.0).reshape(6, 4),
+        "model.bias": 100 + torch.arange(6.0),
+        "optimizer.exp_avg.weight": -torch.arange(24.0).reshape(6, 4),
+        "optimizer.step": torch.tensor(7, dtype=torch.int64),
+        "model.half": torch.arange(5.0).to(torch.bfloat16),
+    }
+
+
+def blank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=0, atol=0)
+
+
+def test_round_trip_fills_in_place(tmp_path: Path) -> None:
+    tensors = example()
+    path = save_checkpoint(tmp_path, 400, tensors, STATE, validation_loss=2.5)
+    assert path == tmp_path / "iter_0000400"
+    target = blank(tensors)
+    addresses = {name: tensor.data_ptr() for name, tensor in target.items()}
+    assert load_checkpoint(path, target) == STATE
+    assert_equal(target, tensors)
+    assert addresses == {name: tensor.data_ptr() for name, tensor in target.items()}
+    assert verify(path).validation_loss == 2.5
+    assert read_tracker(tmp_path) == 400
+    assert latest_complete(tmp_path) == path
+
+
+def test_parameters_that_require_gradients_are_filled(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    load_checkpoint(path, {"model.w": parameter})
+    assert parameter.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_every_file_is_in_the_marker_the_hidden_one_too(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, example(), STATE)
+    assert set(Marker.read(path).files) == {".metadata", "__0_0.distcp", "state.json"}
+    assert {file.name for file in path.iterdir()} == {*Marker.read(path).files, "complete.json"}
+    assert [entry.name for entry in tmp_path.iterdir() if ".tmp-" in entry.name] == []
+
+
+def test_a_checkpoint_names_no_absolute_path(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "here", 1, example(), STATE)
+    assert str(tmp_path).encode() not in b"".join(file.read_bytes() for file in path.iterdir())
+    moved = tmp_path / "elsewhere"
+    path.rename(moved)
+    assert_equal(read_tensors(moved), example())
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, None])
+def test_a_loss_that_is_not_finite_counts_as_not_measured(tmp_path: Path, loss: float | None) -> None:
+    path = save_checkpoint(tmp_path, 1, example(), STATE, validation_loss=loss)
+    assert Marker.read(path).validation_loss is None
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"model.w": torch.zeros(3)}, {})
+    path = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
+    assert read_tensors(path)["model.w"].tolist() == [1, 1, 1]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_what_a_crash_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    for name in ("iter_0000001.tmp-0123abcd", "iter_0000001.tmp-0123abcd-deleted"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "latest_checkpointed_iteration.txt.tmp-12").write_text("1")
+    (tmp_path / "notes").mkdir()
+    save_checkpoint(tmp_path, 2, example(), STATE)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"iter_0000002", "notes", "latest_checkpointed_iteration.txt"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.bias"), r"lacks none of .* and has model\.bias"),
+        (lambda t: t.update({"model.new": torch.zeros(2)}), r"lacks model\.new of the 6"),
+        (lambda t: t.update({"model.bias": torch.zeros(7)}), r"model\.bias is \[6\] float32 there and \[7\] float32 here"),
+        (
+            lambda t: t.update({"model.bias": torch.zeros(6, dtype=torch.float64)}),
+            r"model\.bias is \[6\] float32 there and \[6\] float64 here",
+        ),
+    ],
+)
+def test_another_model_is_refused_and_nothing_changed(tmp_path: Path, change: Any, message: str) -> None:
+    path = save_checkpoint(tmp_path, 1, example(), STATE)
+    target = blank(example())
+    change(target)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path, target)
+    assert all(not tensor.any() for tensor in target.values())
+
+
+def test_a_part_can_be_loaded_by_prefix(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, example(), STATE)
+    wanted = {name: tensor for name, tensor in example().items() if name.startswith("model.")}
+    target = blank(wanted)
+    assert load_checkpoint(path, target, prefix="model.") == STATE
+    assert_equal(target, wanted)
+
+
+def test_read_tensors_by_name_prefix_and_type(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, example(), STATE)
+    assert_equal(read_tensors(path), example())
+    assert set(read_tensors(path, prefix="optimizer.")) == {"optimizer.exp_avg.weight", "optimizer.step"}
+    converted = read_tensors(path, ["model.half", "optimizer.step"], dtype=torch.float64)
+    assert converted["model.half"].dtype == torch.float64
+    assert converted["optimizer.step"].dtype == torch.int64
+    assert tensor_shapes(path)["model.weight"] == (6, 4)
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.nope: it has model\."):
+        read_tensors(path, ["model.nope"])
+    with pytest.raises(CheckpointError, match="any name that starts with 'nope'"):
+        read_tensors(path, prefix="nope")
+
+
+def test_state_must_be_json_and_tensors_tensors(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        save_checkpoint(tmp_path, 1, example(), {"x": object()})
+    with pytest.raises(CheckpointError, match=r"model\.w is int, not a tensor"):
+        save_checkpoint(tmp_path, 1, {"model.w": 3}, {})  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []
+
+
+def full_disk(self: FileSystemWriter, *args: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
+
+
+def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, 1, example(), STATE)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)
+    with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
+        save_checkpoint(tmp_path, 2, example(), STATE)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert read_tracker(tmp_path) == 1
+
+
+def test_torch_does_not_hide_the_cause_of_a_failed_write(tmp_path: Path) -> None:
+    # A limit on file sizes fails inside torch's zip writer, as a full disk does: it raises RuntimeError around it.
+    script = f"""
+import pathlib, resource, signal, torch
+from megacore.checkpoint.save import save_checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+try:
+    save_checkpoint(pathlib.Path({str(tmp_path)!r}), 1, {{"model.w": torch.ones(100_000)}}, {{}})
+except OSError as error:
+    print("errno", error.errno)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == f"errno {errno.EFBIG}", result.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert hasattr(resource, "RLIMIT_FSIZE")
+    assert hasattr(signal, "SIGXFSZ")
+
+
+def ranks_case(root: str) -> dict[str, Any]:
+    """Everything that needs two ranks, in one group."""
+    rank, folder = dist.get_rank(), Path(root)
+    results: dict[str, Any] = {}
+    tensors = example()
+    path = save_checkpoint(folder / "replicated", 3, tensors, {**STATE, "rank": rank}, validation_loss=1.0)
+    target = blank(tensors)
+    results["state"] = load_checkpoint(path, target)
+    assert_equal(target, tensors)
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(40.0).reshape(8, 5)
+    sharded = {
+        "model.rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "model.columns": distribute_tensor(whole, mesh, [Shard(1)]),
+        "model.whole": distribute_tensor(whole, mesh, [Replicate()]),
+        "model.plain": whole.clone(),
+    }
+    path = save_checkpoint(folder / "sharded", 3, sharded, STATE)
+    swapped = {
+        "model.rows": distribute_tensor(torch.zeros(8, 5), mesh, [Shard(1)]),
+        "model.columns": distribute_tensor(torch.zeros(8, 5), mesh, [Replicate()]),
+        "model.whole": torch.zeros(8, 5),
+        "model.plain": distribute_tensor(torch.zeros(8, 5), mesh, [Shard(0)]),
+    }
+    load_checkpoint(path, swapped)
+    for name, tensor in swapped.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        torch.testing.assert_close(full, whole, rtol=0, atol=0, msg=name)
+
+    results["one rank's full disk"] = failing_save(folder / "full", full_disk if rank == 1 else None)
+    results["one rank's wrong type"] = failing_save(folder / "wrong", None, {"model.w": 3} if rank == 1 else None)
+    results["root is a file"] = failing_save(folder / "file", None)
+    return results
+
+
+def failing_save(root: Path, write: Any, tensors: dict[str, Any] | None = None) -> tuple[str, str]:
+    original = FileSystemWriter.write_data
+    if write is not None:
+        FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    try:
+        save_checkpoint(root, 3, tensors or example(), STATE)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        FileSystemWriter.write_data = original  # type: ignore[method-assign]
+    return "nothing", ""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    results = run_distributed(2, ranks_case, str(tmp_path), timeout=120)
+    assert all(result["state"] == {**STATE, "rank": 0} for result in results)
+
+    replicated = tmp_path / "replicated" / "iter_0000003"
+    files = Marker.read(replicated).files
+    assert set(files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"}
+    assert json.loads((replicated / "state.json").read_text())["rank"] == 0
+    assert_equal(read_tensors(replicated), example())
+    assert set(read_tensors(tmp_path / "sharded" / "iter_0000003")) == {
+        f"model.{name}" for name in ("rows", "columns", "whole", "plain")
+    }
+    for result in results:
+        assert result["one rank's full disk"][0] == "WorkspaceError"
+        assert "No space left" in result["one rank's full disk"][1]
+        assert result["one rank's wrong type"][0] == "CheckpointError"
+        assert result["root is a file"][0] != "nothing"
+    for root in ("full", "wrong"):
+        assert list((tmp_path / root).iterdir()) == []
+
+
+def big_replicated(root: str) -> None:
+    save_checkpoint(Path(root), 1, {f"model.{i}": torch.full((64, 1024), float(i)) for i in range(8)}, {})
+
+
+def test_replicated_tensors_are_written_once_and_shared_out(tmp_path: Path) -> None:
+    run_distributed(2, big_replicated, str(tmp_path), timeout=60)
+    files = Marker.read(tmp_path / "iter_0000001").files
+    sizes = [files[f"__{rank}_0.distcp"].size for rank in range(2)]
+    one_copy = 8 * 64 * 1024 * 4
+    assert one_copy <= sum(sizes) < 1.1 * one_copy
+    assert min(sizes) > 0.4 * one_copy

@@ -1,0 +1,240 @@
+"""YAML and overrides in, one frozen configuration or one sentence out."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megacore.config import load_config, parse_overrides, read_config
+from megacore.config.load import conf_path
+from megacore.errors import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+
+
+def minimal() -> dict[str, Any]:
+    return {
+        "name": "small",
+        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe"}, "seq_length": 64},
+        "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
+        "optim": {"lr": 1e-3},
+        "train": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 10},
+        "checkpoint": {"save_interval": 5},
+    }
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Callable[..., str]:
+    """Writes the minimal configuration with changes at dotted keys; a value of None removes the key."""
+
+    def write(**changes: Any) -> str:
+        values = minimal()
+        for key, value in changes.items():
+            *parents, leaf = key.split("__")
+            section = values
+            for parent in parents:
+                section = section[parent]
+            if value is None:
+                del section[leaf]
+            else:
+                section[leaf] = value
+        path = tmp_path / "small.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def refusal(path: str, overrides: dict[str, Any] | None = None) -> str:
+    """The sentence with which a configuration is refused; it names the file and stays on one line."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert message.startswith(path)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_resolved(conf: Callable[..., str]) -> None:
+    config = load_config(conf())
+    assert config.max_position_embeddings == 64
+    assert config.model.head_dim == 8
+    assert config.model.ffn_size == 128
+    assert config.lr_decay_iters == 10
+    assert config.lr_warmup_iters == 0
+    assert config.registered_model == "small"
+
+
+def test_configuration_is_frozen(conf: Callable[..., str]) -> None:
+    config = load_config(conf())
+    with pytest.raises(ValidationError):
+        config.train.train_iters = 1  # type: ignore[misc]
+
+
+def test_overrides_reach_nested_values_and_leave_the_rest(conf: Callable[..., str]) -> None:
+    path = conf()
+    config = load_config(path, {"train.train_iters": 50, "data.tokenizer.vocab_size": 512, "launch.nproc_per_node": 2})
+    assert config.train.train_iters == 50
+    assert config.data.tokenizer.vocab_size == 512  # type: ignore[union-attr]
+    assert config.launch.nproc_per_node == 2
+    assert config.model == load_config(path).model
+
+
+def test_an_override_may_replace_a_whole_section(conf: Callable[..., str]) -> None:
+    config = load_config(conf(), {"data.source": {"kind": "prefix", "prefix": "corpus_text_document"}})
+    assert config.data.source.kind == "prefix"
+
+
+def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match=r"override 'name\.first': name holds 'small', not a section"):
+        load_config(conf(), {"name.first": 1})
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ({"train.trian_iters": 5}, "unknown key train.trian_iters (did you mean train_iters?)"),
+        ({"modle.num_layers": 5}, "unknown key modle (did you mean model?)"),
+        ({"optim.loss_scale.windows": 5}, "unknown key optim.loss_scale.windows (did you mean window?)"),
+        ({"data.source.patern": "*.c"}, "unknown key data.source.patern (did you mean pattern?)"),
+        ({"data.tokenizer.vocab": 512}, "unknown key data.tokenizer.vocab (did you mean vocab_size?)"),
+        ({"data.source.kind": "s3"}, "'s3'"),
+        ({"train.train_iters": "many"}, "train.train_iters is 'many'"),
+        ({"train.train_iters": 0}, "train.train_iters is 0"),
+        ({"train.train_iters": 1.5}, "train.train_iters is 1.5"),
+        ({"optim.lr": -1e-3}, "optim.lr is -0.001"),
+        ({"optim.lr": None}, "optim.lr is None"),
+        ({"model.hidden_dropout": 1.0}, "model.hidden_dropout is 1.0"),
+        ({"train.precision": "fp8"}, "train.precision is 'fp8'"),
+        ({"name": "Has Capitals"}, "name is 'Has Capitals'"),
+        ({"launch.nproc_per_node": "all"}, "'all'"),
+        ({"data.source": {"kind": "jsonl", "files": []}}, "data.source.files is []"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_wrong_keys_and_values_are_named(conf: Callable[..., str], override: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(conf(), override)
+
+
+@pytest.mark.parametrize("key", ["data__source", "model__hidden_size", "train__train_iters", "optim__lr", "name"])
+def test_missing_values_are_named(conf: Callable[..., str], key: str) -> None:
+    assert f"{key.replace('__', '.')} is missing: give it a value" in refusal(conf(**{key: None}))
+
+
+def test_every_wrong_value_is_named_at_once(conf: Callable[..., str]) -> None:
+    message = refusal(conf(), {"train.train_iters": "many", "optim.rate": 1})
+    assert "train.train_iters is 'many'" in message
+    assert "unknown key optim.rate" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers", "advice"),
+    [
+        ({"train.global_batch_size": 9}, ("9", "2"), "use 10"),
+        ({"launch.nproc_per_node": 3}, ("8", "2 x 3 data-parallel ranks = 6"), "use 12"),
+        ({"launch.nproc_per_node": 0}, ("launch.nproc_per_node is 0",), "at least one rank"),
+        ({"model.num_attention_heads": 5}, ("32", "5"), "choose heads that divide it"),
+        ({"model.max_position_embeddings": 32}, ("64", "32"), "at least 64"),
+        ({"optim.min_lr": 0.1}, ("0.1", "0.001"), "lower it"),
+        ({"optim.lr_warmup_iters": 2, "optim.lr_warmup_fraction": 0.1}, ("2", "0.1"), "remove one"),
+        ({"optim.lr_warmup_iters": 10}, ("10",), "set it below 10"),
+    ],
+)
+def test_impossible_combinations_name_every_number_and_what_to_do(
+    conf: Callable[..., str], overrides: dict[str, Any], numbers: tuple[str, ...], advice: str
+) -> None:
+    message = refusal(conf(), overrides)
+    for number in numbers:
+        assert number in message
+    assert advice in message
+
+
+@given(micro=st.integers(1, 64), ranks=st.integers(1, 16), total=st.integers(1, 2048))
+def test_a_batch_is_taken_exactly_when_ranks_can_share_it(micro: int, ranks: int, total: int) -> None:
+    from megacore.config.load import parse_config
+
+    values = minimal()
+    values["train"] |= {"micro_batch_size": micro, "global_batch_size": total}
+    values["launch"] = {"nproc_per_node": ranks}
+    if total % (micro * ranks) == 0:
+        assert parse_config(values, origin="x").train.global_batch_size == total
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values, origin="x")
+    suggested = re.search(r"use (\d+)$", str(caught.value))
+    assert suggested
+    assert int(suggested[1]) % (micro * ranks) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("name: [unclosed", "cannot be read as YAML"),
+        ("- a\n- b\n", "holds list, not a mapping"),
+        ("", "holds NoneType, not a mapping"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(content, encoding="utf-8")
+    assert sentence in refusal(str(path))
+
+
+def test_a_binary_file_is_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as YAML" in refusal(str(path))
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"no configuration named 'gpt2-tyni'.*did you mean gpt2-tiny\?"):
+        conf_path("gpt2-tyni", CONF_DIR)
+
+
+def test_an_unknown_name_far_from_all_gets_the_list(tmp_path: Path) -> None:
+    (tmp_path / "aaa.yaml").touch()
+    with pytest.raises(ConfigError, match=r"known: aaa"):
+        conf_path("zzzzzz", tmp_path)
+
+
+def test_overrides_are_read_as_yaml() -> None:
+    pairs = ["train.train_iters=50", "optim.lr=1.0e-3", "name=a=b", "tracking.tensorboard=true", "launch.x=null"]
+    assert parse_overrides(pairs) == {
+        "train.train_iters": 50,
+        "optim.lr": 1e-3,
+        "name": "a=b",
+        "tracking.tensorboard": True,
+        "launch.x": None,
+    }
+
+
+@pytest.mark.parametrize("pair", ["train.train_iters", "=5", "a=[", ""])
+def test_a_malformed_override_is_shown(pair: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(pair))):
+        parse_overrides([pair])
+
+
+def test_a_written_configuration_reads_back_alike(conf: Callable[..., str], tmp_path: Path) -> None:
+    config = load_config(conf(), {"launch.nproc_per_node": 2, "optim.lr_warmup_fraction": 0.1})
+    path = tmp_path / "run.json"
+    path.write_text(config.model_dump_json(), encoding="utf-8")
+    assert read_config(path) == config
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"name": "x"}'])
+def test_a_damaged_written_configuration_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        read_config(path)
+
+
+def test_a_missing_written_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "run.json"))):
+        read_config(tmp_path / "run.json")

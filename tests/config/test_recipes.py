@@ -1,0 +1,141 @@
+"""The shipped configurations hold the public recipes' numbers."""
+
+from typing import Any
+
+import pytest
+
+from megacore.config import RunConfig, load_config, read_config
+from tests.config.test_load import CONF_DIR
+
+NAMES = sorted(path.stem for path in CONF_DIR.glob("*.yaml"))
+
+GPT2_345M = {
+    "model.num_layers": 24,
+    "model.hidden_size": 1024,
+    "model.num_attention_heads": 16,
+    "model.max_position_embeddings": 1024,
+    "model.hidden_dropout": 0.1,
+    "model.attention_dropout": 0.1,
+    "model.init_method_std": 0.02,
+    "model.layernorm_epsilon": 1e-5,
+    "model.make_vocab_size_divisible_by": 128,
+    "data.seq_length": 1024,
+    "data.split": "949,50,1",
+    "data.append_eod": True,
+    "data.source.kind": "hub",
+    "data.source.dataset": "Salesforce/wikitext",
+    "data.source.config": "wikitext-103-raw-v1",
+    "data.source.split": "train",
+    "data.source.key": "text",
+    "data.tokenizer.kind": "hf",
+    "data.tokenizer.name": "openai-community/gpt2",
+    "optim.lr": 1.5e-4,
+    "optim.min_lr": 1e-5,
+    "optim.lr_decay_style": "cosine",
+    "optim.lr_decay_iters": 320_000,
+    "optim.lr_warmup_fraction": 0.01,
+    "lr_warmup_iters": 3_200,
+    "optim.weight_decay": 0.01,
+    "optim.adam_beta1": 0.9,
+    "optim.adam_beta2": 0.999,
+    "optim.adam_eps": 1e-8,
+    "optim.clip_grad": 1.0,
+    "optim.loss_scale.initial": 2.0**32,
+    "optim.loss_scale.window": 1000,
+    "optim.loss_scale.hysteresis": 2,
+    "optim.loss_scale.minimum": 1.0,
+    "train.train_iters": 500_000,
+    "train.precision": "fp16",
+    "train.recompute": "full",
+    "train.log_interval": 100,
+    "train.eval_interval": 1_000,
+    "train.eval_iters": 10,
+    "checkpoint.save_interval": 10_000,
+    "seed": 1234,
+}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "gpt2-345m": GPT2_345M | {"train.micro_batch_size": 4, "train.global_batch_size": 8, "launch.nproc_per_node": 1},
+    "gpt2-345m-8gpu": GPT2_345M
+    | {"train.micro_batch_size": 8, "train.global_batch_size": 64, "launch.nproc_per_node": 8},
+    "codeparrot-small": {
+        "data.source.kind": "hub",
+        "data.source.dataset": "codeparrot/codeparrot-clean-train",
+        "data.source.key": "content",
+        "data.source.split": "train",
+        "data.tokenizer.name": "codeparrot/codeparrot-small",
+        "data.append_eod": True,
+        "data.split": "969,30,1",
+        "data.seq_length": 1024,
+        "model.num_layers": 12,
+        "model.hidden_size": 768,
+        "model.num_attention_heads": 12,
+        "model.max_position_embeddings": 1024,
+        "model.hidden_dropout": 0.1,
+        "model.attention_dropout": 0.1,
+        "optim.lr": 5e-4,
+        "optim.min_lr": 0.0,
+        "optim.lr_decay_style": "cosine",
+        "optim.lr_decay_iters": 150_000,
+        "optim.lr_warmup_iters": 2_000,
+        "optim.weight_decay": 0.1,
+        "optim.adam_beta1": 0.9,
+        "optim.adam_beta2": 0.999,
+        "optim.clip_grad": 1.0,
+        "train.micro_batch_size": 12,
+        "train.global_batch_size": 192,
+        "train.train_iters": 150_000,
+        "train.precision": "fp16",
+        "train.recompute": "none",
+        "train.log_interval": 10,
+        "train.eval_interval": 200,
+        "train.eval_iters": 10,
+        "checkpoint.save_interval": 2_000,
+        "launch.nproc_per_node": 8,
+    },
+    "gpt2-tiny": {
+        "data.source.kind": "source_tree",
+        "data.source.path": None,
+        "data.tokenizer.kind": "train-bpe",
+        "data.tokenizer.vocab_size": 8_192,
+        "launch.nproc_per_node": 2,
+        "train.precision": "auto",
+        "launch.allow_cpu": False,
+    },
+}
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def test_every_conf_is_held_against_a_recipe() -> None:
+    assert sorted(RECIPES) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "expected"),
+    [(name, key, value) for name, recipe in RECIPES.items() for key, value in recipe.items()],
+)
+def test_recipe(name: str, key: str, expected: Any) -> None:
+    assert value_at(load_config(name, conf_dir=CONF_DIR), key) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conf_survives_a_round_trip(name: str, tmp_path: Any) -> None:
+    config = load_config(name, conf_dir=CONF_DIR)
+    path = tmp_path / "run.json"
+    path.write_text(config.model_dump_json(), encoding="utf-8")
+    assert read_config(path) == config
+    assert config.name == name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2-tiny"])
+def test_a_ready_made_prefix_can_take_the_place_of_the_data(name: str) -> None:
+    overrides = {"data.source": {"kind": "prefix", "prefix": "my-corpus_text_document"}}
+    config = load_config(name, overrides, conf_dir=CONF_DIR)
+    assert config.data.source.model_dump() == {"kind": "prefix", "prefix": "my-corpus_text_document"}
+    assert config.train == load_config(name, conf_dir=CONF_DIR).train

@@ -1,0 +1,104 @@
+"""A tiny GPT-2 with weights that are not all alike, as the conversion's tests need it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megacore.checkpoint.save import save_checkpoint
+from megacore.config.load import parse_config
+from megacore.config.run import RunConfig
+from megacore.corpus.documents import CorpusWriter
+from megacore.data.index_maps import build_index_maps
+from megacore.data.indexed_dataset import IndexedDatasetWriter
+from megacore.launch.job import ConvertJob
+from megacore.models.build import build_model
+from megacore.models.gpt import GPTModel
+from megacore.parallel.mesh import ProcessMesh
+from megacore.tokenizer import load_tokenizer
+from megacore.tokenizer.build import build_tokenizer
+
+VOCAB_SIZE = 300
+SEQ_LENGTH = 48
+
+
+def tiny_config(**model: Any) -> RunConfig:
+    """Two layers of 32 with 4 heads; the vocabulary of 300 is padded to 304."""
+    values = {
+        "name": "tiny",
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "train-bpe", "vocab_size": VOCAB_SIZE},
+            "split": "80,10,10",
+            "seq_length": SEQ_LENGTH,
+        },
+        "model": {
+            "num_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "make_vocab_size_divisible_by": 16,
+            **model,
+        },
+        "optim": {"lr": 1e-3},
+        "train": {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 5},
+        "checkpoint": {"save_interval": 5},
+        "export": {"parity_samples": 3, "sample_tokens": 60},
+    }
+    return parse_config(values, origin="tiny_config")
+
+
+def random_model(config: RunConfig, vocab_size: int = VOCAB_SIZE) -> GPTModel:
+    """Our model with every parameter drawn, biases and norms included: zeros and ones would hide a wrong place."""
+    model = build_model(config, vocab_size, ProcessMesh.serial()).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * drawn if name.endswith("layernorm.weight") else 0.2 * drawn)
+    return model
+
+
+def documents() -> list[str]:
+    """Texts with something for a BPE to merge, one of them beyond ASCII."""
+    functions = [f"def step_{i}(value):\n    return value * {i} + offset_{i % 7}\n" for i in range(120)]
+    return ["".join(functions[i : i + 4]) for i in range(0, 120, 2)] + ["größe = 'ναι 💡'\n" * 5] * 4
+
+
+def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
+    """A tokenizer, tokens, index maps and a checkpoint below `root`, and the job that exports it to `root/export`."""
+    folders = {name: root / name for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    with CorpusWriter(folders["corpus"]) as corpus:
+        for number, text in enumerate(documents()):
+            corpus.add(text, f"document {number}")
+    counts = build_tokenizer(config.data.tokenizer, folders["corpus"], folders["tokenizer"])
+    tokenizer = load_tokenizer(folders["tokenizer"])
+    prefix = folders["tokens"] / "tokens_text_document"
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for ids in tokenizer.encode_batch(documents()):
+            writer.add_document([*ids.tolist(), tokenizer.eod_id])
+    build_index_maps(
+        prefix, folders["index"], split=config.data.split, seq_length=SEQ_LENGTH, seed=1, samples=(None, None, None)
+    )
+    model = random_model(config)
+    checkpoint = save_checkpoint(
+        folders["checkpoints"], 5, {f"model.{name}": value.detach() for name, value in model.named_parameters()}, {}
+    )
+    job = ConvertJob(
+        config=config,
+        tokens_prefix=str(prefix),
+        index_directory=str(folders["index"]),
+        tokenizer_directory=str(folders["tokenizer"]),
+        vocab_size=counts["vocab_size"],
+        eod_id=counts["eod_id"],
+        run_directory=str(root / "run"),
+        exit_directory=str(root / "exit"),
+        ranks=1,
+        threads_per_rank=1,
+        checkpoint=str(checkpoint),
+        output_directory=str(folders["export"]),
+        card={"data": "repeated functions | twice", "test PPL": "12.34"},
+    )
+    return job, model

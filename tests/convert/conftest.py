@@ -1,0 +1,53 @@
+"""One export, made once; tests that damage it work on a copy."""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from megacore.convert import hf_gpt2
+from megacore.convert.export import export
+from megacore.convert.key_map import KeyMap
+from megacore.convert.report import ParityReport
+from megacore.launch.job import ConvertJob
+from megacore.models.gpt import GPTModel
+from tests.convert._tiny import tiny_config, tiny_job
+
+POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished export and what it was made from."""
+
+    job: ConvertJob
+    model: GPTModel
+    table: KeyMap
+    report: ParityReport
+
+    @property
+    def directory(self) -> Path:
+        """The transformers directory."""
+        return Path(self.job.output_directory) / "model"
+
+    def copy(self, target: Path) -> "Exported":
+        """The same with an output directory of its own."""
+        shutil.copytree(self.job.output_directory, target / "export")
+        paths = {"output_directory": str(target / "export"), "exit_directory": str(target / "exit")}
+        return replace(self, job=self.job.model_copy(update=paths))
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """An export that passed the gate; not to be changed."""
+    config = tiny_config(max_position_embeddings=POSITIONS)
+    job, model = tiny_job(tmp_path_factory.mktemp("tiny"), config)
+    table = hf_gpt2.key_map(config, job.vocab_size, model.padded_vocab_size)
+    return Exported(job, model, table, export(job))
+
+
+@pytest.fixture
+def exported(original: Exported, tmp_path: Path) -> Exported:
+    """A copy of the export that a test may damage."""
+    return original.copy(tmp_path)

@@ -1,0 +1,153 @@
+"""The stage: what lies in the directory, and that nothing lies there when the gate fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacore.artifact import StageKey, build_artifact
+from megacore.convert import export as export_module
+from megacore.convert.export import export, take_weights, validation_samples
+from megacore.convert.source import CheckpointTensors
+from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
+from megacore.models.build import build_model
+from megacore.parallel.mesh import ProcessMesh
+from tests.convert._tiny import VOCAB_SIZE, tiny_config
+from tests.convert.conftest import POSITIONS, Exported
+
+FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+}
+
+
+def test_directory_is_complete(original: Exported) -> None:
+    assert {path.name for path in original.directory.iterdir()} == FILES
+    assert {path.name for path in Path(original.job.output_directory).iterdir()} == {
+        "model",
+        "parity.json",
+        "sample.txt",
+    }
+    card = (original.directory / "README.md").read_text(encoding="utf-8")
+    assert "| test PPL | 12.34 |" in card
+    parameters = sum(p.numel() for p in original.model.parameters()) - 32 * (
+        original.model.padded_vocab_size - VOCAB_SIZE
+    )
+    assert f"{parameters:,} parameters" in card
+
+
+def test_weights_are_float32_and_the_head_is_not_written_twice(original: Exported) -> None:
+    from safetensors import safe_open
+
+    with safe_open(original.directory / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        dtypes = {file.get_slice(name).get_dtype() for name in names}
+        assert file.get_slice("transformer.wte.weight").get_shape() == [VOCAB_SIZE, 32]
+    assert names == set(original.table.their_shapes)
+    assert dtypes == {"F32"}
+
+
+def test_report_is_written(original: Exported) -> None:
+    report = json.loads((Path(original.job.output_directory) / "parity.json").read_text(encoding="utf-8"))
+    assert report == original.report.to_json()
+    assert report["passed"] is True
+    assert report["samples"] == 3
+    assert report["tokens"] == 3 * 48
+    assert 0 < report["max_abs_logit_difference"] <= 1e-4
+    assert report["perplexity_ours"] == pytest.approx(report["perplexity_exported"], rel=1e-5)
+    assert report["perplexity_with_padding"] > report["perplexity_ours"]
+    assert report["greedy_tokens"] > 3
+    assert report["tokenizer_tokens"] > 100
+
+
+def test_perplexity_is_that_of_our_loss(original: Exported) -> None:
+    tokens = torch.from_numpy(validation_samples(original.job))
+    with torch.inference_mode():
+        loss = original.model.loss(tokens[:, :-1], tokens[:, 1:]).mean()
+    assert original.report.perplexity_with_padding == pytest.approx(float(loss.exp()), rel=1e-5)
+
+
+def test_pipeline_writes_text(original: Exported) -> None:
+    from transformers import pipeline
+
+    generator = pipeline("text-generation", str(original.directory))
+    assert type(generator.model).__name__ == "GPT2LMHeadModel"
+    assert generator.tokenizer.model_max_length == POSITIONS
+    assert generator.model.generation_config.do_sample is True
+    (result,) = generator("def step", max_new_tokens=8)
+    assert result["generated_text"].startswith("def step")
+    assert len(result["generated_text"]) > len("def step")
+
+
+def test_sample_starts_with_the_prompt_and_is_longer_than_the_positions(original: Exported) -> None:
+    text = (Path(original.job.output_directory) / "sample.txt").read_text(encoding="utf-8")
+    assert text.startswith("def ")
+    assert len(text) > len("def ") + 20
+
+
+def test_checkpoint_is_read_by_name(original: Exported) -> None:
+    tensors = CheckpointTensors(Path(original.job.checkpoint))
+    parameters = dict(original.model.named_parameters())
+    assert set(tensors) == set(parameters)
+    assert len(tensors) == len(parameters)
+    assert all(torch.equal(tensors[name], parameters[name]) for name in tensors)
+    with pytest.raises(KeyError):
+        tensors["optimizer.exp_avg.encoder.final_layernorm.bias"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(original: Exported, tmp_path: Path) -> None:
+    job = original.job.model_copy(
+        update={"config": tiny_config(num_layers=4), "output_directory": str(tmp_path / "export")}
+    )
+    with pytest.raises(ConversionError, match=r"it lacks encoder\.layers\.3\.input_layernorm\.weight"):
+        export(job)
+    model = build_model(tiny_config(hidden_size=16), VOCAB_SIZE, ProcessMesh.serial(), device="meta")
+    with pytest.raises(ConversionError, match="of another model"):
+        take_weights(model, CheckpointTensors(Path(original.job.checkpoint)))
+
+
+def test_no_checkpoint_no_tokenizer_no_samples(original: Exported, tmp_path: Path) -> None:
+    job = original.job.model_copy(update={"output_directory": str(tmp_path / "export")})
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        export(job.model_copy(update={"checkpoint": str(tmp_path)}))
+    with pytest.raises(ConversionError, match=r"tokenizer_config\.json cannot be read"):
+        export(job.model_copy(update={"tokenizer_directory": str(tmp_path)}))
+    with pytest.raises(DataFormatError, match="valid_"):
+        export(job.model_copy(update={"index_directory": str(tmp_path)}))
+
+
+def test_an_output_directory_that_is_a_file_is_a_workspace_error(original: Exported, tmp_path: Path) -> None:
+    (tmp_path / "export").write_text("in the way")
+    with pytest.raises(WorkspaceError, match="Not a directory"):
+        export(original.job.model_copy(update={"output_directory": str(tmp_path / "export")}))
+
+
+def test_a_failing_gate_publishes_nothing(original: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = export_module.hf_gpt2.model_config
+    monkeypatch.setattr(
+        export_module.hf_gpt2, "model_config", lambda *values: {**real(*values), "activation_function": "relu"}
+    )
+    exits = tmp_path / "exit"
+
+    def build(directory: Path) -> dict[str, object]:
+        paths = {"output_directory": str(directory), "exit_directory": str(exits)}
+        return export(original.job.model_copy(update=paths)).to_json()
+
+    folder = tmp_path / "exports"
+    with pytest.raises(ConversionError, match=r"first differing layer: encoder\.layers\.0\.mlp;"):
+        build_artifact(folder, StageKey("convert", 1, {}, {}), build)
+    assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == []
+    kept = json.loads((exits / "parity.json").read_text(encoding="utf-8"))
+    assert kept["passed"] is False
+    assert kept["first_differing_layer"] == "encoder.layers.0.mlp"
+    monkeypatch.undo()
+    artifact, ran = build_artifact(folder, StageKey("convert", 1, {}, {}), build)
+    assert ran
+    assert artifact.counts["passed"] is True

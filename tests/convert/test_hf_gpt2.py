@@ -1,0 +1,101 @@
+"""GPT-2's table against the real transformers model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.convert.hf_gpt2 import generation_config, key_map, model_config, module_pairs
+from megacore.convert.key_map import KeyMap
+from megacore.convert.layers import recorded_outputs
+from megacore.models.gpt import GPTModel
+from tests.convert._tiny import SEQ_LENGTH, VOCAB_SIZE, random_model, tiny_config
+
+EOD = 5
+
+
+def transformers_model(**model: Any) -> tuple[GPTModel, Any, KeyMap]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = tiny_config(**model)
+    ours = random_model(config)
+    table = key_map(config, VOCAB_SIZE, ours.padded_vocab_size)
+    theirs = GPT2LMHeadModel(GPT2Config(**model_config(config, VOCAB_SIZE, EOD))).eval()
+    state = dict(table.forward(dict(ours.named_parameters())))
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    theirs.tie_weights()
+    return ours, theirs, table
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"ffn_hidden_size": 40},
+        {"layernorm_epsilon": 1e-3},
+        {"max_position_embeddings": 64},
+        {"hidden_dropout": 0.5},
+    ],
+    ids=lambda model: "-".join(model) or "default",
+)
+def test_logits_equal_those_of_transformers(model: dict[str, Any]) -> None:
+    ours, theirs, _ = transformers_model(**model)
+    tokens = torch.randint(VOCAB_SIZE, (3, SEQ_LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = theirs(tokens).logits
+        difference = (ours(tokens)[..., :VOCAB_SIZE] - expected).abs().max()
+    assert expected.std() > 0.5
+    assert difference <= 1e-5
+
+
+def test_round_trip_is_bitwise() -> None:
+    ours, theirs, table = transformers_model()
+    state = {name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+    back = dict(table.reverse(state))
+    parameters = dict(ours.named_parameters())
+    assert back.keys() == parameters.keys()
+    for name, tensor in back.items():
+        rows = VOCAB_SIZE if name == "embedding.word_embeddings.weight" else len(tensor)
+        assert torch.equal(tensor[:rows], parameters[name][:rows]), name
+    again = dict(table.forward(back))
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_every_parameter_of_both_models_is_in_the_table() -> None:
+    ours, theirs, table = transformers_model()
+    assert {name: tuple(value.shape) for name, value in ours.named_parameters()} == table.our_shapes
+    held = {name: tuple(value.shape) for name, value in theirs.named_parameters()}
+    assert held == table.their_shapes
+
+
+def test_paired_modules_give_the_same_hidden_states() -> None:
+    ours, theirs, _ = transformers_model()
+    pairs = module_pairs(3)
+    tokens = torch.arange(20)[None]
+    with (
+        torch.inference_mode(),
+        recorded_outputs(ours, [pair[0] for pair in pairs]) as our_outputs,
+        recorded_outputs(theirs, [pair[1] for pair in pairs]) as their_outputs,
+    ):
+        ours(tokens)
+        theirs(tokens)
+    assert len(pairs) == 1 + 3 * 5 + 1
+    for our_name, their_name in pairs:
+        torch.testing.assert_close(our_outputs[our_name], their_outputs[their_name], atol=1e-5, rtol=0)
+
+
+def test_configurations_are_what_transformers_reads_back(tmp_path: Path) -> None:
+    from transformers import GenerationConfig, GPT2Config
+
+    config = tiny_config(hidden_dropout=0.3, attention_dropout=0.2, layernorm_epsilon=1e-6, ffn_hidden_size=48)
+    read = GPT2Config(**model_config(config, VOCAB_SIZE, EOD))
+    assert (read.n_layer, read.n_embd, read.n_head, read.n_inner, read.n_positions) == (3, 32, 4, 48, SEQ_LENGTH)
+    assert (read.resid_pdrop, read.embd_pdrop, read.attn_pdrop) == (0.3, 0.3, 0.2)
+    assert (read.layer_norm_epsilon, read.activation_function) == (1e-6, "gelu_new")
+    assert (read.vocab_size, read.bos_token_id, read.eos_token_id) == (VOCAB_SIZE, EOD, EOD)
+    generation = GenerationConfig(**generation_config(EOD))
+    generation.validate(strict=True)
+    assert generation.eos_token_id == EOD

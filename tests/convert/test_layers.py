@@ -1,0 +1,57 @@
+"""The first difference is found, and hooks are taken away."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megacore.convert.layers import layer_differences, recorded_outputs
+
+PAIRS = [("0", "0"), ("1", "1"), ("2", "2")]
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_first_changed_module_is_named(changed: int) -> None:
+    ours, theirs = stack(), stack()
+    with torch.no_grad():
+        theirs[changed].weight += 0.01
+    differences, first = layer_differences(ours, theirs, PAIRS, torch.arange(10)[None], 1e-4)
+    assert first == str(changed)
+    assert list(differences) == ["0", "1", "2"]
+    assert all(differences[str(i)] == 0 for i in range(changed))
+
+
+def test_the_earliest_layer_over_all_samples_is_named() -> None:
+    theirs = stack()
+    with torch.no_grad():
+        theirs[0].weight[9] += 0.01
+        theirs[1].bias += 1.0
+    assert layer_differences(stack(), theirs, PAIRS, torch.tensor([[1, 2], [3, 9]]), 1e-4)[1] == "0"
+    assert layer_differences(stack(), theirs, PAIRS, torch.tensor([[1, 2]]), 1e-4)[1] == "1"
+
+
+def test_equal_models_have_no_first_difference() -> None:
+    differences, first = layer_differences(stack(), stack(), PAIRS, torch.arange(10)[None], 1e-4)
+    assert first is None
+    assert set(differences.values()) == {0.0}
+
+
+def test_nan_is_a_difference() -> None:
+    theirs = stack()
+    with torch.no_grad():
+        theirs[1].weight.fill_(math.nan)
+    assert layer_differences(stack(), theirs, PAIRS, torch.arange(10)[None], 1e-4)[1] == "1"
+
+
+def test_hooks_are_removed_after_an_error() -> None:
+    model = stack()
+    with pytest.raises(ZeroDivisionError), recorded_outputs(model, ["0"]) as outputs:
+        raise ZeroDivisionError
+    model(torch.arange(3))
+    assert outputs == {}

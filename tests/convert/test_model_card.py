@@ -1,0 +1,35 @@
+"""The card's header is YAML and its body holds the facts."""
+
+import yaml
+
+from megacore.convert.model_card import model_card
+from megacore.convert.report import ParityReport
+from tests.convert._tiny import tiny_config
+
+
+def test_card() -> None:
+    card = model_card(
+        tiny_config(),
+        version="9.9",
+        vocab_size=300,
+        parameters=1234567,
+        iterations=40,
+        facts={"data": "a | b\nc", "test PPL": "12.34"},
+        report=ParityReport(tolerance=1e-4, samples=3, greedy_tokens=96, max_abs_logit_difference=2e-6),
+    )
+    _, header, body = card.split("---\n", 2)
+    assert yaml.safe_load(header) == {
+        "model_name": "tiny",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["gpt2", "megacore", "pretraining"],
+    }
+    assert "# tiny" in body
+    assert "1,234,567 parameters (3 layers, hidden size 32, 4 heads, 48 positions, vocabulary 300)" in body
+    assert "| data | a \\| b c |\n| test PPL | 12.34 |" in body
+    assert "40 iterations of 4 sequences of 48 tokens" in body
+    assert "largest logit difference is 2e-06 (allowed 0.0001)" in body
+    assert 'pipeline("text-generation"' in body
+    assert "push_to_hub" in body
+    assert "float32" in body
+    assert "{" not in body

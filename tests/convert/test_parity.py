@@ -1,0 +1,273 @@
+"""The gate can fail: each way in which an export can be another model is found and named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.convert.export import copy_tokenizer, pass_gate, validation_samples, write_model
+from megacore.convert.key_map import Entry, KeyMap
+from megacore.convert.parity import load_exported
+from megacore.convert.report import ParityReport
+from megacore.convert.source import CheckpointTensors
+from megacore.corpus.documents import CorpusWriter
+from megacore.errors import ConversionError
+from megacore.tokenizer.build import build_tokenizer
+from tests.convert.conftest import Exported
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+
+
+def gate(exported: Exported) -> ParityReport:
+    return pass_gate(exported.job, exported.table, exported.model, *load_exported(exported.directory))
+
+
+def failure(exported: Exported) -> tuple[str, dict[str, Any]]:
+    """The message of a gate that must fail, and the report it left."""
+    with pytest.raises(ConversionError) as caught:
+        gate(exported)
+    message = str(caught.value)
+    assert "\n" not in message
+    kept = Path(exported.job.exit_directory) / "parity.json"
+    assert str(kept) in message
+    report = json.loads(kept.read_text(encoding="utf-8"))
+    assert report["passed"] is False
+    return message, report
+
+
+def test_an_unchanged_export_passes(exported: Exported) -> None:
+    assert gate(exported).passed
+    assert not Path(exported.job.exit_directory).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "ours", "layer"),
+    [
+        ("transformer.wpe.weight", (2, 3), "embedding.position_embeddings.weight", "embedding"),
+        ("transformer.h.0.ln_1.weight", (5,), "encoder.layers.0.input_layernorm.weight", "input_layernorm"),
+        (
+            "transformer.h.1.attn.c_attn.weight",
+            (3, 70),
+            "encoder.layers.1.self_attention.query_key_value.weight",
+            "self_attention",
+        ),
+        ("transformer.h.1.attn.c_proj.bias", (3,), "encoder.layers.1.self_attention.dense.bias", "self_attention"),
+        (
+            "transformer.h.2.ln_2.bias",
+            (9,),
+            "encoder.layers.2.post_attention_layernorm.bias",
+            "post_attention_layernorm",
+        ),
+        ("transformer.h.1.mlp.c_fc.weight", (3, 70), "encoder.layers.1.mlp.dense_h_to_4h.weight", "mlp"),
+        ("transformer.h.2.mlp.c_proj.weight", (70, 3), "encoder.layers.2.mlp.dense_4h_to_h.weight", "mlp"),
+        ("transformer.ln_f.bias", (0,), "encoder.final_layernorm.bias", "encoder.final_layernorm"),
+    ],
+)
+def test_one_changed_weight_is_named_with_its_layer(
+    exported: Exported, name: str, index: tuple[int, ...], ours: str, layer: str
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][index] += 0.5
+
+    change_weights(exported.directory, change)
+    message, report = failure(exported)
+    assert report["differing_weights"] == [ours]
+    assert ours in message
+    number = name.split(".")[2] if ".h." in name else None
+    expected = f"encoder.layers.{number}.{layer}" if number else layer
+    assert report["first_differing_layer"] == expected
+    assert f"first differing layer: {expected};" in message
+    assert report["max_abs_logit_difference"] > 1e-4
+    assert f"the largest logit difference is {report['max_abs_logit_difference']:.3g} (allowed 0.0001)" in message
+
+
+@pytest.mark.parametrize(("used", "layer"), [(True, "embedding"), (False, "output_layer")])
+def test_a_changed_embedding_of_an_unused_token_shows_in_the_logits_alone(
+    exported: Exported, used: bool, layer: str
+) -> None:
+    inputs = set(validation_samples(exported.job)[:, :-1].flatten().tolist())
+    token = next(token for token in range(300) if (token in inputs) is used)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.wte.weight"][token] += 0.5
+
+    change_weights(exported.directory, change)
+    _, report = failure(exported)
+    assert report["differing_weights"] == ["embedding.word_embeddings.weight"]
+    assert report["first_differing_layer"] == layer
+
+
+def swapped(blocks: torch.Tensor) -> torch.Tensor:
+    """C_attn's columns with q and k exchanged."""
+    query, key, value = blocks.chunk(3, dim=-1)
+    return torch.cat([key, query, value], dim=-1)
+
+
+def test_swapped_query_and_key_are_found(exported: Exported) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("weight", "bias"):
+            name = f"transformer.h.1.attn.c_attn.{part}"
+            tensors[name] = swapped(tensors[name])
+
+    change_weights(exported.directory, change)
+    message, report = failure(exported)
+    assert report["first_differing_layer"] == "encoder.layers.1.self_attention"
+    assert "the exported model's logits differ; its perplexity differs" in message
+
+
+def test_a_wrong_table_is_found_though_it_agrees_with_itself(exported: Exported) -> None:
+    def wrong(entry: Entry) -> Entry:
+        if "query_key_value" not in entry.ours:
+            return entry
+        return Entry(entry.ours, entry.shape, entry.theirs, entry.layout.then(swapped, swapped))
+
+    table = KeyMap(tuple(wrong(entry) for entry in exported.table.entries))
+    write_model(exported.directory, exported.job, table, CheckpointTensors(Path(exported.job.checkpoint)))
+    with pytest.raises(
+        ConversionError, match=r"logits differ.*first differing layer: encoder\.layers\.0\.self_attention"
+    ):
+        pass_gate(exported.job, table, exported.model, *load_exported(exported.directory))
+    report = json.loads((Path(exported.job.exit_directory) / "parity.json").read_text(encoding="utf-8"))
+    assert report["differing_weights"] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "layer"),
+    [
+        ({"layer_norm_epsilon": 1e-2}, "encoder.layers.0.input_layernorm"),
+        ({"activation_function": "gelu"}, "encoder.layers.0.mlp"),
+        ({"n_head": 2}, "encoder.layers.0.self_attention"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "encoder.layers.1.self_attention"),
+    ],
+)
+def test_a_wrong_configuration_is_found(exported: Exported, values: dict[str, Any], layer: str) -> None:
+    change_json(exported.directory / "config.json", **values)
+    message, report = failure(exported)
+    assert report["differing_weights"] == []
+    assert report["first_differing_layer"] == layer
+    assert "logits differ" in message
+
+
+def test_a_weight_that_no_sample_uses_is_compared_too(exported: Exported) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.wpe.weight"][60, 0] += 1e-3
+
+    change_weights(exported.directory, change)
+    message, report = failure(exported)
+    assert report["differing_weights"] == ["embedding.position_embeddings.weight"]
+    assert report["max_abs_logit_difference"] <= 1e-4
+    assert report["first_differing_layer"] is None
+    assert "its weights differ in embedding.position_embeddings.weight" in message
+
+
+def test_nan_never_passes(exported: Exported) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.h.1.ln_2.weight"][0] = float("nan")
+
+    change_weights(exported.directory, change)
+    _, report = failure(exported)
+    assert report["max_abs_logit_difference"] == "nan"
+    assert report["first_differing_layer"] == "encoder.layers.1.post_attention_layernorm"
+
+
+def test_a_wrong_tokenizer_is_found(exported: Exported, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for name in ("corpus", "tokenizer"):
+        (other / name).mkdir(parents=True)
+    with CorpusWriter(other / "corpus") as corpus:
+        corpus.add("the quick brown fox jumps over the lazy dog, lorem ipsum dolor sit amet consectetur " * 9, "fox")
+    build_tokenizer(exported.job.config.data.tokenizer, other / "corpus", other / "tokenizer")
+    copy_tokenizer(other / "tokenizer", exported.directory, 64)
+    message, report = failure(exported)
+    assert "its tokenizer encodes 3 of 3 validation texts to other ids" in message
+    assert "its tokenizer decodes 3 of 3 samples to another text" in message
+    assert "logits differ" not in message
+    assert report["tokenizer_tokens"] == 0
+    assert report["first_differing_layer"] is None
+
+
+def test_a_wrong_end_of_document_is_found(exported: Exported) -> None:
+    change_json(exported.directory / "tokenizer_config.json", eos_token="!")
+    message, _ = failure(exported)
+    assert "its tokenizer ends documents with id 1, ours with 0" in message
+
+
+def test_an_added_token_is_found(exported: Exported) -> None:
+    change_json(exported.directory / "tokenizer_config.json", pad_token="<pad>")
+    message, _ = failure(exported)
+    assert "its tokenizer has a vocabulary of 301, ours of 300" in message
+
+
+class OtherWords:
+    """The exported model, but what it generates ends differently."""
+
+    def __init__(self, model: Any, position: int) -> None:
+        self.model, self.position = model, position
+
+    def __call__(self, tokens: torch.Tensor) -> Any:
+        return self.model(tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def generate(self, *values: Any, **options: Any) -> torch.Tensor:
+        continued = self.model.generate(*values, **options)
+        continued[1, self.position] = (continued[1, self.position] + 1) % 300
+        return continued
+
+
+def test_another_greedy_continuation_is_found(exported: Exported) -> None:
+    model, tokenizer = load_exported(exported.directory)
+    liar = OtherWords(model, position=49 - 24)  # the first generated token: half of a sample is its prompt
+    with pytest.raises(ConversionError, match="its greedy continuation differs on 1 of 3 samples"):
+        pass_gate(exported.job, exported.table, exported.model, liar, tokenizer)
+
+
+def test_choices_closer_than_twice_the_tolerance_are_undecided(exported: Exported) -> None:
+    config = exported.job.config
+    loose = config.model_copy(update={"export": config.export.model_copy(update={"parity_tolerance": 1e3})})
+    job = exported.job.model_copy(update={"config": loose})
+    report = pass_gate(job, exported.table, exported.model, *load_exported(exported.directory))
+    assert report.passed
+    assert (report.greedy_undecided, report.greedy_tokens) == (3, 0)
+
+
+def test_what_transformers_would_fill_in_or_drop_is_refused(exported: Exported) -> None:
+    change_weights(exported.directory, lambda tensors: tensors.__delitem__("transformer.h.1.mlp.c_fc.bias"))
+    with pytest.raises(ConversionError, match=r"missing_keys.*transformer\.h\.1\.mlp\.c_fc\.bias"):
+        load_exported(exported.directory)
+    change_weights(
+        exported.directory,
+        lambda tensors: tensors.update(
+            {"transformer.h.1.mlp.c_fc.bias": torch.zeros(128), "transformer.extra": torch.zeros(1)}
+        ),
+    )
+    with pytest.raises(ConversionError, match=r"unexpected_keys.*extra"):
+        load_exported(exported.directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_directory_that_transformers_cannot_load_is_refused(exported: Exported, name: str) -> None:
+    (exported.directory / name).write_bytes(b"{torn")
+    with pytest.raises(ConversionError, match="transformers cannot load the export"):
+        load_exported(exported.directory)
+
+
+def test_another_vocabulary_size_is_refused(exported: Exported) -> None:
+    change_json(exported.directory / "config.json", vocab_size=299)
+    with pytest.raises(ConversionError):
+        gate(exported)

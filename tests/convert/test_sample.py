@@ -1,0 +1,40 @@
+"""Sampling is seeded, and goes on past the model's positions."""
+
+from pathlib import Path
+
+from megacore.convert.parity import load_exported
+from megacore.convert.sample import write_sample
+from tests.convert.conftest import Exported
+
+
+def test_same_seed_same_text(original: Exported, tmp_path: Path) -> None:
+    loaded = load_exported(original.directory)
+    texts = [
+        write_sample(tmp_path / "sample.txt", *loaded, prompt="def ", new_tokens=20, seed=seed) for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == texts[2] + "\n"
+
+
+def test_length_does_not_depend_on_positions_and_an_empty_prompt_is_a_new_document(
+    original: Exported, tmp_path: Path
+) -> None:
+    model, tokenizer = load_exported(original.directory)
+    lengths = []
+
+    class Counting:
+        eos_token_id = tokenizer.eos_token_id
+
+        def __call__(self, text: str, **options: object) -> object:
+            return tokenizer(text, **options)
+
+        def decode(self, ids: list[int], **options: object) -> str:
+            lengths.append(len(ids))
+            assert text or ids[0] == tokenizer.eos_token_id
+            return str(tokenizer.decode(ids, **options))
+
+    for text, new_tokens in (("", 3), ("", 80), ("x" * 200, 40)):
+        prompt = max(1, len(tokenizer(text)["input_ids"]))
+        write_sample(tmp_path / "sample.txt", model, Counting(), prompt=text, new_tokens=new_tokens, seed=1)
+        assert lengths.pop() == prompt + new_tokens

@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+
+from megacore.config.data import JsonlSource
+from megacore.corpus import collect, fingerprint
+from megacore.corpus.documents import open_documents, read_sources
+from megacore.errors import DataFormatError
+
+
+def source(*files: Path | str, key: str = "text") -> JsonlSource:
+    return JsonlSource(kind="jsonl", files=tuple(map(str, files)), key=key)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "b.jsonl").write_text('{"text": "one"}\n{"text": "two\\n"}\r\n')
+    (folder / "a.jsonl").write_text('{"text": "three", "x": 1}')
+    (folder / "c.jsonl").write_text("")
+    (tmp_path / "out").mkdir()
+    return folder
+
+
+def test_files_are_referred_to_in_the_given_order(files: Path, tmp_path: Path) -> None:
+    given = source(files / "b.jsonl", files / "[ac].jsonl")
+    assert collect(given, tmp_path / "out") == {"documents": 3, "files": 3, "skipped_files": 0, "bytes": 60}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["sources.json"]
+    assert list(open_documents(tmp_path / "out")) == ["one", "two\n", "three"]
+
+
+def test_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
+    given = source(files / "a.jsonl")
+    before = fingerprint(given)
+    collect(given, tmp_path / "out")
+    assert read_sources(tmp_path / "out") is not None
+    with open(files / "a.jsonl", "a") as file:
+        file.write("\n")
+    assert fingerprint(given) != before
+    with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
+        open_documents(tmp_path / "out")
+
+
+def test_missing_file_empty_glob_and_empty_corpus_are_refused(files: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"none\.jsonl cannot be read: No such file"):
+        fingerprint(source(files / "none.jsonl"))
+    with pytest.raises(DataFormatError, match="no file matches"):
+        fingerprint(source(files / "*.gz"))
+    with pytest.raises(DataFormatError, match="is not a file"):
+        fingerprint(source(files))
+    with pytest.raises(DataFormatError, match="the corpus is empty"):
+        collect(source(files / "c.jsonl"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"x\.jsonl:2 is not JSON"),
+        ("", r"x\.jsonl:2 is blank"),
+        ('"text"', r"x\.jsonl:2 holds a JSON str"),
+        ('{"body": "a"}', r"x\.jsonl:2 has no key 'text', only body"),
+        ('{"text": null}', r"x\.jsonl:2 has a NoneType under 'text'"),
+        ('{"text": "\\ud800"}', r"x\.jsonl:2 is not JSON"),
+    ],
+)
+def test_bad_line_is_named(files: Path, tmp_path: Path, line: str, message: str) -> None:
+    (files / "x.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n{{"text": "fine"}}\n')
+    assert collect(source(files / "b.jsonl", files / "x.jsonl"), tmp_path / "out")["documents"] == 5
+    with pytest.raises(DataFormatError, match=message):
+        list(open_documents(tmp_path / "out"))
+
+
+def test_more_files_than_descriptors_can_be_read(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number:03}.jsonl").write_text(f'{{"text": "{number}"}}\n')
+    (tmp_path / "out").mkdir()
+    collect(source(tmp_path / "*.jsonl"), tmp_path / "out")
+    assert list(open_documents(tmp_path / "out")) == [str(number) for number in range(300)]
+
+
+def test_damaged_sources_file_is_refused(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "sources.json").write_text('{"kind": "jsonl", "files": [{}]}')
+    with pytest.raises(DataFormatError, match=r"sources\.json is damaged"):
+        open_documents(tmp_path / "out")

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from megacore.config.data import PrefixSource
+from megacore.corpus import collect, fingerprint
+from megacore.corpus.documents import open_documents
+from megacore.errors import DataFormatError
+from tests.data._files import write_tokens
+
+
+def test_files_are_checked_and_referred_to(tmp_path: Path) -> None:
+    source = PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3, 0, 4]))
+    (tmp_path / "out").mkdir()
+    assert collect(source, tmp_path / "out") == {"documents": 3, "files": 2, "skipped_files": 0, "bytes": 14 + 90}
+    before = fingerprint(source)
+    write_tokens(tmp_path / "a", [4, 0, 3])
+    assert fingerprint(source)["idx_sha256"] != before["idx_sha256"]
+    with pytest.raises(DataFormatError, match="has changed since it was collected"):
+        open_documents(tmp_path / "out")
+
+
+def test_there_is_no_text_to_read(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3])), tmp_path / "out")
+    with pytest.raises(DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"):
+        open_documents(tmp_path / "out")
+
+
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    prefix = write_tokens(tmp_path / "a", [3])
+    Path(prefix + missing).unlink()
+    with pytest.raises(DataFormatError, match=f"a{missing} cannot be read"):
+        fingerprint(PrefixSource(kind="prefix", prefix=prefix))
+
+
+def test_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataFormatError, match="the corpus is empty"):
+        collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [0, 0])), tmp_path / "out")
+    prefix = write_tokens(tmp_path / "b", [3])
+    Path(f"{prefix}.bin").write_bytes(b"\x00")
+    with pytest.raises(DataFormatError, match="do not belong together"):
+        collect(PrefixSource(kind="prefix", prefix=prefix), tmp_path / "out")

@@ -1,0 +1,68 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megacore.config.data import SourceTreeSource
+from megacore.corpus import collect, fingerprint
+from megacore.corpus.source_tree import list_files, root_of
+from megacore.errors import DataFormatError
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    for name, content in {
+        "b.py": b"b = 1\n",
+        "a/c.py": "ü\r\n".encode(),
+        "a/latin.py": "ü".encode("latin-1"),
+        "a/empty.py": b"",
+        "a/notes.txt": b"no",
+        "site-packages/x.py": b"no",
+        "a/dist-packages/x.py": b"no",
+        "a/__pycache__/x.py": b"no",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    os.mkfifo(root / "pipe.py")
+    (root / "dangling.py").symlink_to("nowhere")
+    return root
+
+
+def test_files_become_documents_in_order(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    counts = collect(SourceTreeSource(kind="source_tree", path=str(tree)), tmp_path / "out")
+    assert counts == {"documents": 3, "files": 4, "skipped_files": 1, "bytes": 10}
+    lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"text": "ü\r\n", "source": "a/c.py"},
+        {"text": "", "source": "a/empty.py"},
+        {"text": "b = 1\n", "source": "b.py"},
+    ]
+
+
+def test_fingerprint_is_of_the_content(tree: Path) -> None:
+    source = SourceTreeSource(kind="source_tree", path=str(tree))
+    before = fingerprint(source)
+    assert before["files"] == 4
+    os.utime(tree / "b.py", (1, 1))
+    moved = tree.rename(tree.with_name("moved"))
+    assert fingerprint(SourceTreeSource(kind="source_tree", path=str(moved))) == before
+    (moved / "b.py").write_bytes(b"b = 2\n")
+    assert fingerprint(SourceTreeSource(kind="source_tree", path=str(moved))) != before
+
+
+def test_default_is_the_standard_library() -> None:
+    source = SourceTreeSource(kind="source_tree")
+    files = list_files(root_of(source), source.pattern)
+    assert "json/decoder.py" in files
+    assert not [name for name in files if "site-packages" in name]
+
+
+def test_missing_and_empty_trees_are_refused(tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match="which is not a directory"):
+        fingerprint(SourceTreeSource(kind="source_tree", path=str(tmp_path / "none")))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataFormatError, match=r"the corpus is empty: .* with pattern \*\.rs has no document"):
+        collect(SourceTreeSource(kind="source_tree", path=str(tree), pattern="*.rs"), tmp_path / "out")

@@ -1,0 +1,18 @@
+"""Small token files for the tests of this package."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megacore.data.indexed_dataset import IndexedDatasetWriter
+
+
+def write_tokens(prefix: Path, lengths: Sequence[int], dtype: str = "u2") -> str:
+    """A pair of files whose tokens count upwards through all documents; a length of 0 is an empty document."""
+    start = 0
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(start, start + length) % 60000)
+            start += length
+    return str(prefix)

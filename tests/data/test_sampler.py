@@ -1,0 +1,76 @@
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from megacore.data.sampler import PrefetchingIterator, micro_batch_indices, micro_batches
+
+
+def gather(indices: list[int]) -> np.ndarray:
+    return np.array([[index, index + 1] for index in indices], np.int64)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "megacore-prefetch"]
+
+
+def test_order_is_megatrons() -> None:
+    assert micro_batch_indices(100, micro_step=1, micro_batch_size=2, dp_rank=1, dp_size=3) == [108, 109]
+
+
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (4, 1), (1, 8), (2, 4)])
+def test_a_global_batch_is_the_same_for_every_layout(micro: int, ranks: int) -> None:
+    plans = [
+        list(micro_batches(40, micro_batch_size=micro, global_batch_size=8, dp_rank=rank, dp_size=ranks, steps=3))
+        for rank in range(ranks)
+    ]
+    per_step = 8 // (micro * ranks)
+    for step in range(3):
+        seen = [index for plan in plans for batch in plan[step * per_step : (step + 1) * per_step] for index in batch]
+        assert sorted(seen) == list(range(40 + 8 * step, 48 + 8 * step))
+
+
+def test_resuming_continues_where_the_samples_ended() -> None:
+    arguments = {"micro_batch_size": 2, "global_batch_size": 8, "dp_rank": 1, "dp_size": 2}
+    whole = list(micro_batches(0, **arguments, steps=5))
+    assert whole == [*micro_batches(0, **arguments, steps=2), *micro_batches(16, **arguments, steps=3)]
+
+
+def test_batches_come_in_order_and_the_thread_ends() -> None:
+    with PrefetchingIterator(gather, [[i, i + 7] for i in range(20)], depth=2) as batches:
+        assert [batch[:, 0].tolist() for batch in batches] == [[i, i + 7] for i in range(20)]
+        assert next(batches, None) is None
+    assert threads() == []
+
+
+def test_reading_ahead_is_bounded() -> None:
+    asked: list[int] = []
+
+    def endless() -> Iterator[list[int]]:
+        for index in range(10**9):
+            asked.append(index)
+            yield [index]
+
+    with PrefetchingIterator(gather, endless(), depth=3) as batches:
+        for _ in range(5):
+            next(batches)
+        assert len(asked) <= 5 + 3 + 1
+    assert threads() == []
+    batches.close()
+    assert next(batches, None) is None
+
+
+def test_error_is_raised_where_its_batch_would_be() -> None:
+    def failing(indices: list[int]) -> np.ndarray:
+        if indices == [2]:
+            raise IndexError("no sample 2")
+        return gather(indices)
+
+    with PrefetchingIterator(failing, [[0], [1], [2], [3]]) as batches:
+        assert next(batches)[0, 0] == 0
+        assert next(batches)[0, 0] == 1
+        with pytest.raises(IndexError, match="no sample 2"):
+            next(batches)
+        assert next(batches, None) is None
+    assert threads() == []

@@ -1,0 +1,111 @@
+"""The engine: mixed precision, skipped updates, and its state."""
+
+import math
+
+import pytest
+import torch
+
+from megacore.config.run import RunConfig
+from megacore.engine.native import NativeEngine
+from megacore.models.build import build_model
+from megacore.observe.timers import Timers
+from megacore.parallel.mesh import ALONE, ProcessMesh
+from megacore.train.state import TrainState
+from megacore.train.step import train_step
+from tests.train import _runs
+
+TOKENS = torch.randint(0, _runs.VOCAB_SIZE, (4, 2, _runs.SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def engine(precision: str, run: RunConfig | None = None) -> NativeEngine:
+    run = run or _runs.config()
+    mesh = ProcessMesh.serial()
+    return NativeEngine(build_model(run, _runs.VOCAB_SIZE, mesh), run, mesh, precision)
+
+
+def iterate(own: NativeEngine, lr: float = 1e-2) -> list[float]:
+    own.start_iteration()
+    for number, tokens in enumerate(TOKENS):
+        own.micro_step(tokens, last=number == len(TOKENS) - 1)
+    update = own.update(lr)
+    return [update.loss, update.grad_norm, update.applied]
+
+
+def test_gradients_and_norm_are_those_of_the_mean_loss() -> None:
+    own = engine("fp32")
+    loss, norm, applied = iterate(own, lr=0.0)
+    model = build_model(_runs.config(), _runs.VOCAB_SIZE, ProcessMesh.serial())
+    expected = model.loss(TOKENS.flatten(0, 1)[:, :-1], TOKENS.flatten(0, 1)[:, 1:]).mean()
+    expected.backward()
+    total = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert norm == pytest.approx(total, rel=1e-5)
+    assert applied
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.005)])
+def test_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
+    run = _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 1024.0}})
+    exact, own = engine("fp32", run), engine(precision, run)
+    for _ in range(5):
+        expected, loss = iterate(exact)[0], iterate(own)[0]
+    assert loss == pytest.approx(expected, rel=tolerance)
+    assert all(tensor.dtype == torch.float32 for tensor in own.tensors().values())
+    assert {parameter.dtype for parameter in own._model.parameters()} == {torch.bfloat16 if precision == "bf16" else torch.float16}
+
+
+def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples() -> None:
+    run = _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 2.0**30, "hysteresis": 1}})
+    own = engine("fp16", run)
+    before = {name: tensor.clone() for name, tensor in own.tensors().items()}
+    state = TrainState()
+    update = train_step(
+        own, iter(TOKENS.numpy()), state, config=run, group=ALONE, timers=Timers(torch.device("cpu"))
+    )
+    assert not update.applied
+    assert not update.fatal
+    assert own.loss_scale == 2.0**29
+    assert (state.iteration, state.consumed_samples, state.applied_iterations) == (1, 8, 0)
+    assert (state.interval.skipped_iterations, state.interval.nan_iterations) == (1, 0)
+    for name, tensor in own.tensors().items():
+        assert torch.equal(tensor, before[name])
+    while not iterate(own)[2]:
+        assert own.loss_scale > 1
+    assert not torch.equal(own.tensors()["model.encoder.final_layernorm.weight"], before["model.encoder.final_layernorm.weight"])
+
+
+@pytest.mark.parametrize(("precision", "fatal"), [("fp32", True), ("bf16", True), ("fp16", False)])
+def test_only_fp16_can_recover_from_a_gradient_that_is_not_finite(precision: str, fatal: bool) -> None:
+    own = engine(precision)
+    with torch.no_grad():
+        own._model.encoder.final_layernorm.weight[0] = float("nan")
+    own.start_iteration()
+    own.micro_step(TOKENS[0], last=True)
+    update = own.update(1e-2)
+    assert (update.applied, update.fatal) == (False, fatal)
+
+
+def test_evaluation_has_no_dropout_and_no_gradient() -> None:
+    own = engine("fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5}))
+    first, second = own.token_losses(TOKENS[0]), own.token_losses(TOKENS[0])
+    assert first.shape == (2, _runs.SEQ_LENGTH)
+    assert first.dtype == torch.float32
+    assert torch.equal(first, second)
+    assert not first.requires_grad
+    assert own._model.training
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_restored_engine_goes_on_bit_identically(precision: str) -> None:
+    run = _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 256.0, "window": 3}})
+    whole = engine(precision, run)
+    for _ in range(2):
+        iterate(whole)
+    tensors, state = {name: tensor.clone() for name, tensor in whole.tensors().items()}, whole.state()
+    expected = [iterate(whole) for _ in range(3)]
+    resumed = engine(precision, run)
+    for name, tensor in resumed.tensors().items():
+        tensor.copy_(tensors[name])
+    resumed.load_state(state)
+    assert [iterate(resumed) for _ in range(3)] == expected
+    assert resumed.loss_scale == whole.loss_scale

@@ -1,0 +1,44 @@
+"""Which type `auto` means."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.engine import precision
+from megacore.engine.precision import cpu_multiplies_bf16, resolve_precision
+
+
+@pytest.mark.parametrize("given", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_given_precision_is_taken(given: str, device: str) -> None:
+    assert resolve_precision(given, device) == given
+
+
+@pytest.mark.parametrize(("capability", "expected"), [(0, "fp32"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (90, "bf16")])
+def test_auto_on_a_gpu_asks_for_ampere(monkeypatch: pytest.MonkeyPatch, capability: int, expected: str) -> None:
+    monkeypatch.setattr(precision, "cuda_capability", lambda: capability)
+    assert resolve_precision("auto", "cuda") == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [("fpu avx2 avx512f avx512_vnni", False), ("fpu avx512f avx512_bf16", True), ("fpu amx_tile amx_bf16", True), ("", False)],
+)
+def test_auto_on_a_cpu_asks_for_its_instructions(tmp_path: Path, flags: str, native: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n", encoding="ascii")
+    assert cpu_multiplies_bf16(cpuinfo) is native
+
+
+def test_an_unknown_cpu_computes_in_fp32(tmp_path: Path) -> None:
+    assert cpu_multiplies_bf16(tmp_path / "absent") is False
+
+
+def test_asking_imports_no_torch() -> None:
+    code = (
+        "import sys; from megacore.engine.precision import resolve_precision; "
+        "resolve_precision('auto', 'cpu'); resolve_precision('auto', 'cuda'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

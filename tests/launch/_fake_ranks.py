@@ -1,0 +1,54 @@
+"""A tiny stand-in for torchrun: starts ranks in sessions of their own, each writes its id and behaves as told.
+
+    python _fake_ranks.py DIRECTORY BEHAVIOUR RANKS
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megacore.errors import ConfigError
+from megacore.launch.exit_reason import die_with_parent, reported_exit
+
+LIFETIME = 30.0
+"""Seconds after which a rank that nobody ended goes by itself."""
+
+
+def launcher(directory: Path, behaviour: str, ranks: int) -> int:
+    (directory / "launcher.pid").write_text(str(os.getpid()))
+    if behaviour.startswith("stubborn"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    command = [sys.executable, __file__, str(directory), behaviour]
+    children = [subprocess.Popen([*command, "--rank", str(rank)], start_new_session=True) for rank in range(ranks)]
+    return max(1 if child.wait() else 0 for child in children)
+
+
+def rank_main(directory: Path, behaviour: str, rank: int) -> None:
+    if behaviour.startswith("stubborn"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour.endswith("chained"):
+        die_with_parent()
+    if behaviour == "orphaned" and os.fork():
+        os._exit(0)  # the grandchild goes on without a parent
+    temporary = directory / f"rank_{rank}.tmp"
+    temporary.write_text(str(os.getpid()))
+    temporary.rename(directory / f"rank_{rank}.pid")
+    sys.stdout.write(f"rank {rank} is here\n")
+    sys.stdout.flush()
+    if behaviour == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "config-error" and rank == 0:
+        with reported_exit(directory / "exit", rank):
+            raise ConfigError("train.lr is 7: lower it")
+    if behaviour not in {"quick", "killed", "config-error"}:
+        time.sleep(LIFETIME)
+
+
+if __name__ == "__main__":
+    if sys.argv[3] == "--rank":
+        rank_main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[4]))
+    else:
+        sys.exit(launcher(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

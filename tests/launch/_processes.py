@@ -1,0 +1,47 @@
+"""Helpers to look at the processes of a job from outside."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FAKE_RANKS = str(Path(__file__).with_name("_fake_ranks.py"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """The environment in which a script anywhere finds megacore."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])}
+
+
+def fake_ranks(directory: Path, behaviour: str, ranks: int = 2) -> list[str]:
+    return [sys.executable, FAKE_RANKS, str(directory), behaviour, str(ranks)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
+    """Seconds it took; fails after `seconds`."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def rank_pids(directory: Path, ranks: int = 2) -> list[int]:
+    """Ids of the fake ranks, once all have written theirs."""
+    files = [directory / f"rank_{rank}.pid" for rank in range(ranks)]
+    wait_until(lambda: all(file.exists() for file in files), 15, "ranks started")
+    return [int(file.read_text()) for file in files]
+
+
+def none_alive(pids: list[int], seconds: float) -> float:
+    return wait_until(lambda: not any(alive(pid) for pid in pids), seconds, f"processes {pids} ended")

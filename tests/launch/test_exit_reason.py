@@ -1,0 +1,118 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megacore.errors import ConfigError, DataFormatError, RankLostError, TrainingError, WorkspaceError
+from megacore.launch.exit_reason import ExitReason, read_reasons, reported_exit
+from tests.launch._processes import environment, wait_until
+
+
+class OddDataError(DataFormatError):
+    """A subclass that the table of errors does not know."""
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "message", "code"),
+    [
+        (ConfigError("lr is 7: lower it"), "ConfigError", "lr is 7: lower it", 2),
+        (OddDataError("x.bin is odd"), "DataFormatError", "x.bin is odd", 3),
+        (OSError(28, "No space left on device", "f"), "WorkspaceError", "cannot write f: No space left", 4),
+        (MemoryError(), "TrainingError", "out of memory", 7),
+        (ZeroDivisionError("by zero"), "TrainingError", "ZeroDivisionError: by zero", 7),
+        (FileNotFoundError(2, "No such file", "f"), "TrainingError", "FileNotFoundError", 7),
+    ],
+)
+def test_reason_is_written_and_the_code_is_the_errors(
+    tmp_path: Path, error: Exception, name: str, message: str, code: int
+) -> None:
+    with pytest.raises(SystemExit) as caught, reported_exit(tmp_path / "exit", 3):
+        raise error
+    assert caught.value.code == code
+    (reason,) = read_reasons(tmp_path / "exit")
+    assert (reason.rank, reason.error, reason.secondary) == (3, name, False)
+    assert message in reason.message
+    assert abs(reason.time - time.time()) < 60
+    assert str(reason.exception()).startswith("rank 3: ")
+
+
+def test_the_traceback_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), reported_exit(tmp_path, 0):
+        raise ConfigError("bad")
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), SystemExit(5)])
+def test_interrupts_and_exits_pass(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), reported_exit(tmp_path, 0):
+        raise error
+    assert read_reasons(tmp_path) == []
+
+
+def test_success_writes_nothing(tmp_path: Path) -> None:
+    with reported_exit(tmp_path / "exit", 0):
+        pass
+    assert not (tmp_path / "exit").exists()
+
+
+def test_a_directory_that_cannot_be_written_keeps_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "exit").write_text("a file")
+    with pytest.raises(SystemExit) as caught, reported_exit(tmp_path / "exit", 0):
+        raise ConfigError("bad")
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:532] Connection closed by peer [127.0.0.1]:1234"),
+        RuntimeError("Read error [127.0.0.1]: Connection reset by peer"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        dist.DistNetworkError("The client socket has failed"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+    ],
+)
+def test_a_lost_peer_is_secondary_and_retryable(error: Exception) -> None:
+    reason = ExitReason.of(0, error)
+    assert reason.secondary
+    assert isinstance(reason.exception(), RankLostError)
+
+
+def test_own_failures_come_first_then_the_earliest(tmp_path: Path) -> None:
+    for rank, (moment, secondary) in enumerate([(1.0, True), (5.0, False), (3.0, False)]):
+        reason = {"rank": rank, "error": "ConfigError", "message": "m", "time": moment, "secondary": secondary}
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(reason))
+    (tmp_path / "rank_3.json").write_text('{"rank": 3')
+    (tmp_path / "rank_4.json").write_text('{"another": "form"}')
+    assert [reason.rank for reason in read_reasons(tmp_path)] == [2, 1, 0]
+
+
+def test_an_unknown_error_name_is_still_an_error() -> None:
+    error = ExitReason(1, "NoSuchError", "what", 0.0, False).exception()
+    assert str(error) == "rank 1: what"
+    assert not isinstance(error, TrainingError | WorkspaceError)
+
+
+def test_dies_with_its_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    child = f"""
+import os, pathlib, time
+from megacore.launch.exit_reason import die_with_parent
+die_with_parent()
+pathlib.Path({str(pid_file)!r} + ".tmp").write_text(str(os.getpid()))
+os.rename({str(pid_file)!r} + ".tmp", {str(pid_file)!r})
+time.sleep(30)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"],
+        env=environment(),
+    )
+    wait_until(pid_file.exists, 15, "child started")
+    parent.kill()
+    parent.wait()
+    stat = Path("/proc", pid_file.read_text(), "stat")
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", 3, "child died")

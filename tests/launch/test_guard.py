@@ -1,0 +1,122 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megacore.launch.guard import descendants
+from tests.launch._processes import environment, fake_ranks, none_alive, rank_pids, wait_until
+
+GRACE = 1.0
+LIMIT = GRACE + 5
+
+
+@contextmanager
+def guarded(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "megacore.launch.guard", "--log", str(log), "--grace", str(GRACE), "--", *command],
+        stdin=subprocess.PIPE,
+        env=environment(),
+    )
+    assert guard.stdin is not None
+    try:
+        yield guard
+    finally:
+        guard.stdin.close()
+        guard.wait(timeout=15)
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit(0)", 0), ("exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_exits_with_the_commands_code_and_keeps_its_output(tmp_path: Path, script: str, code: int) -> None:
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    with guarded([sys.executable, "-c", f"import os; print('said', flush=True); {script}"], log) as guard:
+        assert guard.wait(timeout=15) == code
+    assert log.read_text() == "earlier\nsaid\n"
+
+
+def test_missing_executable_is_said_in_the_log(tmp_path: Path) -> None:
+    with guarded(["/no/such/program"], tmp_path / "log") as guard:
+        assert guard.wait(timeout=15) == 127
+    assert "cannot start /no/such/program: No such file" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "stop"),
+    [
+        ("polite", signal.SIGTERM),
+        ("stubborn", signal.SIGTERM),
+        ("orphaned", "end of stdin"),
+        ("stubborn", "end of stdin"),
+        ("polite", signal.SIGINT),
+    ],
+)
+def test_stop_ends_every_rank(tmp_path: Path, behaviour: str, stop: signal.Signals | str) -> None:
+    with guarded(fake_ranks(tmp_path, behaviour), tmp_path / "log") as guard:
+        pids = rank_pids(tmp_path)
+        if isinstance(stop, signal.Signals):
+            guard.send_signal(stop)
+        else:
+            assert guard.stdin is not None
+            guard.stdin.close()
+        took = none_alive(pids, LIMIT)
+        assert guard.wait(timeout=LIMIT) != 0
+    if behaviour == "stubborn":
+        assert took > GRACE / 2, "a rank that ignores SIGTERM still gets its grace"
+    else:
+        assert took < GRACE, "a polite rank needs no SIGKILL"
+
+
+def test_what_the_command_leaves_behind_is_ended(tmp_path: Path) -> None:
+    # The launcher exits at once; each rank forks and its child stays.
+    with guarded(fake_ranks(tmp_path, "orphaned"), tmp_path / "log") as guard:
+        assert guard.wait(timeout=15) == 0
+        none_alive(rank_pids(tmp_path), 0.5)
+
+
+def test_sigkill_of_the_guard_ends_ranks_that_die_with_their_parent(tmp_path: Path) -> None:
+    with guarded(fake_ranks(tmp_path, "stubborn-chained"), tmp_path / "log") as guard:
+        pids = rank_pids(tmp_path)
+        launcher = int((tmp_path / "launcher.pid").read_text())
+        guard.kill()
+        none_alive([*pids, launcher], 2)
+
+
+def test_death_of_the_parent_is_noticed_though_another_process_holds_the_pipe(tmp_path: Path) -> None:
+    # A fork of the parent that lives on keeps the pipe's other end open.
+    parent = f"""
+import os, subprocess, sys, time
+guard = subprocess.Popen([sys.executable, "-m", "megacore.launch.guard", "--log", {str(tmp_path / "log")!r},
+    "--grace", "{GRACE}", "--", *{fake_ranks(tmp_path, "polite")!r}], stdin=subprocess.PIPE)
+if os.fork() == 0:
+    time.sleep(20)
+    os._exit(0)
+time.sleep(20)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", parent], env=environment(), start_new_session=True)
+    try:
+        pids = rank_pids(tmp_path)
+        driver.kill()
+        driver.wait()
+        none_alive(pids, LIMIT)
+    finally:
+        os.killpg(driver.pid, signal.SIGKILL)
+
+
+def test_descendants_include_grandchildren_and_no_zombies() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(20)'])"
+    child = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_until(lambda: len(descendants(child.pid)) == 1, 10, "grandchild started")
+        (grandchild,) = descendants(child.pid)
+        assert {child.pid, grandchild} <= set(descendants(os.getpid()))
+        child.kill()
+        wait_until(lambda: child.pid not in descendants(os.getpid()), 5, "zombie left out")
+        os.kill(grandchild, signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait()

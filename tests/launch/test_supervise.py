@@ -1,0 +1,189 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.errors import ConfigError, LaunchError, RankLostError, StageTimeoutError
+from megacore.launch.guard import descendants
+from megacore.launch.supervise import supervise
+from tests.launch._processes import alive, environment, fake_ranks, none_alive, rank_pids
+
+GRACE = 1.0
+LIMIT = GRACE + 5
+
+
+class Cancelled(BaseException):
+    """What an orchestrator raises to cancel: not an Exception."""
+
+
+def run(tmp_path: Path, command: list[str], **options: Any) -> None:
+    settings: dict[str, Any] = {"stop_grace": GRACE, "poll_interval": 0.05, "env": environment(), **options}
+    supervise(command, log=tmp_path / "logs" / "train.log", exit_directory=tmp_path / "exit", **settings)
+
+
+def test_success_polls_and_leaves_nothing(tmp_path: Path) -> None:
+    polls: list[float] = []
+    before = set(descendants(os.getpid()))
+    run(tmp_path, fake_ranks(tmp_path, "quick"), on_poll=lambda: polls.append(time.monotonic()))
+    assert polls
+    assert (tmp_path / "logs" / "train.log").read_text().count("is here") == 2
+    assert set(descendants(os.getpid())) <= before
+
+
+def test_last_poll_sees_what_was_written_at_the_end(tmp_path: Path) -> None:
+    seen: list[str] = []
+    log = tmp_path / "logs" / "train.log"
+    command = [sys.executable, "-c", "print('the last line')"]
+    run(tmp_path, command, on_poll=lambda: seen.append(log.read_text()), poll_interval=30)
+    assert seen == ["the last line\n"]
+
+
+@pytest.mark.parametrize(("behaviour", "error"), [("polite", KeyboardInterrupt), ("stubborn", Cancelled)])
+def test_whatever_is_raised_ends_every_rank_first(tmp_path: Path, behaviour: str, error: type[BaseException]) -> None:
+    pids: list[int] = []
+    raised_at = 0.0
+
+    def cancel() -> None:
+        nonlocal raised_at
+        pids.extend(rank_pids(tmp_path))
+        raised_at = time.monotonic()
+        raise error("stop")
+
+    with pytest.raises(error):
+        run(tmp_path, fake_ranks(tmp_path, behaviour), on_poll=cancel)
+    assert pids
+    assert not any(alive(pid) for pid in pids)
+    assert time.monotonic() - raised_at < LIMIT
+
+
+def test_timeout_names_minutes_and_setting(tmp_path: Path) -> None:
+    before = set(descendants(os.getpid()))
+    with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes = 0\.02 minutes"):
+        run(tmp_path, [sys.executable, "-c", "import time; time.sleep(30)"], timeout=1.2)
+    assert set(descendants(os.getpid())) <= before
+
+
+def test_reason_of_a_rank_is_raised_as_its_own_type(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rank 0: train\.lr is 7: lower it"):
+        run(tmp_path, fake_ranks(tmp_path, "config-error"))
+
+
+def test_reason_of_an_earlier_attempt_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "exit").mkdir()
+    old = {"rank": 0, "error": "ConfigError", "message": "old", "time": 1.0, "secondary": False}
+    (tmp_path / "exit" / "rank_0.json").write_text(json.dumps(old))
+    with pytest.raises(RankLostError):
+        run(tmp_path, [sys.executable, "-c", "exit(5)"])
+
+
+def test_a_rank_that_noticed_a_lost_peer_does_not_hide_the_first_reason(tmp_path: Path) -> None:
+    reasons = [
+        {"rank": 1, "error": "RankLostError", "message": "lost a peer", "time": 10.0, "secondary": True},
+        {"rank": 0, "error": "DataFormatError", "message": "x.bin is damaged", "time": 11.0, "secondary": False},
+    ]
+    script = f"""
+import json, pathlib
+for reason in {reasons!r}:
+    pathlib.Path({str(tmp_path / "exit")!r}, f"rank_{{reason['rank']}}.json").write_text(json.dumps(reason))
+exit(1)
+"""
+    with pytest.raises(Exception, match=r"rank 0: x\.bin is damaged") as caught:
+        run(tmp_path, [sys.executable, "-c", script])
+    assert type(caught.value).__name__ == "DataFormatError"
+
+
+def test_signal_is_named_with_the_last_log_lines(tmp_path: Path) -> None:
+    script = "import os; print('loading', flush=True); os.kill(os.getpid(), 11)"
+    with pytest.raises(RankLostError, match=r"SIGSEGV.*last lines of .*train\.log: loading"):
+        run(tmp_path, [sys.executable, "-c", script])
+
+
+def test_lost_rank_of_torchrun_wins_over_what_its_peers_noticed(tmp_path: Path) -> None:
+    report = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
+    peer = {"rank": 0, "error": "TrainingError", "message": "odd network", "time": 1.0, "secondary": False}
+    script = f"""
+import json, pathlib
+pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
+print({report!r})
+exit(1)
+"""
+    with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):
+        run(tmp_path, [sys.executable, "-c", script])
+
+
+def test_missing_executable(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot start no-such-launcher"):
+        run(tmp_path, ["no-such-launcher"])
+    assert not (tmp_path / "exit").exists()
+
+
+def test_port_in_use_is_named(tmp_path: Path) -> None:
+    script = "print('failed to bind to port: 29500, address already in use'); exit(1)"
+    with pytest.raises(LaunchError, match="port 29500 is in use"):
+        run(tmp_path, [sys.executable, "-c", script])
+
+
+DRIVER = """
+import pathlib, sys
+from megacore.launch.supervise import supervise
+directory = pathlib.Path(sys.argv[1])
+supervise(sys.argv[2:], log=directory / "log", exit_directory=directory / "exit", stop_grace=1.0)
+"""
+
+
+def start_driver(tmp_path: Path, behaviour: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path), *fake_ranks(tmp_path, behaviour)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "number"),
+    [
+        ("polite", signal.SIGKILL),
+        ("stubborn", signal.SIGKILL),
+        ("orphaned", signal.SIGKILL),
+        ("stubborn", signal.SIGTERM),
+        ("polite", signal.SIGINT),
+    ],
+)
+def test_death_of_the_flow_process_ends_every_rank(tmp_path: Path, behaviour: str, number: signal.Signals) -> None:
+    driver = start_driver(tmp_path, behaviour)
+    pids = rank_pids(tmp_path)
+    driver.send_signal(number)
+    none_alive(pids, LIMIT)
+    driver.communicate(timeout=10)
+
+
+def guard_of(driver: "subprocess.Popen[bytes]") -> int:
+    below = descendants(driver.pid)
+    (guard,) = [pid for pid in below if b"megacore.launch.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return guard
+
+
+def test_sigkill_of_the_guard_is_a_lost_rank_and_ends_even_strangers(tmp_path: Path) -> None:
+    # These ranks ask nothing of the kernel: they are found by the job's mark in their environment.
+    driver = start_driver(tmp_path, "stubborn")
+    pids = rank_pids(tmp_path)
+    os.kill(guard_of(driver), signal.SIGKILL)
+    none_alive(pids, LIMIT)
+    _, errors = driver.communicate(timeout=10)
+    assert b"RankLostError" in errors
+
+
+def test_sigkill_of_guard_and_flow_together_ends_ranks_that_die_with_their_parent(tmp_path: Path) -> None:
+    driver = start_driver(tmp_path, "stubborn-chained")
+    pids = rank_pids(tmp_path)
+    guard = guard_of(driver)
+    os.kill(driver.pid, signal.SIGKILL)
+    os.kill(guard, signal.SIGKILL)
+    none_alive(pids, LIMIT)
+    driver.communicate(timeout=10)

@@ -1,0 +1,54 @@
+"""From a configuration to a model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megacore.errors import ParallelLayoutError
+from megacore.models import build_model, parameter_count
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from tests._tiny import tiny_config
+
+
+def test_parameters_are_fp32_and_have_megatrons_names() -> None:
+    model = build_model(tiny_config(num_layers=1), 500, ProcessMesh.serial())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
+        "embedding.word_embeddings.weight": (504, 32),
+        "embedding.position_embeddings.weight": (16, 32),
+        "encoder.layers.0.input_layernorm.weight": (32,),
+        "encoder.layers.0.input_layernorm.bias": (32,),
+        "encoder.layers.0.self_attention.query_key_value.weight": (96, 32),
+        "encoder.layers.0.self_attention.query_key_value.bias": (96,),
+        "encoder.layers.0.self_attention.dense.weight": (32, 32),
+        "encoder.layers.0.self_attention.dense.bias": (32,),
+        "encoder.layers.0.post_attention_layernorm.weight": (32,),
+        "encoder.layers.0.post_attention_layernorm.bias": (32,),
+        "encoder.layers.0.mlp.dense_h_to_4h.weight": (128, 32),
+        "encoder.layers.0.mlp.dense_h_to_4h.bias": (128,),
+        "encoder.layers.0.mlp.dense_4h_to_h.weight": (32, 128),
+        "encoder.layers.0.mlp.dense_4h_to_h.bias": (32,),
+        "encoder.final_layernorm.weight": (32,),
+        "encoder.final_layernorm.bias": (32,),
+    }
+
+
+@pytest.mark.parametrize(("vocab_size", "ffn", "positions"), [(512, None, None), (509, 96, 64)])
+def test_parameter_count(vocab_size: int, ffn: int | None, positions: int | None) -> None:
+    config = tiny_config(num_layers=3, ffn_hidden_size=ffn, max_position_embeddings=positions)
+    model = build_model(config, vocab_size, ProcessMesh.serial())
+    assert parameter_count(config, vocab_size) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_meta_device_allocates_nothing() -> None:
+    config = tiny_config(num_layers=96, hidden_size=12288, num_attention_heads=96)
+    model = build_model(config, 50257, ProcessMesh.serial(), device="meta")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config, 50257)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    mesh = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, 3))
+    with pytest.raises(ParallelLayoutError, match=r"num_attention_heads 4 .* tensor parallel size 3: use 6"):
+        build_model(tiny_config(hidden_size=96), 510, mesh)

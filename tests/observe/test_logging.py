@@ -1,0 +1,75 @@
+"""The lines that Megatron-LM's users and their scripts read."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from datetime import datetime
+
+import pytest
+
+from megacore.observe.logging import StepReport, configure_logging, perplexity, step_line, time_line, validation_line
+
+REPORT = StepReport(
+    iteration=100,
+    train_iters=500000,
+    consumed_samples=6400,
+    consumed_tokens=6553600,
+    ms_per_iteration=343.21,
+    lr=3.984375e-6,
+    global_batch_size=64,
+    lm_loss=9.44,
+    loss_scale=262144.0,
+    grad_norm=2.5,
+    skipped_iterations=15,
+    nan_iterations=0,
+    samples_per_second=186.5,
+    tokens_per_second=190955.1,
+    tflops=70.0,
+    mfu=0.1683,
+    memory_mb=31000.0,
+)
+
+
+def test_the_step_line() -> None:
+    assert step_line(REPORT, datetime(2026, 1, 2, 3, 4, 5)) == (
+        " [2026-01-02 03:04:05] iteration      100/  500000 | consumed samples:         6400 | "
+        "consumed tokens:        6553600 | elapsed time per iteration (ms): 343.2 | learning rate: 3.984E-06 | "
+        "global batch size:    64 | lm loss: 9.440000E+00 | loss scale: 262144.0 | grad norm: 2.500 | "
+        "number of skipped iterations:  15 | number of nan iterations:   0 | samples/s: 186.50 | tokens/s: 190955 | "
+        "TFLOPs: 70.000 | MFU: 16.8% | memory (MB): 31000 |"
+    )
+
+
+def test_an_unknown_peak_is_said() -> None:
+    assert "| MFU: unknown |" in step_line(dataclasses.replace(REPORT, mfu=None))
+
+
+def test_the_validation_line() -> None:
+    assert validation_line(1000, math.log(200.0)) == (
+        " validation loss at iteration 1000 | lm loss value: 5.298317E+00 | lm loss PPL: 2.000000E+02 | "
+    )
+
+
+def test_a_hopeless_loss_has_infinite_perplexity() -> None:
+    assert perplexity(1e4) == math.inf
+
+
+def test_the_time_line() -> None:
+    assert time_line({"data": 1.0, "update": 2.25}) == "time (ms) | data: 1.0 | update: 2.2"
+
+
+@pytest.fixture
+def library_logger() -> Iterator[logging.Logger]:
+    own = logging.getLogger("megacore")
+    before = (own.handlers, own.level, own.propagate)
+    yield own
+    own.handlers, own.level, own.propagate = before
+
+
+def test_rank_0_tells_and_the_others_only_warn(library_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        configure_logging(rank)
+        logging.getLogger("megacore.train.loop").info("told by %d", rank)
+        logging.getLogger("megacore.checkpoint.format").warning("warned by %d", rank)
+    assert capsys.readouterr().out == "told by 0\nwarned by 0\nrank 1: warned by 1\n"

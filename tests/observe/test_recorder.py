@@ -1,0 +1,56 @@
+"""One account in three forms."""
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from megacore.errors import ConfigError
+from megacore.observe import tensorboard
+from megacore.observe.recorder import Recorder
+from tests.observe.test_logging import REPORT
+
+
+def account(directory: Path, rank: int, *, board: bool = False) -> None:
+    with Recorder(directory, attempt=1, rank=rank, tensorboard=board) as recorder:
+        recorder.event("start", ranks=2)
+        recorder.step(REPORT, {"update": 1.0})
+        recorder.evaluation(100, 5.0, samples=640, consumed_samples=6400, consumed_tokens=6553600)
+        recorder.warning("look here")
+
+
+def test_rank_0_writes_events_and_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "megacore"):
+        account(tmp_path, 0)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [event["kind"] for event in events] == ["start", "step", "evaluation", "warning"]
+    assert events[1]["lr"] == REPORT.lr
+    assert events[2]["ppl"] == pytest.approx(148.413, abs=1e-3)
+    assert "validation loss at iteration 100" in caplog.text
+    assert "look here" in caplog.text
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "megacore"):
+        account(tmp_path, 1, board=True)
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.text == ""
+
+
+def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"megacore\[tensorboard\]"):
+        account(tmp_path, 0, board=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed")
+def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    account(tmp_path, 0, board=True)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert board.Scalars("lm loss")[0].value == pytest.approx(9.44)
+    assert board.Scalars("lm loss validation ppl")[0].step == 100

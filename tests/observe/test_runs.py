@@ -1,0 +1,89 @@
+"""Runs as the workspace itself shows them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import StageKey, Workspace, build_artifact, lock
+from megacore.artifact.build import seal
+from megacore.observe.events import EventWriter
+from megacore.observe.runs import runs
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A workspace with one run that stopped at iteration 20 of 50."""
+    workspace = Workspace(tmp_path)
+    directory = workspace.folder("train") / "aaaa"
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "run.json").write_text(json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}}))
+    (directory / "checkpoints" / "shard").write_bytes(b"x" * 5000)
+    with EventWriter(directory / "events.jsonl", attempt=1) as events:
+        for iteration in (10, 20):
+            events.write("step", iteration=iteration, consumed_tokens=iteration * 32, lm_loss=4.0)
+            events.write("evaluation", iteration=iteration, ppl=100.0 / iteration)
+    return workspace
+
+
+def test_a_stopped_run(workspace: Workspace) -> None:
+    (run,) = runs(workspace)
+    assert run["size_bytes"] > 5000
+    assert run["updated"] > 1.7e9
+    del run["size_bytes"], run["updated"]
+    assert run == {
+        "name": "gpt2-test",
+        "key": "aaaa",
+        "state": "incomplete",
+        "iteration": 20,
+        "train_iters": 50,
+        "consumed_tokens": 640,
+        "valid_ppl": 5.0,
+        "test_ppl": None,
+        "path": str(workspace.folder("train") / "aaaa"),
+    }
+
+
+def test_states(workspace: Workspace) -> None:
+    directory = workspace.folder("train") / "aaaa"
+    with lock(directory):
+        assert runs(workspace)[0]["state"] == "running"
+    seal(directory, StageKey("train", 1, {}, {}), {}, 1.0)
+    assert runs(workspace)[0]["state"] == "finished"
+    (directory / "run.json").write_text("{")
+    (run,) = runs(workspace)
+    assert (run["state"], run["key"]) == ("damaged", "aaaa")
+
+
+def test_perplexity_of_the_test_split_belongs_to_the_run_it_was_measured_on(workspace: Workspace) -> None:
+    directory = workspace.folder("train") / "aaaa"
+    manifest = seal(directory, StageKey("train", 1, {}, {}), {}, 1.0)
+    for digest, ppl in ((manifest.digest, 80.0), ("0" * 64, 70.0)):
+        key = StageKey("evaluate", 1, {}, {"trained": digest})
+        build_artifact(workspace.folder("evaluate"), key, lambda _, ppl=ppl: {"test_ppl": ppl})
+    assert runs(workspace)[0]["test_ppl"] == 80.0
+
+
+def test_the_newest_run_comes_first_and_other_folders_are_no_runs(workspace: Workspace) -> None:
+    other = workspace.folder("train") / "bbbb"
+    other.mkdir()
+    assert len(runs(workspace)) == 1
+    (other / "run.json").write_text(json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}}))
+    with EventWriter(other / "events.jsonl", attempt=1) as events:
+        events.write("start", ranks=1)
+    assert [run["name"] for run in runs(workspace)] == ["later", "gpt2-test"]
+    assert runs(workspace)[0]["iteration"] is None
+
+
+def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
+    assert runs(Workspace(tmp_path)) == []
+
+
+def test_listing_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, megacore.observe.runs\n"
+        "assert not {'torch', 'mlflow', 'prefect', 'transformers'} & set(sys.modules), 'imported too early'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

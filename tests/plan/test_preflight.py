@@ -1,0 +1,117 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.config import RunConfig, load_config
+from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.plan.preflight import Gpu, Hardware, expected_vocab_size, preflight, resolve_launch
+
+GIB = 2**30
+CPU = Hardware(8, 64 * GIB, cpu_flags=frozenset({"avx2"}))
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB)
+VOCAB_SIZE = 50_257
+
+
+def conf(name: str, **overrides: object) -> RunConfig:
+    return load_config(name, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def test_345m_in_fp16_without_a_gpu_says_memory_and_days() -> None:
+    message = r"train\.precision is fp16.*gpt2-345m.*8\.\d GiB.*days.*launch\.allow_cpu"
+    with pytest.raises(ConfigError, match=message):
+        preflight(conf("gpt2-345m"), VOCAB_SIZE, CPU)
+
+
+def test_345m_in_fp16_may_start_on_cpus_when_asked() -> None:
+    report = preflight(conf("gpt2-345m", launch__allow_cpu=True), VOCAB_SIZE, CPU)
+    assert (report.device_type, report.precision) == ("cpu", "fp16")
+    assert report.days > 1000
+
+
+def test_345m_in_fp32_without_a_gpu_is_refused_for_its_days() -> None:
+    with pytest.raises(ConfigError, match=r"sized for GPUs.*days.*train\.train_iters \(500000\)"):
+        preflight(conf("gpt2-345m", train__precision="auto"), VOCAB_SIZE, CPU)
+    report = preflight(conf("gpt2-345m", train__precision="auto", launch__allow_cpu=True), VOCAB_SIZE, CPU)
+    assert report.precision == "fp32"
+
+
+def test_tiny_runs_on_two_cores() -> None:
+    report = preflight(conf("gpt2-tiny"), 8192, Hardware(2, 8 * GIB, cpu_flags=frozenset({"avx2"})))
+    assert (report.ranks, report.threads_per_rank, report.precision) == (2, 1, "fp32")
+    assert report.days < 0.1
+    assert "1.9 M parameters on 2 CPU ranks x 1 threads in fp32" in report.summary()
+
+
+@pytest.mark.parametrize("allow_cpu", [False, True])
+def test_memory_that_does_not_suffice_is_refused_with_advice(allow_cpu: bool) -> None:
+    small = Hardware(2, 1 * GIB, cpu_flags=frozenset({"avx2"}))
+    config = conf("gpt2-tiny", train__micro_batch_size=64, train__global_batch_size=128, launch__allow_cpu=allow_cpu)
+    with pytest.raises(ConfigError, match=r"needs about .* this machine has 0\.5 GiB.*micro_batch_size \(64\)"):
+        preflight(config, 8192, small)
+
+
+def test_345m_fits_an_a100_and_not_a_small_card() -> None:
+    report = preflight(conf("gpt2-345m"), VOCAB_SIZE, Hardware(16, 64 * GIB, (A100,), native_bf16=True))
+    assert (report.device_type, report.precision, report.memory_available) == ("cuda", "fp16", 80 * GIB)
+    with pytest.raises(ConfigError, match=r"8\.\d GiB.*has 6\.0 GiB"):
+        preflight(conf("gpt2-345m"), VOCAB_SIZE, Hardware(16, 64 * GIB, (Gpu("small", 6 * GIB),)))
+
+
+def test_auto_precision_follows_the_hardware() -> None:
+    gpu = Hardware(16, 64 * GIB, (A100,), native_bf16=True)
+    config = conf("gpt2-tiny", launch__nproc_per_node=1)
+    assert preflight(config, 8192, gpu).precision == "bf16"
+    assert preflight(config, 8192, CPU).precision == "fp32"
+
+
+def test_auto_ranks_are_one_per_gpu_else_one() -> None:
+    config = conf("gpt2-tiny", launch__nproc_per_node="auto", train__global_batch_size=64, train__micro_batch_size=4)
+    assert resolve_launch(config, CPU) == (1, 8)
+    assert resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 4)) == (4, 4)
+
+
+def test_threads_can_be_set() -> None:
+    assert resolve_launch(conf("gpt2-tiny", launch__threads_per_rank=3), CPU) == (2, 3)
+
+
+def test_impossible_layouts_are_refused_with_the_numbers() -> None:
+    auto = conf("gpt2-tiny", launch__nproc_per_node="auto", train__global_batch_size=8, train__micro_batch_size=4)
+    with pytest.raises(ParallelLayoutError, match=r"8 is not a multiple of train\.micro_batch_size 4 x 3"):
+        resolve_launch(auto, Hardware(16, 64 * GIB, (A100,) * 3))
+    with pytest.raises(ParallelLayoutError, match="nproc_per_node is 8 and this machine has 1 visible GPU"):
+        resolve_launch(conf("gpt2-345m-8gpu"), Hardware(16, 64 * GIB, (A100,)))
+
+
+def test_tensorboard_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tensorboard is not installed.*megacore\[tensorboard\]"):
+        preflight(conf("gpt2-tiny", tracking__tensorboard=True), 8192, CPU)
+    preflight(conf("gpt2-tiny"), 8192, CPU)
+
+
+def test_vocabulary_size_from_files(tmp_path: Path) -> None:
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    choice = {"kind": "gpt2-bpe", "vocab_file": str(vocab), "merge_file": str(merges)}
+    config = load_config("gpt2-tiny", {"data.tokenizer": choice})
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_file.*vocab\.json cannot be read"):
+        expected_vocab_size(config)
+    vocab.write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
+    assert expected_vocab_size(config) == 3
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<|endoftext|>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    local = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path)}})
+    assert expected_vocab_size(local) == 3
+    assert expected_vocab_size(conf("gpt2-tiny")) == 8192
+    assert expected_vocab_size(conf("gpt2-345m")) == 50_257
+
+
+def test_detects_this_machine_without_torch() -> None:
+    script = (
+        "import sys; from megacore.plan.preflight import Hardware; h = Hardware.detect(); "
+        "assert h.cores >= 1 and h.memory > 2**28, h; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])

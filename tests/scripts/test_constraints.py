@@ -1,0 +1,51 @@
+"""constraints.txt pins every package that is installed here, and what the project asks for fits it."""
+
+import re
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    entries = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in entries), entries
+    return {canonicalize_name(name): Version(version) for name, version in (line.split("==") for line in entries)}
+
+
+def requirements() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for group in project["optional-dependencies"].values() for line in group]
+    found = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    return [requirement for requirement in found if requirement.name != "megacore"]
+
+
+def test_every_requirement_is_pinned_to_a_version_that_fits() -> None:
+    pinned = pins()
+    for requirement in requirements():
+        version = pinned[canonicalize_name(requirement.name)]
+        assert version in requirement.specifier, f"{requirement} does not take {version}"
+
+
+def test_what_the_servers_need_is_kept() -> None:
+    pinned = pins()
+    assert pinned["torch"] == Version("2.13.0")
+    assert pinned["fastapi"] < Version("0.151")
+    assert "apex" not in pinned
+
+
+def test_what_runs_here_is_what_is_pinned() -> None:
+    pinned = pins()
+    differing = {
+        name: dist.version
+        for dist in distributions()
+        if (name := canonicalize_name(dist.metadata["Name"])) in pinned
+        and Version(dist.version).public != pinned[name].public
+    }
+    assert differing == {}

@@ -1,0 +1,114 @@
+"""Processes are found by what they inherited and ended by id, however they hide; others are left alone."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from megacore.errors import LaunchError
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+TOKEN = f"test-{os.getpid()}"
+
+ESCAPING = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(60)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import _processes
+
+    return _processes
+
+
+@pytest.fixture
+def spawn(processes: ModuleType, tmp_path: Path) -> Iterator[Callable[..., object]]:
+    def start(*command: str, name: str = "helper") -> object:
+        return processes.spawn(
+            name, list(command), token=TOKEN, env=dict(os.environ), cwd=tmp_path, log=tmp_path / f"{name}.log"
+        )
+
+    yield start
+    for name in ("helper", "other"):
+        processes.end(TOKEN, name, None, 0.1)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_tree_is_ended_also_when_it_hides(
+    processes: ModuleType, spawn: Callable[..., object], tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    started = spawn(sys.executable, "-c", ESCAPING, str(pid_file))
+    wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+    hidden = psutil.Process(int(pid_file.read_text()))
+    assert hidden.ppid() != started.pid  # type: ignore[attr-defined]
+    assert processes.end(TOKEN, "helper", started, grace=0.5) >= 2
+    assert not hidden.is_running() or hidden.status() == psutil.STATUS_ZOMBIE
+    assert processes.family(TOKEN, "helper", started) == []
+
+
+def test_other_families_are_left_alone(processes: ModuleType, spawn: Callable[..., object]) -> None:
+    other = spawn("sleep", "60", name="other")
+    processes.end(TOKEN, "helper", spawn("sleep", "60"), grace=5.0)
+    assert other.process() is not None  # type: ignore[attr-defined]
+
+
+def test_a_reused_process_id_is_left_alone(processes: ModuleType) -> None:
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        created = psutil.Process(bystander.pid).create_time()
+        remembered = processes.Started("helper", bystander.pid, created, "log")
+        assert remembered.process() is not None
+        earlier = replace(remembered, created=created - 3600)
+        assert earlier.process() is None
+        assert processes.end(TOKEN, "helper", earlier, grace=0.1) == 0
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_output_goes_to_the_log_and_stdin_is_closed(
+    processes: ModuleType, spawn: Callable[..., object], tmp_path: Path
+) -> None:
+    started = spawn("sh", "-c", "cat; echo out; echo err >&2")
+    wait_for(lambda: started.process() is None)  # type: ignore[attr-defined]
+    assert (tmp_path / "helper.log").read_text().split() == ["out", "err"]
+
+
+def test_a_taken_port_names_who_takes_it(processes: ModuleType) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.listen()
+        with pytest.raises(LaunchError) as caught:
+            processes.require_free_port(port, "the Prefect server", "PREFECT_PORT")
+    message = str(caught.value)
+    assert f"port {port} for the Prefect server" in message
+    assert f"process {os.getpid()} (" in message
+    assert f"make server PREFECT_PORT={port + 1}" in message
+    processes.require_free_port(port, "the Prefect server", "PREFECT_PORT")

@@ -1,0 +1,230 @@
+"""`make server` and `make stop` in a copy of the repository, on free ports."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROBE = """
+import json, os, subprocess
+from pathlib import Path
+from typing import Any
+from prefect import flow
+
+@flow(name="probe")
+def probe(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, wait: bool = False) -> None:
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True) if wait else None
+    facts = {"cwd": os.getcwd(), "env": dict(os.environ), "child": child and child.pid}
+    target = Path(os.environ["MEGACORE_WORKSPACE"], "probe.json")
+    target.with_suffix(".tmp").write_text(json.dumps(facts))
+    target.with_suffix(".tmp").rename(target)
+    if child:
+        child.wait()
+"""
+
+
+class Clone:
+    """A copy of what the servers need, its workspace, and its two ports."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.workspace = root / "workspace"
+        for name in ("conf", "flows", "tasks", "scripts"):
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+        probe = {**deployments["definitions"]["base"], "name": "env", "entrypoint": "flows/probe.py:probe"}
+        deployments["deployments"].append(probe)
+        (root / "prefect.yaml").write_text(yaml.safe_dump(deployments), encoding="utf-8")
+        (root / "flows" / "probe.py").write_text(PROBE, encoding="utf-8")
+        self.ports = free_ports(2)
+
+    def command(self, *arguments: str, timeout: float = 200, **variables: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+        env = {
+            **kept,
+            "HOME": str(self.root / "home"),
+            "PYTHONPATH": str(ROOT),
+            "MEGACORE_WORKSPACE": str(self.workspace),
+            "PREFECT_PORT": str(self.ports[0]),
+            "MLFLOW_PORT": str(self.ports[1]),
+            **variables,
+        }
+        return subprocess.run(arguments, cwd=self.root, env=env, capture_output=True, text=True, timeout=timeout)
+
+    def servers(self, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.command(sys.executable, "scripts/servers.py", command, **variables)
+
+    def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.command(sys.executable, "-m", "prefect", *arguments)
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((self.workspace / "servers.json").read_text())
+        return state
+
+    def left_over(self, token: str) -> list[int]:
+        """Every process that inherited the token of a start."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("MEGACORE_SERVERS", "").startswith(token):
+                    found.append(process.pid)
+        return found
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for probe in sockets:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in sockets]
+    for probe in sockets:
+        probe.close()
+    return ports
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+    clone = Clone(tmp_path_factory.mktemp("clone"))
+    yield clone
+    clone.servers("stop")
+
+
+@pytest.fixture
+def idle(tmp_path: Path) -> Clone:
+    """A clone whose servers are never meant to come up."""
+    return Clone(tmp_path / "idle")
+
+
+def test_a_taken_port_is_one_sentence_and_leaves_nothing(idle: Clone) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        result = idle.servers("start", MLFLOW_PORT=str(port))
+    assert result.returncode == 8
+    assert result.stderr.startswith(f"error: port {port} for the MLflow server cannot be used")
+    assert f"process {os.getpid()}" in result.stderr
+    assert f"make server MLFLOW_PORT={port + 1}" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (idle.workspace / "servers.json").exists()
+    assert not (idle.root / "prefect.toml").exists()
+
+
+@pytest.mark.parametrize("port", ["many", "0", "70000", "-1"])
+def test_a_port_that_is_none_is_named(idle: Clone, port: str) -> None:
+    result = idle.servers("start", PREFECT_PORT=port)
+    assert result.returncode == 2
+    assert f"PREFECT_PORT is {port!r}" in result.stderr
+
+
+def test_a_prefect_toml_of_the_user_is_kept(idle: Clone) -> None:
+    (idle.root / "prefect.toml").write_text("debug_mode = true\n")
+    result = idle.servers("start")
+    assert result.returncode == 8
+    assert "was not written by make server" in result.stderr
+    assert (idle.root / "prefect.toml").read_text() == "debug_mode = true\n"
+
+
+def test_stop_and_status_without_servers(idle: Clone) -> None:
+    stopped, status = idle.servers("stop"), idle.servers("status")
+    assert stopped.returncode == 0
+    assert "nothing to stop" in stopped.stdout
+    assert status.returncode == 8
+    assert "make server starts them" in status.stderr
+
+
+def test_a_start_that_fails_half_way_is_rolled_back(idle: Clone) -> None:
+    idle.workspace.mkdir()
+    (idle.workspace / "prefect").write_text("a file where Prefect's home must be")
+    before = set(psutil.pids())
+    result = idle.servers("start")
+    assert result.returncode == 8, result.stderr
+    assert "prefect ended while it was starting" in result.stderr
+    assert "prefect.log" in result.stderr
+    assert not (idle.workspace / "servers.json").exists()
+    for pid in set(psutil.pids()) - before:
+        with suppress(psutil.Error):
+            assert str(idle.workspace) not in " ".join(psutil.Process(pid).cmdline())
+
+
+@pytest.mark.timeout(400)
+def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
+    started = clone.servers("start")
+    assert started.returncode == 0, started.stderr
+    prefect_url, mlflow_url = (f"http://127.0.0.1:{port}" for port in clone.ports)
+    assert prefect_url in started.stdout
+    assert mlflow_url in started.stdout
+    token = clone.state()["token"]
+    assert len(clone.left_over(token)) >= 3
+
+    _deployments_are_those_of_prefect_yaml(clone, prefect_url)
+    assert "MLflow" in get(mlflow_url)
+    assert f"{prefect_url}/api" in get(f"{prefect_url}/ui-settings")
+    assert "already running" in clone.servers("start").stdout
+    assert clone.servers("status").returncode == 0
+
+    _a_plain_deployment_run_works(clone)
+    _stop_ends_a_run_and_its_children(clone)
+    assert clone.left_over(token) == []
+    assert not (clone.root / "prefect.toml").exists()
+    assert not (clone.workspace / "servers.json").exists()
+    assert not (clone.root / "home").exists(), "something was written outside the workspace"
+
+
+def _deployments_are_those_of_prefect_yaml(clone: Clone, prefect_url: str) -> None:
+    request = urllib.request.Request(
+        f"{prefect_url}/api/deployments/filter", b"{}", {"content-type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        deployed = json.load(answer)
+    expected = yaml.safe_load((clone.root / "prefect.yaml").read_text())["deployments"]
+    assert sorted((item["entrypoint"], item["name"]) for item in deployed) == sorted(
+        (item["entrypoint"], item["name"]) for item in expected
+    )
+    for item in deployed:
+        assert item["work_pool_name"] == "local"
+        assert item["pull_steps"] == [
+            {"prefect.deployments.steps.set_working_directory": {"directory": str(clone.root)}}
+        ]
+
+
+def _a_plain_deployment_run_works(clone: Clone) -> None:
+    run = clone.prefect("deployment", "run", "probe/env", "--watch")
+    assert run.returncode == 0, run.stdout + run.stderr
+    facts = json.loads((clone.workspace / "probe.json").read_text())
+    assert facts["cwd"] == str(clone.root)
+    assert facts["env"]["MEGACORE_WORKSPACE"] == str(clone.workspace)
+    assert facts["env"]["PREFECT_RESULTS_LOCAL_STORAGE_PATH"].startswith(str(clone.workspace))
+    assert facts["env"]["MLFLOW_TRACKING_URI"] == f"sqlite:///{clone.workspace / 'mlflow.db'}"
+    assert facts["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+
+
+def _stop_ends_a_run_and_its_children(clone: Clone) -> None:
+    (clone.workspace / "probe.json").unlink()
+    assert clone.prefect("deployment", "run", "probe/env", "--param", "wait=true").returncode == 0
+    deadline = time.monotonic() + 60
+    while not (clone.workspace / "probe.json").exists():
+        assert time.monotonic() < deadline, "the run did not start"
+        time.sleep(0.5)
+    child = psutil.Process(json.loads((clone.workspace / "probe.json").read_text())["child"])
+    stopped = clone.servers("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

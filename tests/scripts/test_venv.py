@@ -1,0 +1,133 @@
+"""`make venv`: what it asks of the machine, in one sentence each, and what it installs in which order."""
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("bash", "dirname", "touch", "mkdir", "cp", "cat", "rm", "make", "find", "env")
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+case "$*" in
+    --version) echo "Python ${VERSION:-3.12.1}" ;;
+    *version_info*) [ "${VERSION:-3.12.1}" != 3.9.2 ] ;;
+    *ensurepip*) [ -z "${NO_ENSUREPIP:-}" ] ;;
+    *Python.h*) [ -z "${NO_HEADERS:-}" ] ;;
+    "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-m pip install"*) exit "${PIP_EXIT:-0}" ;;
+esac
+"""
+
+
+class Machine:
+    """A clone's install script on a PATH that holds only what the test puts there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "clone"
+        self.bin = root / "bin"
+        self.calls = root / "calls"
+        self.bin.mkdir()
+        self.calls.touch()
+        shutil.copytree(ROOT / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
+            shutil.copy(ROOT / name, self.root)
+        (self.root / "megacore").mkdir()
+        (self.root / "megacore" / "helpers.cpp").touch()
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found
+            (self.bin / tool).symlink_to(found)
+        self.add("python3", FAKE_PYTHON)
+        self.add("g++", "#!/usr/bin/env bash\n")
+
+    def add(self, name: str, script: str) -> None:
+        path = self.bin / name
+        path.write_text(script, encoding="utf-8")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": str(self.bin), "CALLS": str(self.calls), "HOME": str(self.root), **variables}
+        return subprocess.run(
+            command or ("scripts/venv.sh",), cwd=self.root, env=env, capture_output=True, text=True, timeout=60
+        )
+
+    @property
+    def installed(self) -> bool:
+        return (self.root / ".venv" / ".installed").exists()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def refusal(machine: Machine, **variables: str) -> str:
+    result = machine.run(**variables)
+    assert result.returncode == 1
+    assert not machine.installed
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("make venv: ")
+    return result.stderr
+
+
+def test_an_old_python_is_named_with_what_to_do(machine: Machine) -> None:
+    message = refusal(machine, VERSION="3.9.2")
+    assert f"{machine.bin}/python3 is Python 3.9.2" in message
+    assert "Python 3.11 or newer" in message
+    assert "make PYTHON=" in message
+
+
+def test_a_newer_python_that_is_here_is_pointed_out(machine: Machine) -> None:
+    machine.add("python3.12", "#!/usr/bin/env bash\nexit 0\n")
+    assert "make PYTHON=python3.12 venv" in refusal(machine, VERSION="3.9.2")
+
+
+def test_a_missing_python_is_named(machine: Machine) -> None:
+    assert "no interpreter 'python3.77'" in refusal(machine, PYTHON="python3.77")
+
+
+def test_a_missing_compiler_is_named(machine: Machine) -> None:
+    (machine.bin / "g++").unlink()
+    assert "no C++ compiler" in refusal(machine)
+    assert "CXX is 'my-c++ -O1'" in refusal(machine, CXX="my-c++ -O1")
+
+
+def test_missing_headers_are_named(machine: Machine) -> None:
+    assert "without Python.h" in refusal(machine, NO_HEADERS="1")
+
+
+def test_a_python_without_ensurepip_is_named(machine: Machine) -> None:
+    assert "no ensurepip" in refusal(machine, NO_ENSUREPIP="1")
+
+
+def test_a_failed_install_leaves_no_stamp(machine: Machine) -> None:
+    assert "pip could not install everything" in refusal(machine, PIP_EXIT="1")
+
+
+def test_torch_comes_first_and_everything_is_constrained(machine: Machine) -> None:
+    assert machine.run().returncode == 0
+    assert machine.installed
+    installs = [line for line in machine.calls.read_text().splitlines() if line.startswith("-m pip install")]
+    assert len(installs) == 2
+    assert all("-c constraints.txt" in line for line in installs)
+    assert "torch" in installs[0].split()
+    assert installs[1].endswith("-e .[dev,deepspeed]")
+    assert "--no-build-isolation" in installs[1]
+
+
+def test_make_installs_once_and_again_when_an_input_changes(machine: Machine) -> None:
+    assert machine.run("make", "venv").returncode == 0
+    before = machine.calls.read_text()
+    assert machine.run("make", "venv").returncode == 0
+    assert machine.calls.read_text() == before
+    stamp = (machine.root / ".venv" / ".installed").stat().st_mtime
+    for changed in ("pyproject.toml", "constraints.txt", "setup.py", "megacore/helpers.cpp"):
+        os.utime(machine.root / changed, (stamp + 10, stamp + 10))
+        assert machine.run("make", "-q", "venv").returncode == 1, changed
+        os.utime(machine.root / changed, (stamp - 10, stamp - 10))
+        assert machine.run("make", "-q", "venv").returncode == 0, changed

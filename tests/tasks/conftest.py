@@ -1,0 +1,97 @@
+"""A real SQLite store per test: its tables are created once and copied."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import Artifact, Workspace
+from megacore.config import RunConfig
+from megacore.config.load import parse_config
+from tasks._mlflow import RunFacts, Tracking
+from tests.tasks.events import EventLog
+
+
+@pytest.fixture(autouse=True)
+def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated mlflow.db without content."""
+    workspace = Workspace(tmp_path_factory.mktemp("store"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        Tracking(workspace, "unused").client.search_experiments()
+    return workspace.root / "mlflow.db"
+
+
+@pytest.fixture
+def tracking(tmp_path: Path, empty_store: Path) -> Tracking:
+    """A store of the test's own."""
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return Tracking(Workspace(tmp_path), "pretrain")
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    """A small valid configuration."""
+    return make_config()
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> RunFacts:
+    """Facts with one data set."""
+    tokens = Artifact(
+        stage="tokenize", key="ab" * 8, path=str(tmp_path / "tokenized"), digest="f" * 64, counts={"tokens": 1000}
+    )
+    return RunFacts("0123456789abcdef", {"tokens": tokens}, {"flow_run": "daring-lynx"})
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """An empty run directory."""
+    directory = tmp_path / "runs" / "0123456789abcdef"
+    directory.mkdir(parents=True)
+    return directory
+
+
+@pytest.fixture
+def log(run_directory: Path) -> EventLog:
+    """Writes the run directory's events."""
+    return EventLog(run_directory / "events.jsonl")
+
+
+@pytest.fixture
+def crash() -> Callable[..., None]:
+    """Raises what no handler expects, as a kill would end the process at that line."""
+
+    def raise_killed(*args: object, **kwargs: object) -> None:
+        raise KilledError
+
+    return raise_killed
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL."""
+
+
+def make_config(**train: int) -> RunConfig:
+    """A small valid configuration with other values in its train section."""
+    values = {
+        "name": "gpt2-test.v1",
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "train-bpe", "vocab_size": 512},
+            "seq_length": 16,
+        },
+        "model": {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2},
+        "optim": {"lr": 1e-3, "min_lr": 1e-4},
+        "train": {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 100} | train,
+        "checkpoint": {"save_interval": 10},
+        "launch": {"nproc_per_node": 1},
+    }
+    return parse_config(values, origin="test")

@@ -1,0 +1,50 @@
+"""Writing the events of an imagined training."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+TOKENS_PER_ITERATION = 32
+
+
+class EventLog:
+    """Appends events as training does, with times that grow by one second."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.attempt = 1
+        self.time = 1_700_000_000.0
+
+    def write(self, kind: str, iteration: int, **values: Any) -> None:
+        """Append one event."""
+        self.time += 1
+        event = {"kind": kind, "time": self.time, "attempt": self.attempt, "iteration": iteration, **values}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def step(self, iteration: int, loss: float = 5.0, **values: Any) -> None:
+        """A step event with the fields that these tests need."""
+        tokens = iteration * TOKENS_PER_ITERATION
+        self.write("step", iteration, consumed_tokens=tokens, lm_loss=loss, lr=1e-3, grad_norm=1.0, **values)
+
+    def evaluation(self, iteration: int, loss: float = 5.0) -> None:
+        """A validation."""
+        tokens = iteration * TOKENS_PER_ITERATION
+        self.write("evaluation", iteration, consumed_tokens=tokens, lm_loss=loss, ppl=math.exp(loss), samples=8)
+
+    def checkpoint(self, iteration: int, loss: float | None = 5.0) -> None:
+        """A saved checkpoint."""
+        self.write(
+            "checkpoint",
+            iteration,
+            consumed_tokens=iteration * TOKENS_PER_ITERATION,
+            path=f"checkpoints/iter_{iteration:07d}",
+            size_bytes=1000 + iteration,
+            seconds=0.1,
+            validation_loss=loss,
+        )
+
+    def deleted(self, iteration: int) -> None:
+        """A checkpoint that retention removed."""
+        self.write("checkpoint_deleted", iteration, path=f"checkpoints/iter_{iteration:07d}")

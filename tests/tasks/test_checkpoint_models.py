@@ -1,0 +1,80 @@
+"""Checkpoints as LoggedModels."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megacore.config import RunConfig
+from tasks._checkpoint_models import checkpoint_table, log_test_perplexities
+from tasks._forward import OFFSET_FILE, Forwarder
+from tasks._mlflow import RunFacts, Tracking
+from tests.tasks.events import EventLog
+
+
+@pytest.fixture
+def forward(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> Callable[[], str]:
+    """Deliver all events as a new process."""
+    return lambda: Forwarder(tracking, run_directory, config, facts).flush()
+
+
+def test_the_best_checkpoint_is_the_first_row(
+    tracking: Tracking, log: EventLog, forward: Callable[[], str], run_directory: Path
+) -> None:
+    for iteration, loss in ((100, 3.0), (200, 1.0), (300, 2.0)):
+        log.checkpoint(iteration, loss)
+    run_id = forward()
+    table = checkpoint_table(tracking, run_id)
+    assert [row["iteration"] for row in table] == [200, 300, 100]
+    assert table[0]["valid_ppl"] == pytest.approx(2.71828, abs=1e-4)
+    assert table[0]["path"] == str(run_directory / "checkpoints" / "iter_0000200")
+    assert table[0]["size_bytes"] == 1200
+    log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}, timestamp_ms=1)
+    log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0}, timestamp_ms=2)
+    by_test = checkpoint_table(tracking, run_id, "test_ppl")
+    assert [(row["iteration"], row["test_ppl"]) for row in by_test] == [(100, 5.0), (300, 6.0), (200, 7.0)]
+    assert len(tracking.client.get_metric_history(run_id, "test_ppl")) == 3
+    outputs = tracking.client.get_run(run_id).outputs.model_outputs
+    assert sorted(output.step for output in outputs) == [100, 200, 300]
+
+
+def test_replaying_changes_nothing(
+    tracking: Tracking, log: EventLog, forward: Callable[[], str], run_directory: Path
+) -> None:
+    log.checkpoint(100)
+    log.checkpoint(200, loss=None)
+    log.deleted(100)
+    run_id = forward()
+    (run_directory / OFFSET_FILE).unlink()
+    assert forward() == run_id
+    models = tracking.client.search_logged_models([tracking.experiment_id])
+    states = {model.params["step"]: model.tags["checkpoint_state"] for model in models}
+    assert states == {"100": "deleted", "200": "kept"}
+    assert {model.status for model in models} == {"READY"}
+    assert len(tracking.client.get_run(run_id).outputs.model_outputs) == 2
+    assert len(tracking.client.get_metric_history(run_id, "valid_ppl")) == 1
+
+
+def test_deleted_checkpoints_leave_the_table_and_come_back_when_saved_again(
+    tracking: Tracking, log: EventLog, forward: Callable[[], str]
+) -> None:
+    log.checkpoint(100, loss=1.0)
+    log.checkpoint(200, loss=2.0)
+    log.deleted(100)
+    run_id = forward()
+    assert [row["iteration"] for row in checkpoint_table(tracking, run_id)] == [200]
+    log.attempt = 2
+    log.checkpoint(100, loss=1.0)
+    assert forward() == run_id
+    assert [row["iteration"] for row in checkpoint_table(tracking, run_id)] == [100, 200]
+
+
+def test_no_checkpoint_file_is_copied(
+    tracking: Tracking, log: EventLog, forward: Callable[[], str], run_directory: Path
+) -> None:
+    checkpoint = run_directory / "checkpoints" / "iter_0000100"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "shard.distcp").write_bytes(b"x" * 4096)
+    log.checkpoint(100)
+    forward()
+    assert list(tracking.workspace.mlflow_artifacts.rglob("*.distcp")) == []

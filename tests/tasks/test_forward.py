@@ -1,0 +1,290 @@
+"""Every (metric, step) reaches the store exactly once, whatever happens in between."""
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tasks._forward
+from megacore.config import RunConfig
+from megacore.errors import DataFormatError, TrackingError
+from tasks._forward import OFFSET_FILE, Forwarder, next_batch
+from tasks._mlflow import RunFacts, Tracking
+from tests.tasks.conftest import KilledError
+from tests.tasks.events import TOKENS_PER_ITERATION, EventLog
+
+MakeForwarder = Callable[[], Forwarder]
+
+
+@pytest.fixture
+def make_forwarder(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> MakeForwarder:
+    """A forwarder as a new process would make it."""
+    return lambda: Forwarder(
+        Tracking(tracking.workspace, "pretrain"), run_directory, config, facts, interval=0.0
+    )
+
+
+def history(tracking: Tracking, run_id: str, key: str = "train/lm_loss") -> dict[int, float]:
+    """Values by step; fails when a step is there twice."""
+    metrics = tracking.client.get_metric_history(run_id, key)
+    assert max(Counter(metric.step for metric in metrics).values(), default=0) <= 1, f"{key} has a step twice"
+    return {metric.step: metric.value for metric in metrics}
+
+
+def check(tracking: Tracking, run_id: str, iterations: list[int]) -> None:
+    """Each of the three curves that a test writes, on both axes, has exactly these points."""
+    for name in ("lm_loss", "lr", "grad_norm"):
+        assert sorted(history(tracking, run_id, f"train/{name}")) == iterations
+        steps = sorted(history(tracking, run_id, f"train/{name}_by_tokens"))
+        assert steps == [iteration * TOKENS_PER_ITERATION for iteration in iterations]
+
+
+def watch_log_batch(
+    monkeypatch: pytest.MonkeyPatch, *, before: Exception | None = None, after: Exception | None = None
+) -> list[int]:
+    """The iterations whose loss is sent from now on; the first batch fails before or after the store took it.
+
+    SQLite itself drops an exact repetition, so what was sent shows more than what the store holds.
+    """
+    from mlflow import MlflowClient
+
+    real, pending = MlflowClient.log_batch, [before or after]
+    sent: list[int] = []
+
+    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **rest: Any) -> None:
+        error = pending.pop() if metrics and pending else None
+        sent.extend(metric.step for metric in metrics if metric.key == "train/lm_loss")
+        if error is not None and error is before:
+            raise error
+        real(self, run_id, metrics=metrics, **rest)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    return sent
+
+
+def test_curves_by_iteration_and_by_tokens(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
+) -> None:
+    for iteration in (10, 20, 30):
+        log.step(iteration, loss=6 - iteration / 10, mfu=None)
+    log.evaluation(30, loss=3.5)
+    run_id = make_forwarder().finish()
+    check(tracking, run_id, [10, 20, 30])
+    assert history(tracking, run_id, "train/mfu") == {}
+    assert history(tracking, run_id, "valid/lm_loss_by_tokens") == {30 * TOKENS_PER_ITERATION: 3.5}
+    assert history(tracking, run_id, "valid/ppl")[30] == pytest.approx(33.115, abs=0.001)
+    (first, *_) = tracking.client.get_metric_history(run_id, "train/lm_loss")
+    assert first.timestamp == 1_700_000_001_000
+    assert tracking.client.get_run(run_id).info.status == "FINISHED"
+
+
+def test_a_resumed_training_reports_iterations_again(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
+) -> None:
+    for iteration in (10, 20, 30):
+        log.step(iteration, loss=1.0)
+    first = make_forwarder()
+    run_id = first.flush()
+    log.attempt = 2
+    for iteration in (20, 25, 30, 40):
+        log.step(iteration, loss=2.0)
+    assert first.flush() == run_id
+    log.attempt = 3
+    log.step(40, loss=3.0)
+    log.step(50, loss=3.0)
+    assert make_forwarder().flush() == run_id
+    check(tracking, run_id, [10, 20, 25, 30, 40, 50])
+    assert history(tracking, run_id) == {10: 1.0, 20: 1.0, 25: 2.0, 30: 1.0, 40: 2.0, 50: 3.0}
+
+
+def test_killed_between_batch_and_commit(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
+    crash: Callable[..., None],
+) -> None:
+    log.step(10)
+    forwarder = make_forwarder()
+    forwarder.deliver()
+    log.step(20)
+    log.checkpoint(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks._forward, "write_json", crash)
+        with pytest.raises(KilledError):
+            forwarder.deliver()
+    assert forwarder.run_id is not None
+    check(tracking, forwarder.run_id, [10, 20])
+    log.step(30)
+    sent = watch_log_batch(monkeypatch)
+    run_id = make_forwarder().flush()
+    assert sent == [30]
+    check(tracking, run_id, [10, 20, 30])
+    assert len(tracking.client.search_logged_models([tracking.experiment_id])) == 1
+
+
+@pytest.mark.parametrize(("moment", "expected"), [("before", [20, 20, 30]), ("after", [20, 30])])
+def test_an_outage_before_or_after_the_store_took_the_batch(
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    expected: list[int],
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    log.step(10)
+    forwarder = make_forwarder()
+    run_id = forwarder.flush()
+    log.step(20)
+    sent = watch_log_batch(monkeypatch, **{moment: MlflowException("connection reset")})
+    with pytest.raises(TrackingError, match="connection reset"):
+        forwarder.deliver()
+    log.step(20, loss=9.0)
+    log.step(30)
+    assert forwarder.flush() == run_id
+    assert sent == expected
+    check(tracking, run_id, [10, 20, 30])
+    assert history(tracking, run_id)[20] == 5.0
+
+
+def test_flush_tries_again_and_then_says_so(
+    log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.step(10)
+    forwarder = make_forwarder()
+    monkeypatch.setattr(tasks._forward, "_FIRST_BACKOFF", 0.05)
+    attempts = []
+
+    def failing(*_: object) -> str:
+        attempts.append(time.monotonic())
+        raise TrackingError("the server is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks._forward, "ensure_run", failing)
+        started = time.monotonic()
+        with pytest.raises(TrackingError, match="not all in MLflow: the server is down"):
+            forwarder.flush(timeout=1.0)
+        assert 0.3 < time.monotonic() - started < 1.5
+    assert 3 <= len(attempts) <= 5
+    assert forwarder.flush()
+
+
+def test_a_store_that_hangs_neither_delays_polls_nor_flush_for_ever(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.step(10)
+    forwarder = make_forwarder()
+    real = tasks._forward.ensure_run
+
+    def hanging(*args: Any) -> str:
+        time.sleep(1.5)
+        return real(*args)
+
+    monkeypatch.setattr(tasks._forward, "ensure_run", hanging)
+    started = time.monotonic()
+    for _ in range(10):
+        forwarder.poll()
+    assert time.monotonic() - started < 0.2
+    with pytest.raises(TrackingError, match=r"within 0\.3 s"):
+        forwarder.flush(timeout=0.3)
+    check(tracking, forwarder.flush(timeout=30), [10])
+
+
+def test_polls_deliver_in_the_background(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
+) -> None:
+    forwarder = make_forwarder()
+    for iteration in range(1, 6):
+        log.step(iteration)
+        forwarder.poll()
+        time.sleep(0.05)
+    deadline = time.monotonic() + 30
+    run_id = None
+    while time.monotonic() < deadline and (run_id is None or len(history(tracking, run_id)) < 5):
+        forwarder.poll()
+        time.sleep(0.05)
+        run_id = forwarder.run_id
+    assert run_id is not None
+    check(tracking, run_id, [1, 2, 3, 4, 5])
+
+
+def test_a_lost_store_gets_everything_again(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, run_directory: Path
+) -> None:
+    log.step(10)
+    forwarder = make_forwarder()
+    first = forwarder.flush()
+    tracking.client.delete_run(first)
+    log.step(20)
+    log.checkpoint(20)
+    second = forwarder.flush()
+    assert second != first
+    check(tracking, second, [10, 20])
+    assert json.loads((run_directory / OFFSET_FILE).read_text()) == {
+        "run_id": second,
+        "offset": log.path.stat().st_size,
+    }
+
+
+def test_without_its_offset_a_run_is_compared_with_the_store(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, run_directory: Path
+) -> None:
+    for iteration in range(1, 401):
+        log.step(iteration)
+    run_id = make_forwarder().flush()
+    (run_directory / OFFSET_FILE).unlink()
+    assert make_forwarder().flush() == run_id
+    check(tracking, run_id, list(range(1, 401)))
+
+
+def test_batches_hold_whole_events(log: EventLog) -> None:
+    for iteration in range(1, 401):
+        log.step(iteration)
+    seen: set[tuple[str, int]] = set()
+    sizes, offset = [], 0
+    while (batch := next_batch(log.path, offset, seen)).end > offset:
+        sizes.append(len(batch.points))
+        offset = batch.end
+        seen |= batch.seen
+    assert sizes == [996, 996, 408]
+    assert offset == log.path.stat().st_size
+
+
+def test_a_torn_line_waits_for_its_end(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:
+    log.step(10)
+    log.step(20)
+    content = log.path.read_bytes()
+    log.path.write_bytes(content[:-7])
+    forwarder = make_forwarder()
+    check(tracking, forwarder.flush(), [10])
+    log.path.write_bytes(content)
+    check(tracking, forwarder.flush(), [10, 20])
+
+
+def test_a_damaged_event_is_reported(log: EventLog, make_forwarder: MakeForwarder) -> None:
+    log.path.write_text("not an event\n")
+    forwarder = make_forwarder()
+    forwarder.poll()
+    with pytest.raises(DataFormatError, match="no event"):
+        forwarder.flush()
+
+
+def test_a_run_directory_that_was_deleted_gets_a_clean_run(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, run_directory: Path
+) -> None:
+    log.step(10, loss=1.0)
+    first = make_forwarder().flush()
+    shutil.rmtree(run_directory)
+    run_directory.mkdir()
+    log.step(10, loss=2.0)
+    second = make_forwarder().flush()
+    assert (history(tracking, first), history(tracking, second)) == ({10: 1.0}, {10: 2.0})

@@ -1,0 +1,176 @@
+"""The one MLflow run of a run directory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tasks._mlflow
+from megacore.artifact import Workspace
+from megacore.artifact.files import write_json
+from megacore.config import RunConfig
+from megacore.errors import TrackingError
+from tasks._mlflow import (
+    RUN_FILE,
+    RunFacts,
+    Tracking,
+    end_run,
+    ensure_run,
+    flatten,
+    git_facts,
+    recorded_run_id,
+    redact,
+)
+from tests.tasks.conftest import KilledError, make_config
+
+
+def all_runs(tracking: Tracking) -> list[str]:
+    return [run.info.run_id for run in tracking.client.search_runs([tracking.experiment_id])]
+
+
+def test_one_run_with_config_versions_and_data(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    run_id = ensure_run(tracking, run_directory, config, facts)
+    assert ensure_run(tracking, run_directory, config, facts) == run_id == recorded_run_id(run_directory)
+    assert all_runs(tracking) == [run_id]
+    run = tracking.client.get_run(run_id)
+    assert run.info.run_name == "gpt2-test.v1-01234567"
+    assert run.data.params["train.train_iters"] == "100"
+    assert run.data.params["data.tokenizer.kind"] == "train-bpe"
+    assert run.data.tags["version.torch"]
+    assert run.data.tags["flow_run"] == "daring-lynx"
+    (dataset,) = run.inputs.dataset_inputs
+    assert dataset.dataset.digest == "f" * 36
+    assert json.loads(dataset.dataset.profile) == {"tokens": 1000}
+    text = (tracking.workspace.mlflow_artifacts / "pretrain" / run_id / "artifacts" / "config.yaml").read_text()
+    assert "train_iters: 100" in text
+
+
+def test_nothing_is_written_outside_the_workspace(
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    ensure_run(tracking, run_directory, config, facts)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_killed_between_creating_the_run_and_noting_it(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed_at_the_second(path: Path, value: dict[str, str | None]) -> None:
+        if value["run_id"] is not None:
+            raise KilledError
+        write_json(path, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks._mlflow, "write_json", killed_at_the_second)
+        with pytest.raises(KilledError):
+            ensure_run(tracking, run_directory, config, facts)
+    (created,) = all_runs(tracking)
+    assert recorded_run_id(run_directory) is None
+    assert ensure_run(tracking, run_directory, config, facts) == created
+    assert all_runs(tracking) == [created]
+
+
+def test_killed_while_describing_the_run(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks._mlflow, "_log_datasets", killed)
+        with pytest.raises(KilledError):
+            ensure_run(tracking, run_directory, config, facts)
+    run = tracking.client.get_run(ensure_run(tracking, run_directory, config, facts))
+    assert len(run.inputs.dataset_inputs) == 1
+
+
+def test_a_run_that_the_store_lost_is_made_anew(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    first = ensure_run(tracking, run_directory, config, facts)
+    tracking.client.delete_run(first)
+    second = ensure_run(tracking, run_directory, config, facts)
+    write_json(run_directory / RUN_FILE, {"token": "t", "run_id": "0" * 32})
+    third = ensure_run(tracking, run_directory, config, facts)
+    assert len({first, second, third}) == 3
+
+
+def test_a_deleted_run_directory_starts_another_run(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    first = ensure_run(tracking, run_directory, config, facts)
+    (run_directory / RUN_FILE).unlink()
+    assert ensure_run(tracking, run_directory, config, facts) != first
+
+
+def test_extending_reopens_the_run_and_tags_what_changed(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    run_id = ensure_run(tracking, run_directory, config, facts)
+    end_run(tracking, run_id)
+    assert tracking.client.get_run(run_id).info.status == "FINISHED"
+    for train_iters in (200, 100):
+        assert ensure_run(tracking, run_directory, make_config(train_iters=train_iters), facts) == run_id
+        run = tracking.client.get_run(run_id)
+        assert run.info.status == "RUNNING"
+        assert run.data.params["train.train_iters"] == "100"
+        assert run.data.tags["changed.train.train_iters"] == str(train_iters)
+
+
+def test_a_deleted_experiment_is_one_sentence(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    tracking.client.delete_experiment(tracking.experiment_id)
+    again = Tracking(tracking.workspace, "pretrain")
+    with pytest.raises(TrackingError, match="experiment 'pretrain' was deleted in MLflow"):
+        ensure_run(again, run_directory, config, facts)
+
+
+def test_the_environment_names_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Tracking(Workspace(tmp_path), "x").uri == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    tracking = Tracking(Workspace(tmp_path), "x")
+    with pytest.raises(TrackingError) as caught:
+        _ = tracking.experiment_id
+    assert "did not open experiment 'x'" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_flatten_redacts_and_cuts() -> None:
+    flat = flatten({"a": {"b": 1, "c": None}, "d": [1, 2], "e": {}, "f": "x" * 7000, "g": "s3://me:pw@host/p"})
+    assert flat == {"a.b": "1", "a.c": "null", "d": "[1, 2]", "e": "{}", "f": "x" * 6000, "g": "s3://***@host/p"}
+    assert redact("https://host/d?sv=1&api_key=abc&x=2") == "https://host/d?sv=1&***&x=2"
+
+
+def test_git_facts(tmp_path: Path) -> None:
+    assert git_facts(tmp_path) == {}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "m"], check=True)
+    clean = git_facts(tmp_path)
+    assert len(clean["mlflow.source.git.commit"]) == 40
+    assert clean["megacore.git_dirty"] == "false"
+    (tmp_path / "file").write_text("2")
+    assert git_facts(tmp_path)["megacore.git_dirty"] == "true"
+
+
+def test_mlflow_is_imported_only_when_it_is_used() -> None:
+    code = (
+        "import sys, tasks._mlflow, tasks._forward, tasks._registry, tasks._checkpoint_models, tasks._plots\n"
+        "assert not {'mlflow', 'matplotlib', 'torch', 'prefect'} & set(sys.modules), 'imported too early'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

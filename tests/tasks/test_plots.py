@@ -1,0 +1,60 @@
+"""The pictures of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks._plots import Curve, plot_run, read_curves, short_count
+from tests.tasks.events import EventLog
+
+
+def test_curves_take_the_first_report_of_an_iteration(log: EventLog) -> None:
+    log.step(10, loss=4.0)
+    log.step(20, loss=3.0)
+    log.evaluation(20, loss=2.0)
+    log.attempt = 2
+    log.step(20, loss=9.0)
+    log.evaluation(20, loss=9.0)
+    log.write("step", 30, lm_loss=None, consumed_tokens=960)
+    curves = read_curves(log.path)
+    assert curves.train_loss == Curve([10, 20], [4.0, 3.0])
+    assert curves.valid_loss == Curve([20], [2.0])
+    assert curves.tokens_per_iteration == 32
+    assert curves.last_iteration == 20
+
+
+@pytest.mark.parametrize(("iterations", "evaluations"), [(0, 0), (1, 0), (3, 1), (500, 10)])
+def test_pictures_of_any_length(log: EventLog, tmp_path: Path, iterations: int, evaluations: int) -> None:
+    from matplotlib.image import imread
+
+    log.path.touch()
+    for iteration in range(1, iterations + 1):
+        log.step(iteration, loss=9.0 / iteration**0.2)
+    for index in range(1, evaluations + 1):
+        log.evaluation(iterations * index // evaluations, loss=8.0 / index**0.2)
+    for path in plot_run(log.path, tmp_path, "gpt2-test"):
+        pixels = imread(path)
+        assert pixels.shape[:2] == (624, 1040)
+        if evaluations:
+            orange = (pixels[..., 0] > 0.7) & (pixels[..., 1] < 0.5) & (pixels[..., 2] < 0.3)
+            assert orange.sum() > 20
+
+
+def test_smoothing_keeps_the_ends_and_the_level() -> None:
+    values = [5.0 - index / 1000 for index in range(1000)]
+    curve = Curve(list(range(1000)), values)
+    smooth = curve.smoothed()
+    assert smooth.values[0] == values[0]
+    assert smooth.values == pytest.approx(values, abs=0.011)
+    assert Curve([1], [2.0]).smoothed() == Curve([1], [2.0])
+
+
+def test_short_count() -> None:
+    assert [short_count(value) for value in (0, 999, 1500, 2.5e6, 3.2e10, 1e12)] == [
+        "0",
+        "999",
+        "1.5K",
+        "2.5M",
+        "32B",
+        "1T",
+    ]

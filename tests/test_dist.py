@@ -1,0 +1,51 @@
+"""The helper that the distributed tests stand on: results, tracebacks, stacks of a hang, nothing left behind."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests._dist import DistributedError, run_distributed
+
+
+def _sum_of_ranks(offset: int) -> tuple[float, int]:
+    value = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(value)
+    return value.item(), torch.get_num_threads()
+
+
+def _raise_on_last_rank() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("the last rank gives up")
+    dist.barrier()
+
+
+def _wait_for_nobody(directory: Path) -> None:
+    (directory / str(dist.get_rank())).write_text(str(os.getpid()))
+    if dist.get_rank() == 0:
+        dist.barrier()
+    while True:
+        time.sleep(0.1)
+
+
+def test_returns_the_results_by_rank() -> None:
+    assert run_distributed(2, _sum_of_ranks, 10) == [(21.0, 1), (21.0, 1)]
+
+
+def test_an_exception_carries_its_rank_and_traceback() -> None:
+    with pytest.raises(DistributedError, match=r"(?s)rank 1 raised:.*_raise_on_last_rank.*the last rank gives up"):
+        run_distributed(2, _raise_on_last_rank)
+
+
+def test_a_hang_shows_every_stack_and_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(DistributedError) as failure:
+        run_distributed(2, _wait_for_nobody, tmp_path, timeout=20)
+    message = str(failure.value)
+    assert "no rank finished within 20 s" in message
+    assert message.count("in _wait_for_nobody") == 2
+    for pid_file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid_file.read_text()), 0)

@@ -1,0 +1,183 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
+from megacore.corpus.documents import CorpusWriter
+from megacore.errors import DataFormatError, DownloadError
+from megacore.tokenizer import load_tokenizer, padded_vocab_size
+from megacore.tokenizer.build import build_tokenizer, fingerprint
+
+TEXT = "def größe(n):\n    return n<|endoftext|>x 💡\n"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    directory = tmp_path / "corpus"
+    directory.mkdir()
+    with CorpusWriter(directory) as writer:
+        for number in range(50):
+            writer.add(f"def function_{number}(value):\n    return value + {number}\n", "test")
+    (tmp_path / "out").mkdir()
+    return directory
+
+
+def train(vocab_size: int) -> TrainBpeTokenizer:
+    return TrainBpeTokenizer(kind="train-bpe", vocab_size=vocab_size)
+
+
+def gpt2(folder: Path) -> Gpt2BpeTokenizer:
+    return Gpt2BpeTokenizer(
+        kind="gpt2-bpe", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+    )
+
+
+def hf(name: Path | str, **values: str) -> HfTokenizer:
+    return HfTokenizer.model_validate({"kind": "hf", "name": str(name), **values})
+
+
+def test_trained_bpe_has_the_asked_size_and_loses_nothing(corpus: Path, tmp_path: Path) -> None:
+    counts = build_tokenizer(train(300), corpus, tmp_path / "out")
+    assert counts == {"vocab_size": 300, "eod_id": 0, "eod_token": "<|endoftext|>"}
+    tokenizer = load_tokenizer(tmp_path / "out")
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert ids.tolist().count(0) == 1
+    assert ids.max() < tokenizer.vocab_size == 300
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+        "merges.txt",
+    }
+
+
+def test_training_is_deterministic(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    for name in ("out", "again"):
+        build_tokenizer(train(320), corpus, tmp_path / name)
+    first, second = ((tmp_path / name / "tokenizer.json").read_bytes() for name in ("out", "again"))
+    assert first == second
+
+
+def test_corpus_too_small_for_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"yields a vocabulary of \d+ entries, not the 8192 .* lower it to"):
+        build_tokenizer(train(8192), corpus, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["trained", "given", "hf"])
+def test_transformers_loads_it_alike(corpus: Path, tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    build_tokenizer(train(300), corpus, tmp_path / "out")
+    directory = tmp_path / "out"
+    if kind != "trained":
+        directory = tmp_path / "second"
+        directory.mkdir()
+        choice = gpt2(tmp_path / "out") if kind == "given" else hf(tmp_path / "out")
+        assert build_tokenizer(choice, corpus, directory)["vocab_size"] == 300
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    assert theirs(TEXT)["input_ids"] == load_tokenizer(directory).encode(TEXT).tolist()
+    assert (theirs.eos_token, theirs.eos_token_id, len(theirs)) == ("<|endoftext|>", 0, 300)
+    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+
+
+def test_gpt2_files_give_gpt2(shared_data: Path, tmp_path: Path) -> None:
+    data = shared_data / "data"
+    choice = Gpt2BpeTokenizer(
+        kind="gpt2-bpe", vocab_file=str(data / "gpt2-vocab.json"), merge_file=str(data / "gpt2-merges.txt")
+    )
+    counts = build_tokenizer(choice, tmp_path, tmp_path)
+    assert counts == {"vocab_size": 50257, "eod_id": 50256, "eod_token": "<|endoftext|>"}
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("Hello world<|endoftext|>").tolist() == [15496, 995, 50256]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("vocab.json", None, "vocab.json cannot be read: No such file"),
+        ("vocab.json", "#version", "is not a vocab.json"),
+        ("vocab.json", '{"a": 5}', "does not map its tokens to the ids 0, 1, 2"),
+        ("vocab.json", '{"a": [0]}', "does not map its tokens to the ids 0, 1, 2"),
+        ("vocab.json", '{"a": 0}', "has no <|endoftext|> among its 1 entries"),
+        ("merges.txt", None, "merges.txt cannot be read"),
+        ("merges.txt", "a b c", "merges.txt:1 is 'a b c', not two tokens"),
+        ("merges.txt", "€ €", "do not belong together"),
+        ("merges.txt", "a b\n" * 300, "has 300 merges, which with 256 bytes"),
+    ],
+)
+def test_given_files_are_checked(corpus: Path, tmp_path: Path, name: str, change: str | None, message: str) -> None:
+    build_tokenizer(train(300), corpus, tmp_path / "out")
+    (tmp_path / "out" / name).unlink()
+    if change is not None:
+        (tmp_path / "out" / name).write_text(change, encoding="utf-8")
+    (tmp_path / "second").mkdir()
+    with pytest.raises(DataFormatError, match=re.escape(message)):
+        build_tokenizer(gpt2(tmp_path / "out"), corpus, tmp_path / "second")
+    assert list((tmp_path / "second").iterdir()) == []
+
+
+def test_fingerprint_is_of_the_content(corpus: Path, tmp_path: Path) -> None:
+    build_tokenizer(train(300), corpus, tmp_path / "out")
+    before = [fingerprint(choice(tmp_path / "out")) for choice in (gpt2, hf)]
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    assert [fingerprint(choice(moved)) for choice in (gpt2, hf)] == before
+    for name in ("merges.txt", "tokenizer.json"):
+        with open(moved / name, "a") as file:
+            file.write("\n")
+    assert all(fingerprint(choice(moved)) != old for choice, old in zip((gpt2, hf), before, strict=True))
+    assert fingerprint(hf("owner/name", revision="abc"))["revision"] == "abc"
+    with pytest.raises(DataFormatError, match=r"cannot be read: No such file .*: check data\.tokenizer"):
+        fingerprint(hf(tmp_path / "none.json"))
+
+
+def test_foreign_tokenizer_is_taken_without_padding_and_special_tokens(corpus: Path, tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 2)])
+    backend.enable_padding(length=8)
+    backend.enable_truncation(2)
+    backend.save(str(tmp_path / "foreign.json"))
+    counts = build_tokenizer(hf(tmp_path / "foreign.json", eod_token="</s>"), corpus, tmp_path / "out")
+    assert counts == {"vocab_size": 3, "eod_id": 2, "eod_token": "</s>"}
+    assert load_tokenizer(tmp_path / "out").encode("a a</s>b").tolist() == [1, 1, 2, 0]
+    assert "bos_token" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    with pytest.raises(
+        DataFormatError, match=r"foreign\.json: the token '<\|endoftext\|>' .* is not in the vocabulary of 3"
+    ):
+        build_tokenizer(hf(tmp_path / "foreign.json"), corpus, tmp_path / "out")
+
+
+def test_wrong_tokenizer_file_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(DataFormatError, match=r"x\.json is not a tokenizer\.json"):
+        build_tokenizer(hf(tmp_path / "x.json"), corpus, tmp_path / "out")
+    with pytest.raises(DataFormatError, match="neither a local file nor a repository"):
+        build_tokenizer(hf("no such/re/pository"), corpus, tmp_path / "out")
+
+
+def test_unreachable_hub_is_a_download_error(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(repository: str, name: str, *, revision: str | None, cache_dir: str) -> str:
+        assert cache_dir == str(tmp_path / ".huggingface")
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(DownloadError, match="of owner/name cannot be downloaded: the hub cannot be reached"):
+        build_tokenizer(hf("owner/name"), corpus, tmp_path / "out")
+
+
+def test_damaged_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"tokenizer_config\.json is missing or damaged"):
+        load_tokenizer(tmp_path)
+
+
+def test_padding_follows_the_layout() -> None:
+    assert padded_vocab_size(50257, 128) == 50304
+    assert padded_vocab_size(50257, 128, tp=8) == 51200
+    assert padded_vocab_size(8192, 128) == 8192

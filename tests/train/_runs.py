@@ -1,0 +1,132 @@
+"""Small runs on made-up tokens: data, configuration, and one call that trains."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megacore.config.run import RunConfig
+from megacore.data.gpt_dataset import GPTDataset
+from megacore.data.index_maps import build_index_maps
+from megacore.data.indexed_dataset import IndexedDatasetWriter
+from megacore.engine.native import NativeEngine
+from megacore.launch.job import TrainJob
+from megacore.models.build import build_model
+from megacore.observe.recorder import Recorder
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+from megacore.train.loop import Datasets, Trainer
+
+VOCAB_SIZE = 61
+SEQ_LENGTH = 16
+SAMPLES = 400
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    """A two-layer model; each keyword replaces values of one section."""
+    values: dict[str, dict[str, Any]] = {
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "train-bpe", "vocab_size": 512},
+            "split": "80,10,10",
+            "seq_length": SEQ_LENGTH,
+        },
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "make_vocab_size_divisible_by": 64,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "optim": {"lr": 1e-2, "lr_warmup_iters": 2, "lr_decay_iters": 20, "weight_decay": 0.1},
+        "train": {
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "train_iters": 6,
+            "precision": "fp32",
+            "log_interval": 1,
+            "eval_interval": 4,
+            "eval_iters": 1,
+        },
+        "checkpoint": {"save_interval": 3},
+        "launch": {"nproc_per_node": 1},
+    }
+    for section, changes in sections.items():
+        values[section] = values.get(section, {}) | changes
+    return RunConfig.model_validate({"name": "tiny", **values})
+
+
+def write_data(directory: Path, run: RunConfig) -> Path:
+    """Token files (tokens that follow a pattern, so that a model learns) and index maps; returns the prefix."""
+    prefix = directory / "tokens_text_document"
+    random = np.random.RandomState(0)
+    directory.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(100):
+            start, length = random.randint(0, VOCAB_SIZE), random.randint(40, 120)
+            writer.add_document((start + 3 * np.arange(length)) % VOCAB_SIZE)
+    (directory / "index").mkdir()
+    build_index_maps(
+        prefix,
+        directory / "index",
+        split=run.data.split,
+        seq_length=run.data.seq_length,
+        seed=run.seed,
+        samples=(SAMPLES, 8, None),
+    )
+    return prefix
+
+
+def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> TrainJob:
+    """The job file's content for `write_data(data, run)`."""
+    values = {
+        "config": run,
+        "tokens_prefix": str(data / "tokens_text_document"),
+        "index_directory": str(data / "index"),
+        "tokenizer_directory": str(data),
+        "vocab_size": VOCAB_SIZE,
+        "eod_id": 0,
+        "run_directory": str(run_directory),
+        "exit_directory": str(run_directory / "exit"),
+        "ranks": 1,
+        "threads_per_rank": 1,
+    }
+    return TrainJob(**values | changes)
+
+
+def mesh() -> ProcessMesh:
+    """Data parallel over the default group's ranks, if there is one."""
+    if not dist.is_initialized():
+        return ProcessMesh.serial()
+    return ProcessMesh.build(RankLayout.of_world(dist.get_world_size()))
+
+
+def trainer(run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder) -> Trainer:
+    """A trainer with its initial weights, on this process."""
+    engine = NativeEngine(build_model(run, VOCAB_SIZE, own), run, own, run.train.precision)
+    splits = [
+        GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
+        for name in ("train", "valid")
+    ]
+    return Trainer(run, engine, own, Datasets(*splits), recorder, run_directory, peak=1.0)
+
+
+def train(run: RunConfig, data: Path, run_directory: Path, attempt: int = 1) -> None:
+    """Train as one rank of the default group, or alone."""
+    own = mesh()
+    with Recorder(run_directory, attempt=attempt, rank=own.rank, tensorboard=False) as recorder:
+        trainer(run, data, run_directory, own, recorder).run()
+
+
+def events(run_directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """What a run reported."""
+    lines = (run_directory / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if kind in (None, event["kind"])]
+
+
+def losses(run_directory: Path) -> dict[int, float]:
+    """Training loss by iteration."""
+    return {event["iteration"]: event["lm_loss"] for event in events(run_directory, "step")}

@@ -1,0 +1,191 @@
+"""Whole runs: resume, extension, layouts, what is evaluated and saved when."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacore.checkpoint.load import read_state, read_tensors
+from megacore.config.run import RunConfig
+from megacore.errors import DataFormatError, TrainingError
+from megacore.observe.recorder import Recorder
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.loop import Trainer
+from tests._dist import run_distributed
+from tests.train import _runs
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def until(train_iters: int, **changes: object) -> RunConfig:
+    """Dropout on, a log interval that a checkpoint at iteration 3 cuts in two."""
+    train = _runs.config().train.model_dump() | {"train_iters": train_iters, "log_interval": 4} | changes
+    return _runs.config(model=DROPOUT, train=train, checkpoint={"save_interval": 3, "keep_last": 9})
+
+
+def assert_same_run(first: Path, second: Path, iteration: int) -> None:
+    """Weights, optimizer, state and what was reported after the third iteration are equal bit for bit."""
+    paths = [directory / f"checkpoints/iter_{iteration:07d}" for directory in (first, second)]
+    one, other = (read_tensors(path) for path in paths)
+    assert one.keys() == other.keys()
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in one)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+    assert read_state(paths[0]) == read_state(paths[1])
+    for kind, values in (("step", ("lm_loss", "grad_norm", "lr")), ("evaluation", ("lm_loss", "ppl"))):
+        reported = [
+            [[event[value] for value in ("iteration", *values)] for event in _runs.events(directory, kind) if event["iteration"] > 3]
+            for directory in (first, second)
+        ]
+        assert reported[0] == reported[1]
+        assert reported[0]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    _runs.write_data(directory, _runs.config())
+    return directory
+
+
+def resumed_and_whole(data: Path, root: Path) -> None:
+    """3 iterations, then a new process state and 3 more, beside 6 in one go."""
+    _runs.train(until(6), data, root / "whole")
+    _runs.train(until(3), data, root / "resumed")
+    _runs.train(until(6), data, root / "resumed", attempt=2)
+
+
+def test_resuming_is_bit_identical_to_never_having_stopped(data: Path, tmp_path: Path) -> None:
+    resumed_and_whole(data, tmp_path)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", 6)
+    starts = [event["resumed_from"] for event in _runs.events(tmp_path / "resumed", "start")]
+    assert starts == [None, 3]
+
+
+def two_ranks(data: Path, root: Path) -> None:
+    resumed_and_whole(data, root)
+    _runs.train(_runs.config(), data, root / "dp2")
+
+
+@pytest.fixture(scope="module")
+def distributed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("dp2")
+    run_distributed(2, two_ranks, data, root)
+    return root
+
+
+def test_resuming_two_ranks_is_bit_identical(distributed: Path) -> None:
+    assert_same_run(distributed / "whole", distributed / "resumed", 6)
+
+
+def test_two_ranks_have_the_losses_of_one(distributed: Path, data: Path, tmp_path: Path) -> None:
+    _runs.train(_runs.config(), data, tmp_path)
+    serial, parallel = _runs.losses(tmp_path), _runs.losses(distributed / "dp2")
+    assert list(serial) == [1, 2, 3, 4, 5, 6]
+    assert [parallel[i] for i in serial] == pytest.approx(list(serial.values()), rel=1e-5)
+    validation = [
+        [event["lm_loss"] for event in _runs.events(directory, "evaluation")] for directory in (tmp_path, distributed / "dp2")
+    ]
+    assert validation[1] == pytest.approx(validation[0], rel=1e-5)
+
+
+def test_accumulated_micro_batches_equal_one_large_batch(data: Path, tmp_path: Path) -> None:
+    for size in (1, 8):
+        train = _runs.config().train.model_dump() | {"micro_batch_size": size}
+        _runs.train(_runs.config(train=train), data, tmp_path / str(size))
+    small, large = _runs.losses(tmp_path / "1"), _runs.losses(tmp_path / "8")
+    assert list(small.values()) == pytest.approx(list(large.values()), rel=1e-5)
+
+
+def test_the_model_learns(data: Path, tmp_path: Path) -> None:
+    train = _runs.config().train.model_dump() | {"train_iters": 20, "eval_interval": 100}
+    _runs.train(_runs.config(train=train, checkpoint={"save_interval": 20}), data, tmp_path)
+    losses = _runs.losses(tmp_path)
+    assert losses[1] == pytest.approx(4.13, abs=0.1)  # ln of the padded vocabulary's 64 is 4.16
+    assert losses[20] < 0.8 * losses[1]
+
+
+def test_each_iteration_is_evaluated_and_saved_once(data: Path, tmp_path: Path) -> None:
+    keep_all = {"save_interval": 3, "keep_last": 9}
+    _runs.train(_runs.config(checkpoint=keep_all), data, tmp_path)
+    train = _runs.config().train.model_dump() | {"train_iters": 8}
+    _runs.train(_runs.config(train=train, checkpoint=keep_all), data, tmp_path, attempt=2)
+    assert [event["iteration"] for event in _runs.events(tmp_path, "evaluation")] == [4, 6, 8]
+    assert [event["samples"] for event in _runs.events(tmp_path, "evaluation")] == [8, 8, 8]
+    saved = [(event["iteration"], event["validation_loss"] is None) for event in _runs.events(tmp_path, "checkpoint")]
+    assert saved == [(3, True), (6, False), (8, False)]
+
+
+def test_a_finished_run_ends_at_once(data: Path, tmp_path: Path) -> None:
+    _runs.train(_runs.config(), data, tmp_path)
+    _runs.train(_runs.config(), data, tmp_path, attempt=2)
+    second = [event for event in _runs.events(tmp_path) if event["attempt"] == 2]
+    assert [event["kind"] for event in second] == ["start", "exit"]
+    assert second[1]["reason"] == "finished"
+    assert second[1]["iteration"] == 6
+
+
+def test_retention_deletes_and_reports(data: Path, tmp_path: Path) -> None:
+    checkpoint = {"save_interval": 1, "keep_last": 2, "keep_every": 2, "keep_best": False}
+    _runs.train(_runs.config(checkpoint=checkpoint), data, tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert kept == ["iter_0000002", "iter_0000004", "iter_0000005", "iter_0000006"]
+    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")] == [1, 3]
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data: Path, tmp_path: Path) -> None:
+    _runs.train(_runs.config(), data, tmp_path)
+    before = _runs.losses(tmp_path)
+    damaged = tmp_path / "checkpoints/iter_0000006/state.json"
+    damaged.write_bytes(b"{}")
+    _runs.train(_runs.config(), data, tmp_path, attempt=2)
+    assert str(damaged) in _runs.events(tmp_path, "warning")[0]["message"]
+    again = {e["iteration"]: e["lm_loss"] for e in _runs.events(tmp_path, "step") if e["attempt"] == 2}
+    assert again == {iteration: before[iteration] for iteration in (4, 5, 6)}
+
+
+def test_every_step_event_says_what_was_consumed(data: Path, tmp_path: Path) -> None:
+    _runs.train(_runs.config(), data, tmp_path)
+    last = _runs.events(tmp_path, "step")[-1]
+    assert (last["consumed_samples"], last["consumed_tokens"]) == (48, 48 * _runs.SEQ_LENGTH)
+    assert last["tokens_per_second"] == pytest.approx(8 * 16 * 1000 / last["ms_per_iteration"])
+    assert last["mfu"] == pytest.approx(last["tflops"])
+    assert last["skipped_iterations"] == last["nan_iterations"] == 0
+
+
+def test_too_few_samples_are_refused_before_the_first_step(data: Path, tmp_path: Path) -> None:
+    train = _runs.config().train.model_dump() | {"train_iters": 10_000}
+    with pytest.raises(DataFormatError, match="10000 x train.global_batch_size 8 = 80000"):
+        _runs.train(_runs.config(train=train), data, tmp_path)
+
+
+def poisoned(data: Path, root: Path) -> str:
+    """A run whose embedding holds one NaN, in a row that only some samples use."""
+    mesh = _runs.mesh()
+    with Recorder(root, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
+        trainer: Trainer = _runs.trainer(_runs.config(), data, root, mesh, recorder)
+        if mesh.rank == mesh.world_size - 1:
+            trainer._engine.tensors()["model.encoder.final_layernorm.weight"][0] = float("nan")
+        with pytest.raises(TrainingError) as caught:
+            trainer.run()
+    assert not list(root.glob("checkpoints/iter_*"))
+    return str(caught.value)
+
+
+def test_a_nan_loss_stops_every_rank_and_names_rank_iteration_and_samples(data: Path, tmp_path: Path) -> None:
+    messages = run_distributed(2, poisoned, data, tmp_path)
+    assert messages[0] == messages[1]
+    assert "the loss is nan on rank 1 at iteration 1 (samples 2, 3; 2 micro batches in all)" in messages[0]
+
+
+def test_running_out_of_memory_names_the_settings(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = ProcessMesh.serial()
+    with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
+        trainer = _runs.trainer(_runs.config(), data, tmp_path, mesh, recorder)
+
+        def fail(*_: object, **__: object) -> None:
+            torch.empty(1 << 60)
+
+        monkeypatch.setattr(trainer._engine, "micro_step", fail)
+        with pytest.raises(TrainingError, match=r"train\.micro_batch_size \(now 2.*train\.recompute.*data\.seq_length"):
+            trainer.run()
