@@ -52,7 +52,7 @@ types: $(STAMP)  ## Check types: strictly in megacore
 
 docs: $(STAMP)  ## Build the documentation into site/
 	$(PY) -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[docs]"
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:  ## Remove caches and builds (artifacts in workspace/ stay: see `megacore clean`)
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """Settings that Prefect and MLflow read when they are imported: import this module before either."""
 
+import json
 import os
 
 from megacore.artifact import Workspace
@@ -28,3 +29,12 @@ def prepare_environment() -> Workspace:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     return workspace
+
+
+def mlflow_server(workspace: Workspace) -> str | None:
+    """Address of the MLflow server that `make server` has started, or None."""
+    try:
+        address = json.loads((workspace.root / "servers.json").read_text(encoding="utf-8"))["mlflow_url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(address)

@@ -143,6 +143,7 @@ class Forwarder:
         self._error: Exception | None = None
         self._failures = 0
         self._due = 0.0
+        self._progress = 0.0
         self._closed = False
 
     @property
@@ -160,21 +161,21 @@ class Forwarder:
     def flush(self, timeout: float = 120.0) -> str:
         """Deliver everything that is in events.jsonl by now and return the run's id.
 
-        Raises TrackingError when the store did not take it within `timeout` seconds, and DataFormatError when
+        Raises TrackingError when the store took nothing for `timeout` seconds, and DataFormatError when
         events.jsonl is damaged.
         """
-        deadline = time.monotonic() + timeout
+        self._progress = time.monotonic()
         # A delivery that is under way may have read the file before its last events were there.
-        self._join(deadline, timeout)
+        self._join(timeout)
         while True:
             self._start()
-            self._join(deadline, timeout)
+            self._join(timeout)
             if isinstance(self._error, _FatalError):
                 raise self._error.cause
             if self._error is None and self._run_id is not None:
                 return self._run_id
             pause = self._due - time.monotonic()
-            if time.monotonic() + pause > deadline:
+            if time.monotonic() + pause > self._progress + timeout:
                 raise TrackingError(f"the run's events are not all in MLflow: {self._error}") from self._error
             time.sleep(max(0.0, pause))
 
@@ -184,14 +185,13 @@ class Forwarder:
         end_run(self._tracking, run_id, status)
         return run_id
 
-    def _join(self, deadline: float, timeout: float) -> None:
-        if self._worker is not None:
-            self._worker.join(max(0.0, deadline - time.monotonic()))
-        if self._busy():
-            self._closed = True
-            raise TrackingError(
-                f"MLflow did not take the run's events within {timeout:g} s: start again to send the rest"
-            )
+    def _join(self, timeout: float) -> None:
+        while self._worker is not None and self._worker.is_alive():
+            left = self._progress + timeout - time.monotonic()
+            if left <= 0:
+                self._closed = True
+                raise TrackingError(f"MLflow took no events for {timeout:g} s: start again to send the rest")
+            self._worker.join(left)
 
     def _busy(self) -> bool:
         return self._worker is not None and self._worker.is_alive()
@@ -295,6 +295,7 @@ class Forwarder:
     def _commit(self, batch: Batch) -> None:
         write_json(self._directory / OFFSET_FILE, {"run_id": self._run_id, "offset": batch.end})
         self._offset = batch.end
+        self._progress = time.monotonic()
         self._seen |= batch.seen
         if self._offset >= self._doubt_end:
             self._history = {}

@@ -49,6 +49,7 @@ _ENVIRONMENT = {
     # The forwarder retries by itself; MLflow's own default retries one request for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 _QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
 _CREDENTIALS = re.compile(

@@ -59,7 +59,9 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Show the table, after a failure too: it says which stage failed and what is already done."""
         if self.rows and (error is None or isinstance(error, Exception)):
             self._report()

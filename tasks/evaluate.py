@@ -13,7 +13,6 @@ from megacore.launch import stages
 from megacore.launch.job import EvaluateJob
 from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
-from tasks.index import TOKENS_NAME
 from tasks.train import make_job
 
 REPORT = "evaluation.json"
@@ -45,7 +44,7 @@ def evaluate(
             }
         )
         scores = stages.evaluate(job, scratch, log_tail(scratch / "evaluate.log").poll)
-        unigram = unigram_perplexity(tokens.directory / TOKENS_NAME, config.data.split, job.vocab_size)
+        unigram = unigram_perplexity(job.tokens_prefix, config.data.split, job.vocab_size)
         return _report(directory, scores, unigram)
 
     return build(config, evaluate_key(config, trained, tokens, tokenizer, index), fill)

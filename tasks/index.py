@@ -5,11 +5,8 @@ from typing import Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
+from megacore.tokenizer.tokenize import tokens_prefix
 from tasks._cache import StageResult, build, stage_task
-
-
-TOKENS_NAME = "tokens_text_document"
-"""Name of the token files, without .bin/.idx, in their artifact."""
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
@@ -23,7 +20,7 @@ def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
     from megacore.data.index_maps import VERSION, index_plan
 
     data = config.data
-    prefix = tokens.directory / TOKENS_NAME
+    prefix = tokens_prefix(tokens.directory)
     parameters = {
         "split": data.split,
         "seq_length": data.seq_length,
@@ -40,7 +37,7 @@ def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
 
     def fill(directory: Path) -> dict[str, Any]:
         return build_index_maps(
-            tokens.directory / TOKENS_NAME,
+            tokens_prefix(tokens.directory),
             directory,
             split=config.data.split,
             seq_length=config.data.seq_length,

@@ -12,6 +12,7 @@ from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build, stage_task
 from tasks._checkpoint_models import log_test_perplexities
+from tasks._environment import mlflow_server
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run
 from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
@@ -120,9 +121,7 @@ def read_receipt(directory: Path) -> dict[str, str]:
     return receipt
 
 
-def outcome(
-    config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, published: Artifact
-) -> str:
+def outcome(config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, published: Artifact) -> str:
     """The markdown at the end: perplexities, a sample of what the model writes, and where things are."""
     counts = evaluation.counts
     receipt = read_receipt(published.directory)
@@ -152,8 +151,9 @@ def outcome(
 
 
 def _mlflow_place(config: RunConfig, run_id: str) -> str:
-    """A link where a server is up, else how to start one."""
+    """A link where a server shows the store, else how to start one."""
     tracking = _tracking(config)
-    if tracking.uri.startswith("http"):
-        return f"MLflow: {tracking.uri}/#/experiments/{tracking.experiment_id}/runs/{run_id}"
-    return f"MLflow: run `{run_id}`; `make server` shows it in a browser"
+    server = tracking.uri if tracking.uri.startswith("http") else mlflow_server(tracking.workspace)
+    if server is None:
+        return f"MLflow run `{run_id}`: `make server` shows it in a browser"
+    return f"MLflow run: {server}/#/experiments/{tracking.experiment_id}/runs/{run_id}"

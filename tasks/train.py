@@ -16,11 +16,11 @@ from megacore.config.base import key_parameters
 from megacore.errors import ConfigError, MegacoreError, TrackingError
 from megacore.launch import stages
 from megacore.launch.job import TrainJob
+from megacore.tokenizer.tokenize import tokens_prefix
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._mlflow import RunFacts, RunStatus, Tracking
-from tasks.index import TOKENS_NAME
 
 SEALED = "checkpoints/*/complete.json"
 """A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
@@ -136,9 +136,7 @@ def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:
     return RunFacts(key=key, datasets={"training": tokens}, tags={"megacore.conf": config.name})
 
 
-def make_job(
-    config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
-) -> TrainJob:
+def make_job(config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> TrainJob:
     """The job file of this run's next attempt."""
     from megacore.plan.hardware import Hardware
     from megacore.plan.preflight import resolve_launch
@@ -146,7 +144,7 @@ def make_job(
     ranks, threads = resolve_launch(config, Hardware.detect())
     return TrainJob(
         config=config,
-        tokens_prefix=str(tokens.directory / TOKENS_NAME),
+        tokens_prefix=tokens_prefix(tokens.directory),
         index_directory=index.path,
         tokenizer_directory=tokenizer.path,
         vocab_size=tokenizer.counts["vocab_size"],

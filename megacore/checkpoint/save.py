@@ -33,7 +33,7 @@ from megacore.checkpoint.format import (
     write_tracker,
 )
 from megacore.checkpoint.retain import remove_directory, remove_stale
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, WorkspaceError
 
 
 def save_checkpoint(
@@ -54,6 +54,8 @@ def save_checkpoint(
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is left visible.
     """
     ranks = RankGroup(group)
+    # Apart from the writing, whose own collectives a rank that raised before them would leave waiting.
+    ranks.everywhere(lambda: _check_types(tensors))
     staging = ranks.on_first(lambda: _open_staging(root, iteration))
     try:
         ranks.everywhere(lambda: _write_tensors(staging, tensors, ranks))
@@ -70,18 +72,24 @@ def save_checkpoint(
 def _open_staging(root: Path, iteration: int) -> Path:
     """Make the directory that all ranks write into; what earlier crashes left goes first."""
     with workspace_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise WorkspaceError(f"cannot save into {root}: a file is in the way: move it away") from error
         remove_stale(root)
         staging = root / f"{directory_name(iteration)}{STALE_SUFFIX}{secrets.token_hex(4)}"
         staging.mkdir()
     return staging
 
 
-def _write_tensors(staging: Path, tensors: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
-    """Write every rank's slices and `.metadata`, synced. Collective."""
+def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{name} is {type(tensor).__name__}, not a tensor: put it into the state")
+
+
+def _write_tensors(staging: Path, tensors: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
+    """Write every rank's slices and `.metadata`, synced. Collective."""
     with workspace_errors(staging), _first_failure(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(

@@ -29,9 +29,7 @@ def conf_path(conf: str, conf_dir: Path = CONF_DIR) -> Path:
     )
 
 
-def load_config(
-    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR
-) -> RunConfig:
+def load_config(conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR) -> RunConfig:
     """Read a YAML file, apply overrides with dotted keys (`{"train.train_iters": 50}`), validate.
 
     Raises ConfigError with one line per wrong value: its key, what it is, and what to do.

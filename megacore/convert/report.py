@@ -52,8 +52,9 @@ class ParityReport:
     def sentence(self) -> str:
         """The outcome with its numbers, in one sentence."""
         numbers = (
-            f"on {self.samples} validation samples the largest logit difference is {self.max_abs_logit_difference:.3g} "
-            f"(allowed {self.tolerance:g}), perplexity {self.perplexity_exported:.6g} against {self.perplexity_ours:.6g}"
+            f"on {self.samples} validation samples the largest logit difference is "
+            f"{self.max_abs_logit_difference:.3g} (allowed {self.tolerance:g}), "
+            f"perplexity {self.perplexity_exported:.6g} against {self.perplexity_ours:.6g}"
         )
         if self.passed:
             return f"{numbers}, {self.greedy_tokens} greedy tokens equal"

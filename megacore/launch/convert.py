@@ -1,13 +1,11 @@
-"""Entry point of the conversion: `python -m megacore.launch.convert --config job.json`."""
+"""`python -m megacore.launch.convert --config job.json`: one checkpoint to a transformers directory, with its gate."""
 
-import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from megacore.errors import ConfigError
-from megacore.launch.exit_reason import die_with_parent, reported_exit
 from megacore.launch.job import ConvertJob
+from megacore.launch.rank import run_rank
 
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -18,22 +16,30 @@ _OFFLINE = {
 """transformers reads these when it is imported: an export is compared without a network."""
 
 
+def convert_checkpoint(job: ConvertJob) -> None:
+    """Fill the job's output directory with `model/`, `parity.json` and `sample.txt`.
+
+    Raises:
+        ConfigError: the job asks for more than one rank.
+        ConversionError: the model has no counterpart, or the export differs from it.
+        CheckpointError: the checkpoint is damaged or of another model.
+        DataFormatError: the validation split has no samples.
+        WorkspaceError: the output cannot be written.
+    """
+    if job.ranks != 1:
+        raise ConfigError(f"a conversion was asked to run on {job.ranks} ranks: it takes 1")
+    os.environ.update(_OFFLINE)
+    import torch
+
+    from megacore.convert.export import export
+
+    torch.set_num_threads(job.threads_per_rank)
+    export(job)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert the checkpoint that the job file names; an error is left in the job's exit directory."""
-    parser = argparse.ArgumentParser(description="Convert one checkpoint to a transformers directory.")
-    parser.add_argument("--config", type=Path, required=True, help="job.json, a ConvertJob")
-    job = ConvertJob.read(parser.parse_args(arguments).config)
-    with reported_exit(job.exit_directory, int(os.environ.get("RANK", "0"))):
-        if job.ranks != 1:
-            raise ConfigError(f"a conversion was asked to run on {job.ranks} ranks: it takes 1")
-        die_with_parent()
-        os.environ.update(_OFFLINE)
-        import torch
-
-        from megacore.convert.export import export
-
-        torch.set_num_threads(job.threads_per_rank)
-        export(job)
+    """Convert, and report why it ended if it fails."""
+    run_rank(ConvertJob, convert_checkpoint, arguments)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ _GUARD_MARGIN = KILL_LIMIT + 0.5
 _LOG_BYTES = 65536
 _LOG_LINES = 5
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)
+_LAUNCHERS_OWN = re.compile(r"^[WE]\d{4} .*torch/distributed/elastic/", re.M)
+"""Where torchrun's account of the failure begins, which says less than the ranks' last lines."""
 _PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
 _PORT = re.compile(r"port:? (\d+)")
 
@@ -175,5 +177,7 @@ def _tail(log: Path, start: int) -> str:
 
 
 def _last_lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip(" =-*")]
+    own = _LAUNCHERS_OWN.search(text)
+    said = text[: own.start()] if own and text[: own.start()].strip() else text
+    lines = [line.strip() for line in said.splitlines() if line.strip(" =-*")]
     return " | ".join(lines[-_LOG_LINES:]) or "none"

@@ -44,8 +44,9 @@ class EventWriter:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Raises WorkspaceError when it takes no more."""
+        with workspace_errors(self._path):
+            self._file.close()
 
     def __enter__(self) -> Self:
         """Return itself."""

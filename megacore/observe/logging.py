@@ -89,5 +89,5 @@ def validation_line(iteration: int, loss: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats per token, infinite where that overflows."""
+    """Exponential of a loss in nats per token, infinite where that overflows."""
     return math.exp(loss) if loss < 709.0 else math.inf

@@ -57,6 +57,14 @@ def original(checkpoint: Path) -> Metadata:
     return metadata
 
 
+def point_to_all_of(shard: Path) -> None:
+    """Let the metadata read the whole file as its one tensor."""
+    metadata = original(shard.parent)
+    whole = _StorageInfo(shard.name, 0, shard.stat().st_size)
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, whole)
+    (shard.parent / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def refuses(checkpoint: Path, trap: Path, message: str) -> None:
     believable(checkpoint)
     with pytest.raises(CheckpointError, match=message):
@@ -142,9 +150,7 @@ def test_transforms_are_refused(checkpoint: Path, trap: Path) -> None:
 def test_payload_in_a_shard(checkpoint: Path, trap: Path) -> None:
     (shard,) = checkpoint.glob("*.distcp")
     torch.save(Payload(trap), shard)
-    metadata = original(checkpoint)
-    metadata.storage_data = {index: _StorageInfo(shard.name, 0, shard.stat().st_size) for index in metadata.storage_data}
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    point_to_all_of(shard)
     refuses(checkpoint, trap, "cannot be read: UnpicklingError")
 
 
@@ -159,9 +165,7 @@ def test_payload_hidden_in_a_shards_archive(checkpoint: Path, trap: Path) -> Non
                 content = pickle.dumps(Payload(trap), protocol=2)
             new.writestr(item.filename, content)
     shard.write_bytes(buffer.getvalue())
-    metadata = original(checkpoint)
-    metadata.storage_data = {index: _StorageInfo(shard.name, 0, shard.stat().st_size) for index in metadata.storage_data}
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    point_to_all_of(shard)
     refuses(checkpoint, trap, "cannot be read")
 
 

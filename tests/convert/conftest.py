@@ -1,10 +1,12 @@
 """One export, made once; tests that damage it work on a copy."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacore.convert import hf_gpt2
 from megacore.convert.export import export
@@ -36,6 +38,15 @@ class Exported:
         shutil.copytree(self.job.output_directory, target / "export")
         paths = {"output_directory": str(target / "export"), "exit_directory": str(target / "exit")}
         return replace(self, job=self.job.model_copy(update=paths))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are too small for threads to help."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

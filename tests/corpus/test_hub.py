@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megacore.config.data import HubSource
-from megacore.corpus import collect, fingerprint
+from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import DataFormatError, DownloadError
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config.data import JsonlSource
-from megacore.corpus import collect, fingerprint
+from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.documents import open_documents, read_sources
 from megacore.errors import DataFormatError
 

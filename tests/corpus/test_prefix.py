@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config.data import PrefixSource
-from megacore.corpus import collect, fingerprint
+from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.documents import open_documents
 from megacore.errors import DataFormatError
 from tests.data._files import write_tokens

@@ -1,5 +1,7 @@
 """Gradient buckets: what they hold, when they travel, and what comes back."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,7 +47,7 @@ def test_buckets_hold_each_parameter_once_in_reverse_order_within_the_limit(size
     assert [name for bucket in buckets for name in bucket] == list(reversed(named))
     for bucket in buckets:
         assert len(bucket) == 1 or sum(named[name] for name in bucket) * 4 <= megabytes * 2**20
-    for first, second in zip(buckets, buckets[1:], strict=False):
+    for first, second in pairwise(buckets):
         assert (sum(named[n] for n in first) + named[second[0]]) * 4 > megabytes * 2**20
 
 

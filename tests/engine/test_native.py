@@ -51,7 +51,9 @@ def test_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
         expected, loss = iterate(exact)[0], iterate(own)[0]
     assert loss == pytest.approx(expected, rel=tolerance)
     assert all(tensor.dtype == torch.float32 for tensor in own.tensors().values())
-    assert {parameter.dtype for parameter in own._model.parameters()} == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert {parameter.dtype for parameter in own._model.parameters()} == {
+        torch.bfloat16 if precision == "bf16" else torch.float16
+    }
 
 
 def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples() -> None:
@@ -59,9 +61,7 @@ def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples
     own = engine("fp16", run)
     before = {name: tensor.clone() for name, tensor in own.tensors().items()}
     state = TrainState()
-    update = train_step(
-        own, iter(TOKENS.numpy()), state, config=run, group=ALONE, timers=Timers(torch.device("cpu"))
-    )
+    update = train_step(own, iter(TOKENS.numpy()), state, config=run, group=ALONE, timers=Timers(torch.device("cpu")))
     assert not update.applied
     assert not update.fatal
     assert own.loss_scale == 2.0**29
@@ -71,7 +71,9 @@ def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples
         assert torch.equal(tensor, before[name])
     while not iterate(own)[2]:
         assert own.loss_scale > 1
-    assert not torch.equal(own.tensors()["model.encoder.final_layernorm.weight"], before["model.encoder.final_layernorm.weight"])
+    assert not torch.equal(
+        own.tensors()["model.encoder.final_layernorm.weight"], before["model.encoder.final_layernorm.weight"]
+    )
 
 
 @pytest.mark.parametrize(("precision", "fatal"), [("fp32", True), ("bf16", True), ("fp16", False)])

@@ -16,7 +16,9 @@ def test_a_given_precision_is_taken(given: str, device: str) -> None:
     assert resolve_precision(given, device) == given
 
 
-@pytest.mark.parametrize(("capability", "expected"), [(0, "fp32"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (90, "bf16")])
+@pytest.mark.parametrize(
+    ("capability", "expected"), [(0, "fp32"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (90, "bf16")]
+)
 def test_auto_on_a_gpu_asks_for_ampere(monkeypatch: pytest.MonkeyPatch, capability: int, expected: str) -> None:
     monkeypatch.setattr(precision, "cuda_capability", lambda: capability)
     assert resolve_precision("auto", "cuda") == expected
@@ -24,7 +26,12 @@ def test_auto_on_a_gpu_asks_for_ampere(monkeypatch: pytest.MonkeyPatch, capabili
 
 @pytest.mark.parametrize(
     ("flags", "native"),
-    [("fpu avx2 avx512f avx512_vnni", False), ("fpu avx512f avx512_bf16", True), ("fpu amx_tile amx_bf16", True), ("", False)],
+    [
+        ("fpu avx2 avx512f avx512_vnni", False),
+        ("fpu avx512f avx512_bf16", True),
+        ("fpu amx_tile amx_bf16", True),
+        ("", False),
+    ],
 )
 def test_auto_on_a_cpu_asks_for_its_instructions(tmp_path: Path, flags: str, native: bool) -> None:
     cpuinfo = tmp_path / "cpuinfo"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.launch.convert import main
 from megacore.launch.job import ConvertJob
 from tests.convert._tiny import tiny_config, tiny_job
 
@@ -54,3 +55,11 @@ def test_several_ranks_are_refused(job: ConvertJob, tmp_path: Path) -> None:
     assert result.returncode == 2, result.stderr
     reason = json.loads((tmp_path / "exit" / "rank_0.json").read_text(encoding="utf-8"))
     assert reason["message"] == "a conversion was asked to run on 2 ranks: it takes 1"
+
+
+def test_a_file_that_is_no_job_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", str(tmp_path / "job.json")])
+    assert ended.value.code == 2
+    assert "is not a job" in capsys.readouterr().err

@@ -67,7 +67,9 @@ def library_logger() -> Iterator[logging.Logger]:
     own.handlers, own.level, own.propagate = before
 
 
-def test_rank_0_tells_and_the_others_only_warn(library_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_tells_and_the_others_only_warn(
+    library_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rank in (0, 1):
         configure_logging(rank)
         logging.getLogger("megacore.train.loop").info("told by %d", rank)

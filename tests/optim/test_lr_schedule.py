@@ -9,9 +9,7 @@ from megacore.optim.lr_schedule import LrSchedule
 RECIPE_345M = LrSchedule(lr=1.5e-4, min_lr=1e-5, warmup_steps=3200, decay_steps=320_000, style="cosine")
 
 
-@pytest.mark.parametrize(
-    ("iteration", "skipped", "logged"), [(100, 15, "3.984E-06"), (1000, 17, "4.608E-05")]
-)
+@pytest.mark.parametrize(("iteration", "skipped", "logged"), [(100, 15, "3.984E-06"), (1000, 17, "4.608E-05")])
 def test_the_345m_recipe_logs_the_published_learning_rates(iteration: int, skipped: int, logged: str) -> None:
     assert f"{RECIPE_345M.at(iteration - skipped):.3E}" == logged
 

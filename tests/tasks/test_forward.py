@@ -24,9 +24,7 @@ MakeForwarder = Callable[[], Forwarder]
 @pytest.fixture
 def make_forwarder(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> MakeForwarder:
     """A forwarder as a new process would make it."""
-    return lambda: Forwarder(
-        Tracking(tracking.workspace, "pretrain"), run_directory, config, facts, interval=0.0
-    )
+    return lambda: Forwarder(Tracking(tracking.workspace, "pretrain"), run_directory, config, facts, interval=0.0)
 
 
 def history(tracking: Tracking, run_id: str, key: str = "train/lm_loss") -> dict[int, float]:
@@ -69,9 +67,7 @@ def watch_log_batch(
     return sent
 
 
-def test_curves_by_iteration_and_by_tokens(
-    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
-) -> None:
+def test_curves_by_iteration_and_by_tokens(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:
     for iteration in (10, 20, 30):
         log.step(iteration, loss=6 - iteration / 10, mfu=None)
     log.evaluation(30, loss=3.5)
@@ -194,14 +190,12 @@ def test_a_store_that_hangs_neither_delays_polls_nor_flush_for_ever(
     for _ in range(10):
         forwarder.poll()
     assert time.monotonic() - started < 0.2
-    with pytest.raises(TrackingError, match=r"within 0\.3 s"):
+    with pytest.raises(TrackingError, match=r"no events for 0\.3 s"):
         forwarder.flush(timeout=0.3)
     check(tracking, forwarder.flush(timeout=30), [10])
 
 
-def test_polls_deliver_in_the_background(
-    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
-) -> None:
+def test_polls_deliver_in_the_background(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:
     forwarder = make_forwarder()
     for iteration in range(1, 6):
         log.step(iteration)

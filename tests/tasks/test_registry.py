@@ -94,9 +94,7 @@ def test_the_candidate_is_an_mlflow_model(
         mlflow.set_tracking_uri(before)
 
 
-def test_publishing_again_gives_the_same_version(
-    tracking: Tracking, publish: Callable[..., dict[str, str]]
-) -> None:
+def test_publishing_again_gives_the_same_version(tracking: Tracking, publish: Callable[..., dict[str, str]]) -> None:
     first = publish()
     assert publish() == first
     second = publish("d2")
@@ -165,9 +163,7 @@ def test_a_store_that_is_gone_is_not_made_by_looking(tracking: Tracking) -> None
     assert not store.exists()
 
 
-def test_an_incomplete_export_is_refused(
-    publish: Callable[..., dict[str, str]], export: Path, tmp_path: Path
-) -> None:
+def test_an_incomplete_export_is_refused(publish: Callable[..., dict[str, str]], export: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(export, copy)
     (copy / "parity.json").unlink()

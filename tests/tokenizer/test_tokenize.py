@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megacore.config.data import PrefixSource, TrainBpeTokenizer
-from megacore.corpus import collect
+from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.errors import DataFormatError

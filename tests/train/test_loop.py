@@ -34,7 +34,11 @@ def assert_same_run(first: Path, second: Path, iteration: int) -> None:
     assert read_state(paths[0]) == read_state(paths[1])
     for kind, values in (("step", ("lm_loss", "grad_norm", "lr")), ("evaluation", ("lm_loss", "ppl"))):
         reported = [
-            [[event[value] for value in ("iteration", *values)] for event in _runs.events(directory, kind) if event["iteration"] > 3]
+            [
+                [event[value] for value in ("iteration", *values)]
+                for event in _runs.events(directory, kind)
+                if event["iteration"] > 3
+            ]
             for directory in (first, second)
         ]
         assert reported[0] == reported[1]
@@ -84,7 +88,8 @@ def test_two_ranks_have_the_losses_of_one(distributed: Path, data: Path, tmp_pat
     assert list(serial) == [1, 2, 3, 4, 5, 6]
     assert [parallel[i] for i in serial] == pytest.approx(list(serial.values()), rel=1e-5)
     validation = [
-        [event["lm_loss"] for event in _runs.events(directory, "evaluation")] for directory in (tmp_path, distributed / "dp2")
+        [event["lm_loss"] for event in _runs.events(directory, "evaluation")]
+        for directory in (tmp_path, distributed / "dp2")
     ]
     assert validation[1] == pytest.approx(validation[0], rel=1e-5)
 
@@ -155,7 +160,7 @@ def test_every_step_event_says_what_was_consumed(data: Path, tmp_path: Path) -> 
 
 def test_too_few_samples_are_refused_before_the_first_step(data: Path, tmp_path: Path) -> None:
     train = _runs.config().train.model_dump() | {"train_iters": 10_000}
-    with pytest.raises(DataFormatError, match="10000 x train.global_batch_size 8 = 80000"):
+    with pytest.raises(DataFormatError, match=r"10000 x train.global_batch_size 8 = 80000"):
         _runs.train(_runs.config(train=train), data, tmp_path)
 
 
