@@ -47,7 +47,7 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
 
 
 def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[bytes]":
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {
         **os.environ,
         **threads,

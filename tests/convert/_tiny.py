@@ -80,9 +80,14 @@ def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
         for ids in tokenizer.encode_batch(documents()):
             writer.add_document([*ids.tolist(), tokenizer.eod_id])
     build_index_maps(
-        prefix, folders["index"], split=config.data.split, seq_length=SEQ_LENGTH, seed=1, samples=(None, None, None)
+        prefix,
+        folders["index"],
+        split=config.data.split,
+        seq_length=config.data.seq_length,
+        seed=1,
+        samples=(None, None, None),
     )
-    model = random_model(config)
+    model = random_model(config, counts["vocab_size"])
     checkpoint = save_checkpoint(
         folders["checkpoints"], 5, {f"model.{name}": value.detach() for name, value in model.named_parameters()}, {}
     )
