@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flows.prepare_data import data_stages
 from prefect import flow
 
+from flows.prepare_data import data_stages
 from tasks._pipeline import Pipeline
 from tasks.evaluate import evaluate as score
 from tasks.evaluate import evaluation_summary

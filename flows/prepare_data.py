@@ -1,6 +1,6 @@
 """Flow `prepare-data`: documents → tokenizer → tokens → index maps."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect import flow
 
@@ -12,21 +12,13 @@ from tasks.preflight import load_checked_config
 from tasks.tokenize import make_tokenizer, tokenize
 
 
-class PreparedData(NamedTuple):
-    """What training reads."""
-
-    tokens: Artifact
-    tokenizer: Artifact
-    index: Artifact
-
-
-def data_stages(pipeline: Pipeline) -> PreparedData:
-    """The four data stages in order."""
+def data_stages(pipeline: Pipeline) -> tuple[Artifact, Artifact, Artifact]:
+    """The four data stages in order; returns the tokens, the tokenizer and the index maps."""
     corpus = pipeline.stage(download)
     tokenizer = pipeline.stage(make_tokenizer, corpus)
     tokens = pipeline.stage(tokenize, corpus, tokenizer)
     index = pipeline.stage(build_index, tokens)
-    return PreparedData(tokens, tokenizer, index)
+    return tokens, tokenizer, index
 
 
 @flow(name="prepare-data", flow_run_name="prepare-data-{conf}", validate_parameters=False)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flows.prepare_data import data_stages
 from prefect import flow
 
+from flows.prepare_data import data_stages
 from tasks._pipeline import Pipeline
 from tasks.convert import convert
 from tasks.evaluate import evaluate

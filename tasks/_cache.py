@@ -96,19 +96,15 @@ def stage_task(
     def default_check(config: RunConfig, **inputs: Any) -> str | None:
         return artifact_problem(key_of(config=config, **inputs), config)
 
-    def decorate(function: Callable[..., StageResult]) -> Task[..., StageResult]:
-        return prefect_task(
-            function,
-            name=name,
-            task_run_name=name + "-{config.name}",
-            cache_policy=ArtifactPolicy(key_of, check or default_check),
-            persist_result=True,
-            result_serializer="json",
-            retry_condition_fn=should_retry,
-            tags={"megacore"},
-        )
-
-    return decorate
+    return prefect_task(
+        name=name,
+        task_run_name=name + "-{config.name}",
+        cache_policy=ArtifactPolicy(key_of, check or default_check),
+        persist_result=True,
+        result_serializer="json",
+        retry_condition_fn=should_retry,
+        tags={"megacore"},
+    )
 
 
 def should_retry(task: Any, task_run: Any, state: State[Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import yaml
 from prefect import Task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.states import State
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
@@ -71,12 +72,12 @@ class Pipeline:
         launch = self.config.launch
         configured = task.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay)
         started = time.monotonic()
-        state = configured(self.config, *inputs, return_state=True)
+        state: State[StageResult] = configured(self.config, *inputs, return_state=True)  # type: ignore[assignment]
         seconds = time.monotonic() - started
         if not state.is_completed():
             self.rows.append(StageRow(task.name, "failed", seconds, "", {}))
             state.result()
-        result: StageResult = state.result()
+        result = state.result()
         cached = state.name == "Cached" or not result.ran
         artifact = result.artifact
         self.rows.append(StageRow(task.name, "cached" if cached else "ran", seconds, artifact.key, artifact.counts))

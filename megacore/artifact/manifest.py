@@ -79,9 +79,9 @@ class Manifest:
                 return f"{name} is missing"
             if status.st_size != entry.size:
                 return f"{name} has {status.st_size} bytes instead of {entry.size}"
-            if mode == "full" or status.st_mtime_ns != entry.mtime_ns:
-                if file_digest(path) != entry.sha256:
-                    return f"{name} has another content than when it was written"
+            touched = mode == "full" or status.st_mtime_ns != entry.mtime_ns
+            if touched and file_digest(path) != entry.sha256:
+                return f"{name} has another content than when it was written"
         return None
 
 

@@ -82,9 +82,7 @@ def _check_names(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]
         )
 
 
-def _check_entries(
-    path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, torch.Tensor]
-) -> None:
+def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, torch.Tensor]) -> None:
     differing = [
         f"{name} is {_form(entry.size, entry.properties.dtype)} there and "
         f"{_form(wanted[name].shape, wanted[name].dtype)} here"

@@ -1,0 +1,1 @@
+"""Starting processes, watching them, and ending every one of them."""

@@ -54,9 +54,7 @@ def test_nothing_to_keep_is_no_error(tmp_path: Path) -> None:
     assert apply_retention(tmp_path / "absent", keep_last=1) == []
 
 
-def test_deletion_that_is_interrupted_leaves_nothing_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deletion_that_is_interrupted_leaves_nothing_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, {100: None, 200: None})
 
     def killed(path: Path) -> None:

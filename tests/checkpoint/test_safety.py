@@ -112,8 +112,7 @@ def test_other_ways_to_call(checkpoint: Path, trap: Path, stream: bytes) -> None
 def test_a_pickle_cannot_change_torchs_classes(checkpoint: Path) -> None:
     # BUILD on a class itself sets attributes of the class.
     stream = (
-        b"\x80\x04\x8c\x29torch.distributed.checkpoint.metadata\x8c\x0dMetadataIndex\x93"
-        b"N}\x8c\x05owned\x8c\x01xs\x86b."
+        b"\x80\x04\x8c\x29torch.distributed.checkpoint.metadata\x8c\x0dMetadataIndex\x93N}\x8c\x05owned\x8c\x01xs\x86b."
     )
     stream = stream.replace(b"\x8c\x29", b"\x8c" + bytes([len("torch.distributed.checkpoint.metadata")]))
     (checkpoint / ".metadata").write_bytes(stream)

@@ -163,9 +163,7 @@ def full_disk(self: FileSystemWriter, *args: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
 
 
-def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path, 1, example(), STATE)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)

@@ -118,7 +118,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["tokenize", "index", "train", "evaluate", "convert", "publish"],
     ),
     "tokenizer": ({"data__tokenizer": {"kind": "train-bpe", "vocab_size": 330}}, STAGES[1:]),
-    "collect": ({"data__source__pattern": "*0.py"}, STAGES),
+    "collect": ({"data__source__pattern": "*[0-7].py"}, STAGES),
 }
 
 

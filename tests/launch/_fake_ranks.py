@@ -1,6 +1,6 @@
 """A tiny stand-in for torchrun: starts ranks in sessions of their own, each writes its id and behaves as told.
 
-    python _fake_ranks.py DIRECTORY BEHAVIOUR RANKS
+python _fake_ranks.py DIRECTORY BEHAVIOUR RANKS
 """
 
 import os

@@ -41,6 +41,8 @@ def test_cpu_rate_counts_busy_cores_and_instruction_sets() -> None:
 
 def test_an_unknown_gpu_counts_as_the_slowest_known() -> None:
     unknown = Hardware(8, GIB, (Gpu("Frobnicator 9000", GIB),))
-    assert 0 < assumed_flops_per_second(unknown, "bf16", 1, 8) <= assumed_flops_per_second(
-        Hardware(8, GIB, (A100,)), "bf16", 1, 8
+    assert (
+        0
+        < assumed_flops_per_second(unknown, "bf16", 1, 8)
+        <= assumed_flops_per_second(Hardware(8, GIB, (A100,)), "bf16", 1, 8)
     )
