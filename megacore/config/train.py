@@ -68,12 +68,12 @@ class LaunchConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Perplexity of the test split."""
+    """Perplexity of the validation and the test split, for every kept checkpoint."""
 
     micro_batch_size: int = unkeyed(16, gt=0)
     """Samples per forward pass and rank."""
     max_samples: int | None = keyed(None, gt=0)
-    """Samples of the test split that are scored; null means all."""
+    """Samples of each split that are scored, in the shuffled order; null means all."""
 
 
 class ExportConfig(Section):

@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+_KEPT_BLOCK = 256 * 2**20
+"""Bytes: blocks below this stay with the process when they are freed."""
+
 
 def command(module: str, config_path: Path, ranks: int, *, log_directory: Path | None = None) -> list[str]:
     """What starts `python -m module --config config_path` as `ranks` processes of this machine.
@@ -32,7 +35,11 @@ def command(module: str, config_path: Path, ranks: int, *, log_directory: Path |
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """Environment variables for every rank: CPU threads, and one-machine traffic kept on the loopback interface."""
+    """Environment variables for every rank: CPU threads, and one-machine traffic kept on the loopback interface.
+
+    glibc is told to keep large blocks: it would give the logits' memory back after each step and fault it in again
+    in the next (8 to 10 % of a small model's step). Other C libraries ignore the two names.
+    """
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,
@@ -41,5 +48,7 @@ def rank_environment(threads: int) -> dict[str, str]:
         "NUMEXPR_NUM_THREADS": count,
         "TOKENIZERS_PARALLELISM": "false",
         "GLOO_SOCKET_IFNAME": "lo",
+        "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BLOCK),
+        "MALLOC_TRIM_THRESHOLD_": str(2 * _KEPT_BLOCK),
         "PYTHONUNBUFFERED": "1",
     }

@@ -57,7 +57,7 @@ class Scorer:
 
         result: dict[str, Any] = {"iteration": iteration}
         for name, dataset in self._splits.items():
-            evaluation = self._evaluate(token_losses, dataset, name)
+            evaluation = self._evaluate(token_losses, dataset)
             result |= {
                 f"{name}_loss": evaluation.loss,
                 f"{name}_ppl": evaluation.ppl,
@@ -73,8 +73,8 @@ class Scorer:
         )
         return result
 
-    def _evaluate(self, token_losses: Callable[[Tensor], Tensor], dataset: GPTDataset, name: str) -> Evaluation:
-        limit = self._config.evaluate.max_samples if name == "test" else None
+    def _evaluate(self, token_losses: Callable[[Tensor], Tensor], dataset: GPTDataset) -> Evaluation:
+        limit = self._config.evaluate.max_samples
         return evaluate(
             token_losses,
             dataset,

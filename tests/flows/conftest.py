@@ -9,6 +9,21 @@ from typing import Any
 import pytest
 import yaml
 
+ROOT = Path(__file__).parents[2]
+
+
+def server_environment(workspace: Path) -> dict[str, str]:
+    """What a process needs to run a flow in `workspace` on the session's Prefect server."""
+    from prefect.settings import PREFECT_API_URL
+
+    return {
+        "MEGACORE_WORKSPACE": str(workspace),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{workspace / 'mlflow.db'}",
+        "PREFECT_API_URL": str(PREFECT_API_URL.value()),
+        "PREFECT_HOME": str(workspace / "prefect"),
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(workspace / "prefect" / "results"),
+    }
+
 
 def write_corpus(directory: Path, files: int = 60) -> None:
     """A small tree of Python source, different in every file."""
@@ -111,8 +126,12 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
             result.outcomes = {row.stage: row.outcome for row in pipeline.rows}
             report(pipeline)
 
+        def remember_run(flow: Any, flow_run: Any, state: Any) -> None:
+            result.flow_run_id = str(flow_run.id)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_pipeline.Pipeline, "_report", remember)
+            patch.setattr(pretrain, "on_failure_hooks", [remember_run])
             try:
                 pretrain(str(conf), {key.replace("__", "."): value for key, value in overrides.items()})
             except Exception as error:

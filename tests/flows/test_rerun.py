@@ -3,14 +3,20 @@
 The tests of this file share one workspace and run in order: each begins where the one before ended.
 """
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
 from megacore.errors import DataFormatError
-from tests.flows.conftest import Bench
+from tests.flows.conftest import ROOT, Bench, server_environment
 
 STAGES = ["collect", "tokenizer", "tokenize", "index", "train", "evaluate", "convert", "publish"]
 
@@ -129,6 +135,32 @@ def test_changed_parameter_reruns_its_stage_and_those_after(bench: Bench, stage:
     assert run.error is None
     assert run.stages("ran") == expected
     assert run.stages("cached") == [name for name in STAGES if name not in expected]
+
+
+def test_flow_run_retry_reruns_the_failed_stage_alone(bench: Bench) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(INJECTIONS["publish"], fail)
+        failed = bench.pretrain(tracking__registered_model="retried")
+    assert failed.outcomes["publish"] == "failed"
+    command = [sys.executable, "-m", "prefect", "flow-run", "retry", failed.flow_run_id]
+    result = subprocess.run(
+        [*command, "--entrypoint", "flows/pretrain.py:pretrain"],
+        cwd=ROOT,
+        env=os.environ | server_environment(bench.workspace),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(UUID(failed.flow_run_id)).state_name == "Completed"
+        task_runs = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[UUID(failed.flow_run_id)]))
+        )
+    states = [(run.name.removesuffix("-flow-test"), run.state_name) for run in task_runs]
+    assert {name for name, state in states if state == "Cached"} == set(STAGES[:-1])
+    assert ("publish", "Completed") in states
+    assert not [name for name, state in states if state == "Completed" and name != "publish"]
 
 
 def test_more_iterations_extend_the_run(bench: Bench) -> None:

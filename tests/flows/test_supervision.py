@@ -1,0 +1,146 @@
+"""The flow's process is stopped or killed in the middle of a training: no rank outlives it, and a rerun resumes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.flows.conftest import ROOT, Bench, server_environment, tiny_config
+
+STOP_GRACE = 3.0
+ENOUGH = 100_000
+"""Iterations that no test reaches."""
+
+
+def events_of(workspace: Path) -> list[dict[str, Any]]:
+    """The events of the one run in a workspace; of a line that is being written nothing is taken."""
+    lines = [line for path in workspace.glob("runs/*/events.jsonl") for line in path.read_text().splitlines(True)]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def ranks_of(workspace: Path) -> list[psutil.Process]:
+    """Every process whose command line names this workspace: guard, launcher and ranks."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(workspace) in part for part in process.info["cmdline"] or [])
+    ]
+
+
+def wait_for(what: str, condition: Any, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def conf(tmp_path: Path, bench: Bench) -> Path:
+    """Two ranks that train for ever, with a checkpoint every few iterations."""
+    config = tiny_config(bench.corpus)
+    config["name"] = "endless"
+    config["train"] |= {"train_iters": ENOUGH, "eval_interval": ENOUGH, "global_batch_size": 4, "log_interval": 10}
+    # A constant rate: then fewer iterations make the same run.
+    config["optim"] = {"lr": 1e-3, "lr_decay_style": "constant"}
+    config["checkpoint"] = {"save_interval": 10, "keep_last": 2}
+    config["launch"] |= {"nproc_per_node": 2, "stop_grace": STOP_GRACE}
+    path = tmp_path / "endless.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def start(conf: Path, workspace: Path, *overrides: str) -> "subprocess.Popen[bytes]":
+    """`python -m flows.pretrain` in a workspace of its own, on the session's Prefect server."""
+    environment = os.environ | server_environment(workspace)
+    command = [sys.executable, "-m", "flows.pretrain", "--conf", str(conf)]
+    for override in overrides:
+        command += ["-o", override]
+    log = open(workspace.with_suffix(".log"), "ab")  # noqa: SIM115 - it lives as long as the process
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+
+def last_checkpoint(workspace: Path) -> int:
+    return max((event["iteration"] for event in events_of(workspace) if event["kind"] == "checkpoint"), default=0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
+def test_no_rank_outlives_the_flow_and_a_rerun_resumes(conf: Path, tmp_path: Path, how: signal.Signals) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    flow = start(conf, workspace)
+    try:
+        wait_for("a checkpoint", lambda: last_checkpoint(workspace) > 0 or flow.poll() is not None, 120)
+        assert flow.poll() is None, workspace.with_suffix(".log").read_text()[-3000:]
+        assert len(ranks_of(workspace)) >= 3
+        flow.send_signal(how)
+        flow.wait(timeout=60)
+        wait_for("the end of every rank", lambda: not ranks_of(workspace), STOP_GRACE + 5)
+    finally:
+        flow.kill()
+    reached = last_checkpoint(workspace)
+    assert reached > 0
+    assert flow.returncode != 0
+    if how is not signal.SIGKILL:
+        return
+    target = reached + 3
+    again = start(conf, workspace, f"train.train_iters={target}", "train.global_batch_size=4")
+    assert again.wait(timeout=180) == 0, workspace.with_suffix(".log").read_text()[-3000:]
+    starts = [event for event in events_of(workspace) if event["kind"] == "start"]
+    assert starts[-1]["resumed_from"] == reached
+    assert [event["attempt"] for event in starts] == [1, 2]
+    assert last_checkpoint(workspace) == target
+
+
+def test_timeout_ends_every_rank_with_its_own_error(bench: Bench, conf: Path) -> None:
+    from flows.pretrain import pretrain
+    from megacore.errors import StageTimeoutError
+
+    with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes"):
+        pretrain(str(conf), {"launch.timeout_minutes": 0.15, "seed": 7})
+    # The others in this process (the server) do not carry the run's job file in their command line.
+    wait_for("the end of every rank", lambda: not list(filter(is_rank, ranks_of(bench.workspace))), STOP_GRACE + 5)
+
+
+def is_rank(process: psutil.Process) -> bool:
+    return any("megacore.launch" in part for part in process.info["cmdline"] or [])
+
+
+def test_lost_rank_is_retried_and_resumes(bench: Bench, conf: Path) -> None:
+    """One rank is killed in the middle; Prefect's retry goes on from the last complete checkpoint."""
+    import threading
+
+    from flows.pretrain import pretrain
+
+    before = {path for path in bench.workspace.glob("runs/*") if path.is_dir()}
+
+    def run_directory() -> Path | None:
+        return next((path for path in bench.workspace.glob("runs/*") if path.is_dir() and path not in before), None)
+
+    def kill_one_rank() -> None:
+        def saved() -> bool:
+            directory = run_directory()
+            return directory is not None and any(directory.glob("checkpoints/iter_*"))
+
+        wait_for("a checkpoint", saved, 120)
+        ranks = [process for process in ranks_of(bench.workspace) if "RANK" in process.environ()]
+        ranks[-1].kill()
+
+    killer = threading.Thread(target=kill_one_rank)
+    killer.start()
+    overrides = {"seed": 8, "train.train_iters": 400, "launch.retries": 1, "launch.retry_delay": 0}
+    pretrain(str(conf), overrides)
+    killer.join()
+    directory = run_directory()
+    assert directory is not None
+    lines = (directory / "events.jsonl").read_text().splitlines()
+    starts = [event for event in map(json.loads, lines) if event["kind"] == "start"]
+    assert [event["attempt"] for event in starts] == [1, 2]
+    assert starts[1]["resumed_from"] >= 10
