@@ -28,6 +28,7 @@ from megacore.artifact import Workspace, lock  # noqa: E402
 from megacore.artifact.files import write_json  # noqa: E402
 from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
 from tasks._environment import prepare_environment  # noqa: E402
+from tasks._mlflow import create_store  # noqa: E402
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"
@@ -124,6 +125,7 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
     )
     prefect = [sys.executable, "-m", "prefect"]
     _launch(servers, workspace, "prefect", [*prefect, "server", "start", "--host", HOST, "--port", str(prefect_port)])
+    create_store(workspace.tracking_uri)
     _launch(servers, workspace, "mlflow", _mlflow_command(workspace, mlflow_port))
     _wait_healthy(servers, "prefect", f"{servers.prefect_url}/api/health")
     asyncio.run(_prepare_server())

@@ -40,6 +40,7 @@ PACKAGES = ("torch", "transformers", "prefect", "mlflow", "megacore")
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
 _DIGEST_LENGTH = 36
+_SQLITE = "sqlite:///"
 _TAG_TOKEN = "megacore.run_token"
 _TAG_CONFIG = "megacore.config_sha256"
 _TAG_CHANGED = "changed."
@@ -82,9 +83,9 @@ class Tracking:
     @property
     def exists(self) -> bool:
         """False when the store is a SQLite file that is not there: nothing can be in it."""
-        if not self.uri.startswith("sqlite:///"):
+        if not self.uri.startswith(_SQLITE):
             return True
-        return Path(self.uri.removeprefix("sqlite:///")).exists()
+        return Path(self.uri.removeprefix(_SQLITE)).exists()
 
     @cached_property
     def client(self) -> "MlflowClient":
@@ -94,6 +95,7 @@ class Tracking:
         from mlflow import MlflowClient
 
         with self.errors("open its store"):
+            create_store(self.uri)
             return MlflowClient(tracking_uri=self.uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or self.uri)
 
     @cached_property
@@ -137,6 +139,34 @@ class Tracking:
                 f"MLflow at {redact(self.uri)} did not {action}: {reason}: check that it is up "
                 "(MLFLOW_TRACKING_URI names another one), then start again"
             ) from error
+
+
+def create_store(uri: str) -> None:
+    """Make the tables of a SQLite store that does not exist yet; of any other store nothing is touched.
+
+    MLflow's migrations take seconds and cannot be taken up again where they were cut: a kill in between would leave
+    a file that no later run can open. So they run on a temporary file, which is then renamed.
+    """
+    if not uri.startswith(_SQLITE):
+        return
+    path = Path(uri.removeprefix(_SQLITE))
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lock(path):
+        if path.exists():
+            return
+        for stale in path.parent.glob(f"{path.name}.tmp-*"):
+            stale.unlink()
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
+
+        engine = create_sqlalchemy_engine(f"{_SQLITE}{temporary}")
+        try:
+            _initialize_tables(engine)
+        finally:
+            engine.dispose()
+        os.replace(temporary, path)
 
 
 def redact(text: str) -> str:

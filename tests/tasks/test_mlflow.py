@@ -16,6 +16,7 @@ from tasks._mlflow import (
     RUN_FILE,
     RunFacts,
     Tracking,
+    create_store,
     end_run,
     ensure_run,
     flatten,
@@ -28,6 +29,29 @@ from tests.tasks.conftest import KilledError, make_config
 
 def all_runs(tracking: Tracking) -> list[str]:
     return [run.info.run_id for run in tracking.client.search_runs([tracking.experiment_id])]
+
+
+def test_store_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "mlflow.db"
+    uri = f"sqlite:///{path}"
+    stale = tmp_path / "new" / "mlflow.db.tmp-1"
+    stale.parent.mkdir()
+    stale.write_text("half a store")
+
+    def killed(engine: object) -> None:
+        raise KilledError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlflow.store.db.utils._initialize_tables", killed)
+        with pytest.raises(KilledError):
+            create_store(uri)
+    assert not path.exists()
+    create_store(uri)
+    written = path.read_bytes()
+    create_store(uri)
+    assert path.read_bytes() == written
+    assert [file.name for file in path.parent.iterdir() if "tmp" in file.name] == []
+    create_store("http://127.0.0.1:1")
 
 
 def test_one_run_with_config_versions_and_data(
