@@ -28,6 +28,8 @@ COPY --chown=megacore . .
 # COPY sets new times: what was installed above is what is here.
 RUN touch .venv/.installed && mkdir -p workspace
 
-ENV MEGACORE_WORKSPACE=/app/workspace DO_NOT_TRACK=true
+# docker build --build-arg GIT_COMMIT=$(git rev-parse HEAD) …: the image holds no .git, and MLflow notes the commit.
+ARG GIT_COMMIT=""
+ENV MEGACORE_WORKSPACE=/app/workspace MEGACORE_GIT_COMMIT=${GIT_COMMIT} DO_NOT_TRACK=true
 VOLUME /app/workspace
 CMD ["make", "pretrain"]

@@ -19,10 +19,10 @@ def pretrain(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, d
 
     `dry_run` shows keys, what is cached, memory and days, and runs nothing.
     """
-    config = load_checked_config(conf, overrides)
     if dry_run:
-        dry_run_report(config)
+        dry_run_report(conf, overrides)
         return
+    config = load_checked_config(conf, overrides)
     with Pipeline.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = pipeline.stage(train, *data)

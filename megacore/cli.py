@@ -1,6 +1,7 @@
 """The command `megacore`."""
 
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megacore.artifact import Workspace
-from megacore.errors import MegacoreError
+from megacore.errors import MegacoreError, WorkspaceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Pretraining of large language models.")
 WorkspaceOption = Annotated[
@@ -27,15 +28,24 @@ def runs(workspace: WorkspaceOption = None) -> None:
     """List the trainings of a workspace: step, perplexity, size and path."""
     from megacore.observe.runs import runs as list_runs
 
-    rows = list_runs(Workspace.of(workspace))
+    rows = list_runs(_existing(workspace))
     if not rows:
         Console().print("no runs yet: start one with `make pretrain`")
         return
     table = Table()
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "), overflow="fold")
+    for column in ("name", "state", "step", "valid PPL", "test PPL", "size", "updated", "path"):
+        table.add_column(column, overflow="fold", no_wrap=column != "path")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(
+            row["name"] or "-",
+            row["state"],
+            f"{_number(row['iteration'])}/{_number(row['train_iters'])}",
+            _number(row["valid_ppl"]),
+            _number(row["test_ppl"]),
+            f"{row['size_bytes'] / 2**20:,.1f} MiB",
+            f"{datetime.fromtimestamp(row['updated']):%Y-%m-%d %H:%M}" if row["updated"] else "-",
+            row["path"],
+        )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
@@ -43,14 +53,15 @@ def runs(workspace: WorkspaceOption = None) -> None:
 def clean(
     workspace: WorkspaceOption = None,
     older_than: Annotated[
-        float | None, typer.Option(help="also artifacts built this many days ago that no run or newer artifact needs")
+        float | None,
+        typer.Option(min=0, help="also artifacts built this many days ago that no run or newer artifact needs"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
 ) -> None:
     """Remove temporaries of processes that died and, when asked, old artifacts; trainings stay."""
     from megacore.artifact.clean import old_artifacts, remove, stale_temporaries
 
-    place = Workspace.of(workspace)
+    place = _existing(workspace)
     items = stale_temporaries(place)
     if older_than is not None:
         items += old_artifacts(place, older_than)
@@ -62,10 +73,17 @@ def clean(
     Console().print(f"{'would remove' if dry_run else 'removed'} {len(items)} items, {total:.1f} MiB")
 
 
-def _cell(value: object) -> str:
+def _existing(workspace: Path | None) -> Workspace:
+    """The workspace to look at; one that was named must be there."""
+    if workspace is not None and not workspace.is_dir():
+        raise WorkspaceError(f"workspace {workspace} is no directory: correct --workspace")
+    return Workspace.of(workspace)
+
+
+def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{value:.2f}" if isinstance(value, float) else f"{value:,}"
 
 
 def main() -> None:

@@ -6,9 +6,11 @@ import sys
 from typing import Any
 
 from prefect import Flow
+from prefect.settings import PREFECT_API_URL
 
 from megacore.config import parse_overrides
-from megacore.errors import MegacoreError
+from megacore.errors import LaunchError, MegacoreError
+from tasks._environment import answers
 
 
 def run_flow(flow: Flow[..., Any]) -> None:
@@ -23,6 +25,7 @@ def run_flow(flow: Flow[..., Any]) -> None:
         parser.add_argument("--dry-run", action="store_true", help="show keys, cache, memory and days; run nothing")
     arguments = parser.parse_args()
     try:
+        _require_server()
         parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": parse_overrides(arguments.override)}
         if dry:
             parameters["dry_run"] = arguments.dry_run
@@ -33,3 +36,13 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command to go on from the last complete checkpoint\n")
         raise SystemExit(130) from None
+
+
+def _require_server() -> None:
+    """Refuse to start on a server that is gone; without one, the flow brings its own."""
+    url = PREFECT_API_URL.value()
+    if url and not answers(f"{url}/health"):
+        raise LaunchError(
+            f"the Prefect server at {url} (from prefect.toml or PREFECT_API_URL) does not answer: `make server` starts "
+            "it, `make stop` forgets it"
+        )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import urllib.request
 
 from megacore.artifact import Workspace
 
@@ -32,9 +33,18 @@ def prepare_environment() -> Workspace:
 
 
 def mlflow_server(workspace: Workspace) -> str | None:
-    """Address of the MLflow server that `make server` has started, or None."""
+    """Address of the MLflow server that `make server` has started and that answers, or None."""
     try:
-        address = json.loads((workspace.root / "servers.json").read_text(encoding="utf-8"))["mlflow_url"]
+        address = str(json.loads((workspace.root / "servers.json").read_text(encoding="utf-8"))["mlflow_url"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return str(address)
+    return address if answers(f"{address}/health") else None
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers there with success."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):
+        return False

@@ -54,7 +54,7 @@ BY_TOKENS = "_by_tokens"
 _METRICS_PER_BATCH = 1000
 _FIRST_BACKOFF = 1.0
 _LONGEST_BACKOFF = 60.0
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("prefect.megacore")
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,8 @@ class Forwarder:
         path = self._directory / OFFSET_FILE
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            return int(state["offset"]) if state["run_id"] == run_id else 0
+            offset = int(state["offset"]) if state["run_id"] == run_id else 0
+            return offset if _ends_an_event(self._events, offset) else 0
         except FileNotFoundError:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -299,6 +300,15 @@ class Forwarder:
         self._seen |= batch.seen
         if self._offset >= self._doubt_end:
             self._history = {}
+
+
+def _ends_an_event(events: Path, offset: int) -> bool:
+    """False when the file lost its end (a machine that went down): then everything is compared anew."""
+    if offset == 0:
+        return True
+    with open(events, "rb") as file:
+        file.seek(offset - 1)
+        return file.read(1) == b"\n"
 
 
 class _FatalError(Exception):

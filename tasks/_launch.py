@@ -47,6 +47,11 @@ class LogTail:
                 self.emit(line.strip())
 
 
+def _end_of_events(path: Path) -> int:
+    """Offset behind the last whole event: what an earlier attempt has left is not shown again."""
+    return max((offset for _, offset in EventReader(path)), default=0) if path.exists() else 0
+
+
 class TrainingMonitor:
     """Watches one training: log lines, a bar in the terminal, a progress artifact with ETA, and MLflow."""
 
@@ -55,7 +60,7 @@ class TrainingMonitor:
         self.events = events
         self.train_iters = train_iters
         self.forwarder = forwarder
-        self._offset = events.stat().st_size if events.exists() else 0
+        self._offset = _end_of_events(events)
         self._artifact: Any = None
         self._updated = 0.0
         self._first: tuple[float, int] | None = None
@@ -92,13 +97,15 @@ class TrainingMonitor:
         if event["kind"] != "step":
             return
         iteration = int(event["iteration"])
-        self._bar.update(self._task, completed=iteration, note=f"loss {event['lm_loss']:.3f}")
+        # An interval whose every iteration overflowed (fp16 at the start) has no loss.
+        loss = "-" if event["lm_loss"] is None else f"{event['lm_loss']:.3f}"
+        self._bar.update(self._task, completed=iteration, note=f"loss {loss}")
         now = time.monotonic()
         self._first = self._first or (now, iteration)
         if now - self._updated < ARTIFACT_INTERVAL and iteration < self.train_iters:
             return
         self._updated = now
-        self._update_artifact(iteration, self._eta(now, iteration), float(event["lm_loss"]))
+        self._update_artifact(iteration, self._eta(now, iteration), loss)
 
     def _eta(self, now: float, iteration: int) -> str:
         started, first = self._first or (now, iteration)
@@ -107,9 +114,9 @@ class TrainingMonitor:
         seconds = (now - started) / (iteration - first) * (self.train_iters - iteration)
         return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
 
-    def _update_artifact(self, iteration: int, eta: str, loss: float) -> None:
+    def _update_artifact(self, iteration: int, eta: str, loss: str) -> None:
         percent = 100.0 * iteration / self.train_iters
-        text = f"iteration {iteration} of {self.train_iters}, lm loss {loss:.3f}, {eta} left"
+        text = f"iteration {iteration} of {self.train_iters}, lm loss {loss}, {eta} left"
         try:
             if self._artifact is None:
                 self._artifact = create_progress_artifact(progress=percent, key="training", description=text)

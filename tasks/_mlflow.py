@@ -235,7 +235,9 @@ def git_facts(repository: Path) -> dict[str, str]:
         commit = git("rev-parse", "HEAD")
         dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
-        return {}
+        # An image is built without .git, and told its commit.
+        told = os.environ.get("MEGACORE_GIT_COMMIT")
+        return {"mlflow.source.git.commit": told} if told else {}
     return {"mlflow.source.git.commit": commit, "megacore.git_dirty": str(dirty).lower()}
 
 

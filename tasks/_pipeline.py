@@ -17,6 +17,7 @@ from rich.table import Table
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
 from tasks._cache import StageResult
+from tasks._mlflow import redact
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StageRow:
 
     stage: str
     outcome: str
-    """ran, cached, failed or not run."""
+    """ran, cached or failed."""
     seconds: float
     key: str
     counts: dict[str, Any]
@@ -53,7 +54,7 @@ class Pipeline:
     @classmethod
     def start(cls, config: RunConfig) -> Self:
         """Show the merged configuration as an artifact of the flow run."""
-        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        text = redact(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         create_markdown_artifact(f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}")
         return cls(config)
 
@@ -75,7 +76,7 @@ class Pipeline:
         state: State[StageResult] = configured(self.config, *inputs, return_state=True)  # type: ignore[assignment]
         seconds = time.monotonic() - started
         if not state.is_completed():
-            self.rows.append(StageRow(task.name, "failed", seconds, "", {}))
+            self.rows.append(StageRow(task.name, "failed", seconds, "-", {}))
             state.result()
         result = state.result()
         cached = state.name == "Cached" or not result.ran

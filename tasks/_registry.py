@@ -48,17 +48,15 @@ def publish_model(
     tags: Mapping[str, str],
     pictures: Sequence[Path] = (),
 ) -> dict[str, str]:
-    """Register an export as a new version of model `name` with the alias `candidate`.
-
-    Publishing the same export again, also after a crash in between, gives the version that is there.
+    """Register an export as a version of model `name`, alias `candidate`; the same export again gives the same one.
 
     Args:
         tracking: the store.
         run_id: MLflow run of the pretraining; the gate's report, the sample and the pictures become its artifacts.
         export_directory: holds model/ (a transformers directory), parity.json and sample.txt.
-        name: name in the registry.
+        name: in the registry.
         digest: identity of the export's content.
-        iteration: iteration of the exported checkpoint.
+        iteration: of the exported checkpoint.
         metrics: of the exported model; logged as `export/<name>`.
         tags: lineage, such as the keys of the stages.
         pictures: PNG files of the run.

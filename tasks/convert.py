@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact import Artifact, StageKey
+from megacore.artifact import Artifact, StageKey, lock
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
 from megacore.launch import stages
 from megacore.launch.job import ConvertJob
+from megacore.plan.hardware import Hardware
 from tasks._cache import StageResult, build, stage_task
 from tasks.evaluate import fresh_scratch, log_tail
 from tasks.train import make_job
@@ -22,7 +23,7 @@ def convert_key(
     index: Artifact,
 ) -> StageKey:
     """The key of the exported model."""
-    parameters = key_parameters(config.export) | {"checkpoint": evaluation.counts["best"]}
+    parameters = key_parameters(config.export) | {"checkpoint": evaluation.counts["best"], "name": config.name}
     return StageKey.of(
         "convert", stages.CONVERT_VERSION, parameters, trained=trained, evaluation=evaluation, tokenizer=tokenizer
     )
@@ -38,14 +39,16 @@ def convert(
     index: Artifact,
 ) -> StageResult:
     """Export the checkpoint with the lowest validation loss; a failing gate fails the stage."""
+    key = convert_key(config, trained, evaluation, tokens, tokenizer, index)
 
     def fill(directory: Path) -> dict[str, Any]:
-        scratch = fresh_scratch(trained.directory, "convert")
+        scratch = fresh_scratch(trained.directory, f"convert-{key.key}")
         best = evaluation.counts["best"]
         job = ConvertJob(
             **make_job(config, trained.directory, tokens, tokenizer, index).model_dump()
             | {
                 "ranks": 1,
+                "threads_per_rank": config.launch.threads_per_rank or Hardware.detect().cores,
                 "exit_directory": str(scratch / "exit"),
                 "checkpoint": str(trained.directory / "checkpoints" / best),
                 "output_directory": str(directory),
@@ -60,7 +63,8 @@ def convert(
             "model_bytes": sum(path.stat().st_size for path in (directory / "model").iterdir()),
         }
 
-    return build(config, convert_key(config, trained, evaluation, tokens, tokenizer, index), fill)
+    with lock(trained.directory, shared=True):
+        return build(config, key, fill)
 
 
 def _card(config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact) -> dict[str, str]:
@@ -69,7 +73,7 @@ def _card(config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Ar
         "name": config.name,
         "source": config.data.source.model_dump_json(exclude_none=True),
         "tokens": f"{tokens.counts['tokens']:,} tokens, artifact {tokens.key}",
-        "run": trained.key,
+        "run": trained.directory.name,
         "iteration": str(counts["iteration"]),
         "valid_ppl": f"{counts['valid_ppl']:.2f}",
         "test_ppl": f"{counts['test_ppl']:.2f}",

@@ -5,6 +5,7 @@ from typing import Any
 
 from megacore.artifact import StageKey
 from megacore.config import RunConfig
+from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
 
 
@@ -20,7 +21,12 @@ def download(config: RunConfig) -> StageResult:
     """Collect the documents of `data.source`."""
     from megacore.corpus.collect import collect
 
-    def fill(directory: Path) -> dict[str, Any]:
-        return collect(config.data.source, directory)
+    key = collect_key(config)
 
-    return build(config, collect_key(config), fill)
+    def fill(directory: Path) -> dict[str, Any]:
+        counts = collect(config.data.source, directory)
+        if collect_key(config) != key:
+            raise DataFormatError("data.source changed while it was read: start again when nobody writes to it")
+        return counts
+
+    return build(config, key, fill)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact import Artifact, StageKey
+from megacore.artifact import Artifact, StageKey, lock
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
@@ -31,10 +31,10 @@ def evaluate(
     config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageResult:
     """Score each checkpoint, and a unigram model on the same tokens for comparison."""
-    from megacore.data.unigram import unigram_perplexity
+    key = evaluate_key(config, trained, tokens, tokenizer, index)
 
     def fill(directory: Path) -> dict[str, Any]:
-        scratch = fresh_scratch(trained.directory, "evaluate")
+        scratch = fresh_scratch(trained.directory, f"evaluate-{key.key}")
         job = EvaluateJob(
             **make_job(config, trained.directory, tokens, tokenizer, index).model_dump()
             | {
@@ -44,10 +44,10 @@ def evaluate(
             }
         )
         scores = stages.evaluate(job, scratch, log_tail(scratch / "evaluate.log").poll)
-        unigram = unigram_perplexity(job.tokens_prefix, config.data.split, job.vocab_size)
-        return _report(directory, scores, unigram)
+        return _report(directory, scores["checkpoints"], scores["unigram"])
 
-    return build(config, evaluate_key(config, trained, tokens, tokenizer, index), fill)
+    with lock(trained.directory, shared=True):
+        return build(config, key, fill)
 
 
 def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def read_evaluation(artifact: Artifact) -> dict[str, Any]:
     return report
 
 
-def fresh_scratch(run_directory: Path, stage: str) -> Path:
-    """An empty directory of the run for a stage's job file, log and exit reasons."""
-    scratch = run_directory / "jobs" / stage
+def fresh_scratch(run_directory: Path, name: str) -> Path:
+    """An empty directory of the run for the job file, log and exit reasons of one artifact's stage."""
+    scratch = run_directory / "jobs" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     return scratch
@@ -91,9 +91,10 @@ def log_tail(path: Path) -> LogTail:
 def evaluation_summary(evaluation: Artifact) -> str:
     """The perplexities of each checkpoint as a markdown table."""
     report = read_evaluation(evaluation)
-    lines = ["| checkpoint | validation PPL | test PPL |", "| --- | ---: | ---: |"]
+    lines = ["| checkpoint, best first | validation PPL | test PPL |", "| --- | ---: | ---: |"]
     lines += [
-        f"| {row['checkpoint']} | {row['valid_ppl']:.2f} | {row['test_ppl']:.2f} |" for row in report["checkpoints"]
+        f"| {row['checkpoint']} | {row['valid_ppl']:.2f} | {row['test_ppl']:.2f} |"
+        for row in sorted(report["checkpoints"], key=lambda row: row["valid_ppl"])
     ]
     unigram = report["unigram"]
     lines.append(f"| unigram model | {unigram['valid']:.1f} | {unigram['test']:.1f} |")

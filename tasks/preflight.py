@@ -1,5 +1,6 @@
 """Before anything runs: is the configuration possible here, what is cached, what will it cost."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,10 @@ from rich.table import Table
 
 from megacore.artifact import Artifact, StageKey, Workspace, open_artifact
 from megacore.config import RunConfig, load_config
+from megacore.convert.exportable import exportable
 from megacore.errors import MegacoreError
+from megacore.plan.hardware import Hardware
+from megacore.plan.preflight import expected_vocab_size, preflight
 from tasks._cache import artifact_directory, artifact_problem
 from tasks.convert import convert_key
 from tasks.download import collect_key
@@ -32,14 +36,17 @@ def load_checked_config(conf: str, overrides: Mapping[str, Any] | None, *, train
     config = load_config(conf, overrides, conf_dir=CONF_DIR)
     Workspace.of()
     if trains:
-        from megacore.convert.exportable import exportable
-        from megacore.plan.hardware import Hardware
-        from megacore.plan.preflight import expected_vocab_size, preflight
-
-        exportable(config)
-        report = preflight(config, expected_vocab_size(config), Hardware.detect())
-        get_run_logger().info("preflight: %s", report.summary())
+        get_run_logger().info("preflight: %s", check_machine(config))
     return config
+
+
+def check_machine(config: RunConfig) -> str:
+    """Memory per rank and days of a training here, in one sentence.
+
+    Raises ConfigError, ParallelLayoutError or ConversionError when it cannot work.
+    """
+    exportable(config)
+    return preflight(config, expected_vocab_size(config), Hardware.detect()).summary()
 
 
 class PlannedStage(NamedTuple):
@@ -63,18 +70,30 @@ PLAN = (
 """The stages of `pretrain` with the stages they read, in the order of their tasks' arguments."""
 
 
-def dry_run_report(config: RunConfig) -> list[dict[str, str]]:
-    """Print (and store) each stage's key and whether it is cached; a key is unknown until its inputs exist."""
+def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
+    """Print (and store) each stage's key, whether it is cached, and what the training would cost; run nothing.
+
+    A key is unknown until its inputs exist. What the machine cannot do is shown too, then raised.
+    """
+    config = load_checked_config(conf, overrides, trains=False)
+    refusal: MegacoreError | None = None
+    try:
+        cost = check_machine(config)
+    except MegacoreError as error:
+        refusal, cost = error, str(error)
     known: dict[str, Artifact] = {}
     rows = [_planned_row(planned, config, known) for planned in PLAN]
-    create_table_artifact(rows, key="dry-run", description=f"what {config.name} would do")
+    create_table_artifact(rows, key="dry-run", description=f"what {config.name} would do; {cost}")
     table = Table(title=f"dry run of {config.name}: nothing was started")
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row.values())
-    Console(stderr=False).print(table)
-    return rows
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(f"training: {cost}", soft_wrap=True, highlight=False)
+    if refusal is not None:
+        raise refusal
 
 
 def _planned_row(planned: PlannedStage, config: RunConfig, known: dict[str, Artifact]) -> dict[str, str]:

@@ -76,22 +76,35 @@ def publish(
 def _publish(
     config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, tokens: Artifact
 ) -> dict[str, str]:
+    tracking = _tracking(config)
+    forwarder = Forwarder(tracking, trained.directory, config, run_facts(config, trained.directory.name, tokens))
+    run_id = forwarder.flush()
+    try:
+        return _send(config, tracking, run_id, trained, evaluation, export, tokens)
+    finally:
+        # The training is finished whatever becomes of its publication.
+        end_run(tracking, run_id)
+
+
+def _send(
+    config: RunConfig,
+    tracking: Tracking,
+    run_id: str,
+    trained: Artifact,
+    evaluation: Artifact,
+    export: Artifact,
+    tokens: Artifact,
+) -> dict[str, str]:
     from tasks import _registry
     from tasks._plots import plot_run
 
-    tracking = _tracking(config)
-    forwarder = Forwarder(tracking, trained.directory, config, run_facts(config, trained.key, tokens))
-    run_id = forwarder.flush()
-    pictures = plot_run(trained.directory / "events.jsonl", fresh_scratch(trained.directory, "publish"), config.name)
+    scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
+    pictures = plot_run(trained.directory / "events.jsonl", scratch, config.name)
     rows = read_evaluation(evaluation)["checkpoints"]
-    log_test_perplexities(
-        tracking,
-        run_id,
-        {int(row["iteration"]): float(row["test_ppl"]) for row in rows},
-        timestamp_ms=round(1000 * time.time()),
-    )
+    perplexities = {int(row["iteration"]): float(row["test_ppl"]) for row in rows}
+    log_test_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
     counts = evaluation.counts
-    receipt = _registry.publish_model(
+    return _registry.publish_model(
         tracking,
         run_id,
         export.directory,
@@ -99,11 +112,9 @@ def _publish(
         digest=export.digest,
         iteration=counts["iteration"],
         metrics={name: counts[name] for name in ("valid_ppl", "test_ppl", "unigram_valid_ppl", "unigram_test_ppl")},
-        tags={"train": trained.key, "evaluate": evaluation.key, "convert": export.key, "tokenize": tokens.key},
+        tags={"run": trained.directory.name, "evaluate": evaluation.key, "convert": export.key, "tokenize": tokens.key},
         pictures=pictures,
     )
-    end_run(tracking, run_id)
-    return receipt
 
 
 def _discard(directory: Path) -> None:
@@ -124,36 +135,41 @@ def read_receipt(directory: Path) -> dict[str, str]:
 def outcome(config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, published: Artifact) -> str:
     """The markdown at the end: perplexities, a sample of what the model writes, and where things are."""
     counts = evaluation.counts
-    receipt = read_receipt(published.directory)
     get_run_logger().info("validation PPL: %.2f (unigram %.1f)", counts["valid_ppl"], counts["unigram_valid_ppl"])
     get_run_logger().info("test PPL: %.2f (unigram %.1f)", counts["test_ppl"], counts["unigram_test_ppl"])
     sample = (export.directory / "sample.txt").read_text(encoding="utf-8")
-    return "\n".join(
-        [
-            f"## {config.name}: test PPL {counts['test_ppl']:.2f}, validation PPL {counts['valid_ppl']:.2f}",
-            "",
-            f"A unigram model has {counts['unigram_test_ppl']:.1f} and {counts['unigram_valid_ppl']:.1f}.",
-            "",
-            evaluation_summary(evaluation),
-            "What it writes:",
-            "",
-            "```",
-            sample.rstrip(),
-            "```",
-            "",
-            f"- transformers model: `{export.directory / 'model'}`",
-            f"- run: `{trained.directory}`",
-            f"- registered: `{receipt['uri']}` (alias candidate)",
-            f"- {_mlflow_place(config, receipt['run_id'])}",
-            "",
-        ]
-    )
+    lines = [
+        f"## {config.name}: test PPL {counts['test_ppl']:.2f}, validation PPL {counts['valid_ppl']:.2f}",
+        "",
+        evaluation_summary(evaluation),
+        "What it writes:",
+        "",
+        "```",
+        sample.rstrip(),
+        "```",
+        "",
+        f"- transformers model: `{export.directory / 'model'}`",
+        f"- run: `{trained.directory}`",
+        *_mlflow_places(config, read_receipt(published.directory)),
+        "",
+    ]
+    return "\n".join(lines)
 
 
-def _mlflow_place(config: RunConfig, run_id: str) -> str:
-    """A link where a server shows the store, else how to start one."""
+def _mlflow_places(config: RunConfig, receipt: dict[str, str]) -> list[str]:
+    """Links where a server shows the store, else names and how to start one."""
     tracking = _tracking(config)
-    server = tracking.uri if tracking.uri.startswith("http") else mlflow_server(tracking.workspace)
+    server = tracking.uri if tracking.uri.startswith("http") else None
+    if tracking.uri == tracking.workspace.tracking_uri:
+        server = mlflow_server(tracking.workspace)
     if server is None:
-        return f"MLflow run `{run_id}`: `make server` shows it in a browser"
-    return f"MLflow run: {server}/#/experiments/{tracking.experiment_id}/runs/{run_id}"
+        return [
+            f"- registered: `{receipt['uri']}` (alias candidate)",
+            f"- MLflow run `{receipt['run_id']}`: `make server` shows it in a browser",
+        ]
+    experiment = tracking.experiment_id
+    model = f"{server}/#/models/{receipt['model_name']}/versions/{receipt['version']}"
+    return [
+        f"- registered: [{receipt['uri']}]({model}) (alias candidate)",
+        f"- MLflow run: [{receipt['run_id']}]({server}/#/experiments/{experiment}/runs/{receipt['run_id']})",
+    ]

@@ -11,9 +11,10 @@ from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
-from megacore.errors import ConfigError, MegacoreError, TrackingError
+from megacore.errors import ConfigError, MegacoreError
 from megacore.launch import stages
 from megacore.launch.job import TrainJob
 from megacore.tokenizer.tokenize import tokens_prefix
@@ -82,7 +83,7 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
     key = train_key(config, tokens, tokenizer, index)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    with lock(directory):
+    with workspace_errors(directory), lock(directory):
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
             _refuse_to_shorten(config, directory)
@@ -107,6 +108,7 @@ def _run(
 ) -> None:
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
+    _warn_of_another_course(config, directory, index)
     job = make_job(config, directory, tokens, tokenizer, index)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
@@ -120,15 +122,39 @@ def _run(
         _end(forwarder, "FAILED" if isinstance(error, Exception) else "KILLED", STOP_FLUSH)
         raise
     _end(forwarder, "FINISHED", FINAL_FLUSH)
+    remove_stale(directory / "checkpoints")
     seal(directory, key, training_counts(directory, config), time.monotonic() - started, SEALED)
+
+
+def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact) -> None:
+    """Say when an extended run leaves the course of its first part, and so equals no run of this length."""
+    try:
+        before = TrainJob.read(directory / "run.json")
+    except ConfigError:
+        return
+    log = get_run_logger()
+    old, new = (
+        {"lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters}
+        for run in (before.config, config)
+    )
+    if old != new:
+        log.warning(
+            "the learning rate schedule of this run changes from %s to %s: set both in optim to keep it", old, new
+        )
+    if before.index_directory != index.path:
+        log.warning(
+            "train.train_iters %d needs more epochs of the data than %d did: the samples are drawn in a new order",
+            config.train.train_iters,
+            before.config.train.train_iters,
+        )
 
 
 def _end(forwarder: Forwarder, status: RunStatus, timeout: float) -> None:
     """Tell MLflow how the training ended; what it does not take now, publication sends."""
     try:
         forwarder.finish(status, timeout)
-    except TrackingError as error:
-        get_run_logger().warning("%s; the training is whole, publication sends the rest", error)
+    except Exception as error:  # whatever it is, it must neither hide a training's own error nor lose its end
+        get_run_logger().warning("%s; what MLflow lacks is sent at publication", error)
 
 
 def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:

@@ -141,9 +141,12 @@ def remove_tree(directory: Path) -> None:
 
 
 @contextmanager
-def lock(target: Path) -> Iterator[None]:
-    """Hold the lock of `target` (a file `.<name>.lock` beside it); the kernel frees it when the holder dies."""
+def lock(target: Path, *, shared: bool = False) -> Iterator[None]:
+    """Hold the lock of `target` (a file `.<name>.lock` beside it); the kernel frees it when the holder dies.
+
+    Any number may hold it `shared`, to read what nobody may change meanwhile.
+    """
     path = target.with_name(f".{target.name}.lock")
     with open(path, "w", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield

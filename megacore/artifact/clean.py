@@ -1,6 +1,7 @@
 """Finding what may be deleted from a workspace: temporaries of dead processes, and artifacts nobody needs."""
 
 import fcntl
+import json
 import os
 import shutil
 import time
@@ -18,6 +19,8 @@ from megacore.errors import ArtifactError
 REBUILDABLE = ("collect", "tokenizer", "tokenize", "index", "evaluate", "convert", "publish")
 """Stages whose artifacts can be made again in minutes; trainings are never deleted by age."""
 _TEMPORARY = ".tmp-"
+_SETTLED = 3600.0
+"""Seconds after which a temporary without a lock of its own belongs to nobody any more."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,12 @@ class Removable:
 
 def stale_temporaries(workspace: Workspace) -> list[Removable]:
     """Temporaries of builds and checkpoint saves that died; those of living ones are locked and left alone."""
-    found = []
+    found = [
+        _removable(path, "temporary of a write that ended")
+        for pattern in ("*.tmp-*", ".write-test-*")
+        for path in sorted(workspace.root.glob(pattern))
+        if time.time() - path.stat().st_mtime > _SETTLED
+    ]
     for stage, name in FOLDERS.items():
         folder = workspace.root / name
         if not folder.is_dir():
@@ -61,6 +69,7 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
         for path, manifest in manifests.items()
         if manifest.stage not in REBUILDABLE or path.stat().st_mtime >= limit
     ]
+    queue += [path for path in _read_by_unfinished_runs(workspace) if path in manifests]
     needed: set[Path] = set()
     while queue:
         path = queue.pop()
@@ -70,11 +79,23 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
     return [_removable(path, f"older than {days:g} days") for path in sorted(manifests) if path not in needed]
 
 
+def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
+    """What a training that runs or was interrupted reads: it has no manifest that says so, but its job file."""
+    for job in (workspace.root / FOLDERS["train"]).glob("*/run.json"):
+        try:
+            values = json.loads(job.read_text(encoding="utf-8"))
+            yield Path(values["tokens_prefix"]).parent
+            yield Path(values["index_directory"])
+            yield Path(values["tokenizer_directory"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+
+
 def remove(items: list[Removable]) -> None:
     """Delete, each atomically. Raises WorkspaceError."""
     for item in items:
         with workspace_errors(item.path):
-            if _TEMPORARY in item.path.name:
+            if not item.path.is_dir() or _TEMPORARY in item.path.name:
                 shutil.rmtree(item.path) if item.path.is_dir() else item.path.unlink()
             else:
                 remove_tree(item.path)

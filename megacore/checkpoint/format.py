@@ -92,15 +92,17 @@ class Marker:
     def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
         """What is wrong with the files, in one clause that names the file, or None.
 
-        quick compares sizes, full also every sha256.
+        quick compares sizes, and hashes of files that were touched after the marker; full compares every sha256.
         """
+        marked = (directory / MARKER_NAME).stat().st_mtime_ns
         for name, record in self.files.items():
             path = directory / name
             try:
-                size = path.stat().st_size
-                if size != record.size:
-                    return f"{path} has {size} bytes instead of {record.size}"
-                if mode == "full" and file_digest(path) != record.sha256:
+                status = path.stat()
+                if status.st_size != record.size:
+                    return f"{path} has {status.st_size} bytes instead of {record.size}"
+                touched = mode == "full" or status.st_mtime_ns > marked
+                if touched and file_digest(path) != record.sha256:
                     return f"{path} has another content than when it was written"
             except FileNotFoundError:
                 return f"{path} is missing"

@@ -34,6 +34,10 @@ def load_config(conf: str, overrides: Mapping[str, Any] | None = None, *, conf_d
 
     Raises ConfigError with one line per wrong value: its key, what it is, and what to do.
     """
+    if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
+        raise ConfigError(
+            f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping of dotted keys"
+        )
     path = conf_path(conf, conf_dir)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -51,8 +55,9 @@ def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(item) for item in error.errors()]
-        raise ConfigError(f"{origin}: " + "; ".join(problems)) from error
+        # Each alternative of a union complains by itself: of one key the first complaint is shown.
+        problems = {_key(item): _describe(item) for item in reversed(error.errors())}
+        raise ConfigError(f"{origin}: " + "; ".join(reversed(problems.values()))) from error
 
 
 def read_config(path: Path) -> RunConfig:
@@ -91,8 +96,8 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _describe(item: Any) -> str:
     """One pydantic error as one clause."""
-    location = tuple(part for part in item["loc"] if not _is_union_tag(part))
-    key = ".".join(str(part) for part in location) or "the configuration"
+    location = _location(item)
+    key = _key(item)
     if item["type"] == "extra_forbidden":
         return f"unknown key {key}{_nearest(str(location[-1]), _fields_at(location[:-1]))}"
     if item["type"] == "missing":
@@ -100,11 +105,38 @@ def _describe(item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return str(message)
-    return f"{key} is {item['input']!r}: {message[:1].lower()}{message[1:]}"
+    if location[-1:] == ("nproc_per_node",):
+        return f"{key} is {item['input']!r}: give an integer above 0 or auto"
+    advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
+    return f"{key} is {item['input']!r}: {advice}"
 
 
-def _is_union_tag(part: str | int) -> bool:
-    return part in {"source_tree", "jsonl", "hub", "prefix", "train-bpe", "gpt2-bpe", "hf"}
+_ADVICE = {
+    "model_type": "give a mapping of its fields",
+    "model_attributes_type": "give a mapping of its fields",
+    "tuple_type": "give a list, as in [a.jsonl, b.jsonl]",
+    "int_type": "give an integer",
+    "int_parsing": "give an integer",
+    "int_from_float": "give an integer",
+    "float_type": "give a number",
+    "float_parsing": "give a number",
+    "finite_number": "give a finite number",
+    "bool_type": "give true or false",
+    "bool_parsing": "give true or false",
+    "string_type": "give text",
+}
+"""What to do about a wrong type; other kinds of error say it themselves."""
+_UNIONS = {("data", "source"), ("data", "tokenizer"), ("launch", "nproc_per_node")}
+"""Behind these keys pydantic names the alternative that it tried."""
+
+
+def _location(item: Any) -> tuple[str | int, ...]:
+    location: tuple[str | int, ...] = item["loc"]
+    return location[:2] + location[3:] if location[:2] in _UNIONS else location
+
+
+def _key(item: Any) -> str:
+    return ".".join(str(part) for part in _location(item)) or "the configuration"
 
 
 def _fields_at(location: tuple[str | int, ...]) -> list[str]:

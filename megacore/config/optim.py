@@ -13,7 +13,7 @@ class LossScaleConfig(Section):
     window: int = keyed(1000, gt=0)
     """Iterations without overflow after which the scale doubles."""
     hysteresis: int = keyed(2, gt=0)
-    """Overflows in a row before the scale halves."""
+    """Overflows since the scale last grew, from which on each further one halves it."""
     minimum: float = keyed(1.0, gt=0)
     """The scale never falls below this."""
 

@@ -53,6 +53,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
+        check_split(self.data.split)
         _check_model(self.model, self.data.seq_length)
         _check_schedule(self.optim, self.train.train_iters)
         _check_batch(self.train, self.launch.nproc_per_node)
@@ -84,6 +85,18 @@ class RunConfig(Section):
     def registered_model(self) -> str:
         """Name in the model registry, resolved."""
         return self.tracking.registered_model or self.name
+
+
+def check_split(split: str) -> None:
+    """Raise ValueError unless `split` is three positive weights: every stage needs its part."""
+    try:
+        weights = [float(part) for part in split.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 3 or not all(0 < weight < float("inf") for weight in weights):
+        raise ValueError(
+            f"data.split is {split!r}: give three positive weights for train, validation and test, as in 969,30,1"
+        )
 
 
 def _check_model(model: ModelConfig, seq_length: int) -> None:

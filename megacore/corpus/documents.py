@@ -1,5 +1,6 @@
 """The documents of a corpus directory: writing them, and reading any of them by its number."""
 
+import itertools
 import json
 import os
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from megacore.errors import DataFormatError
 CORPUS_NAME = "corpus.jsonl"
 SOURCES_NAME = "sources.json"
 _SCAN_BYTES = 1 << 24
+_BLOCK = 1 << 16
 _NEWLINE = 0x0A
 
 
@@ -127,7 +129,9 @@ class JsonlDocuments:
         Raises DataFormatError with file and line for a line that is not a JSON object with text under the key.
         """
         with _OpenFiles(self.paths) as files:
-            for number in numbers.tolist():
+            # In blocks: a list of all numbers would take more memory than the array.
+            blocks = (numbers[first : first + _BLOCK].tolist() for first in range(0, len(numbers), _BLOCK))
+            for number in itertools.chain.from_iterable(blocks):
                 file = int(np.searchsorted(self._first, number, side="right")) - 1
                 line = number - int(self._first[file])
                 start, stop = self._starts[file][line : line + 2].tolist()

@@ -49,8 +49,17 @@ def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
     try:
         for number, row in enumerate(rows):
             yield _text(source, row, number)
-    except OSError as error:
+    except _broken_connections() as error:
         raise DownloadError(f"reading {_name(source)} broke off: {_sentence(error)}: try again") from error
+
+
+def _broken_connections() -> tuple[type[Exception], ...]:
+    """What a lost connection raises; the hub's client has errors of its own that are no OSError."""
+    try:
+        from httpx2 import TransportError
+    except ImportError:  # an older client
+        from httpx import TransportError
+    return OSError, TransportError
 
 
 def _open(source: HubSource, cache_directory: Path) -> Any:
@@ -69,7 +78,7 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
                 streaming=True,
                 cache_dir=str(cache_directory / "datasets"),
             )
-    except (ConnectionError, HfHubHTTPError, TimeoutError) as error:
+    except (*_broken_connections()[1:], ConnectionError, HfHubHTTPError, TimeoutError) as error:
         raise DownloadError(
             f"{_name(source)} cannot be loaded: {_sentence(error)}: check the network, or give a local directory of "
             "parquet files as data.source.dataset"

@@ -13,32 +13,31 @@ from megacore.errors import DataFormatError
 _BLOCK_TOKENS = 1 << 24
 
 
-def unigram_perplexity(prefix: str | Path, split: str, vocab_size: int) -> dict[str, float]:
-    """Perplexity of the valid and test tokens under add-one-smoothed frequencies of the train tokens.
+class UnigramModel:
+    """Add-one-smoothed frequencies of the train split's tokens."""
 
-    A split without tokens is left out. Raises DataFormatError for an id beyond `vocab_size`.
-    """
-    dataset = IndexedDataset(prefix)
-    counts = {
-        name: _count(dataset, dataset.token_range(*bounds), vocab_size)
-        for name, bounds in split_ranges(split, len(dataset)).items()
-    }
-    train = counts.pop("train")
-    log_probability = np.log(train + 1.0) - np.log(train.sum() + vocab_size)
-    return {
-        name: float(np.exp(-(seen * log_probability).sum() / seen.sum())) for name, seen in counts.items() if seen.sum()
-    }
+    def __init__(self, prefix: str | Path, split: str, vocab_size: int) -> None:
+        """Count the train tokens of `PREFIX.bin`. Raises DataFormatError for an id beyond `vocab_size`."""
+        self._prefix = str(prefix)
+        self._vocab_size = vocab_size
+        dataset = IndexedDataset(prefix)
+        train = self._count(dataset.token_range(*split_ranges(split, len(dataset))["train"]))
+        self._log_probability = np.log(train + 1.0) - np.log(train.sum() + vocab_size)
 
+    def perplexity(self, tokens: npt.NDArray[Any]) -> float:
+        """Exp of the mean loss on `tokens`, of any shape."""
+        seen = self._count(tokens.reshape(-1))
+        return float(np.exp(-(seen * self._log_probability).sum() / seen.sum()))
 
-def _count(dataset: IndexedDataset, tokens: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each id occurs, shape [v]."""
-    counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(tokens), _BLOCK_TOKENS):
-        block = tokens[start : start + _BLOCK_TOKENS]
-        if block.min() < 0 or block.max() >= vocab_size:
-            raise DataFormatError(
-                f"{dataset.prefix}.bin holds the token id {block.max()}, but the vocabulary has {vocab_size} entries: "
-                "use the tokenizer that these tokens were made with"
-            )
-        counts += np.bincount(block, minlength=vocab_size)
-    return counts
+    def _count(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """How often each id occurs, shape [v]."""
+        counts = np.zeros(self._vocab_size, np.int64)
+        for start in range(0, len(tokens), _BLOCK_TOKENS):
+            block = tokens[start : start + _BLOCK_TOKENS]
+            if block.min() < 0 or block.max() >= self._vocab_size:
+                raise DataFormatError(
+                    f"{self._prefix}.bin holds the token id {block.max()}, but the vocabulary has {self._vocab_size} "
+                    "entries: use the tokenizer that these tokens were made with"
+                )
+            counts += np.bincount(block, minlength=self._vocab_size)
+        return counts

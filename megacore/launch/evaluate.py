@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def evaluate_checkpoints(job: EvaluateJob) -> None:
     """Write test and validation perplexity of every checkpoint of the job to `job.output`, atomically.
 
-    The file maps each checkpoint's path to iteration, test_loss, test_ppl, test_samples, valid_loss, valid_ppl and
-    valid_samples. Losses are in nats per token; the validation split is scored whole, the test split up to
-    `evaluate.max_samples`.
+    Under `checkpoints` the file maps each path to iteration, test_loss, test_ppl, test_samples, valid_loss, valid_ppl
+    and valid_samples; under `unigram` lies the perplexity of the train split's token frequencies on the same tokens.
+    Losses are in nats per token; of each split `evaluate.max_samples` are scored, or all.
 
     Raises:
         DataFormatError: tokens or index maps are missing or damaged, or a split has no sample.
@@ -32,9 +32,10 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
 
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
-        results = _score_all(job, Scorer(job, mesh, device), mesh)
+        scorer = Scorer(job, mesh, device)
+        results = _score_all(job, scorer, mesh)
         if mesh.rank == 0:
-            write_json(Path(job.output), results)
+            write_json(Path(job.output), {"checkpoints": results, "unigram": scorer.unigram()})
 
 
 def _score_all(job: EvaluateJob, scorer: "Scorer", mesh: "ProcessMesh") -> dict[str, dict[str, Any]]:

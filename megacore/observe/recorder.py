@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megacore.observe.events import EventWriter
+from megacore.observe.events import EventReader, EventWriter
 from megacore.observe.logging import StepReport, logger, perplexity, step_line, time_line, validation_line
 from megacore.observe.tensorboard import TensorBoardWriter
 
@@ -24,13 +24,25 @@ class Recorder:
             WorkspaceError: the directory is not writable.
         """
         writes = rank == 0
-        self._events = EventWriter(run_directory / EVENTS_NAME, attempt) if writes else None
+        self._path = run_directory / EVENTS_NAME
+        self._events = EventWriter(self._path, attempt) if writes else None
         self._board = TensorBoardWriter(run_directory / "tensorboard") if writes and tensorboard else None
 
     def event(self, kind: str, **values: Any) -> None:
         """Write one event."""
         if self._events:
             self._events.write(kind, **values)
+
+    def reported_checkpoints(self) -> dict[int, str]:
+        """Path by iteration of every checkpoint that the events call kept; of use on rank 0."""
+        kept: dict[int, str] = {}
+        if self._events:
+            for event, _ in EventReader(self._path):
+                if event["kind"] == "checkpoint":
+                    kept[int(event["iteration"])] = str(event["path"])
+                elif event["kind"] == "checkpoint_deleted":
+                    kept.pop(int(event["iteration"]), None)
+        return kept
 
     def warning(self, message: str) -> None:
         """Log a warning and write it as an event."""

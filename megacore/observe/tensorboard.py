@@ -12,7 +12,7 @@ def check_tensorboard() -> None:
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "tracking.tensorboard is true and the package tensorboard is not installed: "
-            "`pip install megacore[tensorboard]` or set it to false"
+            "install megacore with its extra, `pip install -e .[tensorboard]`, or set it to false"
         )
 
 

@@ -1,6 +1,5 @@
 """Can this configuration run on this machine, and what will it cost: said before anything starts."""
 
-import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from megacore.config.data import HfTokenizer, TrainBpeTokenizer
 from megacore.config.run import RunConfig, check_data_parallel_size
 from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.observe.tensorboard import check_tensorboard
 from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.memory import GIB, MemoryEstimate, estimate_memory, parameter_count
 from megacore.plan.throughput import assumed_flops_per_second, training_days
@@ -70,7 +70,8 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
         days=training_days(config, vocab_size, rate),
         flops_per_second=rate,
     )
-    _check_tensorboard(config)
+    if config.tracking.tensorboard:
+        check_tensorboard()
     if not hardware.gpus and not config.launch.allow_cpu:
         _check_meant_for_cpu(config, report)
     _check_memory(config, report)
@@ -111,6 +112,8 @@ def expected_vocab_size(config: RunConfig) -> int:
         if not file.is_file():
             return HUB_VOCAB_SIZE
         return _entries(file, "data.tokenizer.name")
+    if not Path(choice.merge_file).is_file():
+        raise ConfigError(f"data.tokenizer.merge_file: {choice.merge_file} is no file: correct the path")
     return _entries(Path(choice.vocab_file), "data.tokenizer.vocab_file")
 
 
@@ -128,14 +131,6 @@ def _entries(file: Path, setting: str) -> int:
         names = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
         return len(names | added)
     return len(content)
-
-
-def _check_tensorboard(config: RunConfig) -> None:
-    if config.tracking.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "tracking.tensorboard is true and the package tensorboard is not installed: "
-            "install megacore[tensorboard] or set it to false"
-        )
 
 
 def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:

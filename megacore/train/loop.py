@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.format import Marker, iteration_of
+from megacore.checkpoint.format import Marker, complete_checkpoints, iteration_of, read_state
 from megacore.checkpoint.load import latest_complete, load_checkpoint
-from megacore.checkpoint.retain import apply_retention
+from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.save import save_checkpoint
 from megacore.config.run import RunConfig
 from megacore.data.gpt_dataset import GPTDataset
@@ -103,7 +103,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Load the newest complete checkpoint, if there is one, and say how the run starts."""
-        path = self._ranks.on_first(lambda: latest_complete(self._checkpoints, log=self._recorder.warning))
+        path = self._ranks.on_first(self._find_checkpoint)
         if path is not None:
             saved = load_checkpoint(path, self._engine.tensors())
             self._engine.load_state(saved["engine"])
@@ -121,6 +121,19 @@ class Trainer:
             resumed_from=None if path is None else iteration_of(path),
             train_iters=self._config.train.train_iters,
         )
+
+    def _find_checkpoint(self) -> Path | None:
+        """On the first rank: clear what a crash left, and report what it kept from being reported."""
+        if self._checkpoints.is_dir():
+            remove_stale(self._checkpoints)
+        present = {marker.iteration: path for path, marker in complete_checkpoints(self._checkpoints).items()}
+        reported = self._recorder.reported_checkpoints()
+        for iteration in sorted(present.keys() - reported.keys()):
+            marker, train = Marker.read(present[iteration]), read_state(present[iteration])["train"]
+            self._report_checkpoint(present[iteration], marker, TrainState.from_json(train).consumed_samples, None)
+        for iteration in sorted(reported.keys() - present.keys()):
+            self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
+        return latest_complete(self._checkpoints, log=self._recorder.warning)
 
     def _upcoming(self) -> Iterator[list[int]]:
         train, replicas = self._config.train, self._mesh.data_parallel
@@ -194,18 +207,21 @@ class Trainer:
             validation_loss=validation_loss,
         )
         seconds = time.monotonic() - started
-        self._recorder.event(
-            "checkpoint",
-            iteration=self.state.iteration,
-            consumed_samples=self.state.consumed_samples,
-            consumed_tokens=self._consumed_tokens,
-            path=str(path),
-            size_bytes=Marker.read(path).size_bytes,
-            seconds=seconds,
-            validation_loss=validation_loss,
-        )
+        self._report_checkpoint(path, Marker.read(path), self.state.consumed_samples, seconds)
         logger.info("saved checkpoint %s in %.1f s", path, seconds)
         self._retain()
+
+    def _report_checkpoint(self, path: Path, marker: Marker, consumed_samples: int, seconds: float | None) -> None:
+        self._recorder.event(
+            "checkpoint",
+            iteration=marker.iteration,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_samples * self._config.data.seq_length,
+            path=str(path),
+            size_bytes=marker.size_bytes,
+            seconds=seconds,
+            validation_loss=marker.validation_loss,
+        )
 
     def _retain(self) -> None:
         keep = self._config.checkpoint

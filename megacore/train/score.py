@@ -16,6 +16,7 @@ from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import MAP_NAMES, build_split, map_path, plan_epochs
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.splits import split_ranges
+from megacore.data.unigram import UnigramModel
 from megacore.engine.native import DTYPES
 from megacore.engine.precision import resolve_precision
 from megacore.errors import DataFormatError
@@ -23,7 +24,7 @@ from megacore.launch.job import EvaluateJob
 from megacore.models.build import build_model
 from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
-from megacore.train.evaluate import Evaluation, evaluate
+from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
 
 
 class Scorer:
@@ -31,6 +32,7 @@ class Scorer:
 
     def __init__(self, job: EvaluateJob, mesh: ProcessMesh, device: torch.device) -> None:
         """Open the splits. Raises DataFormatError when one has no sample to score."""
+        self._job = job
         self._config = job.config
         self._mesh = mesh
         self._device = device
@@ -73,12 +75,27 @@ class Scorer:
         )
         return result
 
-    def _evaluate(self, token_losses: Callable[[Tensor], Tensor], dataset: GPTDataset) -> Evaluation:
+    def unigram(self) -> dict[str, float]:
+        """Perplexity of the train split's token frequencies on the very tokens that `score` predicts, by split."""
+        job = self._job
+        model = UnigramModel(job.tokens_prefix, job.config.data.split, job.vocab_size)
+        return {
+            name: model.perplexity(np.concatenate([dataset.gather(ids)[:, 1:] for ids in self._batches(dataset)]))
+            for name, dataset in self._splits.items()
+        }
+
+    def _batches(self, dataset: GPTDataset) -> list[list[int]]:
+        return batches_of_rank(self._samples(dataset), self._config.evaluate.micro_batch_size, 0, 1)
+
+    def _samples(self, dataset: GPTDataset) -> int:
         limit = self._config.evaluate.max_samples
+        return len(dataset) if limit is None else min(limit, len(dataset))
+
+    def _evaluate(self, token_losses: Callable[[Tensor], Tensor], dataset: GPTDataset) -> Evaluation:
         return evaluate(
             token_losses,
             dataset,
-            samples=len(dataset) if limit is None else min(limit, len(dataset)),
+            samples=self._samples(dataset),
             micro_batch_size=self._config.evaluate.micro_batch_size,
             group=self._mesh.data_parallel,
             device=self._device,

@@ -1,5 +1,6 @@
 """Cleaning removes what nobody needs, and nothing else."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -53,3 +54,24 @@ def test_old_artifacts_go_unless_something_newer_or_trained_needs_them(tmp_path:
     remove(items)
     assert not unused.directory.exists()
     assert old_artifacts(workspace, 60) == []
+
+
+def test_what_an_unfinished_training_reads_stays(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    made = {
+        stage: build_artifact(workspace.folder(stage), StageKey.of(stage, 1, {}), write_one)[0]
+        for stage in ("tokenizer", "tokenize", "index")
+    }
+    for artifact in made.values():
+        age(artifact.directory, 30)
+    run = workspace.folder("train") / "feed"
+    run.mkdir(parents=True)
+    job = {
+        "tokens_prefix": str(made["tokenize"].directory / "tokens_text_document"),
+        "index_directory": made["index"].path,
+        "tokenizer_directory": made["tokenizer"].path,
+    }
+    (run / "run.json").write_text(json.dumps(job))
+    assert old_artifacts(workspace, 7) == []
+    (run / "run.json").unlink()
+    assert len(old_artifacts(workspace, 7)) == 3

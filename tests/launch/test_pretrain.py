@@ -58,7 +58,10 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     EvaluateJob(**values, checkpoints=checkpoints, output=str(output)).write(tmp_path / "out" / "job.json")
     result = start("evaluate", tmp_path / "out" / "job.json", 2)
     assert result.returncode == 0, result.stderr
-    scores = json.loads(output.read_text(encoding="utf-8"))
+    results = json.loads(output.read_text(encoding="utf-8"))
+    scores = results["checkpoints"]
+    assert results["unigram"].keys() == {"test", "valid"}
+    assert all(1 < ppl < 2 * _runs.VOCAB_SIZE for ppl in results["unigram"].values())
     assert list(scores) == list(checkpoints)
     assert sorted(path.name for path in output.parent.iterdir()) == ["job.json", "scores.json", "torchrun"]
     check_scores(scores[checkpoints[-1]], run_directory, data)

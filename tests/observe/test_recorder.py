@@ -41,7 +41,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"megacore\[tensorboard\]"):
+    with pytest.raises(ConfigError, match=r"\.\[tensorboard\]"):
         account(tmp_path, 0, board=True)
 
 

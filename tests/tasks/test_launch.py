@@ -1,7 +1,12 @@
 """What a task shows of its processes."""
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from tasks import _launch
 from tasks._launch import LogTail
 from tasks._pipeline import StageRow, summarize
 
@@ -41,3 +46,19 @@ def test_row_as_text() -> None:
         "key": "abc",
         "counts": "3 documents",
     }
+
+
+def test_event_without_a_loss_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 skips its first iterations while the loss scale comes down: such an interval has no loss."""
+    shown: list[str] = []
+    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_launch, "create_progress_artifact", lambda **values: shown.append(values["description"]))
+    monkeypatch.setattr(_launch, "update_progress_artifact", lambda **values: shown.append(values["description"]))
+    events = tmp_path / "events.jsonl"
+    events.write_text('{"kind": "start", "iteration": 0}\n{"kind": "st')
+    forwarder = SimpleNamespace(poll=lambda: None)
+    with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
+        # The writer cuts the torn line before it goes on.
+        events.write_text('{"kind": "start", "iteration": 0}\n{"kind": "step", "iteration": 10, "lm_loss": null}\n')
+        monitor.poll()
+    assert shown == ["iteration 10 of 20, lm loss -, unknown left"]

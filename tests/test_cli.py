@@ -1,0 +1,48 @@
+"""The command line says what a workspace holds, and refuses what is not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megacore.cli import app
+from megacore.errors import WorkspaceError
+
+
+def test_no_runs_yet(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["runs", "--workspace", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "no runs yet" in result.output
+
+
+def test_clean_says_what_it_removes(tmp_path: Path) -> None:
+    stale = tmp_path / "index" / "abcd.tmp-1"
+    stale.mkdir(parents=True)
+    dry = CliRunner().invoke(app, ["clean", "--workspace", str(tmp_path), "--dry-run"])
+    assert "would remove 1 items" in dry.output
+    assert stale.exists()
+    result = CliRunner().invoke(app, ["clean", "--workspace", str(tmp_path)])
+    assert str(stale) in result.output
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("command", ["runs", "clean"])
+def test_workspace_that_is_not_there(tmp_path: Path, command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--workspace", str(tmp_path / "typo")])
+    assert isinstance(result.exception, WorkspaceError)
+    assert not (tmp_path / "typo").exists()
+
+
+def test_error_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
+    program = "from megacore.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", program, "runs", "--workspace", str(tmp_path / "typo")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert result.returncode == WorkspaceError.exit_code
+    assert result.stderr == f"error: workspace {tmp_path / 'typo'} is no directory: correct --workspace\n"
