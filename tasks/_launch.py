@@ -1,5 +1,6 @@
 """What a task does while its processes run: stream their log, show progress, forward metrics."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from typing import Any, Protocol, Self
 
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.theme import Theme
 
 from megacore.observe.events import EventReader
 
@@ -52,6 +55,20 @@ def _end_of_events(path: Path) -> int:
     return max((offset for _, offset in EventReader(path)), default=0) if path.exists() else 0
 
 
+def console_handler() -> PrefectConsoleHandler | None:
+    """What shows Prefect's log in the terminal."""
+    for name in ("prefect.task_runs", "prefect", "root"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                return handler
+    return None
+
+
+def _says_more_than_the_bar(record: logging.LogRecord) -> bool:
+    """False for the wide lines of each log interval: beside a bar they go to the log and to Prefect alone."""
+    return not record.getMessage().startswith(("[", "time (ms)"))
+
+
 class TrainingMonitor:
     """Watches one training: log lines, a bar in the terminal, a progress artifact with ETA, and MLflow."""
 
@@ -64,18 +81,23 @@ class TrainingMonitor:
         self._artifact: Any = None
         self._updated = 0.0
         self._first: tuple[float, int] | None = None
+        self._handler = console_handler() if sys.stderr.isatty() else None
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=self._handler.console if self._handler else Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )
         self._task = self._bar.add_task("training", total=train_iters, note="starting")
 
     def __enter__(self) -> Self:
+        # Prefect's console knows its own styles only.
+        self._bar.console.push_theme(Theme())
+        if self._handler:
+            self._handler.addFilter(_says_more_than_the_bar)
         self._bar.start()
         return self
 
@@ -83,6 +105,9 @@ class TrainingMonitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+        self._bar.console.pop_theme()
+        if self._handler:
+            self._handler.removeFilter(_says_more_than_the_bar)
 
     def poll(self) -> None:
         """Look at everything once; called a few times a second."""

@@ -1,5 +1,7 @@
 """A data set of the Hugging Face hub, or a local directory of parquet files, streamed by `datasets`."""
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,12 +56,9 @@ def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
 
 
 def _broken_connections() -> tuple[type[Exception], ...]:
-    """What a lost connection raises; the hub's client has errors of its own that are no OSError."""
-    try:
-        from httpx2 import TransportError
-    except ImportError:  # an older client
-        from httpx import TransportError
-    return OSError, TransportError
+    """What a lost connection raises; the hub's HTTP client has errors of its own that are no OSError."""
+    clients = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
+    return OSError, *(client.TransportError for client in clients)
 
 
 def _open(source: HubSource, cache_directory: Path) -> Any:
@@ -78,7 +77,7 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
                 streaming=True,
                 cache_dir=str(cache_directory / "datasets"),
             )
-    except (*_broken_connections()[1:], ConnectionError, HfHubHTTPError, TimeoutError) as error:
+    except (ConnectionError, HfHubHTTPError, TimeoutError, *_broken_connections()[1:]) as error:
         raise DownloadError(
             f"{_name(source)} cannot be loaded: {_sentence(error)}: check the network, or give a local directory of "
             "parquet files as data.source.dataset"

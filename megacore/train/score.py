@@ -1,4 +1,4 @@
-"""Perplexity of finished checkpoints on whole splits."""
+"""Perplexity of finished checkpoints on the validation and the test split."""
 
 import copy
 import tempfile
