@@ -48,17 +48,18 @@ def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[s
 
 def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
     rows = _open(source, cache_directory)
+    broken: tuple[type[Exception], ...] = (OSError, *_broken_connections())
     try:
         for number, row in enumerate(rows):
             yield _text(source, row, number)
-    except _broken_connections() as error:
+    except broken as error:
         raise DownloadError(f"reading {_name(source)} broke off: {_sentence(error)}: try again") from error
 
 
 def _broken_connections() -> tuple[type[Exception], ...]:
     """What a lost connection raises; the hub's HTTP client has errors of its own that are no OSError."""
     clients = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
-    return OSError, *(client.TransportError for client in clients)
+    return ConnectionError, TimeoutError, *(client.TransportError for client in clients)
 
 
 def _open(source: HubSource, cache_directory: Path) -> Any:
@@ -67,6 +68,7 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
+    lost: tuple[type[Exception], ...] = (HfHubHTTPError, *_broken_connections())
     try:
         with _hub_cache(cache_directory / "hub"):
             return datasets.load_dataset(
@@ -77,7 +79,7 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
                 streaming=True,
                 cache_dir=str(cache_directory / "datasets"),
             )
-    except (ConnectionError, HfHubHTTPError, TimeoutError, *_broken_connections()[1:]) as error:
+    except lost as error:
         raise DownloadError(
             f"{_name(source)} cannot be loaded: {_sentence(error)}: check the network, or give a local directory of "
             "parquet files as data.source.dataset"
