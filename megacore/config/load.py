@@ -99,7 +99,8 @@ def _describe(item: Any) -> str:
     location = _location(item)
     key = _key(item)
     if item["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(str(location[-1]), _fields_at(location[:-1]))}"
+        name = str(location[-1])
+        return f"unknown key {key}{_elsewhere(name) or _nearest(name, _fields_at(location[:-1]))}"
     if item["type"] == "missing":
         return f"{key} is missing: give it a value"
     message = item["msg"].removeprefix("Value error, ")
@@ -156,6 +157,14 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
+
+
+def _elsewhere(name: str) -> str:
+    """The same name in another section, for a key that is right but in the wrong place."""
+    for section, field in RunConfig.model_fields.items():
+        if any(name in model.model_fields for model in _models_in(field.annotation)):
+            return f" (did you mean {section}.{name}?)"
+    return ""
 
 
 def _nearest(name: str, known: list[str]) -> str:
