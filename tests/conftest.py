@@ -1,10 +1,15 @@
 """Fixtures that every package's tests share; nothing heavy is imported here."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A shell starts its background jobs deaf to SIGINT, and so would be the processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -64,15 +64,7 @@ def start(conf: Path, workspace: Path, *overrides: str) -> "subprocess.Popen[byt
     for override in overrides:
         command += ["-o", override]
     log = open(workspace.with_suffix(".log"), "ab")  # noqa: SIM115 - it lives as long as the process
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=log,
-        stderr=log,
-        # A shell starts its background jobs deaf to SIGINT, and every process below inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
 
 def last_checkpoint(workspace: Path) -> int:
