@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,16 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
     board.Reload()
     assert board.Scalars("lm loss")[0].value == pytest.approx(9.44)
     assert board.Scalars("lm loss validation ppl")[0].step == 100
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed")
+def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    account(tmp_path, 0, board=True)
+    time.sleep(1.1)  # files are named, and read in the order of, whole seconds
+    account(tmp_path, 0, board=True)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [scalar.step for scalar in board.Scalars("lm loss")] == [100]
