@@ -1,11 +1,12 @@
 """The frame of every entry point that a launcher starts once per rank; imports no torch."""
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from megacore.errors import MegacoreError
 from megacore.launch.exit_reason import die_with_parent, reported_exit
@@ -32,3 +33,17 @@ def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] 
         parser.exit(error.exit_code, f"{error}\n")
     with reported_exit(Path(job.exit_directory), int(os.environ.get("RANK", "0"))):
         work(job)
+    if "RANK" in os.environ:
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """End a rank that has done its work and written it, without the interpreter's teardown.
+
+    torch's communication threads may abort that ("terminate called without an active exception"), and a finished
+    rank would count as lost.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
