@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from megacore.checkpoint.format import TRACKER_NAME
 from tests.flows.conftest import ROOT, Bench, server_environment, tiny_config
 
 STOP_GRACE = 3.0
@@ -127,7 +128,8 @@ def test_lost_rank_is_retried_and_resumes(bench: Bench, conf: Path) -> None:
     def kill_one_rank() -> None:
         def saved() -> bool:
             directory = run_directory()
-            return directory is not None and any(directory.glob("checkpoints/iter_*"))
+            # The tracker is written when the first checkpoint is in its place.
+            return directory is not None and (directory / "checkpoints" / TRACKER_NAME).exists()
 
         wait_for("a checkpoint", saved, 120)
         ranks = [process for process in ranks_of(bench.workspace) if "RANK" in process.environ()]
