@@ -5,12 +5,21 @@ from typing import Any
 from prefect import flow
 
 from flows.prepare_data import data_stages
+from megacore.artifact import Artifact
 from tasks._pipeline import Pipeline
 from tasks.convert import convert
 from tasks.evaluate import evaluate
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
 from tasks.train import finished_training
+
+
+def publication_stages(pipeline: Pipeline, trained: Artifact, *data: Artifact) -> None:
+    """What follows a training: perplexities, conversion with its gate, publication, and the summary of all."""
+    evaluation = pipeline.stage(evaluate, trained, *data)
+    exported = pipeline.stage(convert, trained, evaluation, *data)
+    published = pipeline.stage(publish, trained, evaluation, exported, *data)
+    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published)
 
 
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
@@ -20,10 +29,7 @@ def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> 
     with Pipeline.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(config, *data)
-        evaluation = pipeline.stage(evaluate, trained, *data)
-        exported = pipeline.stage(convert, trained, evaluation, *data)
-        published = pipeline.stage(publish, trained, evaluation, exported, *data)
-        pipeline.summary = outcome(config, trained, evaluation, exported, published)
+        publication_stages(pipeline, trained, *data)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ from typing import Any
 
 from prefect import flow
 
+from flows.export import publication_stages
 from flows.prepare_data import data_stages
 from tasks._pipeline import Pipeline
-from tasks.convert import convert
-from tasks.evaluate import evaluate
 from tasks.preflight import dry_run_report, load_checked_config
-from tasks.publish import outcome, publish
 from tasks.train import train
 
 
@@ -26,10 +24,7 @@ def pretrain(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, d
     with Pipeline.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = pipeline.stage(train, *data)
-        evaluation = pipeline.stage(evaluate, trained, *data)
-        export = pipeline.stage(convert, trained, evaluation, *data)
-        published = pipeline.stage(publish, trained, evaluation, export, *data)
-        pipeline.summary = outcome(config, trained, evaluation, export, published)
+        publication_stages(pipeline, trained, *data)
 
 
 if __name__ == "__main__":
