@@ -106,8 +106,8 @@ def _describe(item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return str(message)
-    if location[-1:] == ("nproc_per_node",):
-        return f"{key} is {item['input']!r}: give an integer above 0 or auto"
+    if location in _WHOLE:
+        return f"{key} is {item['input']!r}: give {_WHOLE[location]}"
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
     return f"{key} is {item['input']!r}: {advice}"
 
@@ -127,12 +127,19 @@ _ADVICE = {
     "string_type": "give text",
 }
 """What to do about a wrong type; other kinds of error say it themselves."""
-_UNIONS = {("data", "source"), ("data", "tokenizer"), ("launch", "nproc_per_node")}
+_UNIONS = {("data", "source"), ("data", "tokenizer")}
 """Behind these keys pydantic names the alternative that it tried."""
+_WHOLE: dict[tuple[str | int, ...], str] = {
+    ("launch", "nproc_per_node"): "an integer above 0 or auto",
+    ("parallel", "pipeline_partition"): "balanced, uniform or a list of integers, as in [3, 3]",
+}
+"""Values of several kinds: what they may be, whichever of them was tried."""
 
 
 def _location(item: Any) -> tuple[str | int, ...]:
     location: tuple[str | int, ...] = item["loc"]
+    if location[:2] in _WHOLE:
+        return location[:2]
     return location[:2] + location[3:] if location[:2] in _UNIONS else location
 
 

@@ -5,18 +5,20 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
+from megacore.config.checks import check_sections
 from megacore.config.data import DataConfig
 from megacore.config.model import ModelConfig
 from megacore.config.optim import OptimConfig
+from megacore.config.parallel import ParallelConfig
 from megacore.config.train import (
     CheckpointConfig,
     EvaluateConfig,
     ExportConfig,
     LaunchConfig,
-    ParallelConfig,
     TrackingConfig,
     TrainConfig,
 )
+from megacore.train.batch_schedule import BatchSchedule
 
 
 class RunConfig(Section):
@@ -53,10 +55,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        check_split(self.data.split)
-        _check_model(self.model, self.data.seq_length)
-        _check_schedule(self.optim, self.train.train_iters)
-        _check_batch(self.train, self.launch.nproc_per_node)
+        check_sections(self)
         return self
 
     @property
@@ -74,6 +73,8 @@ class RunConfig(Section):
         """Iterations of linear warm-up, resolved."""
         if self.optim.lr_warmup_fraction is not None:
             return int(self.optim.lr_warmup_fraction * self.lr_decay_iters)
+        if self.optim.lr_warmup_samples is not None:
+            return BatchSchedule.of(self).iterations_for(self.optim.lr_warmup_samples)
         return self.optim.lr_warmup_iters or 0
 
     @property
@@ -85,70 +86,3 @@ class RunConfig(Section):
     def registered_model(self) -> str:
         """Name in the model registry, resolved."""
         return self.tracking.registered_model or self.name
-
-
-def check_split(split: str) -> None:
-    """Raise ValueError unless `split` is three positive weights: every stage needs its part."""
-    try:
-        weights = [float(part) for part in split.split(",")]
-    except ValueError:
-        weights = []
-    if len(weights) != 3 or not all(0 < weight < float("inf") for weight in weights):
-        raise ValueError(
-            f"data.split is {split!r}: give three positive weights for train, validation and test, as in 969,30,1"
-        )
-
-
-def _check_model(model: ModelConfig, seq_length: int) -> None:
-    if model.hidden_size % model.num_attention_heads:
-        raise ValueError(
-            f"model.hidden_size {model.hidden_size} is not a multiple of model.num_attention_heads "
-            f"{model.num_attention_heads}: choose heads that divide it"
-        )
-    positions = model.max_position_embeddings
-    if positions is not None and positions < seq_length:
-        raise ValueError(
-            f"data.seq_length {seq_length} exceeds model.max_position_embeddings {positions}: "
-            f"raise the latter to at least {seq_length}"
-        )
-
-
-def _check_schedule(optim: OptimConfig, train_iters: int) -> None:
-    if optim.lr_warmup_iters is not None and optim.lr_warmup_fraction is not None:
-        raise ValueError(
-            f"optim.lr_warmup_iters {optim.lr_warmup_iters} and optim.lr_warmup_fraction "
-            f"{optim.lr_warmup_fraction} are both given: remove one"
-        )
-    if optim.min_lr > optim.lr:
-        raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}: lower it")
-    decay = optim.lr_decay_iters or train_iters
-    if optim.lr_warmup_iters is not None and optim.lr_warmup_iters >= decay:
-        raise ValueError(
-            f"optim.lr_warmup_iters {optim.lr_warmup_iters} does not end before the decay does at {decay}: "
-            f"set it below {decay}"
-        )
-
-
-def _check_batch(train: TrainConfig, ranks: int | str) -> None:
-    if isinstance(ranks, int):
-        check_data_parallel_size(train, ranks)
-        return
-    micro, total = train.micro_batch_size, train.global_batch_size
-    if total % micro:
-        raise ValueError(
-            f"train.global_batch_size {total} is not a multiple of train.micro_batch_size {micro}: "
-            f"use {(total // micro + 1) * micro}"
-        )
-
-
-def check_data_parallel_size(train: TrainConfig, ranks: int) -> None:
-    """Raise ValueError when `ranks` data-parallel ranks cannot share a global batch evenly."""
-    micro, total = train.micro_batch_size, train.global_batch_size
-    if ranks < 1:
-        raise ValueError(f"launch.nproc_per_node is {ranks}: at least one rank is needed")
-    if total % (micro * ranks):
-        step = micro * ranks
-        raise ValueError(
-            f"train.global_batch_size {total} is not a multiple of train.micro_batch_size {micro} x "
-            f"{ranks} data-parallel ranks = {step}: use {(total // step + 1) * step}"
-        )

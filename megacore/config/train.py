@@ -5,6 +5,18 @@ from typing import Literal
 from megacore.config.base import Section, keyed, unkeyed
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class RampupBatchSize(Section):
+    """Batch-size ramp-up, Megatron-LM's `--rampup-batch-size START INCREMENT SAMPLES`."""
+
+    start: int = keyed(gt=0)
+    """Samples of the first batches; a multiple of micro_batch_size x data-parallel size."""
+    increment: int = keyed(gt=0)
+    """Samples by which the batch grows each time; (global_batch_size - start) is a multiple of it."""
+    samples: int = keyed(gt=0)
+    """Consumed samples at which the batch has reached global_batch_size."""
 
 
 class TrainConfig(Section):
@@ -18,8 +30,21 @@ class TrainConfig(Section):
     """Optimizer steps; raising it extends a finished run."""
     precision: Precision = keyed("auto")
     """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
-    recompute: Literal["none", "full"] = unkeyed("none")
-    """Activation recomputation (Chen et al. 2016): full keeps only each layer's input."""
+    recompute: Recompute = unkeyed("none")
+    """Activation recomputation: full keeps only each layer's input (Chen et al. 2016), selective everything but what
+    attention computes between q, k, v and its output (Korthikanti et al. 2022)."""
+    recompute_num_layers: int | None = unkeyed(None, gt=0)
+    """Layers of each pipeline chunk that recompute, the first ones; null means all."""
+    rampup_batch_size: RampupBatchSize | None = keyed(None)
+    """Grows the batch from a smaller one to global_batch_size; null means it is global_batch_size from the start."""
+    label_smoothing: float = keyed(0.0, ge=0.0, lt=1.0)
+    """Share of the target's probability that is spread evenly over the vocabulary (Szegedy et al. 2016)."""
+    z_loss: float = keyed(0.0, ge=0.0)
+    """Coefficient of the squared log-partition of each token's logits, added to its loss (Chowdhery et al. 2022)."""
+    loss_spike_factor: float | None = unkeyed(3.0, gt=1.0)
+    """A micro batch whose loss exceeds this multiple of the recent mean is a spike; null does not look."""
+    loss_spike_action: Literal["warn", "stop"] = unkeyed("warn")
+    """What a spike does: a warning that names rank, iteration and samples, or the same as the run's end."""
     log_interval: int = unkeyed(10, gt=0)
     """Iterations between log lines and step events."""
     eval_interval: int = unkeyed(100, gt=0)
@@ -41,18 +66,11 @@ class CheckpointConfig(Section):
     """Whether the checkpoint with the lowest validation loss is kept."""
 
 
-class ParallelConfig(Section):
-    """How the model and the batch are divided over ranks."""
-
-    grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0)
-    """Size of a gradient all-reduce bucket, in MiB of fp32."""
-
-
 class LaunchConfig(Section):
     """Processes and their supervision."""
 
     nproc_per_node: int | Literal["auto"] = unkeyed("auto")
-    """Ranks on this machine; auto means one per GPU, else 1."""
+    """Ranks on this machine; auto means one per GPU, without a GPU one replica's (tensor x pipeline)."""
     threads_per_rank: int | None = unkeyed(None, gt=0)
     """CPU threads of each rank; null divides the cores evenly."""
     allow_cpu: bool = unkeyed(False)

@@ -9,6 +9,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from megacore.train.batch_schedule import BatchSchedule
+
 Batch = npt.NDArray[np.int64]
 
 
@@ -25,14 +27,14 @@ def micro_batch_indices(
 
 
 def micro_batches(
-    consumed_samples: int, *, micro_batch_size: int, global_batch_size: int, dp_rank: int, dp_size: int, steps: int
+    consumed_samples: int, *, micro_batch_size: int, schedule: BatchSchedule, dp_rank: int, dp_size: int, steps: int
 ) -> Iterator[list[int]]:
     """One rank's micro batches of `steps` global batches, from `consumed_samples` on, in the order they are read."""
-    per_step = global_batch_size // (micro_batch_size * dp_size)
-    for step in range(steps):
-        start = consumed_samples + step * global_batch_size
-        for micro_step in range(per_step):
-            yield micro_batch_indices(start, micro_step, micro_batch_size, dp_rank, dp_size)
+    for _ in range(steps):
+        size = schedule.at(consumed_samples)
+        for micro_step in range(size // (micro_batch_size * dp_size)):
+            yield micro_batch_indices(consumed_samples, micro_step, micro_batch_size, dp_rank, dp_size)
+        consumed_samples += size
 
 
 class PrefetchingIterator(Iterator[Batch]):

@@ -1,6 +1,6 @@
 """Loss scaling for fp16 (Micikevicius et al. 2018), with the hysteresis of Megatron-LM's DynamicGradScaler."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from megacore.config.optim import LossScaleConfig
 
@@ -14,13 +14,16 @@ class LossScaleState(TypedDict):
     scale: float
     growth_tracker: int
     hysteresis_tracker: int
+    skipped_at_minimum: NotRequired[int]
+    """Absent from checkpoints of versions that did not count."""
 
 
 class DynamicLossScaler:
     """Doubles the scale after `window` steps without overflow, halves it once `hysteresis` overflows were met.
 
     The count of overflows starts afresh only when the scale grows, as in Megatron-LM: after the first backoff
-    each further overflow halves the scale.
+    each further overflow halves the scale. At its minimum it waits: what `patience` iterations in a row could not
+    bring down is no matter of scale.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -28,6 +31,7 @@ class DynamicLossScaler:
         self._scale = max(config.initial, config.minimum)
         self._growth_tracker = 0
         self._hysteresis_tracker = config.hysteresis
+        self._skipped_at_minimum = 0
 
     @property
     def scale(self) -> float:
@@ -36,17 +40,19 @@ class DynamicLossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the next overflow cannot be answered: the scale is at its minimum and the hysteresis used up."""
-        return self._scale <= self._config.minimum and self._hysteresis_tracker <= 0
+        """Whether a lower scale cannot help: the last `patience` iterations in a row overflowed at the minimum."""
+        return self._skipped_at_minimum >= self._config.patience
 
     def update(self, *, overflow: bool) -> None:
         """Take note of one iteration's outcome; every rank is given the same one."""
         if overflow:
+            self._skipped_at_minimum += self._scale <= self._config.minimum
             self._growth_tracker = 0
             self._hysteresis_tracker -= 1
             if self._hysteresis_tracker <= 0:
                 self._scale = max(self._scale * BACKOFF_FACTOR, self._config.minimum)
             return
+        self._skipped_at_minimum = 0
         self._growth_tracker += 1
         if self._growth_tracker == self._config.window:
             self._growth_tracker = 0
@@ -59,6 +65,7 @@ class DynamicLossScaler:
             "scale": self._scale,
             "growth_tracker": self._growth_tracker,
             "hysteresis_tracker": self._hysteresis_tracker,
+            "skipped_at_minimum": self._skipped_at_minimum,
         }
 
     def load_state(self, state: LossScaleState) -> None:
@@ -66,3 +73,4 @@ class DynamicLossScaler:
         self._scale = float(state["scale"])
         self._growth_tracker = int(state["growth_tracker"])
         self._hysteresis_tracker = int(state["hysteresis_tracker"])
+        self._skipped_at_minimum = int(state.get("skipped_at_minimum", 0))

@@ -2,40 +2,81 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
+from megacore.config.optim import LrDecayStyle, LrWsdDecayStyle
 from megacore.config.run import RunConfig
 
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Linear warm-up from 0, then a decay to a floor (Megatron-LM `OptimizerParamScheduler`)."""
+    """Linear warm-up, then a decay to a floor (Megatron-LM `OptimizerParamScheduler`)."""
 
     lr: float
     """Peak, reached at `warmup_steps`."""
     min_lr: float
-    """Value at `decay_steps` and after it."""
+    """Value after `decay_steps`, whatever the style, unless it is constant."""
     warmup_steps: int
     """Optimizer steps of warm-up."""
     decay_steps: int
     """Optimizer step at which the decay ends."""
-    style: Literal["cosine", "linear", "constant"]
+    style: LrDecayStyle
     """Shape of the decay."""
+    init_lr: float = 0.0
+    """Value at which the warm-up starts."""
+    wsd_style: LrWsdDecayStyle = "exponential"
+    """Shape of the last part of WSD."""
+    wsd_steps: int = 0
+    """Optimizer steps of the last part of WSD, which ends at `decay_steps`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """The schedule that a configuration describes."""
         optim = config.optim
-        return cls(optim.lr, optim.min_lr, config.lr_warmup_iters, config.lr_decay_iters, optim.lr_decay_style)
+        return cls(
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            warmup_steps=config.lr_warmup_iters,
+            decay_steps=config.lr_decay_iters,
+            style=optim.lr_decay_style,
+            init_lr=optim.lr_warmup_init,
+            wsd_style=optim.lr_wsd_decay_style,
+            wsd_steps=optim.lr_wsd_decay_iters or 0,
+        )
 
     def at(self, step: int) -> float:
         """Learning rate of optimizer step number `step`, counted from 1; skipped iterations are no steps."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.lr * step / self.warmup_steps
+            return self.init_lr + (self.lr - self.init_lr) * step / self.warmup_steps
         if self.style == "constant":
             return self.lr
         if step > self.decay_steps:
             return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
+        return self.min_lr + self._share(step) * (self.lr - self.min_lr)
+
+    def _share(self, step: int) -> float:
+        """How much of the way from `min_lr` up to `lr` is left at a step after the warm-up."""
+        if self.style == "WSD":
+            start = self.decay_steps - self.wsd_steps
+            return 1.0 if step <= start else _wsd_share(self.wsd_style, (step - start) / self.wsd_steps)
         ratio = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        share = 1.0 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        return self.min_lr + share * (self.lr - self.min_lr)
+        return 1.0 - ratio if self.style == "linear" else _half_wave(ratio)
+
+
+def _wsd_share(style: LrWsdDecayStyle, ratio: float) -> float:
+    """From 1 at ratio 0 to 0 at ratio 1."""
+    match style:
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return _half_wave(ratio)
+        case "exponential":
+            return 2.0 * math.pow(0.5, ratio) - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(ratio)
+
+
+def _half_wave(ratio: float) -> float:
+    return 0.5 * (math.cos(math.pi * ratio) + 1.0)

@@ -12,20 +12,23 @@ class ParamGroup:
 
     names: tuple[str, ...]
     """Global names."""
-    weight_decay: float
-    """Decoupled weight decay."""
+    decays: bool
+    """Whether weight decay applies to them."""
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter decays: biases and the gains of layer norms (all vectors) do not, as in Megatron-LM."""
+    """Whether a parameter decays: biases and the gains of layer norms (all vectors) do not, as in Megatron-LM.
+
+    `parameter` is the model's, whole or a tensor-parallel part; a flattened piece of it has lost what decides.
+    """
     return parameter.dim() > 1 and not name.endswith(".bias")
 
 
-def param_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> tuple[ParamGroup, ...]:
+def param_groups(named_parameters: Iterable[tuple[str, Tensor]]) -> tuple[ParamGroup, ...]:
     """Divide parameters into those that decay and those that do not; empty groups are left out."""
     decayed: list[str] = []
     undecayed: list[str] = []
     for name, parameter in named_parameters:
         (decayed if has_weight_decay(name, parameter) else undecayed).append(name)
-    groups = (ParamGroup(tuple(decayed), weight_decay), ParamGroup(tuple(undecayed), 0.0))
+    groups = (ParamGroup(tuple(decayed), decays=True), ParamGroup(tuple(undecayed), decays=False))
     return tuple(group for group in groups if group.names)

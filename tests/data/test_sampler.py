@@ -1,10 +1,14 @@
 import threading
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 import pytest
 
 from megacore.data.sampler import PrefetchingIterator, micro_batch_indices, micro_batches
+from megacore.train.batch_schedule import BatchSchedule
+
+EIGHT = BatchSchedule(global_batch_size=8, start=8)
 
 
 def gather(indices: list[int]) -> np.ndarray:
@@ -22,7 +26,7 @@ def test_order_is_megatrons() -> None:
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (4, 1), (1, 8), (2, 4)])
 def test_a_global_batch_is_the_same_for_every_layout(micro: int, ranks: int) -> None:
     plans = [
-        list(micro_batches(40, micro_batch_size=micro, global_batch_size=8, dp_rank=rank, dp_size=ranks, steps=3))
+        list(micro_batches(40, micro_batch_size=micro, schedule=EIGHT, dp_rank=rank, dp_size=ranks, steps=3))
         for rank in range(ranks)
     ]
     per_step = 8 // (micro * ranks)
@@ -32,9 +36,27 @@ def test_a_global_batch_is_the_same_for_every_layout(micro: int, ranks: int) -> 
 
 
 def test_resuming_continues_where_the_samples_ended() -> None:
-    arguments = {"micro_batch_size": 2, "global_batch_size": 8, "dp_rank": 1, "dp_size": 2}
+    arguments = {"micro_batch_size": 2, "schedule": EIGHT, "dp_rank": 1, "dp_size": 2}
     whole = list(micro_batches(0, **arguments, steps=5))
     assert whole == [*micro_batches(0, **arguments, steps=2), *micro_batches(16, **arguments, steps=3)]
+
+
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (1, 4)])
+def test_a_global_batch_grows_along_the_run(micro: int, ranks: int) -> None:
+    """Batches of 4, 4, 4, 8, 8, 12: the ranks' micro batches together are the samples in order, none twice."""
+    schedule = BatchSchedule(global_batch_size=12, start=4, increment=4, rampup_samples=24)
+    sizes = [4, 4, 4, 8, 8, 12]
+    arguments = {"micro_batch_size": micro, "schedule": schedule, "dp_size": ranks}
+    plans = [iter(micro_batches(0, **arguments, dp_rank=rank, steps=len(sizes))) for rank in range(ranks)]
+    consumed = 0
+    for size in sizes:
+        read = [next(plan) for _ in range(size // (micro * ranks)) for plan in plans]
+        assert list(chain(*read)) == list(range(consumed, consumed + size))
+        consumed += size
+    assert all(next(plan, None) is None for plan in plans)
+    resumed = list(micro_batches(12, **arguments, dp_rank=0, steps=3))
+    assert resumed[0][0] == 12
+    assert len(resumed) * micro * ranks == 8 + 8 + 12
 
 
 def test_batches_come_in_order_and_the_thread_ends() -> None:

@@ -1,5 +1,7 @@
 """Dynamic loss scaling, step by step."""
 
+import pytest
+
 from megacore.config.optim import LossScaleConfig
 from megacore.optim.grad_scaler import DynamicLossScaler
 
@@ -33,11 +35,41 @@ def test_the_first_345m_iterations_halve_from_2_to_the_32() -> None:
     assert scales(scaler, "x" * 15)[-1] == 2.0**18
 
 
-def test_the_minimum_holds_and_says_when_it_is_exhausted() -> None:
+def exhausted(scaler: DynamicLossScaler, outcomes: str) -> list[bool]:
+    """Whether the scaler is exhausted after each iteration; x is an overflow."""
+    result = []
+    for outcome in outcomes:
+        scaler.update(overflow=outcome == "x")
+        result.append(scaler.exhausted)
+    return result
+
+
+def test_the_minimum_holds() -> None:
     scaler = DynamicLossScaler(LossScaleConfig(initial=2, window=4, hysteresis=1, minimum=1))
-    assert not scaler.exhausted
-    assert scales(scaler, "xx") == [1, 1]
-    assert scaler.exhausted
+    assert scales(scaler, "xxx") == [1, 1, 1]
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 5])
+def test_patience_counts_skipped_iterations_in_a_row_at_the_minimum(hysteresis: int) -> None:
+    config = LossScaleConfig(initial=1, window=100, hysteresis=hysteresis, minimum=1, patience=3)
+    assert exhausted(DynamicLossScaler(config), "xx.xx.xxxx") == [False] * 8 + [True] * 2
+
+
+def test_overflows_above_the_minimum_do_not_count() -> None:
+    scaler = DynamicLossScaler(LossScaleConfig(initial=4, window=100, hysteresis=1, minimum=1, patience=2))
+    assert exhausted(scaler, "xxxx") == [False, False, False, True]
+
+
+def test_a_restored_scaler_goes_on_counting() -> None:
+    config = LossScaleConfig(initial=1, window=100, hysteresis=1, minimum=1, patience=3)
+    first, second, old = DynamicLossScaler(config), DynamicLossScaler(config), DynamicLossScaler(config)
+    assert exhausted(first, "xx") == [False, False]
+    second.load_state(first.state())
+    assert exhausted(second, "x") == [True]
+    state = first.state()
+    del state["skipped_at_minimum"]
+    old.load_state(state)
+    assert exhausted(old, "xxx") == [False, False, True]
 
 
 def test_a_restored_scaler_goes_on_alike() -> None:

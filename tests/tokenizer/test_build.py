@@ -179,5 +179,5 @@ def test_damaged_directory_is_refused(tmp_path: Path) -> None:
 
 def test_padding_follows_the_layout() -> None:
     assert padded_vocab_size(50257, 128) == 50304
-    assert padded_vocab_size(50257, 128, tp=8) == 51200
+    assert padded_vocab_size(50257, 1024) == 51200
     assert padded_vocab_size(8192, 128) == 8192

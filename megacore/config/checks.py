@@ -1,0 +1,145 @@
+"""Checks that cross the sections of a configuration; each raises ValueError with one sentence."""
+
+from typing import TYPE_CHECKING
+
+from megacore.config.layouts import check_layout
+from megacore.config.model import ModelConfig
+from megacore.config.optim import OptimConfig
+from megacore.config.train import TrainConfig
+from megacore.train.batch_schedule import BatchSchedule
+
+if TYPE_CHECKING:
+    from megacore.config.run import RunConfig
+
+
+def check_sections(config: "RunConfig") -> None:
+    """Raise ValueError for the first combination of values that cannot work."""
+    check_split(config.data.split)
+    _check_model(config.model, config.data.seq_length)
+    _check_rampup(config.train)
+    _check_recompute(config.train)
+    _check_warmup(config)
+    _check_decay(config)
+    _check_weight_decay(config.optim)
+    ranks = config.launch.nproc_per_node
+    check_layout(config, ranks if isinstance(ranks, int) else None)
+
+
+def check_split(split: str) -> None:
+    """Raise ValueError unless `split` is three positive weights: every stage needs its part."""
+    try:
+        weights = [float(part) for part in split.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 3 or not all(0 < weight < float("inf") for weight in weights):
+        raise ValueError(
+            f"data.split is {split!r}: give three positive weights for train, validation and test, as in 969,30,1"
+        )
+
+
+def _check_model(model: ModelConfig, seq_length: int) -> None:
+    if model.hidden_size % model.num_attention_heads:
+        raise ValueError(
+            f"model.hidden_size {model.hidden_size} is not a multiple of model.num_attention_heads "
+            f"{model.num_attention_heads}: choose heads that divide it"
+        )
+    if model.num_attention_heads % model.query_groups:
+        raise ValueError(
+            f"model.num_attention_heads {model.num_attention_heads} is not a multiple of model.num_query_groups "
+            f"{model.num_query_groups}: choose groups that divide it"
+        )
+    positions = model.max_position_embeddings
+    if positions is not None and positions < seq_length:
+        raise ValueError(
+            f"data.seq_length {seq_length} exceeds model.max_position_embeddings {positions}: "
+            f"raise the latter to at least {seq_length}"
+        )
+
+
+def _check_rampup(train: TrainConfig) -> None:
+    rampup, total = train.rampup_batch_size, train.global_batch_size
+    if rampup is None:
+        return
+    if rampup.start >= total:
+        raise ValueError(
+            f"train.rampup_batch_size.start {rampup.start} is not below train.global_batch_size {total}: "
+            "lower it, or remove train.rampup_batch_size"
+        )
+    rest = total - rampup.start
+    if rest % rampup.increment:
+        raise ValueError(
+            f"train.global_batch_size {total} - train.rampup_batch_size.start {rampup.start} = {rest} is not a "
+            f"multiple of train.rampup_batch_size.increment {rampup.increment}: choose an increment that divides {rest}"
+        )
+
+
+def _check_recompute(train: TrainConfig) -> None:
+    if train.recompute == "none" and train.recompute_num_layers is not None:
+        raise ValueError(
+            f"train.recompute_num_layers is {train.recompute_num_layers} but train.recompute is none: "
+            "set the latter to selective or full, or remove the former"
+        )
+
+
+def _check_warmup(config: "RunConfig") -> None:
+    optim, warmup, decay = config.optim, config.lr_warmup_iters, config.lr_decay_iters
+    names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+    given = [f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
+    if warmup >= decay:
+        in_samples = optim.lr_warmup_samples is not None
+        limit = BatchSchedule.of(config).consumed_after(decay - 1) + 1 if in_samples else decay
+        raise ValueError(
+            f"{given[0]}{f', which are {warmup} iterations,' if in_samples else ''} does not end before the decay does "
+            f"at {decay}: set it below {limit}"
+        )
+    if optim.lr_warmup_init > 0 and warmup == 0:
+        raise ValueError(
+            f"optim.lr_warmup_init is {optim.lr_warmup_init} and there is no warm-up: give optim.lr_warmup_iters, "
+            "or remove it"
+        )
+    if optim.lr_decay_style == "inverse-square-root" and warmup == 0:
+        raise ValueError(
+            "optim.lr_decay_style inverse-square-root counts from the end of the warm-up, and there is none: give "
+            "optim.lr_warmup_iters, or choose another style"
+        )
+
+
+def _check_decay(config: "RunConfig") -> None:
+    optim, warmup, decay = config.optim, config.lr_warmup_iters, config.lr_decay_iters
+    for name, value in (("min_lr", optim.min_lr), ("lr_warmup_init", optim.lr_warmup_init)):
+        if value > optim.lr:
+            raise ValueError(f"optim.{name} {value} is above optim.lr {optim.lr}: lower it")
+    last_part = optim.lr_wsd_decay_iters
+    if optim.lr_decay_style != "WSD":
+        if last_part is not None:
+            raise ValueError(
+                f"optim.lr_wsd_decay_iters is {last_part} but optim.lr_decay_style is {optim.lr_decay_style}: "
+                "set the latter to WSD, or remove the former"
+            )
+        return
+    if last_part is None:
+        raise ValueError(
+            "optim.lr_decay_style is WSD without optim.lr_wsd_decay_iters: say how many iterations its decay takes"
+        )
+    if last_part > decay - warmup:
+        raise ValueError(
+            f"optim.lr_wsd_decay_iters {last_part} is longer than the {decay - warmup} iterations between the end of "
+            f"the warm-up at {warmup} and the end of the decay at {decay}: lower it to at most {decay - warmup}"
+        )
+
+
+def _check_weight_decay(optim: OptimConfig) -> None:
+    names = ("start_weight_decay", "end_weight_decay")
+    given = [f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None]
+    if optim.weight_decay_incr_style == "constant" and given:
+        raise ValueError(
+            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given but optim.weight_decay_incr_style is "
+            "constant: set it to linear or cosine, or give optim.weight_decay alone"
+        )
+    if optim.weight_decay_incr_style != "constant" and not given:
+        raise ValueError(
+            f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style} but neither optim.start_weight_decay "
+            "nor optim.end_weight_decay is given: give one or both"
+        )

@@ -1,0 +1,134 @@
+"""Combinations of values that cannot work, the division over ranks apart (see test_layouts)."""
+
+from typing import Any
+
+import pytest
+
+from megacore.config import RunConfig
+from megacore.config.load import parse_config
+from megacore.errors import ConfigError
+
+
+def make(**sections: Any) -> RunConfig:
+    """Two layers of width 32, batches of 8, 100 iterations; each keyword replaces values of one section."""
+    values: dict[str, Any] = {
+        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe"}, "seq_length": 64},
+        "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
+        "optim": {"lr": 1e-3},
+        "train": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100},
+        "checkpoint": {"save_interval": 5},
+    }
+    for section, changes in sections.items():
+        values[section] = values.get(section, {}) | changes
+    return parse_config({"name": "small", **values}, origin="test")
+
+
+def refusal(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make(**sections)
+    return str(caught.value)
+
+
+RAMP = {"start": 2, "increment": 2, "samples": 60}
+
+
+@pytest.mark.parametrize(
+    ("optim", "sentence"),
+    [
+        (
+            {"lr_warmup_iters": 5, "lr_warmup_samples": 40, "lr_warmup_fraction": 0.1},
+            "optim.lr_warmup_iters 5 and optim.lr_warmup_samples 40 and optim.lr_warmup_fraction 0.1 are given "
+            "together: keep one of them",
+        ),
+        (
+            {"lr_warmup_samples": 793},
+            "optim.lr_warmup_samples 793, which are 100 iterations, does not end before the decay does at 100: set it "
+            "below 793",
+        ),
+        ({"lr_warmup_iters": 50, "lr_decay_iters": 50}, "does not end before the decay does at 50: set it below 50"),
+        (
+            {"lr_warmup_init": 2e-3, "lr_warmup_iters": 5},
+            "optim.lr_warmup_init 0.002 is above optim.lr 0.001: lower it",
+        ),
+        ({"lr_warmup_init": 1e-4}, "optim.lr_warmup_init is 0.0001 and there is no warm-up"),
+        ({"lr_decay_style": "inverse-square-root"}, "inverse-square-root counts from the end of the warm-up"),
+        ({"lr_decay_style": "inverse-square-root", "lr_warmup_fraction": 0.001}, "there is none"),
+        ({"lr_decay_style": "WSD"}, "optim.lr_decay_style is WSD without optim.lr_wsd_decay_iters"),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 91, "lr_warmup_iters": 10},
+            "optim.lr_wsd_decay_iters 91 is longer than the 90 iterations between the end of the warm-up at 10 and the "
+            "end of the decay at 100: lower it to at most 90",
+        ),
+        ({"lr_wsd_decay_iters": 9}, "optim.lr_wsd_decay_iters is 9 but optim.lr_decay_style is cosine"),
+        (
+            {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
+            "optim.start_weight_decay 0.1 and optim.end_weight_decay 0.2 are given but "
+            "optim.weight_decay_incr_style is constant",
+        ),
+        ({"end_weight_decay": 0.0}, "optim.end_weight_decay 0.0 is given but"),
+        ({"weight_decay_incr_style": "linear"}, "but neither optim.start_weight_decay nor optim.end_weight_decay"),
+    ],
+)
+def test_schedules_that_cannot_be(optim: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(optim={"lr": 1e-3} | optim)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 90, "lr_warmup_iters": 10},
+        {"lr_decay_style": "inverse-square-root", "lr_warmup_samples": 1},
+        {"lr_warmup_samples": 792},
+        {"lr_warmup_init": 1e-3, "lr_warmup_iters": 1},
+        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0},
+    ],
+)
+def test_schedules_at_the_edge_are_taken(optim: dict[str, Any]) -> None:
+    make(optim={"lr": 1e-3} | optim)
+
+
+def test_warm_up_in_samples_counts_the_ramp_up() -> None:
+    train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100}
+    optim = {"lr": 1e-3, "lr_warmup_samples": 60}
+    assert make(train=train, optim=optim).lr_warmup_iters == 8
+    # Ten batches of 2, then five of 4 and four of 6, which end at 64.
+    assert make(train=train | {"rampup_batch_size": RAMP}, optim=optim).lr_warmup_iters == 10 + 5 + 4
+    assert make(train=train, optim={"lr": 1e-3, "lr_warmup_fraction": 0.25}).lr_warmup_iters == 25
+
+
+@pytest.mark.parametrize(
+    ("ramp", "sentence"),
+    [
+        ({"start": 8}, "train.rampup_batch_size.start 8 is not below train.global_batch_size 8: lower it"),
+        (
+            {"increment": 4},
+            "train.global_batch_size 8 - train.rampup_batch_size.start 2 = 6 is not a multiple of "
+            "train.rampup_batch_size.increment 4: choose an increment that divides 6",
+        ),
+        ({"start": 5, "increment": 3}, "train.rampup_batch_size.start 5 is not a multiple of train.micro_batch_size 2"),
+        ({"increment": 3}, "train.rampup_batch_size.increment 3 is not a multiple of train.micro_batch_size 2: use 4"),
+        ({"samples": 0}, "train.rampup_batch_size.samples is 0"),
+    ],
+)
+def test_ramp_ups_that_cannot_be(ramp: dict[str, int], sentence: str) -> None:
+    train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100, "rampup_batch_size": RAMP | ramp}
+    assert sentence in refusal(train=train)
+
+
+def test_layers_to_recompute_need_recomputation() -> None:
+    train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100, "recompute_num_layers": 1}
+    assert "train.recompute_num_layers is 1 but train.recompute is none" in refusal(train=train)
+    assert make(train=train | {"recompute": "selective"}).train.recompute_num_layers == 1
+
+
+def test_heads_are_a_multiple_of_their_groups() -> None:
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    message = refusal(model=model | {"num_query_groups": 3})
+    assert "model.num_attention_heads 4 is not a multiple of model.num_query_groups 3: choose groups" in message
+    assert make(model=model | {"num_query_groups": 2}).model.query_groups == 2
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss"])
+def test_loss_terms_are_not_negative(name: str) -> None:
+    train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100}
+    assert f"train.{name} is -0.1" in refusal(train=train | {name: -0.1})

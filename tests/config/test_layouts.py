@@ -1,0 +1,232 @@
+"""Divisions over ranks: what is refused, with which numbers, and what is proposed instead."""
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from megacore.config import RunConfig
+from megacore.config.layouts import Layout, check_layout, nearest_layouts, refused
+from megacore.config.load import parse_config
+from megacore.errors import ConfigError
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    """12 layers of 12 heads, batches of 48; changes are `section__key`."""
+    sections: dict[str, Any] = {
+        "name": "small",
+        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe"}, "seq_length": 64},
+        "model": {"num_layers": 12, "hidden_size": 48, "num_attention_heads": 12},
+        "optim": {"lr": 1e-3},
+        "train": {"micro_batch_size": 1, "global_batch_size": 48, "train_iters": 10},
+        "checkpoint": {"save_interval": 5},
+        "parallel": {},
+        "launch": {},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        sections[section][key] = value
+    return sections
+
+
+def make(tp: int = 1, pp: int = 1, v: int = 1, ranks: int | str = "auto", **changes: Any) -> RunConfig:
+    sizes = {
+        "parallel__tensor_model_parallel_size": tp,
+        "parallel__pipeline_model_parallel_size": pp,
+        "parallel__virtual_pipeline_model_parallel_size": v,
+        "launch__nproc_per_node": ranks,
+    }
+    return parse_config(values(**sizes, **changes), origin="test")
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "heads": (
+        {"tp": 8, "ranks": 8},
+        "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size 8: use "
+        "tensor 4 x pipeline 2 x data 1, tensor 4 x pipeline 1 x data 2 or tensor 2 x pipeline 4 x data 1",
+    ),
+    "heads of an unknown number of ranks": (
+        {"tp": 8},
+        "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size 8: use "
+        "tensor 4 x pipeline 2, tensor 2 x pipeline 4 or tensor 1 x pipeline 8",
+    ),
+    "nothing fits": (
+        {"tp": 5, "ranks": 5, "model__num_layers": 3},
+        "parallel.tensor_model_parallel_size 5: no layout of 5 ranks works, use another number",
+    ),
+    "groups": (
+        {"tp": 4, "model__num_query_groups": 6},
+        "model.num_query_groups 6 is neither a multiple nor a divisor of parallel.tensor_model_parallel_size 4: use "
+        "tensor 2 x pipeline 2",
+    ),
+    "ffn": (
+        {"tp": 4, "model__ffn_hidden_size": 90},
+        "model.ffn_hidden_size 90 is not a multiple of parallel.tensor_model_parallel_size 4: use "
+        "tensor 2 x pipeline 2 or tensor 1 x pipeline 4",
+    ),
+    "sequence parallel alone": (
+        {"ranks": 2, "parallel__sequence_parallel": True},
+        "parallel.sequence_parallel is true but parallel.tensor_model_parallel_size is 1, so that no ranks share a "
+        "sequence: set parallel.sequence_parallel to false, or use tensor 2 x pipeline 1 x data 1",
+    ),
+    "sequence": (
+        {"tp": 4, "parallel__sequence_parallel": True, "data__seq_length": 66},
+        "data.seq_length 66 is not a multiple of parallel.tensor_model_parallel_size 4, which "
+        "parallel.sequence_parallel divides it by: set parallel.sequence_parallel to false, or use tensor 2",
+    ),
+    "uniform": (
+        {"pp": 8, "parallel__pipeline_partition": "uniform"},
+        "model.num_layers 12 is not a multiple of parallel.pipeline_model_parallel_size 8, which "
+        "parallel.pipeline_partition uniform needs: set parallel.pipeline_partition to balanced, or use "
+        "tensor 2 x pipeline 4",
+    ),
+    "uniform chunks": (
+        {"pp": 2, "v": 4, "parallel__pipeline_partition": "uniform"},
+        "model.num_layers 12 is not a multiple of parallel.pipeline_model_parallel_size 2 x "
+        "parallel.virtual_pipeline_model_parallel_size 4 = 8 chunks, which parallel.pipeline_partition uniform needs: "
+        "set parallel.pipeline_partition to balanced, or use tensor 1 x pipeline 2 x virtual 3, ",
+    ),
+    "fewer layers than stages": (
+        {"pp": 16},
+        "model.num_layers 12 is less than parallel.pipeline_model_parallel_size 16, and each chunk needs a layer: use "
+        "tensor 2 x pipeline 8 or tensor 4 x pipeline 4",
+    ),
+    "fewer layers than chunks": (
+        {"pp": 4, "v": 4},
+        "model.num_layers 12 is less than parallel.pipeline_model_parallel_size 4 x "
+        "parallel.virtual_pipeline_model_parallel_size 4 = 16 chunks, and each chunk needs a layer: use "
+        "tensor 1 x pipeline 4 x virtual 3",
+    ),
+    "list too short": (
+        {"pp": 4, "parallel__pipeline_partition": [6, 6]},
+        "parallel.pipeline_partition [6, 6] has 2 entries for parallel.pipeline_model_parallel_size 4: give it 4, or "
+        "use tensor 2 x pipeline 2",
+    ),
+    "list with another sum": (
+        {"pp": 2, "parallel__pipeline_partition": [6, 5]},
+        "parallel.pipeline_partition [6, 5] adds up to 11 layers and model.num_layers is 12: make it add up to 12",
+    ),
+    "list with an empty chunk": (
+        {"pp": 2, "parallel__pipeline_partition": [0, 12]},
+        "parallel.pipeline_partition [0, 12] has a chunk of 0 layers: give each at least 1, or 0 to the last",
+    ),
+    "virtual without stages": (
+        {"v": 2, "ranks": 2},
+        "parallel.virtual_pipeline_model_parallel_size is 2 but parallel.pipeline_model_parallel_size is 1, so that "
+        "there are no stages: set parallel.virtual_pipeline_model_parallel_size to 1, or use "
+        "tensor 1 x pipeline 1 x data 2, tensor 1 x pipeline 2 x virtual 2 x data 1 or ",
+    ),
+    "gpipe with chunks": (
+        {"pp": 2, "v": 2, "parallel__pipeline_schedule": "gpipe"},
+        "parallel.virtual_pipeline_model_parallel_size is 2 but parallel.pipeline_schedule gpipe has one chunk per "
+        "stage: set it to 1f1b, or set parallel.virtual_pipeline_model_parallel_size to 1, or use "
+        "tensor 1 x pipeline 2 or tensor 2 x pipeline 1",
+    ),
+    "batch": (
+        {"tp": 2, "ranks": 10},
+        "train.global_batch_size 48 is not a multiple of train.micro_batch_size 1 x 5 data-parallel ranks = 5: use 50, "
+        "or use tensor 2 x pipeline 5 x data 1",
+    ),
+    "batch of one rank": (
+        {"train__micro_batch_size": 5},
+        "train.global_batch_size 48 is not a multiple of train.micro_batch_size 5: use 50",
+    ),
+    "interleaving": (
+        {"pp": 4, "v": 2, "ranks": 8, "train__global_batch_size": 12},
+        "train.global_batch_size 12 / (train.micro_batch_size 1 x 2 data-parallel ranks = 2) = 6 micro batches, which "
+        "is not a multiple of parallel.pipeline_model_parallel_size 4 as parallel.virtual_pipeline_model_parallel_size "
+        "2 needs it: use 16, or use ",
+    ),
+    "interleaving of a ramp-up": (
+        {"pp": 2, "v": 2, "train__rampup_batch_size": {"start": 6, "increment": 3, "samples": 100}},
+        "train.rampup_batch_size.increment 3 / (train.micro_batch_size 1) = 3 micro batches, which is not a "
+        "multiple of parallel.pipeline_model_parallel_size 2",
+    ),
+    "ramp-up": (
+        {"ranks": 4, "train__rampup_batch_size": {"start": 6, "increment": 6, "samples": 100}},
+        "train.rampup_batch_size.start 6 is not a multiple of train.micro_batch_size 1 x 4 data-parallel ranks = 4: "
+        "use 8, or use ",
+    ),
+    "ramp-up's increment": (
+        {"ranks": 8, "train__rampup_batch_size": {"start": 8, "increment": 20, "samples": 100}},
+        "train.rampup_batch_size.increment 20 is not a multiple of train.micro_batch_size 1 x 8 data-parallel ranks = "
+        "8: use 24, or use ",
+    ),
+    "ranks": (
+        {"tp": 2, "pp": 2, "ranks": 6},
+        "6 ranks are not a multiple of parallel.tensor_model_parallel_size 2 x parallel.pipeline_model_parallel_size 2 "
+        "= 4 ranks per replica: set launch.nproc_per_node to 4, or use ",
+    ),
+    "too few ranks": ({"tp": 4, "ranks": 1}, "1 rank is not a multiple of parallel.tensor_model_parallel_size 4"),
+    "no rank": ({"ranks": 0}, "launch.nproc_per_node is 0: at least one rank is needed"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layout_that_cannot_work_is_refused_with_what_does(case: str) -> None:
+    changes, sentence = CASES[case]
+    with pytest.raises(ConfigError) as caught:
+        make(**changes)
+    assert sentence in str(caught.value)
+    for tp, pp, v, dp in proposals(str(caught.value)):
+        ranks = changes.get("ranks", changes.get("tp", 1) * changes.get("pp", 1))
+        assert tp * pp * dp == ranks
+        make(**(changes | {"tp": tp, "pp": pp, "v": v, "ranks": ranks}))
+
+
+def proposals(message: str) -> list[tuple[int, int, int, int]]:
+    """The layouts that a message names."""
+    found = re.findall(r"tensor (\d+) x pipeline (\d+)(?: x virtual (\d+))?(?: x data (\d+))?", message)
+    return [(int(tp), int(pp), int(v or 1), int(dp or 1)) for tp, pp, v, dp in found]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp": 12, "ranks": 12},
+        {"tp": 4, "model__num_query_groups": 2},
+        {"tp": 4, "parallel__sequence_parallel": True, "ranks": 8},
+        {"pp": 12, "ranks": 12},
+        {"pp": 5, "ranks": 5},
+        {"pp": 2, "v": 6, "parallel__pipeline_partition": "uniform"},
+        {"pp": 3, "parallel__pipeline_partition": [5, 7, 0]},
+        {"pp": 2, "v": 2, "parallel__pipeline_partition": [3, 3, 3, 3]},
+        {"pp": 2, "parallel__pipeline_schedule": "gpipe"},
+        {"ranks": 1, "parallel__use_distributed_optimizer": True},
+        {"pp": 2, "v": 2, "ranks": 4, "train__rampup_batch_size": {"start": 4, "increment": 4, "samples": 100}},
+        {"tp": 2, "pp": 2, "ranks": 16},
+    ],
+)
+def test_what_can_work_is_taken(changes: dict[str, Any]) -> None:
+    make(**changes)
+
+
+def test_the_vocabulary_is_checked_where_it_is_known() -> None:
+    config = make(tp=3, ranks=3)
+    assert check_layout(config, 3) == Layout(3, 1, 1, 1)
+    assert check_layout(config, 3, padded_vocab_size=384) == Layout(3, 1, 1, 1)
+    message = (
+        r"the padded vocabulary of 512 entries is not a multiple of parallel\.tensor_model_parallel_size 3: "
+        r"set model\.make_vocab_size_divisible_by \(now 128\) to 384, or use tensor 1 x pipeline 3 x data 1 or "
+        r"tensor 1 x pipeline 1 x data 3$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_layout(config, 3, padded_vocab_size=512)
+
+
+def test_nearest_layouts_are_the_nearest_of_all_that_work() -> None:
+    config = make(train__global_batch_size=24, model__num_query_groups=4)
+    for asked in (Layout(8, 1, 1, 3), Layout(1, 6, 1, 4), Layout(3, 2, 2, 4)):
+        ways = [
+            Layout(tp, pp, v, 24 // (tp * pp))
+            for tp, pp, v in itertools.product(range(1, 25), range(1, 25), range(1, 13))
+            if 24 % (tp * pp) == 0 and (v == 1 or asked.virtual > 1)
+        ]
+        working = [layout for layout in ways if refused(config, layout) is None]
+        near = nearest_layouts(config, asked, 24)
+        assert len(near) == 3
+        assert set(near) <= set(working)
+        assert max(layout.distance(asked) for layout in near) <= sorted(each.distance(asked) for each in working)[2]
+        assert near[0].distance(asked) == min(each.distance(asked) for each in working)
+    assert nearest_layouts(config, Layout(2, 2, 1, 6), 24)[0] == Layout(2, 2, 1, 6)

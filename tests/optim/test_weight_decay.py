@@ -1,0 +1,37 @@
+"""The schedule of weight decay against its closed form."""
+
+import math
+
+import pytest
+
+from megacore.optim.weight_decay import WeightDecaySchedule
+from tests._tiny import tiny_config
+
+
+def test_linear_is_a_straight_line_that_ends() -> None:
+    schedule = WeightDecaySchedule(0.02, 0.1, 100, "linear")
+    assert [schedule.at(step) for step in (0, 1, 25, 100)] == pytest.approx([0.02, 0.0208, 0.04, 0.1], rel=1e-14)
+    assert schedule.at(101) == 0.1
+
+
+def test_cosine_rises_along_half_a_wave() -> None:
+    schedule = WeightDecaySchedule(0.02, 0.1, 100, "cosine")
+    for step in (1, 30, 77):
+        expected = 0.02 + 0.08 * 0.5 * (1 - math.cos(math.pi * step / 100))
+        assert schedule.at(step) == pytest.approx(expected, rel=1e-14)
+    assert schedule.at(50) == pytest.approx(0.06)
+    assert schedule.at(100) == schedule.at(1000) == 0.1
+
+
+def test_it_may_fall_to_nothing() -> None:
+    schedule = WeightDecaySchedule(0.1, 0.0, 10, "linear")
+    assert [schedule.at(step) for step in (1, 5, 10, 11)] == pytest.approx([0.09, 0.05, 0.0, 0.0])
+
+
+def test_a_configuration_describes_its_schedule() -> None:
+    config = tiny_config(train={"train_iters": 50})
+    assert WeightDecaySchedule.of(config) == WeightDecaySchedule(0.01, 0.01, 50, "constant")
+    assert WeightDecaySchedule.of(config).at(1) == WeightDecaySchedule.of(config).at(999) == 0.01
+    changes = {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0, "lr_decay_iters": 30}
+    changed = config.model_copy(update={"optim": config.optim.model_copy(update=changes)})
+    assert WeightDecaySchedule.of(changed) == WeightDecaySchedule(0.0, 0.01, 30, "cosine")
