@@ -1,12 +1,19 @@
 """The one description of who works with whom: built at launch, passed explicitly, global nowhere."""
 
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megacore.errors import ParallelLayoutError
+from megacore.observe.timers import Timers
 from megacore.parallel.rank_layout import AXES, RankLayout
+from megacore.parallel.shared_memory import SharedMemory
+
+CHANNELS = 4
+"""Forward and backward messages, from even and from odd stages."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,12 @@ class ParallelGroup:
     """This rank's number within the group."""
     size: int = 1
     """Ranks in the group."""
+    name: str = "alone"
+    """What the group's communication is called in the step timer."""
+    timers: Timers | None = field(default=None, compare=False)
+    """Take the time that this rank waits for the group's communication; None takes none."""
+    shared: SharedMemory | None = field(default=None, compare=False)
+    """Memory through which the ranks may communicate; None is none."""
 
 
 ALONE = ParallelGroup()
@@ -39,6 +52,15 @@ class ProcessMesh:
     """Ranks that hold the other stages of this replica."""
     tensor_parallel: ParallelGroup = ALONE
     """Ranks that hold the other parts of the same layers."""
+    model_parallel: ParallelGroup = ALONE
+    """Ranks that hold the other parts of this replica: pipeline x tensor."""
+    embedding: ParallelGroup = ALONE
+    """The first and the last pipeline stage, which both hold the tied word embeddings; alone on all other stages."""
+    channels: tuple[dist.ProcessGroup, ...] = ()
+    """Four groups over the pipeline's ranks, for messages whose order must not depend on each other's (see
+    `pipeline_parallel.p2p`); all the same where the back end matches messages by tag."""
+    timers: Timers | None = field(default=None, compare=False)
+    """Take the time of each phase of this rank's work; None takes none."""
 
     @classmethod
     def serial(cls) -> "ProcessMesh":
@@ -46,12 +68,13 @@ class ProcessMesh:
         return cls()
 
     @classmethod
-    def build(cls, layout: RankLayout, *, device_type: str = "cpu") -> "ProcessMesh":
+    def build(cls, layout: RankLayout, *, device_type: str = "cpu", timers: Timers | None = None) -> "ProcessMesh":
         """This process's mesh; every rank of the default process group calls it.
 
         Args:
             layout: sizes of the axes; their product is the number of processes.
             device_type: "cpu" (gloo) or "cuda" (NCCL).
+            timers: take the time that this rank waits for others, by group.
 
         Raises:
             ParallelLayoutError: the layout has another number of ranks than the default process group.
@@ -61,20 +84,85 @@ class ProcessMesh:
                 f"the layout data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} needs "
                 f"{layout.world_size} ranks, {dist.get_world_size()} were started: start {layout.world_size}"
             )
-        mesh = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
-        groups = {
-            axis: ParallelGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size) if size > 1 else ALONE
+        mesh, rank = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES), dist.get_rank()
+        axes = {
+            axis: ParallelGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, timers)
+            if size > 1
+            else ALONE
             for axis, size in zip(AXES, layout.shape, strict=True)
         }
+        pipeline = layout.pipeline > 1
         return cls(
             layout=layout,
-            rank=dist.get_rank(),
-            data_parallel=groups["data"],
-            pipeline_parallel=groups["pipeline"],
-            tensor_parallel=groups["tensor"],
+            rank=rank,
+            data_parallel=axes["data"],
+            pipeline_parallel=axes["pipeline"],
+            tensor_parallel=_with_memory(axes["tensor"]) if device_type == "cpu" else axes["tensor"],
+            model_parallel=_group(layout.groups("pipeline", "tensor"), "model", timers)
+            if pipeline and layout.tensor > 1
+            else axes["pipeline" if pipeline else "tensor"],
+            embedding=_group([[g[0], g[-1]] for g in layout.groups("pipeline")], "embedding", timers)
+            if pipeline
+            else ALONE,
+            channels=_channels(layout, device_type) if pipeline else (),
+            timers=timers,
         )
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
         return self.layout.world_size
+
+    def time(self, phase: str) -> AbstractContextManager[None]:
+        """Add the time of the body to `phase`."""
+        return nullcontext() if self.timers is None else self.timers(phase)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank's pipeline stage takes the tokens."""
+        return self.pipeline_parallel.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank's pipeline stage computes the losses."""
+        return self.pipeline_parallel.rank == self.pipeline_parallel.size - 1
+
+
+def _group(members: list[list[int]], name: str, timers: Timers | None) -> ParallelGroup:
+    """This rank's group of a list that every rank passes alike; alone when it is in none."""
+    own = ALONE
+    for ranks in members:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = ParallelGroup(group, ranks.index(dist.get_rank()), len(ranks), name, timers)
+    return own
+
+
+def _with_memory(group: ParallelGroup) -> ParallelGroup:
+    """The group with shared memory, where all its ranks are on one host."""
+    return replace(group, shared=SharedMemory(group.group, group.rank, group.size)) if group.group else group
+
+
+def _channels(layout: RankLayout, device_type: str) -> tuple[dist.ProcessGroup, ...]:
+    """Gloo matches messages by tag, so one group serves; NCCL takes them in order, so each channel has its own."""
+    count = 1 if device_type == "cpu" else CHANNELS
+    members = layout.groups("pipeline")
+    groups = [_group(members, "pipeline", None).group for _ in range(count)]
+    found = tuple(group for group in groups if group is not None)
+    if device_type != "cpu":
+        _open(found, layout, torch.device(device_type, torch.cuda.current_device()))
+    return found * (CHANNELS // len(found))
+
+
+def _open(channels: tuple[dist.ProcessGroup, ...], layout: RankLayout, device: torch.device) -> None:
+    """Let every pair of neighbours meet once, in one order: NCCL's first message of a pair waits for both sides."""
+    own = layout.coordinate(dist.get_rank()).pipeline
+    token = torch.zeros(1, device=device)
+    for number, group in enumerate(channels):
+        step = 1 if number < CHANNELS // 2 else -1
+        for source in range(number % 2, layout.pipeline, 2):
+            destination = (source + step) % layout.pipeline
+            if own == source:
+                dist.send(token, group=group, group_dst=destination)
+            elif own == destination:
+                dist.recv(token, group=group, group_src=source)

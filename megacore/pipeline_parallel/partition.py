@@ -1,0 +1,281 @@
+"""Which layers each chunk of a pipeline holds.
+
+The slowest stage sets the pace of all, so layers are divided by what they cost, embedding and head counted: a head
+over a large vocabulary costs as much as several layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, permutations
+from math import log
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.config.run import RunConfig
+from megacore.errors import ParallelLayoutError
+from megacore.observe.flops import TransformerShape, step_flops
+from megacore.tokenizer import padded_vocab_size
+
+_ROUNDING = 1e-9
+"""Sums of costs that differ by less, relative to the cost of the whole model, count as equal."""
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """A part of the model that is on one stage as a whole."""
+
+    layers: range
+    """Transformer layers, by their number in the model; may be empty beside the head."""
+    has_embedding: bool
+    """Whether it takes tokens; else the hidden states of the chunk before."""
+    has_head: bool
+    """Whether it has the final norm and the output layer, and gives losses; else hidden states."""
+
+
+def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
+    """The chunks of a configuration's model by their number in the model: chunk c is on stage c mod pp.
+
+    A layer counts with its matrix products, forward, backward and, where all layers do that, recomputed; the head
+    with the logits'; looking up an embedding costs next to nothing.
+
+    Args:
+        config: the run; `config.parallel` says stages, chunks per stage and the kind of partition.
+        vocab_size: entries of the vocabulary, without padding.
+
+    Raises:
+        ParallelLayoutError: what `gpt_chunks` refuses.
+    """
+    parallel, train = config.parallel, config.train
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+    shape = TransformerShape.of(config, padded)
+    layer = replace(shape, num_layers=1, vocab_size=0)
+    return gpt_chunks(
+        config.model.num_layers,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.pipeline_partition,
+        layer_cost=step_flops(layer, 1, "none" if train.recompute_num_layers else train.recompute),
+        head_cost=step_flops(replace(shape, num_layers=0), 1, "none"),
+    )
+
+
+def gpt_chunks(
+    num_layers: int,
+    stages: int,
+    chunks: int = 1,
+    style: Literal["balanced", "uniform"] | Sequence[int] = "balanced",
+    *,
+    layer_cost: float = 1.0,
+    embedding_cost: float = 0.0,
+    head_cost: float = 0.0,
+) -> list[ModelChunk]:
+    """The chunks of a model with one list of equal layers, by their number in the model.
+
+    Args:
+        num_layers: of the model.
+        stages: pp.
+        chunks: per stage (v).
+        style: balanced minimises the largest stage's cost, uniform gives every chunk the same number of layers, a
+            list says each chunk's number.
+        layer_cost: of one layer, in any unit.
+        embedding_cost: of the embedding, in that unit; counts for balanced alone.
+        head_cost: of final norm, output layer and loss.
+
+    Raises:
+        ParallelLayoutError: fewer layers than chunks, a number of layers that uniform cannot divide, or a list that
+            has another length or sum.
+    """
+    if isinstance(style, str):
+        _check_layers(num_layers, stages, chunks, style)
+        if style == "uniform":
+            sizes: Sequence[int] = (num_layers // (stages * chunks),) * (stages * chunks)
+        else:
+            costs = [layer_cost] * num_layers
+            parts = partition([costs], stages, chunks=chunks, first=embedding_cost, last=head_cost)
+            sizes = [len(layers) for (layers,) in parts]
+    else:
+        _check_list(style, num_layers, stages, chunks)
+        sizes = style
+    last = stages * chunks - 1
+    ends = pairwise(accumulate(sizes, initial=0))
+    return [ModelChunk(range(*bounds), index == 0, index == last) for index, bounds in enumerate(ends)]
+
+
+def partition(
+    stacks: Sequence[Sequence[float]], stages: int, *, chunks: int = 1, first: float = 0.0, last: float = 0.0
+) -> list[tuple[range, ...]]:
+    """Divide stacks of layers, one after another, over `stages` x `chunks` parts of consecutive layers.
+
+    Part c is on stage c mod `stages`. The largest stage's cost is as small as can be, and the stages then as even as
+    can be (by the sum of squares); the same then for parts; among equals earlier parts have fewer layers, because
+    earlier stages keep the activations of more micro batches. With one chunk per stage this is exact; with several no
+    move of one layer between two parts improves it, which is exact too when all layers cost the same.
+
+    Args:
+        stacks: the cost of each layer of each stack, as in an encoder's and a decoder's.
+        stages: pp.
+        chunks: parts per stage (v).
+        first: cost of what the first part holds beside layers.
+        last: cost of what the last part holds beside layers; if it has any, the last part may be without layers.
+
+    Returns:
+        Of each part, the layers of each stack by their number in the stack, empty ranges included.
+
+    Raises:
+        ParallelLayoutError: fewer layers than parts.
+    """
+    costs, parts = [cost for stack in stacks for cost in stack], stages * chunks
+    if len(costs) < parts:
+        raise ParallelLayoutError(f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1")
+    problem = _Problem.of(costs, stages, chunks, first, last)
+    sizes = problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
+    starts = list(accumulate((len(stack) for stack in stacks), initial=0))[:-1]
+    return [
+        tuple(
+            range(min(max(begin - start, 0), len(stack)), min(max(end - start, 0), len(stack)))
+            for start, stack in zip(starts, stacks, strict=True)
+        )
+        for begin, end in pairwise(accumulate(sizes, initial=0))
+    ]
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Costs to divide, relative to the cost of the whole model."""
+
+    sums: tuple[float, ...]
+    """Cost of the first 0, 1, 2, ... layers."""
+    stages: int
+    extra: tuple[float, ...]
+    """What each part costs beside layers."""
+    least: tuple[int, ...]
+    """Layers that each part needs."""
+
+    @classmethod
+    def of(cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float) -> "_Problem":
+        """The problem that `partition` describes."""
+        parts, total = stages * chunks, (sum(costs) + first + last) or 1.0
+        extra, least = [0.0] * parts, [1] * parts
+        extra[0] += first / total
+        extra[-1] += last / total
+        if last > 0 and parts > 1:
+            least[-1] = 0
+        sums = tuple(accumulate((cost / total for cost in costs), initial=0.0))
+        return cls(sums, stages, tuple(extra), tuple(least))
+
+    def consecutive(self) -> tuple[int, ...]:
+        """Layers of each part with the smallest largest part and, given that, the smallest sum of squares.
+
+        Dynamic programming from the last part back: `best[i]` is for layers i to the end in the parts from here on.
+        """
+        sums = np.array(self.sums)
+        count = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
+        segment = sums[None, :] - sums[:, None]
+
+        def costs(part: int, limit: float) -> npt.NDArray[np.float64]:
+            """Of a part from layer i (rows) to before layer j (columns); infinite where that is not allowed."""
+            cost = segment + self.extra[part]
+            return np.where((count >= self.least[part]) & (cost <= limit), cost, np.inf)
+
+        nothing = np.where(np.arange(len(sums)) == len(sums) - 1, 0.0, np.inf)
+        best = nothing
+        for part in reversed(range(len(self.extra))):
+            best = np.maximum(costs(part, np.inf), best[None, :]).min(axis=1)
+        limit = best[0] + _ROUNDING
+        squares = [nothing]
+        for part in reversed(range(len(self.extra))):
+            squares.append((costs(part, limit) ** 2 + squares[-1][None, :]).min(axis=1))
+        sizes, start = [], 0
+        for part, after in enumerate(reversed(squares[:-1])):
+            total = costs(part, limit)[start] ** 2 + after
+            end = int(np.flatnonzero(total <= total.min() + _ROUNDING)[0])
+            sizes.append(end - start)
+            start = end
+        return tuple(sizes)
+
+    def spread(self) -> tuple[int, ...]:
+        """Layers of each part as if all cost the same: each goes to the smallest part of the smallest stage."""
+        layers, sizes = len(self.sums) - 1, list(self.least)
+        for _ in range(layers - sum(sizes)):
+            parts = [size * self.sums[-1] / layers + extra for size, extra in zip(sizes, self.extra, strict=True)]
+            stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
+            sizes[min(range(len(sizes)), key=lambda part: (stages[part % self.stages], parts[part], -part))] += 1
+        return tuple(sizes)
+
+    def improved(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Move one layer from a part to another, those between handing theirs on, as long as that helps."""
+        while (better := min(self._neighbours(sizes), key=self._rating)) != sizes:
+            sizes = better
+        return sizes
+
+    def _neighbours(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The division itself and those that one move leads to."""
+        yield sizes
+        for giver, taker in permutations(range(len(sizes)), 2):
+            if sizes[giver] > self.least[giver]:
+                yield tuple(size - (part == giver) + (part == taker) for part, size in enumerate(sizes))
+
+    def _rating(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """How good a division is; less is better, in this order."""
+        ends = accumulate(sizes, initial=0)
+        parts = [
+            self.sums[end] - self.sums[begin] + extra
+            for (begin, end), extra in zip(pairwise(ends), self.extra, strict=True)
+        ]
+        stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
+        values = (max(stages), sum(cost**2 for cost in stages), max(parts), sum(cost**2 for cost in parts))
+        return *(round(value / _ROUNDING) for value in values), *sizes
+
+
+def _check_layers(num_layers: int, stages: int, chunks: int, style: str) -> None:
+    """Refuse what cannot be divided, with the nearest that can."""
+    parts = stages * chunks
+    into = f"parallel.pipeline_model_parallel_size {stages}"
+    if chunks > 1:
+        into += f" x parallel.virtual_pipeline_model_parallel_size {chunks} = {parts} chunks"
+    if num_layers < parts:
+        raise ParallelLayoutError(
+            f"model.num_layers {num_layers} is less than {into}: each chunk needs a layer, use at least {parts} layers "
+            f"or {_nearest_layouts(num_layers, stages, chunks)}"
+        )
+    if style == "uniform" and num_layers % parts:
+        below = num_layers // parts * parts
+        raise ParallelLayoutError(
+            f"model.num_layers {num_layers} is not a multiple of {into}, which parallel.pipeline_partition uniform "
+            f"needs: use {below} or {below + parts} layers, {_nearest_layouts(num_layers, stages, chunks)}, or "
+            "balanced"
+        )
+
+
+def _nearest_layouts(num_layers: int, stages: int, chunks: int) -> str:
+    """The two nearest numbers of chunks that divide the layers, as `pipeline 5 or pipeline 2`."""
+    possible = [
+        (pipeline, virtual)
+        for pipeline in range(1, num_layers + 1)
+        for virtual in range(1, num_layers // pipeline + 1 if chunks > 1 and pipeline > 1 else 2)
+        if num_layers % (pipeline * virtual) == 0
+    ]
+    possible.sort(key=lambda sizes: abs(log(sizes[0] / stages)) + abs(log(sizes[1] / chunks)))
+    return " or ".join(
+        f"pipeline {pipeline}{f' x virtual {virtual}' if chunks > 1 else ''}" for pipeline, virtual in possible[:2]
+    )
+
+
+def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int) -> None:
+    """A list says every chunk's layers; only beside the head there may be none."""
+    parts, name = stages * chunks, f"parallel.pipeline_partition {list(sizes)}"
+    if len(sizes) != parts:
+        raise ParallelLayoutError(
+            f"{name} has {len(sizes)} entries for parallel.pipeline_model_parallel_size {stages} x "
+            f"parallel.virtual_pipeline_model_parallel_size {chunks} = {parts} chunks: give {parts}"
+        )
+    if min((*sizes[:-1], sizes[-1] + (parts > 1))) < 1:
+        raise ParallelLayoutError(
+            f"{name} has a chunk of {min(sizes)} layers: give each at least 1, or 0 to the last alone, beside the head"
+        )
+    if sum(sizes) != num_layers:
+        raise ParallelLayoutError(
+            f"{name} adds up to {sum(sizes)} layers and model.num_layers is {num_layers}: make it add up to that"
+        )

@@ -1,0 +1,128 @@
+"""What a schedule would take if passes took known times: start and end of each pass, and the bubble."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from megacore.errors import MegacoreError
+from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline, Schedule
+
+
+class ScheduleError(MegacoreError):
+    """A schedule in which a stage waits for ever."""
+
+
+class Span(NamedTuple):
+    """A pass and when it is made."""
+
+    work: Pass
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time, from 0 on, in the unit of the passes' durations."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    """Of every stage, one after another."""
+    chunks: int
+    """Chunks on each stage (v)."""
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last stage is done."""
+        return max(spans[-1].end for spans in self.spans)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Compute time of each stage."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time over compute time, summed over all stages.
+
+        With equal chunks and no latency this is (pp - 1) / (m v) (Narayanan et al. 2021, section 2.2); stages of
+        unequal load wait for the largest one, which counts as idle too.
+        """
+        return len(self.spans) * self.makespan / sum(self.busy) - 1
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    *,
+    latency: float = 0.0,
+) -> Timeline:
+    """Make every pass as early as its stage is free and its message there.
+
+    A stage sends without waiting, and travelling messages keep nobody busy.
+
+    Args:
+        schedule: the passes of every stage.
+        forward: time of a forward pass through each of the model's chunks; None means 1 for all.
+        backward: time of a backward pass; None means twice the forward pass.
+        latency: between the end of a pass and the arrival of its message.
+
+    Raises:
+        ScheduleError: the stages wait for each other, or a backward pass comes before its forward pass.
+    """
+    pipeline = Pipeline.of(schedule)
+    forward = (1.0,) * pipeline.model_chunks if forward is None else forward
+    backward = [2 * duration for duration in forward] if backward is None else backward
+    world = _World(pipeline, {Direction.FORWARD: forward, Direction.BACKWARD: backward}, latency)
+    spans: list[list[Span]] = [[] for _ in schedule]
+    left = sum(map(len, schedule))
+    while left:
+        made = sum(world.advance(stage, schedule[stage], spans[stage]) for stage in range(pipeline.stages))
+        if not made:
+            raise ScheduleError(_deadlock(schedule, spans))
+        left -= made
+    return Timeline(tuple(map(tuple, spans)), pipeline.chunks)
+
+
+@dataclass
+class _World:
+    """What the stages share."""
+
+    pipeline: Pipeline
+    durations: dict[Direction, Sequence[float]]
+    """Of a pass through each of the model's chunks."""
+    latency: float
+    arrivals: dict[Message, float] = field(default_factory=dict)
+    """Of every message that was sent."""
+    forwards: set[tuple[int, int]] = field(default_factory=set)
+    """Micro batch and chunk of the model, of every forward pass that was made."""
+
+    def advance(self, stage: int, passes: Sequence[Pass], spans: list[Span]) -> int:
+        """Make the passes of a stage that come after `spans`, until one has to wait; returns how many."""
+        before = len(spans)
+        for each in passes[before:]:
+            chunk = self.pipeline.model_chunk(stage, each.chunk)
+            message = self.pipeline.receive(stage, each)
+            if message is not None and message not in self.arrivals:
+                break
+            if each.direction is Direction.FORWARD:
+                self.forwards.add((each.micro_batch, chunk))
+            elif (each.micro_batch, chunk) not in self.forwards:
+                break
+            free = spans[-1].end if spans else 0.0
+            start = max(free, self.arrivals[message]) if message is not None else free
+            end = start + self.durations[each.direction][chunk]
+            spans.append(Span(each, start, end))
+            sent = self.pipeline.send(stage, each)
+            if sent is not None:
+                self.arrivals[sent] = end + self.latency
+        return len(spans) - before
+
+
+def _deadlock(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> str:
+    stuck = [
+        f"stage {stage} waits with {each.direction.value} of micro batch {each.micro_batch} in chunk {each.chunk}"
+        for stage, (passes, made) in enumerate(zip(schedule, spans, strict=True))
+        for each in passes[len(made) : len(made) + 1]
+    ]
+    return f"the schedule of {len(schedule)} stages ends in a deadlock: {', '.join(stuck)}: correct their order"

@@ -1,0 +1,46 @@
+"""The schedules that are checked: up to 16 stages, 64 micro batches and 4 chunks per stage."""
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+from megacore.pipeline_parallel.schedules import Schedule, build_schedule
+
+
+class Case(NamedTuple):
+    kind: Literal["gpipe", "1f1b"]
+    stages: int
+    micro_batches: int
+    chunks: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return _build(self)
+
+
+@cache
+def _build(case: Case) -> Schedule:
+    return build_schedule(*case)
+
+
+def _micro_batches(stages: int) -> list[int]:
+    """The smallest counts, those around the number of stages and its multiples, and the largest."""
+    near = {stages * factor + offset for factor in (1, 2) for offset in (-1, 0, 1)}
+    return sorted(count for count in {1, 2, 3, 64} | near if 1 <= count <= 64)
+
+
+def _grouped(stages: int) -> list[tuple[int, int]]:
+    """Micro batches and chunks: one and two groups with all numbers of chunks, and the most with one of them."""
+    few = [(stages * groups, chunks) for groups in (1, 2) for chunks in (2, 3, 4)]
+    return [*few, (64 // stages * stages, 2 + (stages + 1) % 3)]
+
+
+FLAT = [
+    Case(kind, stages, micro_batches, 1)
+    for kind in ("gpipe", "1f1b")
+    for stages in range(1, 17)
+    for micro_batches in _micro_batches(stages)
+]
+INTERLEAVED = [
+    Case("1f1b", stages, micro_batches, chunks) for stages in range(2, 17) for micro_batches, chunks in _grouped(stages)
+]
+CASES = FLAT + INTERLEAVED

@@ -1,0 +1,212 @@
+"""Schedules without processes: what every stage does, and that what is sent is received in the order it was sent."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from megacore.errors import ParallelLayoutError
+from megacore.parallel.mesh import CHANNELS
+from megacore.pipeline_parallel.schedules import (
+    Direction,
+    Message,
+    Pass,
+    Pipeline,
+    Schedule,
+    build_schedule,
+    forward_only,
+    gpipe,
+    interleaved,
+    max_in_flight,
+    one_f_one_b,
+)
+from tests.pipeline_parallel._grid import CASES, FLAT, INTERLEAVED
+
+LETTERS = {Direction.FORWARD: "F", Direction.BACKWARD: "B"}
+
+
+def written(passes: tuple[Pass, ...]) -> str:
+    """As `F0.1 B0.1`: direction, micro batch and chunk."""
+    return " ".join(f"{LETTERS[each.direction]}{each.micro_batch}.{each.chunk}" for each in passes)
+
+
+def messages(schedule: Schedule) -> tuple[list[Message], list[Message]]:
+    """What is sent and what is received, stage after stage in the order of its passes."""
+    pipeline = Pipeline.of(schedule)
+    found: tuple[list[Message], list[Message]] = ([], [])
+    for stage, passes in enumerate(schedule):
+        for each in passes:
+            for kind, message in zip(found, (pipeline.send(stage, each), pipeline.receive(stage, each)), strict=True):
+                if message is not None:
+                    kind.append(message)
+    return found
+
+
+def by_route(items: list[Message]) -> dict[tuple[int, int, int], list[Message]]:
+    routes = defaultdict(list)
+    for message in items:
+        routes[message.source, message.destination, message.channel].append(message)
+    return dict(routes)
+
+
+def warm_ups() -> Iterator[tuple[tuple[Pass, ...], int, int]]:
+    """Passes of a stage, its number of warm-up passes, and all its forward passes."""
+    for case in INTERLEAVED:
+        for stage, passes in enumerate(case.schedule):
+            total = case.micro_batches * case.chunks
+            yield passes, min(total, 2 * (case.stages - stage - 1) + (case.chunks - 1) * case.stages), total
+
+
+def test_the_grid_reaches_its_corners() -> None:
+    sizes = {case[1:] for case in CASES}
+    assert {
+        (1, 1, 1),
+        (1, 64, 1),
+        (16, 64, 1),
+        (2, 2, 2),
+        (16, 16, 4),
+        (16, 64, 4),
+        (15, 60, 3),
+        (3, 63, 3),
+        (2, 64, 2),
+    } <= sizes
+
+
+def test_every_micro_batch_goes_once_through_every_chunk_forward_first() -> None:
+    for case in CASES:
+        everything = {
+            Pass(direction, micro_batch, chunk)
+            for direction in Direction
+            for micro_batch in range(case.micro_batches)
+            for chunk in range(case.chunks)
+        }
+        assert len(case.schedule) == case.stages
+        for passes in case.schedule:
+            place = {each: index for index, each in enumerate(passes)}
+            assert (set(passes), len(passes)) == (everything, len(everything)), case
+            for each in passes:
+                if each.direction is Direction.BACKWARD:
+                    assert place[each._replace(direction=Direction.FORWARD)] < place[each], case
+
+
+def test_gradients_add_up_in_the_same_order_in_every_schedule() -> None:
+    for case in FLAT:
+        for passes in case.schedule:
+            backward = [each.micro_batch for each in passes if each.direction is Direction.BACKWARD]
+            assert backward == sorted(backward)
+
+
+def test_in_flight_are_never_more_than_the_schedule_promises() -> None:
+    for case in FLAT:
+        for stage, passes in enumerate(case.schedule):
+            limit = case.micro_batches if case.kind == "gpipe" else min(case.micro_batches, case.stages - stage)
+            assert max_in_flight(passes) == limit, (case, stage)
+    for passes, warm_up, total in warm_ups():
+        assert max_in_flight(passes) == min(total, warm_up + 1)
+
+
+def test_interleaved_warm_up_is_megatrons() -> None:
+    for passes, warm_up, total in warm_ups():
+        letters = "".join(LETTERS[each.direction] for each in passes)
+        assert letters == "F" * warm_up + "FB" * (total - warm_up) + "B" * warm_up
+
+
+def test_every_send_has_its_receive_at_the_neighbour_in_the_ring() -> None:
+    for case in CASES:
+        sent, received = messages(case.schedule)
+        assert len(sent) == len(received) == 2 * case.micro_batches * (case.stages * case.chunks - 1), case
+        assert len({message.number for message in sent}) == len(sent), case
+        assert set(sent) == set(received), case
+        for message in sent:
+            step = 1 if message.direction is Direction.FORWARD else -1
+            assert message.destination == (message.source + step) % case.stages == message.chunk % case.stages, case
+
+
+def test_channels_keep_the_order_and_go_one_way() -> None:
+    for case in CASES:
+        sent, received = map(by_route, messages(case.schedule))
+        assert sent == received, case
+        assert {channel for _, _, channel in sent} <= set(range(CHANNELS))
+        assert not sent.keys() & {(destination, source, channel) for source, destination, channel in sent}, case
+
+
+def test_one_f_one_b_by_hand() -> None:
+    first, last = one_f_one_b(2, 3)
+    assert written(first) == "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0"
+    assert written(last) == "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0"
+
+
+def test_gpipe_by_hand() -> None:
+    assert list(map(written, gpipe(2, 2))) == ["F0.0 F1.0 B0.0 B1.0"] * 2
+
+
+def test_interleaved_is_the_papers_figure() -> None:
+    # Narayanan et al. 2021, figure 4 (bottom): 4 devices, 8 micro batches, 2 chunks.
+    first, *_, last = interleaved(4, 8, 2)
+    assert written(first) == (
+        "F0.0 F1.0 F2.0 F3.0 F0.1 F1.1 F2.1 F3.1 F4.0 F5.0 F6.0 "
+        "B0.1 F7.0 B1.1 F4.1 B2.1 F5.1 B3.1 F6.1 B0.0 F7.1 "
+        "B1.0 B2.0 B3.0 B4.1 B5.1 B6.1 B7.1 B4.0 B5.0 B6.0 B7.0"
+    )
+    assert written(last) == (
+        "F0.0 F1.0 F2.0 F3.0 F0.1 "
+        "B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1 F4.0 B0.0 F5.0 B1.0 F6.0 B2.0 F7.0 B3.0 F4.1 B4.1 F5.1 B5.1 F6.1 B6.1 "
+        "F7.1 B7.1 B4.0 B5.0 B6.0 B7.0"
+    )
+
+
+def test_messages_by_hand() -> None:
+    pipeline = Pipeline(stages=2, chunks=2)
+    forward, backward = Pass(Direction.FORWARD, 3, 1), Pass(Direction.BACKWARD, 3, 1)
+    arriving = pipeline.receive(0, forward)
+    assert arriving is not None
+    assert arriving[:5] == (Direction.FORWARD, 3, 2, 1, 0)  # chunk 2 of the model, from stage 1 at the wrap
+    leaving = pipeline.send(0, backward)
+    assert leaving is not None
+    assert leaving[:5] == (Direction.BACKWARD, 3, 1, 0, 1)
+    assert (arriving.channel, leaving.channel) == (1, 2)
+    assert pipeline.receive(0, Pass(Direction.FORWARD, 3, 0)) is None
+    assert pipeline.send(1, forward) is None
+    assert pipeline.receive(1, backward) is None
+    assert pipeline.send(0, Pass(Direction.BACKWARD, 3, 0)) is None
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(1, 3, 1), (4, 3, 1), (4, 6, 2), (2, 5, 3), (3, 1, 4)])
+def test_forward_only_takes_any_number_of_micro_batches(stages: int, micro_batches: int, chunks: int) -> None:
+    schedule = forward_only(stages, micro_batches, chunks)
+    everything = {Pass(Direction.FORWARD, each, chunk) for each in range(micro_batches) for chunk in range(chunks)}
+    assert len(schedule) == stages
+    for passes in schedule:
+        assert (set(passes), len(passes)) == (everything, len(everything))
+    sent, received = map(by_route, messages(schedule))
+    assert sent == received
+    assert not sent.keys() & {(destination, source, channel) for source, destination, channel in sent}
+
+
+def test_build_schedule_picks() -> None:
+    assert build_schedule("gpipe", 3, 4) == gpipe(3, 4)
+    assert build_schedule("1f1b", 3, 4) == one_f_one_b(3, 4)
+    assert build_schedule("1f1b", 3, 6, 2) == interleaved(3, 6, 2)
+    assert Pipeline.of(interleaved(3, 6, 2)) == Pipeline(3, 2)
+
+
+def test_micro_batches_that_cannot_be_interleaved_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ParallelLayoutError, match=r"^6 micro batches .*pipeline_model_parallel_size 4.* 4 or 8, or"):
+        build_schedule("1f1b", 4, 6, 2)
+    with pytest.raises(ParallelLayoutError, match=r"^3 micro batches .*so that they are 4, or set"):
+        build_schedule("1f1b", 4, 3, 2)
+    for stages in range(2, 17):
+        for micro_batches in range(1, 65):
+            if micro_batches % stages:
+                with pytest.raises(ParallelLayoutError):
+                    interleaved(stages, micro_batches, 2)
+
+
+def test_other_counts_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ParallelLayoutError, match=r"gpipe.*virtual_pipeline_model_parallel_size is 2"):
+        build_schedule("gpipe", 4, 8, 2)
+    with pytest.raises(ParallelLayoutError, match=r"virtual_pipeline_model_parallel_size is 2 .* is 1: with one stage"):
+        build_schedule("1f1b", 1, 8, 2)
+    for counts in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (2, 0, 2)):
+        with pytest.raises(ParallelLayoutError, match="every count must be at least 1"):
+            build_schedule("1f1b", *counts)
