@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.errors import WorkspaceError
+from megacore.errors import ConfigError, WorkspaceError
 
 
 def test_no_runs_yet(tmp_path: Path) -> None:
@@ -46,3 +46,24 @@ def test_error_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
     )
     assert result.returncode == WorkspaceError.exit_code
     assert result.stderr == f"error: workspace {tmp_path / 'typo'} is no directory: correct --workspace\n"
+
+
+def test_plan_shows_stages_and_bubble() -> None:
+    result = CliRunner().invoke(app, ["plan", "gpt2-tiny", "-o", "parallel.pipeline_model_parallel_size=2"])
+    assert result.exit_code == 0, result.output
+    assert "tensor 1 x pipeline 2 x data 1 = 2 ranks; 2 micro batches of 8" in result.output
+    assert "50.0% if all chunks cost the same" in result.output
+    assert "embedding, 0-" in result.output
+
+
+def test_plan_draws_the_schedule(tmp_path: Path) -> None:
+    picture = tmp_path / "schedule.svg"
+    result = CliRunner().invoke(app, ["plan", "gpt2-tiny", "--draw", str(picture)])
+    assert (result.exit_code, result.output) == (0, f"wrote {picture}\n")
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_plan_refuses_another_kind_of_picture(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", "gpt2-tiny", "--draw", str(tmp_path / "schedule.pdf")])
+    assert isinstance(result.exception, ConfigError)
+    assert list(tmp_path.iterdir()) == []

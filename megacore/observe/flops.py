@@ -2,9 +2,10 @@
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megacore.config.run import RunConfig
+from megacore.config.train import Recompute
 
 if TYPE_CHECKING:
     import torch
@@ -23,20 +24,34 @@ class TransformerShape:
     seq_length: int
     vocab_size: int
     """Padded entries of the vocabulary."""
+    key_value_size: int | None = None
+    """Width of the keys of all key-value heads (g x d); None means hidden_size."""
 
     @classmethod
     def of(cls, config: RunConfig, padded_vocab_size: int) -> "TransformerShape":
         """The shape of a configuration's model."""
         model = config.model
-        return cls(model.num_layers, model.hidden_size, model.ffn_size, config.data.seq_length, padded_vocab_size)
+        return cls(
+            model.num_layers,
+            model.hidden_size,
+            model.ffn_size,
+            config.data.seq_length,
+            padded_vocab_size,
+            model.query_groups * model.head_dim,
+        )
 
     @property
     def layer_forward(self) -> int:
         """Operations of one layer's matrix products, forward, for one sample of s tokens."""
         s, h = self.seq_length, self.hidden_size
-        projections = 8 * s * h * h + 4 * s * h * self.ffn_size
-        attention = 4 * s * s * h
-        return projections + attention
+        key_value = h if self.key_value_size is None else self.key_value_size
+        projections = 4 * s * h * (h + key_value) + 4 * s * h * self.ffn_size
+        return projections + self.attention_forward
+
+    @property
+    def attention_forward(self) -> int:
+        """The part of a layer's operations between q, k, v and attention's output."""
+        return 4 * self.seq_length**2 * self.hidden_size
 
     @property
     def logits_forward(self) -> int:
@@ -44,14 +59,24 @@ class TransformerShape:
         return 2 * self.seq_length * self.hidden_size * self.vocab_size
 
 
-def step_flops(shape: TransformerShape, samples: int, recompute: Literal["none", "full"]) -> int:
+def step_flops(
+    shape: TransformerShape, samples: int, recompute: Recompute, recomputed_layers: int | None = None
+) -> int:
     """Operations that the hardware makes for `samples` samples (Narayanan et al. 2021, appendix; arXiv:2104.04473).
 
     Backward costs twice the forward pass; full recomputation makes the layers' forward pass once more, which gives the
-    paper's 96 B s l h^2 (1 + s/6h + V/16lh). With "none" these are the model's operations, which MFU counts.
+    paper's 96 B s l h^2 (1 + s/6h + V/16lh), selective recomputation attention's alone (Korthikanti et al. 2022). With
+    "none" these are the model's operations, which MFU counts.
+
+    Args:
+        shape: of the model.
+        samples: of s tokens each.
+        recompute: what is computed again in the backward pass.
+        recomputed_layers: how many layers of the whole model do that; None means all.
     """
-    layer_passes = 4 if recompute == "full" else 3
-    return samples * (layer_passes * shape.num_layers * shape.layer_forward + 3 * shape.logits_forward)
+    again = {"none": 0, "selective": shape.attention_forward, "full": shape.layer_forward}[recompute]
+    layers = shape.num_layers if recomputed_layers is None else recomputed_layers
+    return samples * (3 * (shape.num_layers * shape.layer_forward + shape.logits_forward) + layers * again)
 
 
 @dataclass(frozen=True)

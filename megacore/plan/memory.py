@@ -1,12 +1,12 @@
-"""Bytes that a rank needs for training a GPT.
-
-Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), written out per element size: with 2-byte
-elements, dropout and fused attention a layer's terms on a GPU add up to the paper's 34 s b h.
-"""
+"""Bytes that a rank needs for training a GPT."""
 
 from dataclasses import dataclass
 
+from megacore import tokenizer
+from megacore.config.model import ModelConfig
 from megacore.config.run import RunConfig
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.plan.activations import Activations
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
@@ -19,6 +19,8 @@ _PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
 class MemoryEstimate:
     """Bytes on one rank, by what they hold."""
 
+    parameters: int
+    """Number of parameters on the rank, from which the next three follow."""
     weights: int
     """The weights that the model computes with, and under bf16 or fp16 the fp32 main weights."""
     gradients: int
@@ -26,9 +28,9 @@ class MemoryEstimate:
     optimizer: int
     """Adam's two fp32 moments."""
     activations: int
-    """What the forward pass keeps for the backward pass, for one micro batch."""
+    """What forward passes keep for their backward passes, of all micro batches in flight."""
     logits: int
-    """The output layer's logits and their gradient."""
+    """The output layer's logits and their gradient, where the rank has one."""
     process: int
     """Interpreter and libraries, or CUDA context."""
 
@@ -39,63 +41,84 @@ class MemoryEstimate:
 
 
 def parameter_count(config: RunConfig, vocab_size: int) -> int:
-    """Parameters of the model, tied embeddings once, the vocabulary's padding included."""
+    """Parameters of the whole model, tied embeddings once, the vocabulary's padding included."""
     model = config.model
+    embeddings = (padded_vocab_size(config, vocab_size) + config.max_position_embeddings) * model.hidden_size
+    return embeddings + model.num_layers * layer_parameters(model) + 2 * model.hidden_size
+
+
+def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
+    """Parameters of one layer on one of `tensor` ranks; norms and the biases of row-parallel layers are whole."""
     hidden, ffn = model.hidden_size, model.ffn_size
-    attention = 4 * hidden * hidden + 4 * hidden
-    mlp = 2 * hidden * ffn + ffn + hidden
-    layernorms = 2 * 2 * hidden
-    embeddings = (padded_vocab_size(config, vocab_size) + config.max_position_embeddings) * hidden
-    return embeddings + model.num_layers * (attention + mlp + layernorms) + 2 * hidden
+    query_key_value = (hidden + 2 * model.query_groups * model.head_dim) * (hidden + 1)
+    divided = query_key_value + hidden * hidden + ffn * (hidden + 1) + hidden * ffn
+    return divided // tensor + 6 * hidden
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
     """Rows of the embedding (v)."""
-    multiple = config.model.make_vocab_size_divisible_by
-    return -(-vocab_size // multiple) * multiple
+    return tokenizer.padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
 
 
-def layer_activation_bytes(config: RunConfig, element: int, device_type: str) -> int:
-    """What one layer keeps for its backward pass, in bytes, for a micro batch of b samples.
+def estimate_memory(
+    config: RunConfig, vocab_size: int, precision: str, device_type: str, data_parallel_size: int = 1
+) -> MemoryEstimate:
+    """Peak memory of a rank of the pipeline stage that needs most; the arguments are those of `estimate_stages`."""
+    stages = estimate_stages(config, vocab_size, precision, device_type, data_parallel_size)
+    return max(stages, key=lambda stage: stage.total)
 
-    `element` is the size of an activation in bytes. Fused attention keeps q, k, v and its output. On CPUs torch has
-    none with dropout: then softmax, mask and product are kept in fp32, [b, n, s, s] each, and the masks of hidden
-    dropout are as wide as activations instead of one byte.
+
+def estimate_stages(
+    config: RunConfig, vocab_size: int, precision: str, device_type: str, data_parallel_size: int = 1
+) -> tuple[MemoryEstimate, ...]:
+    """Peak memory of one rank of each pipeline stage.
+
+    Args:
+        config: the run.
+        vocab_size: entries of the vocabulary before padding.
+        precision: fp32, bf16 or fp16.
+        device_type: cpu or cuda.
+        data_parallel_size: replicas; they share the batch, and with the distributed optimizer its state.
+
+    Raises:
+        ParallelLayoutError: layers or micro batches cannot be divided over the stages.
     """
-    model = config.model
-    tokens = config.train.micro_batch_size * config.data.seq_length
-    hidden, ffn = model.hidden_size, model.ffn_size
-    layernorms = 2 * element * hidden
-    attention = 5 * element * hidden
-    mlp = element * hidden + 2 * element * ffn
-    masks = 2 * mask_bytes(config, element, device_type) * hidden
-    fused = device_type == "cuda" or not model.attention_dropout
-    scores = 0 if fused else 3 * 4 * model.num_attention_heads * config.data.seq_length
-    return tokens * (layernorms + attention + mlp + masks + scores)
-
-
-def mask_bytes(config: RunConfig, element: int, device_type: str) -> int:
-    """Bytes of a hidden dropout's mask per activation."""
-    if not config.model.hidden_dropout:
-        return 0
-    return 1 if device_type == "cuda" else element
-
-
-def estimate_memory(config: RunConfig, vocab_size: int, precision: str, device_type: str) -> MemoryEstimate:
-    """Peak memory of one data-parallel rank; `precision` is fp32, bf16 or fp16, `device_type` cpu or cuda."""
-    parameters = parameter_count(config, vocab_size)
-    element = ELEMENT_BYTES[precision]
-    model, tokens = config.model, config.train.micro_batch_size * config.data.seq_length
+    parallel, train = config.parallel, config.train
+    stages, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    chunks, element = chunks_of(config, vocab_size), ELEMENT_BYTES[precision]
     half = precision != "fp32"
-    layer = layer_activation_bytes(config, element, device_type)
-    kept = element * tokens * model.hidden_size
-    layers = model.num_layers * kept + layer if config.train.recompute == "full" else model.num_layers * layer
-    embedding_mask = tokens * model.hidden_size * mask_bytes(config, element, device_type)
-    return MemoryEstimate(
-        weights=parameters * (4 + element if half else 4),
-        gradients=4 * parameters,
-        optimizer=8 * parameters,
-        activations=layers + embedding_mask + 2 * kept,  # the final norm's input and output
-        logits=tokens * padded_vocab_size(config, vocab_size) * (4 + element if half else 4),
-        process=_PROCESS_BYTES[device_type],
-    )
+    kept = Activations(config, element, device_type)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
+    estimates = []
+    for stage in range(stages):
+        own = chunks[stage::stages]
+        parameters = sum(_chunk_parameters(config, vocab_size, chunk) for chunk in own)
+        main = -(-parameters // (data_parallel_size if parallel.use_distributed_optimizer else 1))
+        activations, losses = kept.peak(own, stage, micro_batches)
+        # Logits of half precision live only as long as their fp32 copy, or its gradient, is made.
+        bytes_per_logit = 4 * losses + (element if half and losses else 0)
+        estimates.append(
+            MemoryEstimate(
+                parameters=parameters,
+                weights=element * parameters + 4 * main if half else 4 * parameters,
+                gradients=4 * parameters,
+                optimizer=8 * main,
+                activations=activations,
+                logits=kept.tokens * padded_vocab_size(config, vocab_size) // tensor * bytes_per_logit,
+                process=_PROCESS_BYTES[device_type],
+            )
+        )
+    return tuple(estimates)
+
+
+def _chunk_parameters(config: RunConfig, vocab_size: int, chunk: ModelChunk) -> int:
+    """Parameters of a chunk on one tensor-parallel rank; a head without the embedding has word embeddings as well."""
+    hidden, tensor = config.model.hidden_size, config.parallel.tensor_model_parallel_size
+    count = len(chunk.layers) * layer_parameters(config.model, tensor)
+    if chunk.has_embedding or chunk.has_head:
+        count += padded_vocab_size(config, vocab_size) // tensor * hidden
+    if chunk.has_embedding:
+        count += config.max_position_embeddings * hidden
+    if chunk.has_head:
+        count += 2 * hidden
+    return count

@@ -1,9 +1,13 @@
 """How long a run takes, from the operations of its iterations and an assumed rate."""
 
+from dataclasses import replace
+
 from megacore.config.run import RunConfig
 from megacore.observe.flops import PEAK_TFLOPS, TransformerShape, peak_by_name, step_flops
+from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.hardware import Hardware
 from megacore.plan.memory import padded_vocab_size
+from megacore.train.batch_schedule import BatchSchedule
 
 SECONDS_PER_DAY = 86_400.0
 UTILISATION = {"cuda": 0.25, "cpu": 0.4}
@@ -23,9 +27,50 @@ def training_flops(config: RunConfig, vocab_size: int) -> int:
     """Operations of the whole run, over all ranks: iterations and validations (Narayanan et al. 2021)."""
     shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
     train = config.train
-    iterations = train.train_iters * step_flops(shape, train.global_batch_size, train.recompute)
+    consumed = BatchSchedule.of(config).consumed_after(train.train_iters)
+    iterations = step_flops(shape, consumed, train.recompute, recomputed_layers(config, vocab_size))
     samples = config.eval_rounds * train.eval_iters * train.global_batch_size
     return iterations + step_flops(shape, samples, "none") // 3
+
+
+def recomputed_layers(config: RunConfig, vocab_size: int) -> int:
+    """Layers of the whole model that recompute: the first `train.recompute_num_layers` of each chunk, or all.
+
+    Raises ParallelLayoutError when the layers cannot be divided over the chunks.
+    """
+    limit = config.train.recompute_num_layers
+    if limit is None:
+        return config.model.num_layers
+    return sum(min(limit, len(chunk.layers)) for chunk in chunks_of(config, vocab_size))
+
+
+def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
+    """Operations of each pipeline stage for one training sample, over its tensor-parallel ranks together.
+
+    Raises ParallelLayoutError when the layers cannot be divided over the stages.
+    """
+    shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
+    recompute, limit = config.train.recompute, config.train.recompute_num_layers
+    stages, chunks = config.parallel.pipeline_model_parallel_size, chunks_of(config, vocab_size)
+    totals = [0] * stages
+    for index, chunk in enumerate(chunks):
+        layers = len(chunk.layers)
+        part = replace(shape, num_layers=layers, vocab_size=shape.vocab_size if chunk.has_head else 0)
+        totals[index % stages] += step_flops(part, 1, recompute, layers if limit is None else min(limit, layers))
+    return tuple(totals)
+
+
+def pipeline_slowdown(config: RunConfig, vocab_size: int, data_parallel_size: int) -> float:
+    """How many times longer an iteration takes than its operations alone, at least 1.
+
+    The stage with the most operations sets the pace of all, and filling and draining the pipeline leaves a bubble of
+    (pp - 1) / (m v) of the compute time (Narayanan et al. 2021, section 2.2).
+    """
+    parallel, train = config.parallel, config.train
+    stages = stage_flops(config, vocab_size)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
+    bubble = (len(stages) - 1) / (micro_batches * parallel.virtual_pipeline_model_parallel_size)
+    return max(stages) * len(stages) / sum(stages) * (1.0 + bubble)
 
 
 def assumed_flops_per_second(hardware: Hardware, precision: str, ranks: int, threads: int) -> float:
@@ -50,6 +95,7 @@ def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
     return next((rate for flag, rate in _CPU_GFLOPS_FP32 if flag in hardware.cpu_flags), _CPU_GFLOPS_ANY)
 
 
-def training_days(config: RunConfig, vocab_size: int, flops_per_second: float) -> float:
-    """Days of training at a rate of all ranks together."""
-    return training_flops(config, vocab_size) / flops_per_second / SECONDS_PER_DAY
+def training_days(config: RunConfig, vocab_size: int, flops_per_second: float, data_parallel_size: int = 1) -> float:
+    """Days of training at a rate that all ranks together reach while none of them waits for another stage."""
+    seconds = training_flops(config, vocab_size) / flops_per_second
+    return seconds * pipeline_slowdown(config, vocab_size, data_parallel_size) / SECONDS_PER_DAY

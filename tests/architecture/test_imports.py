@@ -16,6 +16,8 @@ LIGHT = (
     "megacore.launch.guard",
     "megacore.launch.supervise",
     "megacore.observe.events",
+    "megacore.pipeline_parallel.partition",
+    "megacore.pipeline_parallel.simulate",
     "megacore.tokenizer",
 )
 """Modules that a task imports only to look something up, or that run beside the training."""

@@ -1,8 +1,11 @@
 """Operation counts against the paper's formula, peaks against the table."""
 
+from typing import Literal
+
 import pytest
 
 from megacore.observe.flops import TransformerShape, measured_matmul_tflops, peak_by_name, step_flops
+from tests._tiny import tiny_config
 
 SHAPE = TransformerShape(num_layers=24, hidden_size=1024, ffn_size=4096, seq_length=1024, vocab_size=50304)
 
@@ -23,6 +26,30 @@ def test_a_narrow_mlp_counts_less() -> None:
     narrow = TransformerShape(24, 1024, 1024, 1024, 50304)
     saved = 3 * 24 * 4 * 1024 * 1024 * 3072
     assert step_flops(SHAPE, 1, "none") - step_flops(narrow, 1, "none") == saved
+
+
+def test_grouped_queries_save_the_keys_and_values_that_are_shared() -> None:
+    grouped = TransformerShape(24, 1024, 4096, 1024, 50304, key_value_size=256)
+    saved = 3 * 24 * 2 * (2 * 1024 * 1024 * (1024 - 256))
+    assert step_flops(SHAPE, 1, "none") - step_flops(grouped, 1, "none") == saved
+    assert TransformerShape(24, 1024, 4096, 1024, 50304, 1024).layer_forward == SHAPE.layer_forward
+
+
+def test_selective_recomputation_runs_attention_again() -> None:
+    scores_and_context = 2 * 2 * 1024 * 1024 * 1024
+    assert step_flops(SHAPE, 5, "selective") - step_flops(SHAPE, 5, "none") == 5 * 24 * scores_and_context
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_some_layers_recompute(recompute: Literal["selective", "full"]) -> None:
+    none, every = step_flops(SHAPE, 2, "none"), step_flops(SHAPE, 2, recompute)
+    assert step_flops(SHAPE, 2, recompute, 6) - none == (every - none) // 4
+    assert step_flops(SHAPE, 2, recompute, 0) == none
+
+
+def test_the_shape_of_a_configuration() -> None:
+    config = tiny_config(num_query_groups=2)
+    assert TransformerShape.of(config, 64) == TransformerShape(2, 32, 128, 16, 64, key_value_size=16)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,17 @@ import torch
 
 from megacore.config import RunConfig, load_config
 from megacore.models.build import build_model
-from megacore.models.gpt import parameter_count as count_by_model
 from megacore.parallel.mesh import ProcessMesh
-from megacore.plan.memory import estimate_memory, layer_activation_bytes, padded_vocab_size, parameter_count
+from megacore.pipeline_parallel.partition import chunks_of
+from megacore.plan.activations import Activations
+from megacore.plan.memory import (
+    MemoryEstimate,
+    estimate_memory,
+    estimate_stages,
+    layer_parameters,
+    padded_vocab_size,
+    parameter_count,
+)
 
 VOCAB_SIZE = 2000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -35,34 +43,155 @@ def saved_bytes(config: RunConfig, precision: str) -> int:
 
     tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model.loss(tokens, tokens)
+        loss = model.loss(tokens, tokens, dropout_seed=1)
     assert loss.isfinite().all()
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_activations_are_what_autograd_keeps(precision: str, dropout: float, recompute: str) -> None:
-    config = tiny(dropout, recompute)
+@pytest.mark.parametrize(
+    ("recompute", "layers"), [("none", None), ("full", None), ("full", 1), ("selective", None), ("selective", 2)]
+)
+@pytest.mark.parametrize("groups", [None, 1])
+def test_activations_are_what_autograd_keeps(
+    precision: str, dropout: float, recompute: str, layers: int | None, groups: int | None
+) -> None:
+    config = tiny(dropout, recompute, **{"train.recompute_num_layers": layers, "model.num_query_groups": groups})
+    kept = Activations(config, DTYPES[precision].itemsize, "cpu")
     estimate = estimate_memory(config, VOCAB_SIZE, precision, "cpu").activations
-    if recompute == "full":  # the one layer that is run again keeps its own only then
-        estimate -= layer_activation_bytes(config, DTYPES[precision].itemsize, "cpu")
+    estimate -= kept.layer - kept.recomputed_layer  # what is computed again comes and goes in the backward pass
     assert estimate == pytest.approx(saved_bytes(config, precision), rel=0.1)
 
 
-def test_a_layer_on_a_gpu_keeps_the_papers_34_sbh() -> None:
-    config = tiny(0.1)
+def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConfig:
+    """8 layers, 32 micro batches of 2 for one replica."""
+    values = {
+        "model.num_layers": 8,
+        "parallel.tensor_model_parallel_size": tp,
+        "parallel.pipeline_model_parallel_size": pp,
+        "parallel.virtual_pipeline_model_parallel_size": v,
+        "parallel.pipeline_partition": "uniform",
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": 64,
+        "launch.nproc_per_node": "auto",
+    }
+    return tiny(0.1, **values | overrides)
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "sbh"), [(1, False, 34), (2, False, 10 + 24 / 2), (4, False, 16), (4, True, 34 / 4)]
+)
+def test_a_layer_on_a_gpu_keeps_the_papers_bytes(tp: int, sequence_parallel: bool, sbh: float) -> None:
+    config = layout(tp, **{"parallel.sequence_parallel": sequence_parallel})
     tokens = config.train.micro_batch_size * config.data.seq_length
-    assert layer_activation_bytes(config, 2, "cuda") == 34 * tokens * config.model.hidden_size
+    assert Activations(config, 2, "cuda").layer == sbh * tokens * config.model.hidden_size
 
 
-@pytest.mark.parametrize("overrides", [{}, {"model.ffn_hidden_size": 300, "model.max_position_embeddings": 512}])
+def test_grouped_queries_keep_fewer_keys_and_values() -> None:
+    def kept(tp: int, groups: int | None) -> int:
+        return Activations(layout(tp, **{"model.num_query_groups": groups}), 4, "cuda").layer
+
+    tokens, head_dim, element = 2 * 128, 32, 4
+    assert kept(1, None) - kept(1, 2) == tokens * element * 2 * 2 * head_dim
+    assert kept(2, None) - kept(2, 2) == tokens * element * 2 * 1 * head_dim
+    assert kept(4, 2) - kept(4, None) == tokens * element * 2 * 1 * head_dim  # two gathered groups for one own head
+
+
+def test_selective_recomputation_drops_what_fused_attention_never_keeps() -> None:
+    config = layout(2, **{"train.recompute": "selective"})
+    heads, s, b = 4, 128, 2
+    kept = Activations(config, 4, "cpu")
+    assert kept.layer - kept.recomputed_layer == kept.attention == 3 * 4 * b * (heads // 2) * s * s
+    assert Activations(config, 4, "cuda").attention == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"model.ffn_hidden_size": 300, "model.max_position_embeddings": 512}, {"model.num_query_groups": 2}],
+)
 def test_parameter_count_is_the_models(overrides: dict[str, object]) -> None:
     config = tiny(**overrides)
-    model = build_model(config, VOCAB_SIZE, ProcessMesh.serial())
+    model = build_model(config, VOCAB_SIZE, ProcessMesh.serial(), device="meta")
     assert parameter_count(config, VOCAB_SIZE) == sum(parameter.numel() for parameter in model.parameters())
-    assert parameter_count(config, VOCAB_SIZE) == count_by_model(config, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize(("tp", "pp", "v"), [(1, 4, 1), (2, 2, 2), (4, 1, 1)])
+def test_stages_hold_the_model_and_a_copy_of_the_word_embeddings(tp: int, pp: int, v: int, groups: int | None) -> None:
+    config = layout(tp, pp, v, **{"model.num_query_groups": groups})
+    stages = estimate_stages(config, VOCAB_SIZE, "fp32", "cpu")
+    hidden, ffn, vocab = 128, 512, 2048
+    whole_on_each = 8 * (4 * hidden + 2 * hidden) + 128 * hidden + 2 * hidden
+    divided = parameter_count(config, VOCAB_SIZE) - whole_on_each
+    copy = vocab * hidden // tp if pp > 1 else 0
+    assert sum(stage.parameters for stage in stages) == whole_on_each + divided // tp + copy
+    assert layer_parameters(config.model, tp) * tp - layer_parameters(config.model) == (tp - 1) * 6 * hidden
+    assert ffn == config.model.ffn_size
+    if pp == 4:
+        assert stages[1].parameters == stages[2].parameters == 2 * layer_parameters(config.model, tp)
+
+
+def in_flight(config: RunConfig, stage: int, data_parallel_size: int = 1) -> float:
+    """Micro batches whose activations a stage without embedding and head keeps."""
+    one = Activations(config, 4, "cuda").chunk(chunks_of(config, VOCAB_SIZE)[stage])
+    return estimate_stages(config, VOCAB_SIZE, "fp32", "cuda", data_parallel_size)[stage].activations / one
+
+
+def test_1f1b_keeps_as_many_micro_batches_as_stages_follow() -> None:
+    assert [in_flight(layout(pp=4), stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(layout(pp=4), stage, data_parallel_size=16) for stage in range(4)] == [2, 2, 2, 1]
+
+
+def test_gpipe_keeps_all_micro_batches() -> None:
+    config = layout(pp=4, **{"parallel.pipeline_schedule": "gpipe"})
+    assert [in_flight(config, stage) for stage in range(4)] == [32] * 4
+    first, last = (estimate_stages(config, VOCAB_SIZE, "bf16", "cuda")[stage] for stage in (0, 3))
+    one = estimate_stages(layout(pp=4), VOCAB_SIZE, "bf16", "cuda")[3]
+    assert first.logits == 0
+    assert last.logits - one.logits == 31 * 4 * 2 * 128 * 2048
+
+
+def test_interleaving_keeps_more_than_1f1b() -> None:
+    """2 (pp - stage - 1) + (v - 1) pp + 1 passes through half as many layers each."""
+    assert [in_flight(layout(pp=4, v=2), stage) for stage in range(1, 3)] == [9, 7]
+    estimates = estimate_stages(layout(pp=4, v=2), VOCAB_SIZE, "fp32", "cuda")
+    plain = estimate_stages(layout(pp=4), VOCAB_SIZE, "fp32", "cuda")
+    assert estimates[0].activations == pytest.approx(plain[0].activations * 11 / 8, rel=0.02)
+    assert estimates[3].logits == plain[3].logits
+
+
+def test_the_worst_stage_counts() -> None:
+    config = layout(pp=2, **{"parallel.pipeline_partition": [2, 6]})
+    stages = estimate_stages(config, VOCAB_SIZE, "fp32", "cpu")
+    assert stages[1].total > stages[0].total
+    assert estimate_memory(config, VOCAB_SIZE, "fp32", "cpu") == stages[1]
+    flat = layout(pp=2, **{"data.seq_length": 1024, "train.micro_batch_size": 4})
+    stages = estimate_stages(flat, VOCAB_SIZE, "fp32", "cpu")
+    assert estimate_memory(flat, VOCAB_SIZE, "fp32", "cpu") == stages[0]
+
+
+@pytest.mark.parametrize(("precision", "weights"), [("fp32", (4.0, 4.0)), ("bf16", (6.0, 2.0 + 4.0 / 8))])
+def test_the_distributed_optimizer_divides_main_weights_and_moments(
+    precision: str, weights: tuple[float, float]
+) -> None:
+    def estimate(sharded: bool) -> MemoryEstimate:
+        config = layout(**{"parallel.use_distributed_optimizer": sharded})
+        return estimate_memory(config, VOCAB_SIZE, precision, "cpu", data_parallel_size=8)
+
+    whole, sharded = estimate(False), estimate(True)
+    assert whole.optimizer == 8 * whole.parameters
+    assert sharded.optimizer == whole.optimizer / 8
+    assert (whole.weights / whole.parameters, sharded.weights / sharded.parameters) == weights
+    assert sharded.gradients == whole.gradients
+
+
+def test_fewer_layers_to_recompute_keep_more() -> None:
+    def activations(layers: int | None) -> int:
+        overrides = {"train.recompute": "full", "train.recompute_num_layers": layers}
+        return estimate_memory(layout(pp=2, **overrides), VOCAB_SIZE, "fp32", "cpu").activations
+
+    assert activations(None) == activations(4) < activations(3) < activations(1)
 
 
 def test_345m() -> None:

@@ -74,6 +74,54 @@ def test_auto_ranks_are_one_per_gpu_else_one() -> None:
     assert resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 4)) == (4, 4)
 
 
+def test_auto_ranks_without_a_gpu_are_one_replica() -> None:
+    sizes = {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 2}
+    config = conf("gpt2-tiny", launch__nproc_per_node="auto", **sizes)
+    assert resolve_launch(config, CPU) == (4, 2)
+    assert resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 8)) == (8, 2)
+    with pytest.raises(ParallelLayoutError, match=r"6 ranks are not a multiple .* = 4 ranks per replica: set launch"):
+        resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 6))
+
+
+def test_a_layout_is_shown_and_divides_memory() -> None:
+    sizes = {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 2}
+    eight = Hardware(64, 512 * GIB, (A100,) * 8)
+    plain, divided = (preflight(conf("gpt2-345m-8gpu", **each), VOCAB_SIZE, eight) for each in ({}, sizes))
+    assert "on 8 GPU ranks in fp16" in plain.summary()
+    assert "on 8 GPU ranks (tensor 2 x pipeline 2 x data 2) in fp16" in divided.summary()
+    assert divided.parameters == plain.parameters == 354_871_296
+    assert divided.memory.weights < 0.35 * plain.memory.weights
+    assert plain.days < divided.days < 1.5 * plain.days
+    sharded = preflight(conf("gpt2-345m-8gpu", parallel__use_distributed_optimizer=True), VOCAB_SIZE, eight)
+    assert sharded.memory.optimizer == plain.memory.optimizer / 8
+
+
+def test_a_vocabulary_is_checked_once_it_is_known(tmp_path: Path) -> None:
+    three = {"parallel__tensor_model_parallel_size": 3, "model__num_attention_heads": 6, "model__hidden_size": 96}
+    message = (
+        r"padded vocabulary of 8192 entries is not a multiple of parallel\.tensor_model_parallel_size 3: set model"
+    )
+    with pytest.raises(ParallelLayoutError, match=message):
+        preflight(conf("gpt2-tiny", launch__nproc_per_node="auto", **three), 8192, CPU)
+    fits = conf("gpt2-tiny", launch__nproc_per_node="auto", model__make_vocab_size_divisible_by=384, **three)
+    assert preflight(fits, 8192, CPU).ranks == 3
+    hub = {"kind": "hf", "name": "openai-community/gpt2"}
+    unknown = conf("gpt2-tiny", launch__nproc_per_node="auto", data__tokenizer=hub, **three)
+    assert preflight(unknown, 50_000, CPU).ranks == 3
+    with pytest.raises(ParallelLayoutError, match="padded vocabulary of 50048 entries"):
+        resolve_launch(unknown, CPU, 50_000)
+
+
+def test_advice_on_memory_names_what_is_left_to_set() -> None:
+    small = Hardware(64, 512 * GIB, (Gpu("small", 2 * GIB),) * 8)
+    every = r"\(8\), or set parallel\.use_distributed_optimizer to true, or raise parallel\.tensor_model_parallel_size"
+    with pytest.raises(ConfigError, match=every):
+        preflight(conf("gpt2-345m-8gpu"), VOCAB_SIZE, small)
+    with pytest.raises(ConfigError, match=r"or set train\.recompute to full for all layers, or set parallel") as caught:
+        preflight(conf("gpt2-345m-8gpu", train__recompute="selective"), VOCAB_SIZE, small)
+    assert "launch.nproc_per_node" not in str(caught.value)
+
+
 def test_threads_can_be_set() -> None:
     assert resolve_launch(conf("gpt2-tiny", launch__threads_per_rank=3), CPU) == (2, 3)
 

@@ -1,8 +1,16 @@
 import pytest
 
-from megacore.config import load_config
+from megacore.config import RunConfig, load_config
+from megacore.observe.flops import TransformerShape, step_flops
 from megacore.plan.hardware import Gpu, Hardware
-from megacore.plan.throughput import assumed_flops_per_second, training_days, training_flops
+from megacore.plan.throughput import (
+    assumed_flops_per_second,
+    pipeline_slowdown,
+    recomputed_layers,
+    stage_flops,
+    training_days,
+    training_flops,
+)
 
 GIB = 2**30
 A100 = Gpu("NVIDIA A100-SXM4-40GB", 40 * GIB)
@@ -22,6 +30,61 @@ def test_validations_count_as_forward_passes() -> None:
     per_iteration = training_flops(none, 8192) / (100 + none.eval_rounds / 3)
     difference = training_flops(few, 8192) - training_flops(none, 8192)
     assert difference == pytest.approx(forward_passes * per_iteration / 3)
+
+
+def tiny(**overrides: object) -> RunConfig:
+    return load_config("gpt2-tiny", {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def test_a_ramp_up_reads_fewer_samples() -> None:
+    rampup = {"start": 8, "increment": 8, "samples": 160}
+    settings = {"train__micro_batch_size": 4, "train__train_iters": 50, "train__eval_interval": 99}
+    whole, ramp = tiny(**settings), tiny(**settings, train__rampup_batch_size=rampup)
+    per_sample = (
+        training_flops(tiny(**settings | {"train__train_iters": 51}), 8192) - training_flops(whole, 8192)
+    ) / 16
+    assert training_flops(whole, 8192) - training_flops(ramp, 8192) == pytest.approx(20 * 8 * per_sample)
+
+
+def stages(pp: int, v: int = 1, **overrides: object) -> RunConfig:
+    sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": v}
+    parallel = {f"parallel__{name}": size for name, size in sizes.items()}
+    model = {"model__num_layers": 8, "train__global_batch_size": 64, "train__micro_batch_size": 2}
+    return tiny(**model, **parallel, launch__nproc_per_node="auto", **overrides)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("pp", "v", "partition"), [(1, 1, "balanced"), (4, 1, "uniform"), (2, 2, [3, 2, 2, 1])])
+def test_stages_share_the_operations(recompute: str, pp: int, v: int, partition: object) -> None:
+    config = stages(pp, v, train__recompute=recompute, parallel__pipeline_partition=partition)
+    each = stage_flops(config, 8192)
+    shape = TransformerShape.of(config, 8192)
+    assert len(each) == pp
+    assert sum(each) == step_flops(shape, 1, recompute)  # type: ignore[arg-type]
+    if pp == 4:
+        assert each[0] == each[1] == each[2] == each[3] - 3 * shape.logits_forward
+    if v == 2:
+        assert each[0] == 5 * (sum(each) - 3 * shape.logits_forward) // 8
+
+
+def test_the_first_layers_of_each_chunk_recompute() -> None:
+    some = {"train__recompute": "full", "train__recompute_num_layers": 2}
+    assert recomputed_layers(stages(1, **some), 8192) == 2
+    assert recomputed_layers(stages(4, **some, parallel__pipeline_partition="uniform"), 8192) == 8
+    assert recomputed_layers(stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1]), 8192) == 6
+    assert recomputed_layers(stages(2, train__recompute="full"), 8192) == 8
+
+
+def test_days_count_the_bubble_and_the_slowest_stage() -> None:
+    """64 samples in micro batches of 2 on 2 replicas are 16 micro batches."""
+    assert pipeline_slowdown(stages(1), 8192, 2) == 1.0
+    even = {"parallel__pipeline_partition": "uniform", "model__make_vocab_size_divisible_by": 1}
+    assert pipeline_slowdown(stages(4, **even), 1, 2) == pytest.approx(1 + 3 / 16, rel=0.01)
+    assert pipeline_slowdown(stages(4, 2, **even), 1, 2) == pytest.approx(1 + 3 / 32, rel=0.01)
+    uneven = stages(2, parallel__pipeline_partition=[6, 2], model__make_vocab_size_divisible_by=1)
+    assert pipeline_slowdown(uneven, 1, 2) == pytest.approx(1.5 * (1 + 1 / 16), rel=0.01)
+    days = training_days(stages(4, **even), 1, 1e12, data_parallel_size=2)
+    assert days == pytest.approx(training_days(stages(1, **even), 1, 1e12) * (1 + 3 / 16), rel=0.01)
 
 
 def test_the_published_run_takes_about_two_days_on_eight_a100() -> None:

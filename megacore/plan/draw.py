@@ -1,0 +1,202 @@
+"""A pipeline schedule as a picture: who works on what, when, and where the bubble is."""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacore.errors import ConfigError, WorkspaceError
+from megacore.pipeline_parallel.schedules import Direction
+from megacore.pipeline_parallel.simulate import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png")
+
+_COLORS = {Direction.FORWARD: (0.122, 0.306, 0.475), Direction.BACKWARD: (0.784, 0.369, 0.118)}
+"""Of the first chunk; those of later chunks are lighter."""
+_LIGHTEST = 0.58
+"""Share of white in the last chunk's shade."""
+_IDLE_COLOR = "#f0f0f0"
+_IDLE_LINES = "#c9c9c9"
+_BAR = 0.82
+"""Height of a bar; a row is 1 high."""
+_GAPS = (0.1, 0.7)
+"""Between boxes: relative to the shortest, and at most, in points."""
+_ROW_INCHES = 0.42
+_BOX_INCHES = 0.2
+"""Width that the shortest pass gets, as long as the figure stays within its limits."""
+_WIDTHS = (8.0, 32.0)
+_MARGIN_INCHES = 1.0
+_LEGEND_INCHES = 1.6
+"""Width of an entry."""
+_TEXT_INCHES = 0.34
+"""Height of the text between axis and legend."""
+_DIGIT_WIDTH = 0.7
+"""Of a digit with its share of the space around the number, relative to the font's size."""
+_FONT_SIZES = (4.0, 8.0)
+
+
+def draw(timeline: Timeline, path: Path, name: str) -> Path:
+    """Write the picture of a schedule in time and return its path.
+
+    A row per stage; forward and backward passes in two colours, chunks in shades of them, the number of the micro
+    batch in each box where it fits, idle time hatched. The title has pp, v, m and the bubble.
+
+    Args:
+        timeline: from `simulate`.
+        path: to write, .svg or .png.
+        name: of the schedule.
+
+    Raises:
+        ConfigError: another suffix, or matplotlib is not installed.
+        WorkspaceError: the file cannot be written.
+    """
+    check_drawable(path)
+    from matplotlib import rc_context
+
+    figure = schedule_figure(timeline, name)
+    try:
+        with rc_context({"svg.hashsalt": "megacore"}):  # else the same picture has other ids each time
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise WorkspaceError(f"the picture {path} cannot be written ({error.strerror}): choose another path") from error
+    return path
+
+
+def check_drawable(path: Path) -> None:
+    """Raise ConfigError when `draw` could not write this kind of file."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"--draw {path}: pictures are written as {' or '.join(SUFFIXES)}, not as {path.suffix or 'a name alone'}"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--draw needs the package matplotlib, which is not installed: `pip install matplotlib`")
+
+
+def schedule_figure(timeline: Timeline, name: str) -> "Figure":
+    """The picture that `draw` writes; see there."""
+    from matplotlib.figure import Figure
+
+    spans = [span for row in timeline.spans for span in row]
+    shortest = min(span.end - span.start for span in spans)
+    width = min(max(_WIDTHS[0], _MARGIN_INCHES + _BOX_INCHES * timeline.makespan / shortest), _WIDTHS[1])
+    stages = len(timeline.spans)
+    figure = Figure(figsize=(width, 1.7 + _ROW_INCHES * stages), dpi=130, layout="constrained")
+    axes = figure.add_subplot()
+    _plot_idle(axes, timeline)
+    points = 72 * (width - _MARGIN_INCHES) / timeline.makespan
+    gap = min(_GAPS[1], _GAPS[0] * shortest * points)
+    for direction in Direction:
+        for chunk in range(timeline.chunks):
+            _plot_passes(axes, timeline, direction, chunk, gap)
+    digits = len(str(max(span.work.micro_batch for span in spans)))
+    for stage, row in enumerate(timeline.spans):
+        for span in row:
+            _write_number(axes, stage, span, timeline.chunks, points, digits)
+    _label(figure, axes, timeline, name)
+    return figure
+
+
+def _plot_idle(axes: "Axes", timeline: Timeline) -> None:
+    """Each row from start to end; what no pass covers is idle."""
+    for stage in range(len(timeline.spans)):
+        axes.broken_barh(
+            [(0, timeline.makespan)],
+            (stage - _BAR / 2, _BAR),
+            facecolor=_IDLE_COLOR,
+            edgecolor=_IDLE_LINES,
+            hatch="////",
+            linewidth=0,
+            label="idle" if stage == 0 else None,
+        )
+
+
+def _plot_passes(axes: "Axes", timeline: Timeline, direction: Direction, chunk: int, gap: float) -> None:
+    label: str | None = f"{direction.value}, chunk {chunk}" if timeline.chunks > 1 else direction.value
+    for stage, row in enumerate(timeline.spans):
+        bars = [
+            (span.start, span.end - span.start)
+            for span in row
+            if span.work.direction is direction and span.work.chunk == chunk
+        ]
+        if bars:
+            color = _shade(direction, chunk, timeline.chunks)
+            axes.broken_barh(
+                bars, (stage - _BAR / 2, _BAR), facecolor=color, edgecolor="white", linewidth=gap, label=label
+            )
+            label = None
+
+
+def _write_number(axes: "Axes", stage: int, span: Span, chunks: int, points: float, digits: int) -> None:
+    """Write the micro batch into its box, `points` points wide per unit of time, if `digits` digits fit."""
+    size = min((span.end - span.start) * points / (digits * _DIGIT_WIDTH), _FONT_SIZES[1])
+    if size < _FONT_SIZES[0]:
+        return
+    dark = _luminance(_shade(span.work.direction, span.work.chunk, chunks)) < 0.5
+    axes.text(
+        (span.start + span.end) / 2,
+        stage,
+        str(span.work.micro_batch),
+        ha="center",
+        va="center_baseline",
+        fontsize=size,
+        color="white" if dark else "black",
+    )
+
+
+def _label(figure: "Figure", axes: "Axes", timeline: Timeline, name: str) -> None:
+    stages, chunks = len(timeline.spans), timeline.chunks
+    micro_batches = 1 + max(span.work.micro_batch for span in timeline.spans[0])
+    equal = (stages - 1) / (micro_batches * chunks)
+    axes.set_title(
+        f"{name}: pp {stages}, v {chunks}, m {micro_batches}: bubble {timeline.bubble_fraction:.1%}",
+        loc="left",
+        fontweight="bold",
+    )
+    axes.set_xlabel(
+        f"time; the bubble is idle time / compute time, (pp − 1) / (m · v) = {equal:.1%} with equal chunks",
+        loc="left",
+        color="#555555",
+        fontsize=9,
+    )
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_ylim(stages - 0.5, -0.5)
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xticks([])
+    axes.spines[:].set_visible(False)
+    _place_legend(figure, axes)
+
+
+def _place_legend(figure: "Figure", axes: "Axes") -> None:
+    """Below the axis and its text, in as many columns as there is room for."""
+    from matplotlib.transforms import ScaledTranslation
+
+    handles, labels = axes.get_legend_handles_labels()
+    order = [*range(1, len(handles)), 0]  # idle, which was plotted first, comes last
+    axes.legend(
+        [handles[index] for index in order],
+        [labels[index] for index in order],
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        bbox_transform=axes.transAxes + ScaledTranslation(0, -_TEXT_INCHES, figure.dpi_scale_trans),
+        ncols=min(len(order), int(figure.get_figwidth() / _LEGEND_INCHES)),
+        borderaxespad=0,
+        borderpad=0,
+        frameon=False,
+        fontsize=9,
+    )
+
+
+def _shade(direction: Direction, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """The colour of a pass: the later the chunk, the lighter."""
+    white = _LIGHTEST * chunk / max(1, chunks - 1)
+    red, green, blue = (part + (1 - part) * white for part in _COLORS[direction])
+    return red, green, blue
+
+
+def _luminance(color: tuple[float, float, float]) -> float:
+    """Perceived brightness, 0 to 1 (ITU-R BT.601)."""
+    return 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]

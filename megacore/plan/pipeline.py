@@ -1,0 +1,132 @@
+"""What each pipeline stage of a configuration holds, when it works, and how long it waits."""
+
+from dataclasses import dataclass, replace
+
+from rich.table import Table
+
+from megacore.config.run import RunConfig
+from megacore.observe.flops import TransformerShape, step_flops
+from megacore.parallel.rank_layout import RankLayout
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
+from megacore.pipeline_parallel.simulate import Timeline, simulate
+from megacore.plan.hardware import Hardware
+from megacore.plan.layouts import layout_of
+from megacore.plan.memory import GIB, MemoryEstimate, estimate_stages, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """One step of a configuration on its layout."""
+
+    config: RunConfig
+    layout: RankLayout
+    micro_batches: int
+    """Of one step on each data-parallel rank (m)."""
+    chunks: tuple[ModelChunk, ...]
+    """By their number in the model."""
+    memory: tuple[MemoryEstimate, ...]
+    """Of a rank of each stage."""
+    timeline: Timeline
+    """In operations of the chunks, without latency."""
+
+    @property
+    def name(self) -> str:
+        """Of configuration and schedule."""
+        kind = "GPipe" if self.config.parallel.pipeline_schedule == "gpipe" else "1F1B"
+        return f"{self.config.name}, {'interleaved ' if self.timeline.chunks > 1 else ''}{kind}"
+
+    @property
+    def equal_bubble(self) -> float:
+        """Bubble time / compute time if all chunks cost the same: (pp - 1) / (m v)."""
+        return (self.layout.pipeline - 1) / (self.micro_batches * self.timeline.chunks)
+
+    def summary(self) -> str:
+        """The layout and the bubble, a line each."""
+        train, layout = self.config.train, self.layout
+        return (
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = {layout.world_size} "
+            f"rank{'s' if layout.world_size > 1 else ''}; {self.micro_batches} micro "
+            f"batch{'es' if self.micro_batches > 1 else ''} of {train.micro_batch_size} on each replica, "
+            f"{train.global_batch_size} samples per step\n"
+            f"{self.name}: bubble {self.timeline.bubble_fraction:.1%} of the compute time, "
+            f"{self.equal_bubble:.1%} if all chunks cost the same"
+        )
+
+    def table(self) -> Table:
+        """A row per stage."""
+        table = Table()
+        chunks = self.timeline.chunks
+        layers = ["layers"] if chunks == 1 else [f"layers of chunk {chunk}" for chunk in range(chunks)]
+        for column in ("stage", *layers, "parameters", "memory", "passes in flight", "busy"):
+            table.add_column(column, justify="left" if column in layers else "right")
+        stages = self.layout.pipeline
+        for stage, memory in enumerate(self.memory):
+            passes = [span.work for span in self.timeline.spans[stage]]
+            table.add_row(
+                str(stage),
+                *(_content(chunk) for chunk in self.chunks[stage::stages]),
+                f"{memory.parameters / 1e6:,.1f} M",
+                f"{memory.total / GIB:,.1f} GiB",
+                str(max_in_flight(passes)),
+                f"{self.timeline.busy[stage] / self.timeline.makespan:.1%}",
+            )
+        return table
+
+
+def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> PipelinePlan:
+    """Divide a configuration's model and batch, and simulate a step.
+
+    The ranks are `launch.nproc_per_node`, whether this machine has them or not; for auto they are its GPUs, or one
+    replica without any.
+
+    Args:
+        config: the run.
+        vocab_size: entries of the vocabulary before padding.
+        hardware: says device and precision, for memory.
+
+    Raises:
+        ParallelLayoutError: model, batch and ranks do not divide as they must.
+    """
+    parallel, train = config.parallel, config.train
+    stages, replica = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    ranks = config.launch.nproc_per_node
+    if ranks == "auto":
+        ranks = len(hardware.gpus) or replica * stages
+    layout = layout_of(config, ranks, vocab_size)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * layout.data)
+    schedule = build_schedule(
+        parallel.pipeline_schedule, stages, micro_batches, parallel.virtual_pipeline_model_parallel_size
+    )
+    chunks = chunks_of(config, vocab_size)
+    costs = [_cost(config, vocab_size, chunk) for chunk in chunks]
+    return PipelinePlan(
+        config,
+        layout,
+        micro_batches,
+        tuple(chunks),
+        estimate_stages(
+            config,
+            vocab_size,
+            hardware.resolve_precision(train.precision),
+            hardware.device_type,
+            layout.data,
+        ),
+        simulate(schedule, [forward for forward, _ in costs], [backward for _, backward in costs]),
+    )
+
+
+def _cost(config: RunConfig, vocab_size: int, chunk: ModelChunk) -> tuple[int, int]:
+    """Operations of a forward and of a backward pass of one sample through a chunk."""
+    shape, train = TransformerShape.of(config, padded_vocab_size(config, vocab_size)), config.train
+    layers = len(chunk.layers)
+    part = replace(shape, num_layers=layers, vocab_size=shape.vocab_size if chunk.has_head else 0)
+    forward = step_flops(part, 1, "none") // 3
+    return forward, step_flops(part, 1, train.recompute, min(layers, train.recompute_num_layers or layers)) - forward
+
+
+def _content(chunk: ModelChunk) -> str:
+    """As in `embedding, 0-3`."""
+    first, *others = chunk.layers or (None,)
+    layers = [] if first is None else [f"{first}-{others[-1]}" if others else str(first)]
+    return ", ".join([*["embedding"] * chunk.has_embedding, *layers, *["head"] * chunk.has_head])

@@ -1,0 +1,105 @@
+"""Pictures of schedules: every pass has its box, idle time stays visible, and the bubble is in the title."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+
+from megacore.errors import ConfigError, WorkspaceError
+from megacore.pipeline_parallel.schedules import build_schedule
+from megacore.pipeline_parallel.simulate import Timeline, simulate
+from megacore.plan.draw import draw, schedule_figure
+
+INTERLEAVED = simulate(build_schedule("1f1b", 4, 8, 2))
+
+
+def axes_of(timeline: Timeline, name: str = "1F1B") -> Axes:
+    (axes,) = schedule_figure(timeline, name).axes
+    return axes
+
+
+def bars(axes: Axes) -> dict[str, list[tuple[float, float, float]]]:
+    """Row, start and end of every bar, by colour."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for collection in axes.collections:
+        assert isinstance(collection, PolyCollection)
+        for path in collection.get_paths():
+            box = path.get_extents()
+            color = to_hex(collection.get_facecolor()[0])
+            found.setdefault(color, []).append((round((box.y0 + box.y1) / 2), box.x0, box.x1))
+    return found
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_suffix_says_the_kind_of_file(tmp_path: Path, suffix: str) -> None:
+    path = draw(INTERLEAVED, tmp_path / f"schedule{suffix}", "Interleaved 1F1B")
+    if suffix == ".svg":
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize("name", ["schedule.pdf", "schedule", "schedule.svg.gz"])
+def test_another_suffix_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"pictures are written as \.svg or \.png, not as"):
+        draw(INTERLEAVED, tmp_path / name, "1F1B")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkspaceError, match=r"missing/a\.png cannot be written \(No such file"):
+        draw(INTERLEAVED, tmp_path / "missing" / "a.png", "1F1B")
+
+
+def test_every_pass_has_a_box_in_the_colour_of_direction_and_chunk() -> None:
+    found = bars(axes_of(INTERLEAVED))
+    assert len(found) == 5  # forward and backward of two chunks, idle
+    idle = found.pop("#f0f0f0")
+    assert idle == [(stage, 0.0, INTERLEAVED.makespan) for stage in range(4)]
+    drawn = sorted(box for boxes in found.values() for box in boxes)
+    made = sorted((stage, span.start, span.end) for stage, row in enumerate(INTERLEAVED.spans) for span in row)
+    assert drawn == made
+    assert {len(boxes) for boxes in found.values()} == {4 * 8}
+
+
+def test_boxes_say_their_micro_batch() -> None:
+    axes = axes_of(INTERLEAVED)
+    written = sorted((round(text.get_position()[1]), text.get_position()[0], text.get_text()) for text in axes.texts)
+    expected = [
+        (stage, (span.start + span.end) / 2, str(span.work.micro_batch))
+        for stage, row in enumerate(INTERLEAVED.spans)
+        for span in row
+    ]
+    assert written == sorted(expected)
+
+
+def test_numbers_that_do_not_fit_are_left_out() -> None:
+    wide = axes_of(simulate(build_schedule("1f1b", 2, 64), [1.0, 1.0], [40.0, 40.0]))
+    assert len(wide.texts) == 2 * 64  # of the backward passes alone
+
+
+def test_title_axis_and_legend() -> None:
+    axes = axes_of(INTERLEAVED, "gpt2-tiny, interleaved 1F1B")
+    assert axes.get_title(loc="left") == "gpt2-tiny, interleaved 1F1B: pp 4, v 2, m 8: bubble 18.8%"
+    assert "(pp − 1) / (m · v) = 18.8%" in axes.get_xlabel()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1", "stage 2", "stage 3"]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "forward, chunk 0",
+        "forward, chunk 1",
+        "backward, chunk 0",
+        "backward, chunk 1",
+        "idle",
+    ]
+
+
+def test_the_title_has_the_bubble_of_unequal_chunks() -> None:
+    timeline = simulate(build_schedule("gpipe", 2, 4), [1, 3])
+    axes = axes_of(timeline, "GPipe")
+    assert axes.get_title(loc="left") == f"GPipe: pp 2, v 1, m 4: bubble {timeline.bubble_fraction:.1%}"
+    assert timeline.bubble_fraction > 0.5
+    assert "= 25.0% with equal chunks" in axes.get_xlabel()

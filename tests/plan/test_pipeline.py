@@ -1,0 +1,92 @@
+"""The plan of a configuration: its layout, what each stage holds, and the bubble of a step."""
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megacore.config import RunConfig, load_config
+from megacore.errors import ParallelLayoutError
+from megacore.plan.hardware import Gpu, Hardware
+from megacore.plan.memory import parameter_count
+from megacore.plan.pipeline import PipelinePlan, plan_pipeline
+
+GIB = 2**30
+CPU = Hardware(8, 64 * GIB)
+GPUS = Hardware(16, 64 * GIB, (Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB),) * 4, native_bf16=True)
+
+
+def conf(**overrides: Any) -> RunConfig:
+    values = {"model.num_layers": 8, "data.seq_length": 512, "train.micro_batch_size": 2, "launch.nproc_per_node": 4}
+    return load_config("gpt2-tiny", values | {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def shown(plan: PipelinePlan) -> str:
+    output = StringIO()
+    Console(width=200, file=output).print(plan.table())
+    return output.getvalue()
+
+
+def test_serial() -> None:
+    plan = plan_pipeline(conf(launch__nproc_per_node=1), 8192, CPU)
+    assert (plan.layout.shape, plan.micro_batches) == ((1, 1, 1), 8)
+    assert plan.timeline.bubble_fraction == plan.equal_bubble == 0
+    assert plan.memory[0].parameters == parameter_count(plan.config, 8192)
+    assert "│     0 │ embedding, 0-7, head │" in shown(plan)
+    assert plan.summary().startswith("tensor 1 x pipeline 1 x data 1 = 1 rank; 8 micro batches of 2")
+
+
+def test_pipeline_with_two_replicas() -> None:
+    plan = plan_pipeline(conf(parallel__pipeline_model_parallel_size=2), 8192, CPU)
+    assert (plan.layout.shape, plan.micro_batches) == ((2, 2, 1), 4)
+    assert plan.equal_bubble == 0.25
+    assert plan.timeline.bubble_fraction > 0.25  # the head makes the second stage slower
+    assert [chunk.layers for chunk in plan.chunks] == [range(0, 6), range(6, 8)]
+    assert "gpt2-tiny, 1F1B: bubble" in plan.summary()
+    rows = shown(plan)
+    assert "embedding, 0-5 " in rows
+    assert "│ 6-7, head " in rows
+
+
+def test_interleaved_has_a_column_for_each_chunk() -> None:
+    overrides = {"parallel__pipeline_model_parallel_size": 2, "parallel__virtual_pipeline_model_parallel_size": 2}
+    plan = plan_pipeline(conf(**overrides), 8192, CPU)
+    assert plan.name == "gpt2-tiny, interleaved 1F1B"
+    assert plan.equal_bubble == 0.125
+    header, first, second = (line for line in shown(plan).splitlines() if line[0] in "┃│")
+    assert "layers of chunk 0" in header
+    assert "layers of chunk 1" in header
+    assert [cell.strip() for cell in first.split("│")][1:4] == ["0", "embedding, 0-2", "5-7"]
+    assert [cell.strip() for cell in second.split("│")][1:4] == ["1", "3-4", "head"]
+
+
+def test_recomputation_makes_backward_passes_longer() -> None:
+    for recompute, layers, ratio in (("none", None, 2.0), ("full", None, 3.0), ("full", 1, 2 + 1 / 4)):
+        config = conf(
+            parallel__pipeline_model_parallel_size=2,
+            parallel__pipeline_partition=[4, 4],
+            train__recompute=recompute,
+            train__recompute_num_layers=layers,
+        )
+        forward, backward = (
+            span.end - span.start for span in plan_pipeline(config, 8192, CPU).timeline.spans[0][::2][:2]
+        )
+        assert backward / forward == pytest.approx(ratio)
+
+
+def test_ranks_of_auto_are_the_gpus_or_one_replica() -> None:
+    config = conf(launch__nproc_per_node="auto", parallel__pipeline_model_parallel_size=2)
+    assert plan_pipeline(config, 8192, GPUS).layout.shape == (2, 2, 1)
+    assert plan_pipeline(config, 8192, CPU).layout.shape == (2, 1, 1)
+
+
+def test_ranks_may_be_more_than_this_machine_has() -> None:
+    config = conf(launch__nproc_per_node=8, parallel__pipeline_model_parallel_size=4)
+    assert plan_pipeline(config, 8192, GPUS).layout.shape == (4, 2, 1)
+
+
+def test_a_layout_that_cannot_work_is_refused() -> None:
+    config = conf(launch__nproc_per_node="auto", parallel__pipeline_model_parallel_size=8)
+    with pytest.raises(ParallelLayoutError, match=r"4 ranks are not a multiple of .*size 8"):
+        plan_pipeline(config, 8192, GPUS)
