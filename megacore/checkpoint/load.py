@@ -4,42 +4,63 @@ Each rank reads what it needs by itself, so loading needs no process group and c
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import latest_complete, read_state
 from megacore.checkpoint.metadata import SafeFileSystemReader
+from megacore.checkpoint.shard import ShardLoadPlanner, TensorShard
 from megacore.errors import CheckpointError
 
-__all__ = ["latest_complete", "load_checkpoint", "read_state", "read_tensors", "tensor_shapes"]
+__all__ = ["latest_complete", "load_checkpoint", "names_of_all", "read_state", "read_tensors", "tensor_shapes"]
 
 _SHOWN = 4
 
 
-def load_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], *, prefix: str = "") -> dict[str, Any]:
+def load_checkpoint(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor | TensorShard],
+    *,
+    prefix: str = "",
+    expected: Collection[str] | None = None,
+) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint in `path` and return its state that is no tensor.
 
-    `tensors` must be exactly the checkpoint's tensors whose name starts with `prefix`, with the same global shape
-    and dtype; a DTensor takes its shard, whatever layout wrote the checkpoint. The files' hashes are not checked
-    again: take `path` from `latest_complete`, or call `format.verify` first.
+    The files' hashes are not checked again: take `path` from `latest_complete`, or call `format.verify` first.
 
-    Raises CheckpointError that shows both sides of every difference, before anything was changed, or when a file
-    is damaged or holds anything but tensors.
+    Args:
+        path: of the checkpoint, whatever layout wrote it.
+        tensors: what this rank wants, by global name, with the checkpoint's global shapes and dtypes; a TensorShard
+            gets its rectangles.
+        prefix: what the names of a part of the checkpoint start with, if only that part is loaded.
+        expected: names that all ranks want together (see `names_of_all`); None means those of `tensors`.
+
+    Raises:
+        CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`, or a shape or
+            dtype differs: both sides are shown, and nothing was changed. Or a file is damaged, or holds anything but
+            tensors.
     """
     reader = SafeFileSystemReader(path)
     state = read_state(path)
     saved = {name: entry for name, entry in reader.tensors.items() if name.startswith(prefix)}
-    _check_names(path, saved, tensors)
+    _check_names(path, saved, {*tensors, *(expected or ())})
     _check_entries(path, saved, tensors)
     _fill(reader, tensors, path)
     return state
+
+
+def names_of_all(tensors: Iterable[str], group: dist.ProcessGroup | None = None) -> frozenset[str]:
+    """The names that the ranks of `group` (None: all ranks, or one alone) hold together. Collective."""
+    own = sorted(tensors)
+    return frozenset(name for names in RankGroup(group).everywhere(lambda: own) for name in names)
 
 
 def read_tensors(
@@ -71,9 +92,9 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry.size) for name, entry in SafeFileSystemReader(path).tensors.items()}
 
 
-def _check_names(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    missing = [name for name in wanted if name not in saved]
-    unexpected = [name for name in saved if name not in wanted]
+def _check_names(path: Path, saved: Collection[str], wanted: Collection[str]) -> None:
+    missing = sorted(set(wanted) - set(saved))
+    unexpected = sorted(set(saved) - set(wanted))
     if missing or unexpected:
         raise CheckpointError(
             f"{path} is of another model: it lacks {_listed(missing)} of the {len(wanted)} tensors asked for, "
@@ -82,12 +103,14 @@ def _check_names(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]
         )
 
 
-def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, torch.Tensor]) -> None:
+def _check_entries(
+    path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, torch.Tensor | TensorShard]
+) -> None:
     differing = [
-        f"{name} is {_form(entry.size, entry.properties.dtype)} there and "
-        f"{_form(wanted[name].shape, wanted[name].dtype)} here"
-        for name, entry in saved.items()
-        if (entry.size, entry.properties.dtype) != (wanted[name].shape, wanted[name].dtype)
+        f"{name} is {_form(saved[name].size, saved[name].properties.dtype)} there and "
+        f"{_form(tensor.shape, tensor.dtype)} here"
+        for name, tensor in wanted.items()
+        if (saved[name].size, saved[name].properties.dtype) != (tensor.shape, tensor.dtype)
     ]
     if differing:
         raise CheckpointError(
@@ -95,12 +118,12 @@ def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wante
         )
 
 
-def _fill(reader: SafeFileSystemReader, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def _fill(reader: SafeFileSystemReader, tensors: Mapping[str, torch.Tensor | TensorShard], path: Path) -> None:
     """Read the slices of `tensors` from the files."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(tensors), storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+            load(dict(tensors), storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
     except CheckpointException as error:
         _, (cause, _) = next(iter(error.failures.items()))
         reason = " ".join(str(cause).split())[:300]

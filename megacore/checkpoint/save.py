@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -33,13 +32,14 @@ from megacore.checkpoint.format import (
     write_tracker,
 )
 from megacore.checkpoint.retain import remove_directory, remove_stale
+from megacore.checkpoint.shard import ShardSavePlanner, TensorShard
 from megacore.errors import CheckpointError, WorkspaceError
 
 
 def save_checkpoint(
     root: Path,
     iteration: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | TensorShard],
     state: Mapping[str, Any],
     *,
     validation_loss: float | None = None,
@@ -48,8 +48,9 @@ def save_checkpoint(
     """Save `tensors` and `state` as `root/iter_<iteration>` and return that path, on every rank.
 
     Collective over `group` (None: the default group, or one rank alone). Tensors are saved under their global
-    names: a plain tensor that several ranks hold is written by one of them, of a DTensor each rank writes its
-    shard. `state` is JSON; the first rank's is written. An existing checkpoint of this iteration is replaced.
+    names, and each rank may have other names. What several ranks hold alike, a plain tensor or the same rectangle
+    of a TensorShard, is written by the one of them that has the least to write. `state` is JSON; the first rank's is
+    written. An existing checkpoint of this iteration is replaced.
 
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is left visible.
     """
@@ -82,20 +83,20 @@ def _open_staging(root: Path, iteration: int) -> Path:
     return staging
 
 
-def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_types(tensors: Mapping[str, torch.Tensor | TensorShard]) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor | TensorShard):
             raise CheckpointError(f"{name} is {type(tensor).__name__}, not a tensor: put it into the state")
 
 
-def _write_tensors(staging: Path, tensors: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
+def _write_tensors(staging: Path, tensors: Mapping[str, torch.Tensor | TensorShard], ranks: RankGroup) -> None:
     """Write every rank's slices and `.metadata`, synced. Collective."""
     with workspace_errors(staging), _first_failure(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(
             dict(tensors),
             storage_writer=_Writer(staging, sync_files=True),
-            planner=DefaultSavePlanner(),
+            planner=ShardSavePlanner(),
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )

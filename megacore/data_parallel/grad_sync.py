@@ -1,75 +1,117 @@
-"""Averaging gradients over data-parallel ranks while backward still runs (Li et al. 2020, PyTorch Distributed)."""
+"""Summing gradients over data-parallel ranks while backward still runs (Li et al. 2020, PyTorch Distributed)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.parallel.mesh import ParallelGroup
+from megacore.config.parallel import ParallelConfig
+from megacore.data_parallel.buckets import BucketLayout, plan_buckets
+from megacore.data_parallel.flat import shard_of, start_reduce_scatter_
+from megacore.parallel.collectives import Pending, start_all_reduce
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 
-_MIB = 1 << 20
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class _Bucket:
-    """Gradients that travel together."""
+class Bucket:
+    """Main gradients that travel together."""
 
+    layout: BucketLayout
+    """Which parameters."""
     buffer: Tensor
-    """Flat, fp32."""
-    names: tuple[str, ...]
-    """Parameters whose gradients it holds."""
-    missing: set[str] = field(default_factory=set)
-    """Those whose gradient of this iteration is not complete yet."""
+    """Their gradients, flat, fp32."""
+    shard: range
+    """The part of the buffer that holds the sum over the replicas in the end: all of it, or this rank's shard."""
+    extra: tuple[ParallelGroup, ...]
+    """Groups over which that part is summed as well."""
+    expected: int | None = None
+    """Contributions of one backward pass; None before the first has been seen."""
+    arrived: int = 0
+    """Contributions of the last backward pass of this iteration so far."""
+    pending: Pending | None = None
+    """The sum under way."""
+
+    @property
+    def reduced(self) -> Tensor:
+        """The part of the buffer that holds the sum over the replicas in the end."""
+        return self.buffer[self.shard.start : self.shard.stop]
+
+
+class _Sink:
+    """Implements `megacore.tensor_parallel.weight_grad.GradSink`."""
+
+    def __init__(self, main_grad: Tensor, contributed: Callable[[], None]) -> None:
+        self.main_grad = main_grad
+        self.accumulated = contributed
 
 
 class GradSync:
-    """Main gradients in fp32, all-reduced bucket by bucket as soon as backward has filled them.
+    """Main gradients in fp32, summed over replicas bucket by bucket as soon as backward has filled them.
 
-    Buckets are filled in reverse order of the parameters, roughly the order in which backward reaches them. Where
-    a parameter is fp32 its `.grad` is a view of the bucket, and autograd accumulates into it without a copy; a
-    gradient of lower precision is added to its view and dropped. A parameter that is used twice (tied weights)
-    gets one complete gradient from autograd, hence one place.
+    Gradients get there in two ways. A layer that knows `grad_sink` adds to the main gradient by itself. All other
+    gradients come from autograd: where a parameter is fp32 its `.grad` is a view of the bucket, and autograd
+    accumulates into it without a copy; a gradient of lower precision is added to its view and dropped.
+
+    A bucket is full when it got as many contributions as in the first iteration, whose buckets all travel at its end;
+    the order in which it filled them is the order in which they travel, on every rank the first replica's. So
+    parameters that are used twice (tied weights) or not at all hold up nothing, and no rank waits for another's order.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: ParallelGroup, bucket_mb: float) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: ProcessMesh,
+        config: ParallelConfig,
+        *,
+        partial: frozenset[str] = frozenset(),
+        shared: frozenset[str] = frozenset(),
+    ) -> None:
         """Allocate the buckets and hook into autograd.
 
         Args:
-            parameters: by global name, each tied parameter once; all on one device.
-            group: data-parallel ranks; with one rank nothing is communicated.
-            bucket_mb: size of a bucket in MiB of fp32; a larger parameter gets a bucket of its own.
+            parameters: of one model chunk by global name, each tied parameter once; all on one device.
+            mesh: this process's groups; over a group of one nothing is communicated.
+            config: size and type of what travels, and whether each replica keeps only its shard of the sum.
+            partial: parameters whose gradient is a part on each tensor-parallel rank (sequence parallelism).
+            shared: parameters that first and last pipeline stage both hold (tied embeddings).
         """
-        self._parameters = dict(parameters)
-        self._group = group
-        self._buckets = [
-            _Bucket(_buffer([self._parameters[name] for name in names]), names)
-            for names in plan_buckets({name: p.numel() for name, p in self._parameters.items()}, bucket_mb)
-        ]
-        self.gradients = {name: view for bucket in self._buckets for name, view in self._views(bucket)}
-        """Main gradients by name: fp32 views shaped like the parameters."""
+        self.parameters = dict(parameters)
+        self.mesh = mesh
+        self.shared = shared
+        self.replicas = mesh.data_parallel.size
+        """Ranks over which `finish` sums: the mean is left to the optimizer, which scales gradients anyway."""
+        self.sharded = config.use_distributed_optimizer and self.replicas > 1
+        """Whether each replica keeps only its shard of the sum (ZeRO-1)."""
+        self._dtype = _DTYPES[config.grad_reduce_dtype]
         self._last_micro_step = False
-        self._launched = 0
-        self._works: list[dist.Work] = []
-        for bucket in self._buckets:
-            for name in bucket.names:
-                self._hook(name, bucket)
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The flat fp32 buffers, which together hold every gradient element once."""
-        return [bucket.buffer for bucket in self._buckets]
+        self._order: list[Bucket] | None = None
+        self._filled: list[int] = []
+        self.launched = 0
+        """Buckets that began to travel in this iteration."""
+        self.buckets = self._plan(config.grad_reduce_bucket_mb, partial)
+        self.gradients = {
+            piece.name: piece.of(bucket.buffer).view(self.parameters[piece.name].shape)
+            for bucket in self.buckets
+            for piece in bucket.layout.pieces
+        }
+        """Main gradients by name: fp32 views shaped like the parameters."""
+        for number, bucket in enumerate(self.buckets):
+            for name in bucket.layout.sizes:
+                self._hook(name, number)
 
     def zero(self) -> None:
         """Start a new iteration with gradients of zero."""
-        torch._foreach_zero_(self.buffers)
-        for name, parameter in self._parameters.items():
+        torch._foreach_zero_([bucket.buffer for bucket in self.buckets])
+        for name, parameter in self.parameters.items():
             parameter.grad = self.gradients[name] if parameter.dtype == torch.float32 else None
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.names)
-        self._launched = 0
+        for bucket in self.buckets:
+            bucket.arrived = 0
+        self.launched = 0
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -81,73 +123,99 @@ class GradSync:
             self._last_micro_step = False
 
     def finish(self) -> None:
-        """Wait until every main gradient is the mean over the ranks; parameters without a gradient count as zero."""
-        self._launch(len(self._buckets))
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        if self._group.size > 1 and not self._averages:
-            torch._foreach_div_(self.buffers, float(self._group.size))
+        """Wait until every main gradient is the sum over the replicas; parameters without a gradient count as zero.
 
-    @property
-    def _averages(self) -> bool:
-        """Whether the back end divides by itself."""
-        return self._buckets[0].buffer.is_cuda
+        With a distributed optimizer it is, in each bucket, in this rank's shard alone.
+        """
+        if self.replicas > 1:
+            if self._filled:
+                self._order = self._learn()
+            self._launch((self._order or self.buckets)[self.launched :])
+        for bucket in self.buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                bucket.pending = None
+        self._sum_extra()
 
-    def _views(self, bucket: _Bucket) -> Iterator[tuple[str, Tensor]]:
-        sizes = [self._parameters[name].numel() for name in bucket.names]
-        for name, part in zip(bucket.names, torch.split(bucket.buffer, sizes), strict=True):
-            yield name, part.view(self._parameters[name].shape)
+    def _plan(self, bucket_mb: float, partial: frozenset[str]) -> list[Bucket]:
+        """Buckets of parameters that are summed over the same groups."""
+        kinds: dict[tuple[ParallelGroup, ...], dict[str, int]] = {}
+        for name, parameter in self.parameters.items():
+            groups = [self.mesh.tensor_parallel] * (name in partial) + [self.mesh.embedding] * (name in self.shared)
+            kinds.setdefault(tuple(group for group in groups if group.size > 1), {})[name] = parameter.numel()
+        return [
+            self._bucket(planned, groups)
+            for groups, sizes in kinds.items()
+            for planned in plan_buckets(sizes, bucket_mb)
+        ]
 
-    def _hook(self, name: str, bucket: _Bucket) -> None:
-        view = self.gradients[name]
+    def _bucket(self, sizes: Mapping[str, int], extra: tuple[ParallelGroup, ...]) -> Bucket:
+        layout = BucketLayout(sizes, self.replicas if self.sharded else 1)
+        device = self.parameters[next(iter(sizes))].device
+        buffer = torch.zeros(layout.length, dtype=torch.float32, device=device)
+        shard = shard_of(layout.length, self.mesh.data_parallel) if self.sharded else range(layout.length)
+        return Bucket(layout, buffer, shard, extra)
+
+    def _hook(self, name: str, number: int) -> None:
+        """Let autograd's gradients and those of layers with a sink find their place."""
+        parameter, view = self.parameters[name], self.gradients[name]
 
         def accumulated(parameter: Tensor) -> None:
             if parameter.grad is not None and parameter.grad is not view:
                 view.add_(parameter.grad)
                 parameter.grad = None
-            if self._last_micro_step:
-                bucket.missing.discard(name)
-                self._launch(self._complete())
+            self._contributed(number)
 
-        self._parameters[name].register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+        parameter.grad_sink = _Sink(view, lambda: self._contributed(number))  # type: ignore[attr-defined]
 
-    def _complete(self) -> int:
-        """Number of leading buckets that are full: every rank launches them in the same order."""
-        complete = self._launched
-        while complete < len(self._buckets) and not self._buckets[complete].missing:
-            complete += 1
-        return complete
+    def _contributed(self, number: int) -> None:
+        """Count a contribution of the last backward pass, and let travel what it completed."""
+        if not self._last_micro_step or self.replicas == 1:
+            return
+        bucket = self.buckets[number]
+        assert bucket.pending is None, f"a gradient came after its bucket was full: {list(bucket.layout.sizes)}"
+        bucket.arrived += 1
+        if self._order is None:
+            self._filled.append(number)
+            return
+        full = self.launched
+        while full < len(self._order) and self._order[full].arrived == self._order[full].expected:
+            full += 1
+        self._launch(self._order[self.launched : full])
 
-    def _launch(self, end: int) -> None:
-        if self._group.size > 1:
-            operation = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-            for bucket in self._buckets[self._launched : end]:
-                work = dist.all_reduce(bucket.buffer, operation, group=self._group.group, async_op=True)
-                assert work is not None
-                self._works.append(work)
-        self._launched = max(self._launched, end)
+    def _learn(self) -> list[Bucket]:
+        """Count what a backward pass contributes to each bucket; the order in which buckets were full first."""
+        completed = {number: moment for moment, number in enumerate(self._filled)}
+        self._filled.clear()
+        for bucket in self.buckets:
+            bucket.expected = bucket.arrived
+        order = sorted(range(len(self.buckets)), key=lambda number: completed.get(number, -1))
+        agreed = torch.tensor(order, device=self.buckets[0].buffer.device)
+        dist.broadcast(agreed, group=self.mesh.data_parallel.group, group_src=0)
+        return [self.buckets[number] for number in agreed.tolist()]
 
+    def _launch(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.pending = self._reduce(bucket)
+        self.launched += len(buckets)
 
-def plan_buckets(sizes: Mapping[str, int], bucket_mb: float) -> list[tuple[str, ...]]:
-    """Divide parameters, in reverse order, into buckets of at most `bucket_mb` MiB of fp32.
+    def _reduce(self, bucket: Bucket) -> Pending:
+        """Begin to sum a bucket over the replicas, in the type in which gradients travel."""
+        start = start_reduce_scatter_ if self.sharded else start_all_reduce
+        if self._dtype == bucket.buffer.dtype:
+            return start(bucket.buffer, self.mesh.data_parallel)
+        travelling = bucket.buffer.to(self._dtype)
+        total = start(travelling, self.mesh.data_parallel)
+        return Pending(self.mesh.data_parallel, (), lambda: bucket.reduced.copy_(total.wait()))
 
-    Args:
-        sizes: elements of each parameter, by name, in the model's order.
-        bucket_mb: limit of a bucket; a parameter beyond it is a bucket of its own.
-    """
-    limit = bucket_mb * _MIB / 4
-    buckets: list[list[str]] = []
-    filled = 0
-    for name, size in reversed(list(sizes.items())):
-        if not buckets or filled + size > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(name)
-        filled += size
-    return [tuple(names) for names in buckets]
-
-
-def _buffer(parameters: list[nn.Parameter]) -> Tensor:
-    elements = sum(parameter.numel() for parameter in parameters)
-    return torch.zeros(elements, dtype=torch.float32, device=parameters[0].device)
+    def _sum_extra(self) -> None:
+        """Sum over tensor-parallel ranks what is a part on each, over stages what both of them hold."""
+        for depth in range(2):
+            pending = [
+                start_all_reduce(bucket.reduced, bucket.extra[depth])
+                for bucket in self.buckets
+                if depth < len(bucket.extra)
+            ]
+            for work in pending:
+                work.wait()

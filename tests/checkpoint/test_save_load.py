@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megacore.checkpoint.format import Marker, latest_complete, read_tracker, verify
-from megacore.checkpoint.load import load_checkpoint, read_tensors, tensor_shapes
+from megacore.checkpoint.load import load_checkpoint, names_of_all, read_tensors, tensor_shapes
 from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError, WorkspaceError
 from tests._dist import run_distributed
 
@@ -203,30 +202,42 @@ def ranks_case(root: str) -> dict[str, Any]:
     large = {f"model.{i}": torch.full((64, 1024), float(i)) for i in range(8)}
     save_checkpoint(folder / "large", 1, large, {})
 
-    mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(40.0).reshape(8, 5)
     sharded = {
-        "model.rows": distribute_tensor(whole, mesh, [Shard(0)]),
-        "model.columns": distribute_tensor(whole, mesh, [Shard(1)]),
-        "model.whole": distribute_tensor(whole, mesh, [Replicate()]),
+        "model.rows": part(whole, rank),
+        "model.pairs": part(whole.view(20, 2), rank),
+        "model.whole": TensorShard.of_runs([(0, whole.view(-1))], (8, 5), torch.float32),
         "model.plain": whole.clone(),
+        f"model.own.{rank}": whole + rank,
     }
     path = save_checkpoint(folder / "sharded", 3, sharded, STATE)
+    assert_equal(read_tensors(path, ["model.rows"]), {"model.rows": whole})
     swapped = {
-        "model.rows": distribute_tensor(torch.zeros(8, 5), mesh, [Shard(1)]),
-        "model.columns": distribute_tensor(torch.zeros(8, 5), mesh, [Replicate()]),
-        "model.whole": torch.zeros(8, 5),
-        "model.plain": distribute_tensor(torch.zeros(8, 5), mesh, [Shard(0)]),
+        "model.rows": torch.zeros(8, 5),
+        "model.pairs": torch.zeros(20, 2),
+        "model.whole": part(torch.zeros(8, 5), rank),
+        "model.plain": part(torch.zeros(8, 5), 1 - rank),
+        f"model.own.{1 - rank}": torch.zeros(8, 5),
     }
-    load_checkpoint(path, swapped)
-    for name, tensor in swapped.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        torch.testing.assert_close(full, whole, rtol=0, atol=0, msg=name)
+    load_checkpoint(path, swapped, expected=names_of_all(swapped))
+    results["swapped"] = {name: list(rectangles(tensor)) for name, tensor in swapped.items()}
 
     results["one rank's full disk"] = failing_save(folder / "full", full_disk if rank == 1 else None)
     results["one rank's wrong type"] = failing_save(folder / "wrong", None, {"model.w": 3} if rank == 1 else None)
     results["root is a file"] = failing_save(folder / "file", None)
     return results
+
+
+def part(whole: Tensor, rank: int) -> TensorShard:
+    """A copy of one half of the elements."""
+    size = whole.numel() // 2
+    run = whole.flatten()[rank * size : (rank + 1) * size].clone()
+    return TensorShard.of_runs([(rank * size, run)], whole.shape, whole.dtype)
+
+
+def rectangles(tensor: Tensor | TensorShard) -> list[tuple[tuple[int, ...], Tensor]]:
+    pieces = tensor.pieces if isinstance(tensor, TensorShard) else {torch.Size((0, 0)): tensor}
+    return [(tuple(offsets), piece) for offsets, piece in pieces.items()]
 
 
 def failing_save(root: Path, write: Any, tensors: dict[str, Any] | None = None) -> tuple[str, str]:
@@ -253,8 +264,19 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert json.loads((replicated / "state.json").read_text())["rank"] == 0
     assert_equal(read_tensors(replicated), example())
     assert set(read_tensors(tmp_path / "sharded" / "iter_0000003")) == {
-        f"model.{name}" for name in ("rows", "columns", "whole", "plain")
+        f"model.{name}" for name in ("rows", "pairs", "whole", "plain", "own.0", "own.1")
     }
+    whole = torch.arange(40.0).reshape(8, 5)
+    for rank, result in enumerate(results):
+        swapped = result["swapped"]
+        assert_equal(
+            {name: swapped[name][0][1] for name in ("model.rows", "model.pairs", f"model.own.{1 - rank}")},
+            {"model.rows": whole, "model.pairs": whole.view(20, 2), f"model.own.{1 - rank}": whole + (1 - rank)},
+        )
+        for name, half in (("model.whole", rank), ("model.plain", 1 - rank)):
+            ((offsets, piece),) = swapped[name]
+            assert offsets == (4 * half, 0)
+            assert torch.equal(piece, whole[4 * half : 4 * half + 4])
     for result in results:
         assert result["one rank's full disk"][0] == "WorkspaceError"
         assert "No space left" in result["one rank's full disk"][1]

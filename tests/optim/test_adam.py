@@ -1,10 +1,16 @@
 """AdamW over main weights against torch's own."""
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
+from megacore.config.parallel import ParallelConfig
+from megacore.data_parallel.grad_sync import GradSync
 from megacore.optim.adam import MainWeightAdamW
+from megacore.parallel.mesh import ProcessMesh
+from megacore.tensor_parallel.partition import Partition
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 SHAPES = {"a.weight": (4, 6), "a.bias": (6,), "norm.weight": (6,)}
@@ -15,60 +21,128 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
 
 
-def gradients(step: int) -> dict[str, torch.Tensor]:
+def gradients(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def reference(steps: int) -> dict[str, nn.Parameter]:
+class Optimized:
+    """Parameters in two chunks with their optimizer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, partitions: dict[str, Partition] | None = None) -> None:
+        self.parameters = parameters()
+        serial = ProcessMesh.serial(), ParallelConfig()
+        chunks = (("a.weight", "a.bias"), ("norm.weight",))
+        self.syncs = [GradSync({name: self.parameters[name] for name in names}, *serial) for names in chunks]
+        self.optimizer = MainWeightAdamW(self.syncs, CONFIG, dtype, partitions)
+
+    def put(self, step: int, factor: float = 1.0) -> None:
+        for sync in self.syncs:
+            sync.zero()
+            for name, view in sync.gradients.items():
+                view.copy_(gradients(step)[name] * factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = self.optimizer.tensors()
+        assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
+        return tensors  # type: ignore[return-value]
+
+
+def reference(steps: int, max_norm: float = 0.0) -> dict[str, nn.Parameter]:
     own = parameters()
-    groups = [
-        {"params": [own["a.weight"]], "weight_decay": 0.1},
-        {"params": [own["a.bias"], own["norm.weight"]], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [own["a.weight"]]}, {"params": [own["a.bias"], own["norm.weight"]]}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (step + 1)
+        for group, weight_decay in zip(optimizer.param_groups, (0.1 * (step + 1), 0.0), strict=True):
+            group["lr"], group["weight_decay"] = 1e-2 / (step + 1), weight_decay
         for name, gradient in gradients(step).items():
             own[name].grad = gradient
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(own.values(), max_norm)
         optimizer.step()
     return own
 
 
-def test_fp32_equals_torch_bit_for_bit() -> None:
-    own = parameters()
-    optimizer = MainWeightAdamW(own, CONFIG, torch.float32)
+def test_fp32_equals_torch_bit_for_bit_and_needs_no_copy() -> None:
+    own = Optimized()
     for step in range(4):
-        optimizer.step(gradients(step), 1e-2 / (step + 1))
+        own.put(step)
+        own.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1))
+    assert own.optimizer.steps == 4
     for name, expected in reference(4).items():
-        assert torch.equal(own[name], expected), name
-        assert optimizer.main_weights[name].data_ptr() == own[name].data_ptr()
+        assert torch.equal(own.parameters[name], expected), name
+        assert own.tensors()[f"model.{name}"].data_ptr() == own.parameters[name].data_ptr()
 
 
 def test_low_precision_weights_are_rounded_copies_of_fp32_main_weights() -> None:
-    own = parameters()
-    optimizer = MainWeightAdamW(own, CONFIG, torch.bfloat16)
+    own = Optimized(torch.bfloat16)
     for step in range(4):
-        optimizer.step(gradients(step), 1e-2 / (step + 1))
+        own.put(step)
+        own.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1))
     for name, expected in reference(4).items():
-        assert torch.equal(optimizer.main_weights[name], expected), name
-        assert own[name].dtype == torch.bfloat16
-        assert torch.equal(own[name], expected.to(torch.bfloat16))
+        assert torch.equal(own.tensors()[f"model.{name}"], expected), name
+        assert own.parameters[name].dtype == torch.bfloat16
+        assert torch.equal(own.parameters[name], expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_clipping_and_unscaling_are_part_of_the_update(max_norm: float, scale: float) -> None:
+    own = Optimized()
+    for step in range(4):
+        own.put(step, scale)
+        norm = own.optimizer.grad_norm(scale=scale)
+        own.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1), norm=norm, max_norm=max_norm, scale=scale)
+    for name, expected in reference(4, max_norm).items():
+        torch.testing.assert_close(own.parameters[name], expected, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_the_norm_is_over_all_chunks_and_without_the_scale() -> None:
+    own = Optimized()
+    own.put(0, 8.0)
+    expected = torch.cat([gradient.flatten() for gradient in gradients(0).values()]).double().norm()
+    assert float(own.optimizer.grad_norm(scale=8.0)) == pytest.approx(float(expected), rel=1e-6)
+    assert own.optimizer.grad_norm().dtype == torch.float32
+
+
+def test_a_gradient_that_is_not_finite_makes_a_norm_that_is_not() -> None:
+    for value in (torch.inf, torch.nan):
+        own = Optimized()
+        own.put(0)
+        own.syncs[1].gradients["norm.weight"][3] = value
+        assert not own.optimizer.grad_norm().isfinite()
 
 
 def test_restored_tensors_and_step_count_continue_bit_identically() -> None:
-    whole = MainWeightAdamW(parameters(), CONFIG, torch.bfloat16)
+    whole = Optimized(torch.bfloat16)
     for step in range(4):
-        whole.step(gradients(step), 1e-2)
+        whole.put(step)
+        whole.optimizer.step(1e-2, 0.1)
         if step == 1:
             saved = {name: tensor.clone() for name, tensor in whole.tensors().items()}
-    resumed = MainWeightAdamW(parameters(), CONFIG, torch.bfloat16)
+    resumed = Optimized(torch.bfloat16)
     for name, tensor in resumed.tensors().items():
         tensor.copy_(saved[name])
-    resumed.steps = 2
+    resumed.optimizer.write_back()
+    assert torch.equal(resumed.parameters["a.bias"], saved["model.a.bias"].bfloat16())
+    resumed.optimizer.steps = 2
     for step in (2, 3):
-        resumed.step(gradients(step), 1e-2)
+        resumed.put(step)
+        resumed.optimizer.step(1e-2, 0.1)
     for name, tensor in whole.tensors().items():
         assert torch.equal(tensor, resumed.tensors()[name]), name
-    assert "optimizer.exp_avg_sq.a.bias" in saved
+    assert set(saved) == {
+        f"{kind}.{name}" for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq") for name in SHAPES
+    }
+
+
+def test_a_tensor_parallel_part_knows_its_place_in_the_whole() -> None:
+    own = Optimized(partitions={"a.weight": Partition(dim=1, rank=2, size=3), "a.bias": Partition(0, 0, 2)})
+    tensors = own.optimizer.tensors()
+    weight, bias = tensors["model.a.weight"], tensors["optimizer.exp_avg.a.bias"]
+    assert isinstance(weight, TensorShard)
+    assert isinstance(bias, TensorShard)
+    assert (weight.shape, list(weight.pieces)) == ((4, 18), [(0, 12)])
+    assert (bias.shape, list(bias.pieces)) == ((12,), [(0,)])
+    assert weight.pieces[torch.Size((0, 12))].data_ptr() == own.parameters["a.weight"].data_ptr()
+    assert isinstance(tensors["model.norm.weight"], Tensor)

@@ -1,41 +1,31 @@
-"""Clipping by the global norm."""
-
-import math
+"""The global norm and what clipping makes of it."""
 
 import pytest
 import torch
 
-from megacore.optim.grad_clip import clip_by_norm_, global_norm
+from megacore.optim.grad_clip import clip_divisor, sum_of_squares
+
+CPU = torch.device("cpu")
 
 
-def gradients() -> list[torch.Tensor]:
+def test_all_elements_count_in_blocks_and_beyond_them() -> None:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(7, generator=generator), torch.randn(3, 5, generator=generator)]
+    gradients = [torch.randn(size, generator=generator) for size in (1, 7, 4096, 4099, 3 * 4096)]
+    expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    found = sum_of_squares(gradients, CPU)
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+    assert float(sum_of_squares([], CPU)) == 0.0
 
 
-def test_the_norm_is_over_all_elements() -> None:
-    expected = math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradients()))
-    assert float(global_norm(gradients())) == pytest.approx(expected, rel=1e-6)
+def test_millions_of_elements_lose_no_precision() -> None:
+    gradient = torch.randn(3_000_000, generator=torch.Generator().manual_seed(1))
+    exact = float(gradient.double().norm())
+    assert float(sum_of_squares([gradient], CPU).sqrt()) == pytest.approx(exact, rel=1e-7)
 
 
-def test_a_large_gradient_is_scaled_to_the_limit_and_keeps_its_direction() -> None:
-    grads = gradients()
-    clip_by_norm_(grads, global_norm(grads), 0.5)
-    assert float(global_norm(grads)) == pytest.approx(0.5, rel=1e-5)
-    ratios = torch.cat([(new / old).flatten() for new, old in zip(grads, gradients(), strict=True)])
-    assert torch.allclose(ratios, ratios[0].expand_as(ratios))
-
-
-def test_a_small_gradient_keeps_its_bits() -> None:
-    grads = gradients()
-    clip_by_norm_(grads, global_norm(grads), 1e3)
-    assert all(torch.equal(new, old) for new, old in zip(grads, gradients(), strict=True))
-
-
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e3])
-def test_the_loss_scale_is_divided_out_in_the_same_pass(max_norm: float) -> None:
-    plain, scaled = gradients(), [g * 1024 for g in gradients()]
-    norm = global_norm(plain)
-    clip_by_norm_(plain, norm, max_norm)
-    clip_by_norm_(scaled, norm, max_norm, scale=1024.0)
-    assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(plain, scaled, strict=True))
+def test_a_large_gradient_is_divided_to_the_limit_and_a_small_one_is_not() -> None:
+    norm = torch.tensor(2.0)
+    assert float(norm / clip_divisor(norm, 0.5)) == pytest.approx(0.5, rel=1e-5)
+    assert float(clip_divisor(norm, 1e3)) == 1.0
+    assert float(clip_divisor(norm, 0.0)) == 1.0

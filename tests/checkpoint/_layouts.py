@@ -1,0 +1,122 @@
+"""A model whose values encode their global position, held, written and read under every layout of four ranks."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.checkpoint.load import load_checkpoint, names_of_all
+from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.shard import TensorShard
+from megacore.config.optim import OptimConfig
+from megacore.config.parallel import ParallelConfig
+from megacore.data_parallel.grad_sync import GradSync
+from megacore.errors import CheckpointError
+from megacore.optim.adam import MainWeightAdamW
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+from megacore.tensor_parallel.partition import Partition
+
+SHAPES = {
+    "embedding": (8, 6),
+    "first.weight": (10, 6),
+    "first.norm": (37,),
+    "last.weight": (4, 3, 5),
+    "last.bias": (11,),
+}
+DIVIDED = {"embedding": 0, "first.weight": 1, "last.weight": 0}
+"""Dimensions along which tensor-parallel ranks divide."""
+KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+LAYOUTS = {
+    "replicas": (RankLayout(data=4), False),
+    "sharded": (RankLayout(data=4), True),
+    "tensor": (RankLayout(data=2, tensor=2), False),
+    "tensor, sharded": (RankLayout(data=2, tensor=2), True),
+    "stages": (RankLayout(data=2, pipeline=2), False),
+    "stages, sharded": (RankLayout(data=2, pipeline=2), True),
+    "tensor and stages": (RankLayout(tensor=2, pipeline=2), False),
+}
+
+
+def values() -> dict[str, Tensor]:
+    """Every tensor of the checkpoint: no two elements are equal."""
+    found, first = {}, 1
+    for kind in KINDS:
+        for name, shape in SHAPES.items():
+            size = math.prod(shape)
+            found[f"{kind}.{name}"] = torch.arange(first, first + size, dtype=torch.float32).view(shape)
+            first += size
+    return found
+
+
+def held(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorShard]:
+    """What a rank's optimizer holds, all zero."""
+    tp = mesh.tensor_parallel
+    partitions = {name: Partition(dim, tp.rank, 2) for name, dim in DIVIDED.items()} if tp.size == 2 else {}
+    stages = [prefix for prefix, here in (("first", mesh.is_first_stage), ("last", mesh.is_last_stage)) if here]
+    parameters = {
+        name: nn.Parameter(
+            partitions[name].shard(torch.zeros(shape)).clone() if name in partitions else torch.zeros(shape)
+        )
+        for name, shape in SHAPES.items()
+        if name.split(".")[0] in {"embedding", *stages}
+    }
+    config = ParallelConfig(use_distributed_optimizer=sharded, grad_reduce_bucket_mb=3e-4)
+    shared = frozenset({"embedding"}) if mesh.pipeline_parallel.size > 1 else frozenset()
+    sync = GradSync(parameters, mesh, config, shared=shared)
+    return MainWeightAdamW([sync], OptimConfig(lr=1.0), torch.float32, partitions).tensors()
+
+
+def rectangles(tensor: Tensor | TensorShard, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a rank holds of a tensor, and the same elements of the whole."""
+    if isinstance(tensor, Tensor):
+        yield tensor, whole
+        return
+    for offsets, piece in tensor.pieces.items():
+        slices = tuple(slice(first, first + length) for first, length in zip(offsets, piece.shape, strict=True))
+        yield piece, whole[slices]
+
+
+def run(root: str) -> dict[str, Any]:
+    """Write under every layout, read under every other and serially; what went wrong."""
+    meshes = {name: ProcessMesh.build(layout) for name, (layout, _) in LAYOUTS.items()}
+    wanted, wrong, most = values(), [], 0
+    for writer, (_, sharded) in LAYOUTS.items():
+        tensors = held(meshes[writer], sharded)
+        for name, tensor in tensors.items():
+            for piece, value in rectangles(tensor, wanted[name]):
+                piece.copy_(value)
+            most = max(most, len(tensor.pieces) if isinstance(tensor, TensorShard) else 1)
+        path = save_checkpoint(Path(root) / writer, 1, tensors, {"writer": writer})
+        for reader, (_, divided) in LAYOUTS.items():
+            target = held(meshes[reader], divided)
+            load_checkpoint(path, target, expected=names_of_all(target))
+            for name, tensor in target.items():
+                same = all(torch.equal(piece, value) for piece, value in rectangles(tensor, wanted[name]))
+                wrong += [] if same else [f"{name} written by {writer}, read by {reader}"]
+        alone = held(ProcessMesh.serial(), False)
+        load_checkpoint(path, alone)
+        wrong += [
+            f"{name} written by {writer}, read alone" for name in alone if not torch.equal(alone[name], wanted[name])
+        ]
+    refused = [_refusal(Path(root) / "stages/iter_0000001", meshes["stages"], change) for change in (False, True)]
+    return {"wrong": wrong, "most": most, "refused": refused, "names": sorted(tensors)}
+
+
+def _refusal(path: Path, mesh: ProcessMesh, renamed: bool) -> str:
+    """What is said when the ranks together want another model's tensors, and that nothing was changed."""
+    target = held(mesh, False)
+    if renamed and dist.get_rank() == 3:
+        target["model.last.scale"] = target.pop("model.last.bias")
+    elif not renamed:
+        target = {name: tensor for name, tensor in target.items() if "bias" not in name}
+    try:
+        load_checkpoint(path, target, expected=names_of_all(target))
+    except CheckpointError as error:
+        assert all(not piece.any() for name in target for piece, _ in rectangles(target[name], torch.zeros(99)))
+        return str(error)
+    return "nothing"

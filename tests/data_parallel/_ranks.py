@@ -1,0 +1,190 @@
+"""What replicas compute, all cases of a world size in one spawn; the tests compare it with serial computations."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.config.optim import OptimConfig
+from megacore.config.parallel import ParallelConfig
+from megacore.data_parallel.grad_sync import GradSync
+from megacore.observe.timers import Timers
+from megacore.optim.adam import MainWeightAdamW
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+from megacore.parallel.rng import stable_seed
+from megacore.tensor_parallel.partition import Partition
+from tests.data_parallel._modules import Mixed, batch
+
+OPTIM = OptimConfig(lr=1e-2, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+ITERATIONS = 4
+WAYS = {
+    "whole": ParallelConfig(grad_reduce_bucket_mb=1e-4),
+    "one bucket": ParallelConfig(),
+    "sharded": ParallelConfig(grad_reduce_bucket_mb=1e-4, use_distributed_optimizer=True),
+    "sharded, one bucket": ParallelConfig(use_distributed_optimizer=True),
+    "bf16": ParallelConfig(grad_reduce_bucket_mb=1e-4, grad_reduce_dtype="bf16"),
+    "sharded, bf16": ParallelConfig(grad_reduce_dtype="bf16", use_distributed_optimizer=True),
+}
+
+
+def replicas() -> dict[str, Any]:
+    """Every case of nothing but replicas."""
+    mesh = ProcessMesh.build(RankLayout(data=dist.get_world_size()), timers=Timers(torch.device("cpu")))
+    found: dict[str, Any] = {f"gradients, {way}": gradients(mesh, config) for way, config in WAYS.items()}
+    found["launches"], found["late"] = launches(mesh), late(mesh)
+    for way, config in WAYS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            found[f"training, {way}, {dtype}"] = training(mesh, config, dtype)
+        found[f"clipped, {way}"] = training(mesh, config, torch.float32, max_norm=0.05, scale=64.0)
+    found["reloaded"] = reloaded(mesh)
+    assert mesh.data_parallel.timers is not None
+    found["phases"] = mesh.data_parallel.timers.take(1)
+    return found
+
+
+def own_seeds(mesh: ProcessMesh, iteration: int = 0) -> list[int]:
+    """Two micro batches of this replica."""
+    first = 2 * (iteration * mesh.data_parallel.size + mesh.data_parallel.rank)
+    return [first, first + 1]
+
+
+def backward(model: Mixed, sync: GradSync, seeds: list[int], scale: float = 1.0) -> list[int]:
+    """Gradients of some micro batches; the buckets that travelled after each of them."""
+    launched = []
+    sync.zero()
+    for seed in seeds:
+        with sync.micro_step(last=seed == seeds[-1]):
+            (model(batch(seed)) * scale).backward()
+        launched.append(sync.launched)
+    return launched
+
+
+def gradients(mesh: ProcessMesh, config: ParallelConfig) -> dict[str, Tensor]:
+    """Gradients after a second iteration; with a distributed optimizer they are sums in this rank's shard alone."""
+    model = Mixed()
+    sync = GradSync(dict(model.named_parameters()), mesh, config)
+    for _ in range(2):
+        backward(model, sync, own_seeds(mesh))
+        sync.finish()
+    return {name: gradient.clone() for name, gradient in sync.gradients.items()}
+
+
+def launches(mesh: ProcessMesh) -> list[list[int]]:
+    """Buckets that travelled by the end of each micro step and of `finish`, in three iterations."""
+    model = Mixed()
+    sync = GradSync(dict(model.named_parameters()), mesh, WAYS["whole"])
+    counts = []
+    for _ in range(3):
+        counts.append(backward(model, sync, own_seeds(mesh)))
+        sync.finish()
+        counts[-1].append(sync.launched)
+    return counts
+
+
+def late(mesh: ProcessMesh) -> str:
+    """What is said of a backward pass that contributes more than the first one did."""
+    model = Mixed()
+    sync = GradSync(dict(model.named_parameters()), mesh, WAYS["whole"])
+    backward(model, sync, [0])
+    sync.finish()
+    sync.zero()
+    try:
+        with sync.micro_step(last=True):
+            model(batch(0)).backward()
+            model(batch(0)).backward()
+    except AssertionError as error:
+        return str(error)
+    finally:
+        sync.finish()
+    return "nothing"
+
+
+def training(
+    mesh: ProcessMesh, config: ParallelConfig, dtype: torch.dtype, *, max_norm: float = 0.0, scale: float = 1.0
+) -> dict[str, Any]:
+    """Some iterations: norms, the model's weights, and how much this rank holds of the optimizer's state."""
+    model = Mixed()
+    sync = GradSync(dict(model.named_parameters()), mesh, config)
+    optimizer = MainWeightAdamW([sync], OPTIM, dtype)
+    norms = []
+    for iteration in range(ITERATIONS):
+        backward(model, sync, own_seeds(mesh, iteration), scale / 2)
+        sync.finish()
+        norms.append(optimizer.grad_norm(scale=scale))
+        optimizer.step(1e-2, 0.1, norm=norms[-1], max_norm=max_norm, scale=scale)
+    pieces = [main for part in optimizer._parts for main in part.weights]
+    return {
+        "norms": torch.stack(norms),
+        "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        "state": {(p.name, p.start): (p.weight.clone(), p.exp_avg, p.exp_avg_sq) for p in pieces},
+        "own copy": all(p.weight.untyped_storage().nbytes() <= p.exp_avg.untyped_storage().nbytes() for p in pieces),
+    }
+
+
+def reloaded(mesh: ProcessMesh) -> dict[str, Tensor]:
+    """The model's weights after this rank's main weights were overwritten and published."""
+    model = Mixed()
+    sync = GradSync(dict(model.named_parameters()), mesh, WAYS["sharded"])
+    optimizer = MainWeightAdamW([sync], OPTIM, torch.bfloat16)
+    for part in optimizer._parts:
+        for main in part.weights:
+            main.weight.copy_(torch.arange(main.start, main.start + main.weight.numel()))
+    optimizer.write_back()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def axes() -> dict[str, Any]:
+    """Four ranks: gradients that other axes share, with and without a distributed optimizer."""
+    tensor = ProcessMesh.build(RankLayout(data=2, tensor=2), timers=Timers(torch.device("cpu")))
+    pipeline = ProcessMesh.build(RankLayout(data=2, pipeline=2))
+    found = replicas()
+    for way in ("whole", "sharded", "bf16"):
+        found[f"tensor, {way}"] = by_hand(tensor, WAYS[way], TENSOR, partial=frozenset({"norm"}))
+        found[f"pipeline, {way}"] = by_hand(pipeline, WAYS[way], stage(pipeline), shared=frozenset({"embedding"}))
+    return found
+
+
+TENSOR = {"norm": (37,), "bias": (5,), "rows": (6, 11)}
+"""`norm` has a part of its gradient on each tensor-parallel rank, `bias` the same one on both, `rows` is divided."""
+
+
+def stage(mesh: ProcessMesh) -> dict[str, tuple[int, ...]]:
+    """Two stages that share the embedding."""
+    return {"embedding": (7, 9), "first" if mesh.is_first_stage else "last": (33,)}
+
+
+def contribution(mesh: ProcessMesh, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The gradient of a parameter on this rank."""
+    axes = [mesh.data_parallel.rank]
+    axes += [mesh.tensor_parallel.rank] * (name in {"norm", "rows"})
+    axes += [mesh.pipeline_parallel.rank] * (name == "embedding")
+    return drawn(name, axes, shape)
+
+
+def drawn(name: str, axes: list[int], shape: tuple[int, ...]) -> Tensor:
+    """Multiples of 1/8 below 2, whose sums bf16 represents: the same in every process."""
+    generator = torch.Generator().manual_seed(stable_seed(name, *axes))
+    return torch.randint(-15, 16, shape, generator=generator) / 8
+
+
+def by_hand(
+    mesh: ProcessMesh, config: ParallelConfig, shapes: dict[str, tuple[int, ...]], **kinds: frozenset[str]
+) -> dict[str, Any]:
+    """Hand gradients to the sinks, and make one step: reduced gradients, the norm, the weights."""
+    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    sync = GradSync(parameters, mesh, config, **kinds)
+    partitions = {"rows": Partition(0, mesh.tensor_parallel.rank, 2)} if "rows" in shapes else {}
+    optimizer = MainWeightAdamW([sync], OPTIM, torch.float32, partitions)
+    sync.zero()
+    with sync.micro_step(last=True):
+        for name, parameter in parameters.items():
+            parameter.grad_sink.main_grad.add_(contribution(mesh, name, shapes[name]))  # type: ignore[attr-defined]
+            parameter.grad_sink.accumulated()  # type: ignore[attr-defined]
+    sync.finish()
+    shards = {p.name: (p.start, p.gradient.clone().flatten()) for part in optimizer._parts for p in part.weights}
+    norm = optimizer.grad_norm()
+    optimizer.step(1e-2, 0.0)
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    return {"gradients": shards, "norm": norm, "weights": weights}
