@@ -23,9 +23,33 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def one_rank() -> list[dict[str, Any]]:
+    """What a rank without others computes, by case of `tests/_tensor_ranks.py`."""
+    from tests import _tensor_ranks
+
+    return [_tensor_ranks.run(1)]
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> list[dict[str, Any]]:
-    """What each of two tensor-parallel ranks computed, by case of `tests/_two_ranks.py`."""
-    from tests import _two_ranks
+    """What each of two tensor-parallel ranks computed."""
+    from tests import _tensor_ranks
     from tests._dist import run_distributed
 
-    return run_distributed(2, _two_ranks.run, timeout=120)
+    return run_distributed(2, _tensor_ranks.run, 2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> list[dict[str, Any]]:
+    """What each of four tensor-parallel ranks computed."""
+    from tests import _tensor_ranks
+    from tests._dist import run_distributed
+
+    return run_distributed(4, _tensor_ranks.run, 4)
+
+
+@pytest.fixture(params=["one_rank", "two_ranks", "four_ranks"], ids=["tp1", "tp2", "tp4"])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of 1, 2 and 4 ranks computed."""
+    found: list[dict[str, Any]] = request.getfixturevalue(request.param)
+    return found

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from megacore.parallel.mesh import ParallelGroup
 
+EMBEDDING = -1
+"""The number under which the embedding draws its dropout; a layer's is its index in the whole model."""
+
 
 def stable_seed(*parts: int | str) -> int:
     """A 63-bit seed from a sequence of numbers and names: the same on every machine and in every process."""
@@ -25,13 +28,26 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stable_seed("parameter", seed, name))
 
 
-def seed_micro_batch(seed: int, iteration: int, micro_step: int, data_parallel_rank: int) -> None:
-    """Seed dropout for one micro-batch: resuming at an iteration needs no saved generator state.
+def micro_batch_seed(seed: int, first_sample: int) -> int:
+    """The `dropout_seed` of one micro batch: resuming needs no saved generator state.
 
-    Tensor-parallel ranks must pass the same arguments; `tensor_parallel_region` sets them apart where they hold
-    different parts of an activation.
+    It depends on the run's seed and on the number of the micro batch's first sample, not on who computes it when.
     """
-    torch.manual_seed(stable_seed("dropout", seed, iteration, micro_step, data_parallel_rank))
+    return stable_seed("micro batch", seed, first_sample)
+
+
+def seed_dropout(dropout_seed: int | None, number: int) -> None:
+    """Seed what a layer draws for one micro batch, just before it draws: recomputation then repeats it.
+
+    Tensor-parallel ranks draw alike; `tensor_parallel_region` sets them apart where they hold different parts of an
+    activation.
+
+    Args:
+        dropout_seed: of the micro batch, see `micro_batch_seed`; a model that trains with dropout must be given one.
+        number: the layer's index in the whole model, or `EMBEDDING`.
+    """
+    assert dropout_seed is not None, "a model that trains with dropout needs the dropout_seed of its micro batch"
+    torch.manual_seed(stable_seed("dropout", dropout_seed, number))
 
 
 @contextmanager
@@ -39,7 +55,7 @@ def tensor_parallel_region(tp: ParallelGroup, tensor: Tensor) -> Iterator[None]:
     """Random numbers that differ between tensor-parallel ranks, for activations on the device of `tensor`.
 
     Outside, the ranks draw alike, as replicated activations need. The inner seed is drawn from the outer generator,
-    so activation recomputation, which restores the outer state, repeats the inner numbers too.
+    so whoever seeds the outer one alike repeats the inner numbers too.
     """
     if tp.size == 1:
         yield

@@ -2,14 +2,18 @@
 
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
-from megacore.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megacore.tensor_parallel.partition import Partition, partitions
+from megacore.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from megacore.tensor_parallel.partition import Partition, partial_gradients, partitions
+from megacore.tensor_parallel.weight_grad import GradSink
 
 __all__ = [
     "ColumnParallelLinear",
+    "GradSink",
     "Partition",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "column_parallel",
+    "partial_gradients",
     "partitions",
     "vocab_parallel_cross_entropy",
 ]

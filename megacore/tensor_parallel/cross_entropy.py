@@ -1,20 +1,26 @@
-"""Cross entropy over a divided vocabulary: three numbers per token are exchanged, the logits never are."""
+"""Cross entropy over a divided vocabulary: a few numbers per token are exchanged, the logits never are."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import ALONE, ParallelGroup
-from megacore.tensor_parallel.mappings import all_reduce
 
-_CACHED_ELEMENTS = 1 << 18
-"""Logits of a block that stays in a core's cache between passes: 1 MiB of fp32."""
+_CACHED_ELEMENTS = 1 << 17
+"""Logits per thread of a block that stays in the cores' caches between passes: half a MiB of fp32."""
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: ParallelGroup = ALONE) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    tp: ParallelGroup = ALONE,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
     """Negative log-likelihood of each label, in one buffer: exponentials and then the gradient overwrite the logits.
 
     Args:
@@ -22,6 +28,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: ParallelGro
             computed in fp32; no other operation may need its values.
         labels: ids in the whole vocabulary, [b, s].
         tp: the ranks that share the vocabulary.
+        label_smoothing: the target is (1 - ε) onehot + ε / v (Szegedy et al. 2016), as in
+            `torch.nn.CrossEntropyLoss`; v counts the padding too, which is a row of logits like any other here.
+        z_loss: adds this times logsumexp² (Chowdhery et al. 2022, section 5), which keeps logits near zero.
 
     Returns:
         The loss of each token, [b, s], fp32 (fp64 for fp64 logits), the same on every rank. It can be
@@ -29,45 +38,57 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: ParallelGro
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    loss: Tensor = _CrossEntropy.apply(logits, labels, tp)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(logits, labels, tp, label_smoothing, z_loss)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """loss = log(sum_v exp(logit_v)) - logit_label; its gradient is softmax - onehot, local to each part."""
+    """loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp².
+
+    Its gradient, (1 + 2 z logsumexp) softmax - (1 - ε) onehot - ε / v, is local to each part. All logits are taken
+    relative to the largest of their row, which cancels out but for the z-loss: within a rank to the largest of its
+    own part, so that one pass and one exchange suffice.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: ParallelGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: ParallelGroup, smoothing: float, z_loss: float) -> Tensor:
         rows = logits.detach().flatten(0, -2)
-        column, elsewhere = _local_columns(labels.reshape(-1, 1), rows.shape[1], tp)
-        maximum = _over_ranks(rows.amax(dim=1, keepdim=True), tp, dist.ReduceOp.MAX)
-        label_logit, total = torch.empty_like(maximum), torch.empty_like(maximum)
-        for block in _blocks(rows):
-            rows[block].sub_(maximum[block])
-            torch.gather(rows[block], 1, column[block], out=label_logit[block])
-            torch.sum(rows[block].exp_(), 1, keepdim=True, out=total[block])
-        if elsewhere is not None:
-            label_logit.masked_fill_(elsewhere, 0.0)
-        label_logit, total = _over_ranks(torch.stack([label_logit, total]), tp, dist.ReduceOp.SUM)
-        ctx.exponentials, ctx.elsewhere, ctx.shape = rows, elsewhere, logits.shape
-        ctx.save_for_backward(column, total)
-        loss: Tensor = (total.log() - label_logit).view(labels.shape)
-        return loss
+        width, flat = rows.shape[1], labels.reshape(-1, 1)
+        column, elsewhere = _local_columns(flat, width, tp)
+        sums = _exponentials_(rows, column, with_sum=smoothing > 0)
+        maximum, shift, (label, total, *logit_sum) = _over_ranks(sums, flat // width, width, tp)
+        log_total = total.log()
+        loss = log_total - label
+        if smoothing:
+            loss += smoothing * (label - logit_sum[0] / (width * tp.size))
+        if z_loss:
+            loss += z_loss * (log_total + maximum).square_()
+        scale = shift.exp_().div_(total)
+        if z_loss:
+            scale *= 1 + 2 * z_loss * (log_total + maximum)
+        ctx.exponentials, ctx.shape = rows, logits.shape
+        ctx.smoothing, ctx.evenly = smoothing, smoothing / (width * tp.size)
+        ctx.save_for_backward(column, elsewhere, scale)
+        return loss.view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows, ctx.exponentials = ctx.exponentials, None
         if rows is None:
             raise RuntimeError(
                 "vocab_parallel_cross_entropy can be differentiated once: its buffer became the gradient"
             )
-        column, total = ctx.saved_tensors
+        column, elsewhere, scale = ctx.saved_tensors
         grad = grads[0].reshape(-1, 1)
-        own = -grad if ctx.elsewhere is None else -grad.masked_fill(ctx.elsewhere, 0.0)
-        scale = grad / total
+        own = grad * (ctx.smoothing - 1.0)
+        if elsewhere is not None:
+            own.masked_fill_(elsewhere, 0.0)
+        scale, evenly = scale * grad, grad * ctx.evenly
         for block in _blocks(rows):
             rows[block].mul_(scale[block]).scatter_add_(1, column[block], own[block])
-        return rows.view(ctx.shape), None, None
+            if ctx.smoothing:
+                rows[block].sub_(evenly[block])
+        return rows.view(ctx.shape), None, None, None, None
 
 
 def _local_columns(labels: Tensor, width: int, tp: ParallelGroup) -> tuple[Tensor, Tensor | None]:
@@ -76,16 +97,47 @@ def _local_columns(labels: Tensor, width: int, tp: ParallelGroup) -> tuple[Tenso
         return labels, None
     local = labels - tp.rank * width
     elsewhere = (local < 0) | (local >= width)
-    return local.masked_fill(elsewhere, 0), elsewhere
+    return local.masked_fill_(elsewhere, 0), elsewhere
 
 
-def _over_ranks(x: Tensor, tp: ParallelGroup, op: dist.ReduceOp.RedOpType) -> Tensor:
-    return x if tp.size == 1 else all_reduce(x, tp, op)
+def _exponentials_(rows: Tensor, column: Tensor, *, with_sum: bool) -> Tensor:
+    """Replace logits by exp(logit - maximum) of their row, [n, v/t], a block at a time.
+
+    Returns each row's maximum, and relative to it the logit at `column`, the sum of the exponentials and, if asked
+    for, that of the logits: [3 or 4, n, 1].
+    """
+    sums = rows.new_empty(4 if with_sum else 3, rows.shape[0], 1)
+    for block in _blocks(rows):
+        logits, (maximum, label, total, *logit_sum) = rows[block], sums[:, block]
+        torch.amax(logits, 1, keepdim=True, out=maximum)
+        logits.sub_(maximum)
+        torch.gather(logits, 1, column[block], out=label)
+        if with_sum:
+            torch.sum(logits, 1, keepdim=True, out=logit_sum[0])
+        torch.sum(logits.exp_(), 1, keepdim=True, out=total)
+    return sums
+
+
+def _over_ranks(sums: Tensor, owner: Tensor, width: int, tp: ParallelGroup) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Each row's maximum over all ranks, this rank's own relative to it, and all other sums relative to it, [n, 1].
+
+    The logit of the label is taken from its `owner`.
+    """
+    if tp.size == 1:
+        return sums[0], torch.zeros_like(sums[0]), list(sums[1:])
+    maxima, labels, totals, *logit_sums = all_gather(sums.unsqueeze(0), tp, 0).unbind(1)  # each [t, n, 1]
+    maximum = maxima.amax(0)
+    shifts = maxima - maximum
+    label = (labels + shifts).gather(0, owner.unsqueeze(0)).squeeze(0)
+    relative = [label, (totals * shifts.exp()).sum(0)]
+    relative += [(logits + width * shifts).sum(0) for logits in logit_sums]
+    return maximum, shifts[tp.rank].clone(), relative
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
     """Runs of rows that are worked on together; all of them on a GPU, where launches cost more than memory traffic."""
     count, width = rows.shape
-    step = max(1, _CACHED_ELEMENTS // width) if rows.device.type == "cpu" else max(1, count)
+    cached = _CACHED_ELEMENTS * torch.get_num_threads()
+    step = max(1, cached // width if rows.device.type == "cpu" else count)
     for start in range(0, count, step):
         yield slice(start, start + step)

@@ -1,12 +1,15 @@
 """A table of embeddings divided by vocabulary."""
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.parallel.mesh import ALONE, ParallelGroup
 from megacore.tensor_parallel.mappings import reduce_from_tensor_parallel_region
 from megacore.tensor_parallel.partition import Partition, divide
+from megacore.tensor_parallel.sequence_parallel import reduce_scatter_to_sequence_parallel_region
+from megacore.tensor_parallel.weight_grad import lookup_gradient, sink_of
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -16,6 +19,7 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: rows of the whole table (v).
         embedding_dim: width of a row (h).
         tp: the ranks that share the table; a group of one makes it `torch.nn.Embedding`.
+        sequence_parallel: the output is this rank's part of the sequence.
         device: where the parameter is.
 
     Raises:
@@ -23,23 +27,51 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, tp: ParallelGroup = ALONE, device: torch.device | str = "cpu"
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tp: ParallelGroup = ALONE,
+        sequence_parallel: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.sequence_parallel = sequence_parallel
         local = divide(num_embeddings, tp, "the padded vocabulary of")
         self.weight = nn.Parameter(torch.empty(local, embedding_dim, device=device))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[b, s] ids -> [b, s, h]."""
-        if self.tp.size == 1:
-            return F.embedding(ids, self.weight)
-        rows = self.weight.shape[0]
-        local = ids - self.tp.rank * rows
-        elsewhere = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_tensor_parallel_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+        """[b, s] ids -> [b, s, h], with sequence parallelism [b, s/t, h]."""
+        found: Tensor = _Lookup.apply(self.weight, ids, self.tp)  # type: ignore[no-untyped-call]
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(found, self.tp)
+        return reduce_from_tensor_parallel_region(found, self.tp)
 
     def partitions(self) -> dict[str, Partition]:
         """The table is divided along its rows."""
         return {"weight": Partition(0, self.tp.rank, self.tp.size)}
+
+
+class _Lookup(torch.autograd.Function):
+    """The rows that this rank has, and zeros for the others."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, tp: ParallelGroup) -> Tensor:
+        ctx.sink = sink_of(weight)
+        local, elsewhere = ids, None
+        if tp.size > 1:
+            local = ids - tp.rank * weight.shape[0]
+            elsewhere = (local < 0) | (local >= weight.shape[0])
+            local.masked_fill_(elsewhere, 0)
+        ctx.save_for_backward(weight, local, elsewhere)
+        # Into a tensor that is no view, so that the caller may go on to change it in place.
+        found = weight.new_empty(*ids.shape, weight.shape[1])
+        torch.index_select(weight, 0, local.flatten(), out=found.view(-1, weight.shape[1]))
+        return found if elsewhere is None else found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        weight, local, elsewhere = ctx.saved_tensors
+        dy = grads[0] if elsewhere is None else grads[0].masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return lookup_gradient(ctx.sink, weight, local.flatten(), dy.reshape(-1, dy.shape[-1])), None, None

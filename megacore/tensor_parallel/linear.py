@@ -1,12 +1,35 @@
 """Linear layers divided by output (column) or by input (row) features."""
 
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.parallel.collectives import (
+    Pending,
+    all_gather,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megacore.parallel.mesh import ALONE, ParallelGroup
-from megacore.tensor_parallel.mappings import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
+from megacore.tensor_parallel.mappings import reduce_from_tensor_parallel_region
 from megacore.tensor_parallel.partition import Partition, divide
+from megacore.tensor_parallel.sequence_parallel import SEQUENCE, reduce_scatter_to_sequence_parallel_region
+from megacore.tensor_parallel.weight_grad import matmul_gradient, sink_of
+
+
+class InputOn(Enum):
+    """What the ranks hold of a linear layer's input, which says how its gradient is made whole."""
+
+    OWN_FEATURES = "own features"
+    """Each rank its own; nothing is communicated."""
+    EVERY_RANK = "every rank"
+    """All the same; the gradients are summed by all-reduce."""
+    OWN_POSITIONS = "own positions"
+    """Parts of the sequence, [b, s/t, h], which are gathered; the gradients are summed by reduce-scatter."""
 
 
 class ColumnParallelLinear(nn.Module):
@@ -18,6 +41,7 @@ class ColumnParallelLinear(nn.Module):
         in_features: width of the input, replicated on every rank.
         out_features: width of the whole output; each rank computes out_features / t of it.
         tp: the ranks that share the layer; a group of one makes it `torch.nn.Linear`.
+        sequence_parallel: the input is this rank's part of the sequence, the output is of the whole sequence.
         device: where the parameters are.
 
     Raises:
@@ -25,17 +49,24 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, tp: ParallelGroup = ALONE, device: torch.device | str = "cpu"
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: ParallelGroup = ALONE,
+        sequence_parallel: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.sequence_parallel = sequence_parallel
         local = divide(out_features, tp, "the number of output features")
         self.weight = nn.Parameter(torch.empty(local, in_features, device=device))
         self.bias = nn.Parameter(torch.empty(local, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features / t]."""
-        return F.linear(copy_to_tensor_parallel_region(x, self.tp), self.weight, self.bias)
+        return column_parallel(x, [(self.weight, self.bias)], self.tp, self.sequence_parallel)[0]
 
     def partitions(self) -> dict[str, Partition]:
         """Both parameters are divided along their rows."""
@@ -46,13 +77,14 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x Wᵀ + b with the columns of W, the input features, divided over the ranks.
 
-    The partial products are summed over the ranks; the bias, whole on every rank, is added once, after the sum.
+    The partial results, each with its share b / t of the bias that is whole on every rank, are summed over the ranks.
     Parameters are left uninitialised.
 
     Args:
         in_features: width of the whole input; each rank is given in_features / t of it.
         out_features: width of the output, replicated on every rank.
         tp: the ranks that share the layer; a group of one makes it `torch.nn.Linear`.
+        sequence_parallel: the output is this rank's part of the sequence.
         device: where the parameters are.
 
     Raises:
@@ -60,20 +92,123 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, tp: ParallelGroup = ALONE, device: torch.device | str = "cpu"
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: ParallelGroup = ALONE,
+        sequence_parallel: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.sequence_parallel = sequence_parallel
         local = divide(in_features, tp, "the number of input features")
         self.weight = nn.Parameter(torch.empty(out_features, local, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features / t] -> [..., out_features]."""
-        if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        return reduce_from_tensor_parallel_region(F.linear(x, self.weight), self.tp) + self.bias
+        """[..., in_features / t] -> [..., out_features]; with sequence parallelism [b, s, …] -> [b, s/t, …]."""
+        partial = _linear(x, [(self.weight, self.bias)], self.tp, InputOn.OWN_FEATURES)[0]
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
+        return reduce_from_tensor_parallel_region(partial, self.tp)
 
     def partitions(self) -> dict[str, Partition]:
         """The weight is divided along its columns, the bias not at all."""
         return {"weight": Partition(1, self.tp.rank, self.tp.size)}
+
+
+Affine = tuple[Tensor, Tensor | None]
+"""A weight [o, i] and its bias [o]."""
+
+
+def column_parallel(
+    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup = ALONE, sequence_parallel: bool = False
+) -> tuple[Tensor, ...]:
+    """One input through several layers y = x Wᵀ + b divided by rows, which share the input's communication.
+
+    Args:
+        x: replicated, [..., i], or with sequence parallelism this rank's part of the sequence, [b, s/t, i].
+        layers: this rank's part of each weight, [o/t, i], and of its bias.
+        tp: the ranks that share the layers.
+        sequence_parallel: whether `x` is a part of the sequence.
+
+    Returns:
+        [..., o/t] for each layer, of the whole sequence.
+    """
+    if tp.size == 1:
+        return _linear(x, layers, tp, InputOn.OWN_FEATURES)
+    return _linear(x, layers, tp, InputOn.OWN_POSITIONS if sequence_parallel else InputOn.EVERY_RANK)
+
+
+def _linear(x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputOn) -> tuple[Tensor, ...]:
+    parameters = [parameter for layer in layers for parameter in layer]
+    outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, input_on, *parameters)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Linear(torch.autograd.Function):
+    """The matmuls of one or several layers, with communication beside those of the backward pass.
+
+    The weight gradients are computed while the input gradient travels, as in Megatron-LM's
+    LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but gathered again, beside the
+    input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tp: ParallelGroup, input_on: InputOn, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights = [weight for weight in parameters[::2] if weight is not None]
+        ctx.tp, ctx.input_on = tp, input_on
+        ctx.sinks = [sink_of(weight) for weight in weights]
+        ctx.save_for_backward(x, *weights)
+        whole = all_gather(x, tp, SEQUENCE) if input_on is InputOn.OWN_POSITIONS else x
+        share = 1.0 / tp.size if input_on is InputOn.OWN_FEATURES else 1.0
+        return tuple(
+            _affine(whole, weight, bias, share) for weight, bias in zip(weights, parameters[1::2], strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        gathering = start_all_gather(x, ctx.tp, SEQUENCE) if ctx.input_on is InputOn.OWN_POSITIONS else None
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        dx = _input_gradient(rows, weights).view(*grads[0].shape[:-1], x.shape[-1]) if ctx.needs_input_grad[0] else None
+        x = gathering.wait() if gathering else x
+        travelling = _start_sum(dx, ctx.tp, ctx.input_on) if dx is not None else None
+        columns = x.reshape(-1, x.shape[-1])
+        parameter_grads: list[Tensor | None] = []
+        for number, (dy, sink) in enumerate(zip(rows, ctx.sinks, strict=True)):
+            wants_weight, wants_bias = ctx.needs_input_grad[3 + 2 * number : 5 + 2 * number]
+            parameter_grads += [
+                matmul_gradient(sink, dy, columns) if wants_weight else None,
+                dy.sum(0) if wants_bias else None,
+            ]
+        return travelling.wait() if travelling else None, None, None, *parameter_grads
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float) -> Tensor:
+    """The output x Wᵀ + share · b, in a tensor that is no view, so that the caller may go on to change it in place."""
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    rows = x.reshape(-1, x.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=y.view(-1, weight.shape[0]))
+    else:
+        torch.addmm(bias, rows, weight.t(), beta=share, out=y.view(-1, weight.shape[0]))
+    return y
+
+
+def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    dx = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        dx.addmm_(grad, weight)
+    return dx
+
+
+def _start_sum(dx: Tensor, tp: ParallelGroup, input_on: InputOn) -> Pending:
+    """Sum the ranks' input gradients, where they are of the same input."""
+    if input_on is InputOn.OWN_POSITIONS:
+        return start_reduce_scatter(dx, tp, SEQUENCE)
+    return start_all_reduce(dx, tp if input_on is InputOn.EVERY_RANK else ALONE)

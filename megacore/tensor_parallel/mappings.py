@@ -1,14 +1,14 @@
 """Conjugate pairs of communication, named by the region they enter or leave (Shoeybi et al. 2019, figure 3).
 
-Each is the identity for a group of one.
+Each is the identity for a group of one. `sequence_parallel` has those along the sequence.
 """
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megacore.parallel.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
 from megacore.parallel.mesh import ParallelGroup
 
 
@@ -18,24 +18,43 @@ def copy_to_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Partial sums to their replicated total: all-reduce, backward identity."""
+    """Partial sums to their replicated total, which overwrites them: all-reduce, backward identity.
+
+    `x` is contiguous and no view, and nothing else needs its values.
+    """
     return x if tp.size == 1 else _apply(_Reduce, x, tp)
 
 
 def gather_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Parts along the last dimension to the replicated whole: [..., k/t] -> [..., k]; backward takes the own part."""
-    return x if tp.size == 1 else _apply(_Gather, x, tp)
+    return x if tp.size == 1 else _apply(_Join, x, tp, -1)
 
 
-def all_reduce(x: Tensor, tp: ParallelGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The reduction of `x` over the ranks as a new tensor; not differentiable."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, op=op, group=tp.group)
-    return total
+def gather_within_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
+    """Parts along the last dimension to a whole that each rank is going to use in another way.
+
+    [..., k/t] -> [..., k]: all-gather, backward reduce-scatter.
+    """
+    return all_gather_summed(x, tp, -1)
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, tp: ParallelGroup) -> Tensor:
-    result: Tensor = function.apply(x, tp)  # type: ignore[no-untyped-call]
+def all_gather_summed(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+    """All-gather along `dim`, backward reduce-scatter."""
+    return x if tp.size == 1 else _apply(_AllGather, x, tp, dim)
+
+
+def reduce_scattered(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+    """Reduce-scatter along `dim`, backward all-gather."""
+    return x if tp.size == 1 else _apply(_ReduceScatter, x, tp, dim)
+
+
+def own_part(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+    """This rank's part of a replicated whole along `dim`, backward all-gather."""
+    return x if tp.size == 1 else _apply(_Split, x, tp, dim)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -53,21 +72,53 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
-        return all_reduce(x, tp)
+        ctx.mark_dirty(x)
+        return all_reduce_(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
-class _Gather(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
-        ctx.tp = tp
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(tp.size)]
-        dist.all_gather(parts, x.contiguous(), group=tp.group)
-        return torch.cat(parts, dim=-1)
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return x.chunk(tp.size, dim)[tp.rank].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.tp.size, dim=-1)[ctx.tp.rank], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grads[0], ctx.tp, ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return all_gather(x, tp, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].chunk(ctx.tp.size, ctx.dim)[ctx.tp.rank], None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return all_gather(x, tp, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grads[0], ctx.tp, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return reduce_scatter(x, tp, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grads[0], ctx.tp, ctx.dim), None, None

@@ -45,6 +45,7 @@ def partitions(model: nn.Module) -> dict[str, Partition]:
         for prefix, module in model.named_modules()
         if isinstance(module, Partitioned)
         for name, partition in module.partitions().items()
+        if partition.size > 1
     }
 
 
@@ -56,3 +57,25 @@ def divide(length: int, tp: ParallelGroup, what: str) -> int:
             f"use {(length // tp.size + 1) * tp.size} or another size"
         )
     return length // tp.size
+
+
+@runtime_checkable
+class PartialGradients(Protocol):
+    """A module with replicated parameters that each rank uses on its part of the sequence alone."""
+
+    def partial_gradients(self) -> frozenset[str]:
+        """Names below this module of the parameters whose gradients the tensor-parallel ranks have to sum."""
+        ...
+
+
+def partial_gradients(model: nn.Module) -> frozenset[str]:
+    """Every parameter below `model`, by global name, whose gradient is a part on each tensor-parallel rank.
+
+    With sequence parallelism norms and position embeddings; none without.
+    """
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, PartialGradients)
+        for name in module.partial_gradients()
+    )

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megacore.errors import ParallelLayoutError
 from megacore.models import build_model, parameter_count
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.pipeline_parallel.partition import ModelChunk
+from megacore.tensor_parallel import partial_gradients
 from tests._tiny import tiny_config
 
 
@@ -36,9 +37,12 @@ def test_parameters_are_fp32_and_have_megatrons_names() -> None:
 
 @pytest.mark.parametrize(("vocab_size", "ffn", "positions"), [(512, None, None), (509, 96, 64)])
 def test_parameter_count(vocab_size: int, ffn: int | None, positions: int | None) -> None:
-    config = tiny_config(num_layers=3, ffn_hidden_size=ffn, max_position_embeddings=positions)
-    model = build_model(config, vocab_size, ProcessMesh.serial())
-    assert parameter_count(config, vocab_size) == sum(parameter.numel() for parameter in model.parameters())
+    for groups in (None, 2):
+        config = tiny_config(
+            num_layers=3, ffn_hidden_size=ffn, max_position_embeddings=positions, num_query_groups=groups
+        )
+        model = build_model(config, vocab_size, ProcessMesh.serial())
+        assert parameter_count(config, vocab_size) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_the_meta_device_allocates_nothing() -> None:
@@ -48,7 +52,30 @@ def test_the_meta_device_allocates_nothing() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config, 50257)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
-    mesh = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, 3))
-    with pytest.raises(ParallelLayoutError, match=r"num_attention_heads 4 .* tensor parallel size 3: use 6"):
-        build_model(tiny_config(hidden_size=96), 510, mesh)
+def test_sequence_parallelism_needs_a_tensor_parallel_group() -> None:
+    config = tiny_config()
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence_parallel": True})})
+    assert not build_model(config, 512, ProcessMesh.serial(), device="meta").sequence_parallel
+    two = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, 2))
+    model = build_model(config, 512, two, device="meta")
+    assert model.sequence_parallel
+    assert partial_gradients(model) == {
+        "embedding.position_embeddings.weight",
+        *(
+            f"encoder.layers.{layer}.{norm}.{kind}"
+            for layer in range(2)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+            for kind in ("weight", "bias")
+        ),
+        "encoder.final_layernorm.weight",
+        "encoder.final_layernorm.bias",
+    }
+
+
+def test_the_first_and_the_last_chunk_share_the_table() -> None:
+    def shared(chunk: ModelChunk | None) -> frozenset[str]:
+        return build_model(tiny_config(), 512, ProcessMesh.serial(), device="meta", chunk=chunk).shared_parameters
+
+    table = {"embedding.word_embeddings.weight"}
+    assert shared(None) == shared(ModelChunk(range(2), False, False)) == frozenset()
+    assert shared(ModelChunk(range(1), True, False)) == shared(ModelChunk(range(1, 2), False, True)) == table

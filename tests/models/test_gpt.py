@@ -1,4 +1,4 @@
-"""The whole model against plain torch, against transformers, and divided over two ranks against itself."""
+"""The whole model against plain torch and against transformers."""
 
 import math
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megacore.models import GPTModel, build_model
 from megacore.parallel.mesh import ProcessMesh
-from megacore.parallel.rng import seed_micro_batch
+from megacore.parallel.rng import micro_batch_seed
+from tests._tensor_ranks import VOCAB, ids
 from tests._tiny import tiny_config
-from tests._two_ranks import VOCAB, ids
 
 TOKENS = ids(2, 16)
 LABELS = TOKENS.roll(-1, 1)
@@ -136,56 +136,12 @@ def test_logits_and_gradients_against_transformers() -> None:
     torch.testing.assert_close(grads["encoder.layers.0.mlp.dense_h_to_4h.weight"], fc.T)
 
 
-def test_two_ranks_against_one(two_ranks: list[dict[str, Any]]) -> None:
-    model = build_model(tiny_config(), VOCAB, ProcessMesh.serial()).double()
-    losses = model.loss(TOKENS, LABELS)
-    grads = _grads(model, losses.mean())
-    for found in two_ranks:
-        gpt = found["gpt"]
-        torch.testing.assert_close(gpt["logits"], model(TOKENS).detach())
-        torch.testing.assert_close(gpt["loss"], losses.detach())
-        for name, whole in grads.items():
-            expected = gpt["partitions"][name].shard(whole) if name in gpt["partitions"] else whole
-            torch.testing.assert_close(gpt["grads"][name], expected, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputation_gives_the_same_gradients(dropout: float) -> None:
-    grads = {}
-    for recompute in ("none", "full"):
-        model = _model(hidden_dropout=dropout, attention_dropout=dropout, train={"recompute": recompute})
-        seed_micro_batch(1, 2, 3, 0)
-        grads[recompute] = _grads(model, model.loss(TOKENS, LABELS).mean())
-    assert all(torch.equal(grads["none"][name], grads["full"][name]) for name in grads["none"])
-
-
-def test_recomputation_keeps_one_activation_per_layer() -> None:
-    kept = {}
-    for recompute in ("none", "full"):
-        model = _model(num_layers=4, train={"recompute": recompute})
-        sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
-            hidden = model.encoder(torch.zeros(2, 16, 32, dtype=torch.float64, requires_grad=True))
-        assert hidden.requires_grad
-        kept[recompute] = sum(sizes)
-    assert kept["full"] < kept["none"] / 10
-
-
-def test_recomputation_repeats_the_dropout_of_two_ranks(two_ranks: list[dict[str, Any]]) -> None:
-    first, second = (found["attention_dropout"] for found in two_ranks)
-    for grads in (first, second):
-        assert all(torch.equal(grads["none"][name], grads["full"][name]) for name in grads["none"])
-    replicated = "encoder.final_layernorm.weight"
-    torch.testing.assert_close(first["none"][replicated], second["none"][replicated])
-
-
 @pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
 def test_dropout_follows_the_seed_and_stops_in_evaluation(kind: str) -> None:
     model = _model(**{kind: 0.4})
 
-    def losses(iteration: int) -> Tensor:
-        seed_micro_batch(1, iteration, 0, 0)
-        return model.loss(TOKENS, LABELS).detach()
+    def losses(first_sample: int) -> Tensor:
+        return model.loss(TOKENS, LABELS, dropout_seed=micro_batch_seed(1, first_sample)).detach()
 
     first = losses(0)
     assert torch.equal(losses(0), first)

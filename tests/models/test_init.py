@@ -3,13 +3,14 @@
 import math
 from typing import Any
 
+import pytest
 import torch
 
 from megacore.models import build_model
 from megacore.models.init import RESIDUAL_PROJECTIONS
 from megacore.parallel.mesh import ProcessMesh
+from tests._gpt_ranks import CHUNKS, VOCAB
 from tests._tiny import tiny_config
-from tests._two_ranks import VOCAB
 
 
 def test_spread_of_every_kind_of_parameter() -> None:
@@ -39,19 +40,39 @@ def test_the_seed_decides_and_the_global_state_does_not() -> None:
     assert not torch.equal(first[name], first["encoder.layers.0.mlp.dense_h_to_4h.weight"])
 
 
-def test_two_ranks_hold_the_parts_of_the_serial_weights(two_ranks: list[dict[str, Any]]) -> None:
-    serial = build_model(tiny_config(), VOCAB, ProcessMesh.serial()).double().state_dict()
-    for found in two_ranks:
-        initial, parts = found["gpt"]["initial"], found["gpt"]["partitions"]
-        assert initial.keys() == serial.keys()
-        assert len(parts) == 1 + 2 * 6 + 1  # embedding, per layer 4 weights and 2 biases, position table (whole)
+@pytest.mark.parametrize(("kind", "values"), [("fused", {}), ("groups", {"num_query_groups": 2})])
+def test_ranks_hold_the_parts_of_the_serial_weights(
+    ranks: list[dict[str, Any]], kind: str, values: dict[str, Any]
+) -> None:
+    serial = _serial(**values)
+    for found in ranks:
+        weights, parts = found["initial"][kind]["weights"], found["initial"][kind]["partitions"]
+        assert weights.keys() == serial.keys()
+        # the table of tokens, and per layer all weights and biases but two biases
+        divided = 1 + 4 * (6 if kind == "fused" else 8)
+        assert len(parts) == (divided if len(ranks) > 1 else 0)
         for name, whole in serial.items():
             expected = parts[name].shard(whole) if name in parts else whole
-            assert torch.equal(initial[name], expected), name
+            assert torch.equal(weights[name], expected), name
 
 
-def test_padding_does_not_change_the_other_rows(two_ranks: list[dict[str, Any]]) -> None:
-    serial = build_model(tiny_config(), 117, ProcessMesh.serial()).embedding.word_embeddings.weight
-    divided = torch.cat([found["uneven_padding"] for found in two_ranks])
-    assert (serial.shape[0], divided.shape[0]) == (120, 128)
-    assert torch.equal(serial[:117], divided[:117])
+def test_chunks_hold_the_weights_of_the_whole_and_the_last_a_copy_of_the_table(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        whole, table = found["initial"]["fused"]["weights"], "embedding.word_embeddings.weight"
+        chunks = [found["initial"][f"chunk {number}"] for number in range(len(CHUNKS))]
+        assert [name for chunk in chunks for name in chunk if name != table] == [key for key in whole if key != table]
+        assert [table in chunk for chunk in chunks] == [True, False, True]
+        for chunk in chunks:
+            assert all(torch.equal(value, whole[name]) for name, value in chunk.items())
+
+
+def test_padding_does_not_change_the_other_rows() -> None:
+    name = "embedding.word_embeddings.weight"
+    small, large = _serial(make_vocab_size_divisible_by=8)[name], _serial()[name]
+    assert (small.shape[0], large.shape[0]) == (120, 128)
+    assert torch.equal(small[:117], large[:117])
+
+
+def _serial(**values: Any) -> dict[str, torch.Tensor]:
+    config = tiny_config(**{"num_layers": 4, "make_vocab_size_divisible_by": 128, **values})
+    return build_model(config, 117, ProcessMesh.serial()).state_dict()

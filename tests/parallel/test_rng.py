@@ -2,10 +2,18 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from megacore.parallel.mesh import ALONE
-from megacore.parallel.rng import parameter_generator, seed_micro_batch, stable_seed, tensor_parallel_region
+from megacore.parallel.rng import (
+    EMBEDDING,
+    micro_batch_seed,
+    parameter_generator,
+    seed_dropout,
+    stable_seed,
+    tensor_parallel_region,
+)
 
 
 def test_a_seed_never_changes() -> None:
@@ -24,30 +32,35 @@ def test_parameters_differ_by_name_and_by_seed() -> None:
     assert len({draw(1, "a"), draw(1, "b"), draw(2, "a")}) == 3
 
 
-def test_dropout_is_a_function_of_the_position() -> None:
-    def draw(*position: int) -> tuple[float, ...]:
-        seed_micro_batch(*position)
+def test_dropout_is_a_function_of_seed_sample_and_layer() -> None:
+    def draw(seed: int, sample: int, number: int) -> tuple[float, ...]:
+        seed_dropout(micro_batch_seed(seed, sample), number)
         return tuple(torch.rand(4).tolist())
 
-    first = draw(1, 10, 2, 0)
+    first = draw(1, 10, 2)
     torch.rand(100)
-    assert draw(1, 10, 2, 0) == first
-    assert len({first, draw(2, 10, 2, 0), draw(1, 11, 2, 0), draw(1, 10, 3, 0), draw(1, 10, 2, 1)}) == 5
+    assert draw(1, 10, 2) == first
+    assert len({first, draw(2, 10, 2), draw(1, 11, 2), draw(1, 10, 3), draw(1, 10, EMBEDDING)}) == 5
+
+
+def test_dropout_without_a_seed_is_refused() -> None:
+    with pytest.raises(AssertionError, match="needs the dropout_seed"):
+        seed_dropout(None, 0)
 
 
 def test_a_region_of_one_rank_changes_nothing() -> None:
-    seed_micro_batch(1, 0, 0, 0)
+    torch.manual_seed(1)
     plain = torch.rand(4)
-    seed_micro_batch(1, 0, 0, 0)
+    torch.manual_seed(1)
     with tensor_parallel_region(ALONE, plain):
         assert torch.equal(torch.rand(4), plain)
 
 
-def test_a_region_sets_ranks_apart_and_repeats_itself(two_ranks: list[dict[str, Any]]) -> None:
-    first, second = (found["region_rng"] for found in two_ranks)
+def test_a_region_sets_ranks_apart_and_repeats_itself(ranks: list[dict[str, Any]]) -> None:
+    drawn = [found["region_rng"] for found in ranks]
     for place in ("before", "after"):
-        assert torch.equal(first[f"first {place}"], second[f"first {place}"])
-    assert not torch.equal(first["first within"], second["first within"])
-    for found in (first, second):
+        assert all(torch.equal(found[f"first {place}"], drawn[0][f"first {place}"]) for found in drawn)
+    assert len({tuple(found["first within"].tolist()) for found in drawn}) == len(ranks)
+    for found in drawn:
         for place in ("before", "within", "after"):
             assert torch.equal(found[f"first {place}"], found[f"second {place}"])

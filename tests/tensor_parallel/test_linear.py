@@ -1,4 +1,4 @@
-"""Column and row parallel layers against torch.nn.Linear, for one rank and for two: y, dx, dw, db in float64."""
+"""Column and row parallel layers against torch.nn.Linear for 1, 2 and 4 ranks: y, dx, dw, db in float64."""
 
 from typing import Any
 
@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from megacore.errors import ParallelLayoutError
 from megacore.parallel.mesh import ParallelGroup
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests._two_ranks import random
+from tests._tensor_ranks import joined, random
+
+Ranks = list[dict[str, Any]]
 
 
-def _reference(in_features: int, out_features: int) -> dict[str, Tensor]:
+def _linear(in_features: int, out_features: int) -> dict[str, Tensor]:
     layer = nn.Linear(in_features, out_features, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(random("w", out_features, in_features))
@@ -21,9 +23,9 @@ def _reference(in_features: int, out_features: int) -> dict[str, Tensor]:
 
 
 def _run(layer: nn.Module, in_features: int, out_features: int) -> dict[str, Tensor]:
-    x = random("x", 2, 3, in_features).requires_grad_()
+    x = random("x", 2, 4, in_features).requires_grad_()
     y = layer(x)
-    y.backward(random("g", 2, 3, out_features))
+    y.backward(random("g", 2, 4, out_features))
     grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
 
@@ -34,29 +36,51 @@ def test_alone_it_is_the_serial_layer(layer_type: type[ColumnParallelLinear | Ro
     with torch.no_grad():
         layer.weight.copy_(random("w", 8, 6))
         layer.bias.copy_(random("b", 8))
-    expected = _reference(6, 8)
+    expected = _linear(6, 8)
     for name, value in _run(layer, 6, 8).items():
         assert torch.equal(value, expected[name]), name
 
 
-def test_column_parallel(two_ranks: list[dict[str, Any]]) -> None:
-    expected = _reference(6, 8)
-    parts = [found["column"] for found in two_ranks]
-    torch.testing.assert_close(torch.cat([part["y"] for part in parts], -1), expected["y"])
-    for name in ("weight", "bias"):
-        torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected[name])
-    for part in parts:
-        torch.testing.assert_close(part["x"], expected["x"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_column_parallel(ranks: Ranks, sequence: bool) -> None:
+    parts = [found["column"][sequence] for found in ranks]
+    expected = _linear(6, 8)
+    dims = {"y": -1, "weight": 0, "bias": 0, "x": 1 if sequence else None}
+    for name, dim in dims.items():
+        torch.testing.assert_close(joined(parts, name, dim), expected[name])
 
 
-def test_row_parallel(two_ranks: list[dict[str, Any]]) -> None:
-    expected = _reference(8, 6)
-    parts = [found["row"] for found in two_ranks]
-    torch.testing.assert_close(torch.cat([part["x"] for part in parts], -1), expected["x"])
-    torch.testing.assert_close(torch.cat([part["weight"] for part in parts], -1), expected["weight"])
-    for part in parts:
-        torch.testing.assert_close(part["y"], expected["y"])
-        torch.testing.assert_close(part["bias"], expected["bias"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_row_parallel(ranks: Ranks, sequence: bool) -> None:
+    parts = [found["row"][sequence] for found in ranks]
+    expected = _linear(8, 6)
+    dims = {"y": 1 if sequence else None, "weight": 1, "bias": None, "x": -1}
+    for name, dim in dims.items():
+        torch.testing.assert_close(joined(parts, name, dim), expected[name])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_several_layers_share_one_input(ranks: Ranks, sequence: bool) -> None:
+    parts = [found["several"][sequence] for found in ranks]
+    leaves = {"w": random("w", 8, 6), "b": random("b", 8), "v": random("v", 4, 6), "x": random("x", 2, 4, 6)}
+    w, b, v, x = (leaf.requires_grad_() for leaf in leaves.values())
+    outputs = {"y": nn.functional.linear(x, w, b), "u": nn.functional.linear(x, v)}
+    torch.autograd.backward(list(outputs.values()), [random("g", 2, 4, 8), random("g", 2, 4, 4)])
+    for name, output in outputs.items():
+        torch.testing.assert_close(joined(parts, name, -1), output.detach())
+    for name, leaf in leaves.items():
+        dim = 0 if name != "x" else 1 if sequence else None
+        torch.testing.assert_close(joined(parts, name, dim), leaf.grad)
+
+
+def test_only_the_gradients_that_are_wanted_are_computed() -> None:
+    layer, x = ColumnParallelLinear(6, 8).double(), random("x", 2, 3, 6)
+    with torch.no_grad():
+        layer.weight.copy_(random("w", 8, 6))
+    layer.weight.requires_grad_(False)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(layer.bias.grad, torch.full((8,), 6.0, dtype=torch.float64))
 
 
 def test_features_that_do_not_divide_are_refused() -> None:

@@ -1,22 +1,94 @@
-"""Gathering; the other pair is covered by the layers that use it."""
+"""The pairs: each mapping's output, and that its gradient is its conjugate."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from megacore.parallel.mesh import ALONE
-from megacore.tensor_parallel import mappings
-from tests._two_ranks import random
+from megacore.tensor_parallel import mappings, sequence_parallel
+from tests._tensor_ranks import random
+
+PAIRS = [
+    mappings.copy_to_tensor_parallel_region,
+    mappings.reduce_from_tensor_parallel_region,
+    mappings.gather_from_tensor_parallel_region,
+    mappings.gather_within_tensor_parallel_region,
+    sequence_parallel.scatter_to_sequence_parallel_region,
+    sequence_parallel.gather_from_sequence_parallel_region,
+    sequence_parallel.reduce_scatter_to_sequence_parallel_region,
+]
+Found = list[dict[str, Tensor]]
 
 
-def test_alone_nothing_is_copied() -> None:
+@pytest.mark.parametrize("mapping", PAIRS)
+def test_alone_nothing_is_copied(mapping: Callable[..., Tensor]) -> None:
     x = random("x", 2, 3)
-    assert mappings.copy_to_tensor_parallel_region(x, ALONE) is x
-    assert mappings.reduce_from_tensor_parallel_region(x, ALONE) is x
-    assert mappings.gather_from_tensor_parallel_region(x, ALONE) is x
+    assert mapping(x, ALONE) is x
 
 
-def test_gather_joins_parts_and_its_gradient_takes_them_apart(two_ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(two_ranks):
-        assert torch.equal(found["gather"]["y"], random("x", 2, 3, 8))
-        assert torch.equal(found["gather"]["x"], random("g", 2, 3, 8).chunk(2, -1)[rank])
+def _found(ranks: list[dict[str, Any]], mapping: Callable[..., Tensor]) -> Found:
+    return [found["pairs"][mapping.__name__] for found in ranks]
+
+
+def _inputs(ranks: list[Any]) -> list[Tensor]:
+    return [random("x", 2, 4, 8) + rank for rank in range(len(ranks))]
+
+
+def _grads(found: Found) -> list[Tensor]:
+    """What the outputs were given, where each rank had its own."""
+    return [random("g", *part["y"].shape) + rank for rank, part in enumerate(found)]
+
+
+def _total(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).sum(0)
+
+
+def test_copy_sums_gradients(ranks: list[dict[str, Any]]) -> None:
+    found = _found(ranks, mappings.copy_to_tensor_parallel_region)
+    for part, x in zip(found, _inputs(ranks), strict=True):
+        assert torch.equal(part["y"], x)
+        torch.testing.assert_close(part["x"], _total(_grads(found)))
+
+
+def test_reduce_sums_and_hands_gradients_on(ranks: list[dict[str, Any]]) -> None:
+    for part in _found(ranks, mappings.reduce_from_tensor_parallel_region):
+        torch.testing.assert_close(part["y"], _total(_inputs(ranks)))
+        assert torch.equal(part["x"], random("g", 2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "dim"),
+    [
+        (mappings.gather_from_tensor_parallel_region, -1),
+        (mappings.gather_within_tensor_parallel_region, -1),
+        (sequence_parallel.gather_from_sequence_parallel_region, 1),
+    ],
+)
+def test_gather_joins_and_its_gradient_takes_apart(
+    ranks: list[dict[str, Any]], mapping: Callable[..., Tensor], dim: int
+) -> None:
+    found = _found(ranks, mapping)
+    if mapping is mappings.gather_from_tensor_parallel_region:
+        whole = random("g", *found[0]["y"].shape)
+    else:
+        whole = _total(_grads(found))
+    for rank, part in enumerate(found):
+        assert torch.equal(part["y"], torch.cat(_inputs(ranks), dim))
+        torch.testing.assert_close(part["x"], whole.chunk(len(ranks), dim)[rank])
+
+
+def test_reduce_scatter_sums_and_its_gradient_joins(ranks: list[dict[str, Any]]) -> None:
+    found = _found(ranks, sequence_parallel.reduce_scatter_to_sequence_parallel_region)
+    for rank, part in enumerate(found):
+        torch.testing.assert_close(part["y"], _total(_inputs(ranks)).chunk(len(ranks), 1)[rank])
+        assert torch.equal(part["x"], torch.cat(_grads(found), 1))
+
+
+def test_scatter_takes_apart_and_its_gradient_joins(ranks: list[dict[str, Any]]) -> None:
+    found = _found(ranks, sequence_parallel.scatter_to_sequence_parallel_region)
+    for rank, part in enumerate(found):
+        assert torch.equal(part["y"], _inputs(ranks)[rank].chunk(len(ranks), 1)[rank])
+        assert torch.equal(part["x"], torch.cat([random("g", *part["y"].shape)] * len(ranks), 1))

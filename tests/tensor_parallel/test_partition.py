@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from megacore.tensor_parallel import ColumnParallelLinear, Partition, RowParallelLinear, partitions
+from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.tensor_parallel import ColumnParallelLinear, Partition, RowParallelLinear, partial_gradients, partitions
 
 
 def test_parts_join_to_the_whole_along_their_dimension() -> None:
@@ -15,9 +16,22 @@ def test_parts_join_to_the_whole_along_their_dimension() -> None:
 
 
 def test_a_model_says_how_each_parameter_is_divided() -> None:
-    model = nn.Sequential(ColumnParallelLinear(2, 4), nn.LayerNorm(4), nn.Sequential(RowParallelLinear(4, 2)))
-    assert partitions(model) == {
-        "0.weight": Partition(0, 0, 1),
-        "0.bias": Partition(0, 0, 1),
-        "2.0.weight": Partition(1, 0, 1),
+    def layers(tp: ParallelGroup) -> nn.Module:
+        row = nn.Sequential(RowParallelLinear(4, 2, tp=tp))
+        return nn.Sequential(ColumnParallelLinear(2, 4, tp=tp), nn.LayerNorm(4), row)
+
+    assert partitions(layers(ALONE)) == {}
+    assert partitions(layers(ParallelGroup(None, 1, 2))) == {
+        "0.weight": Partition(0, 1, 2),
+        "0.bias": Partition(0, 1, 2),
+        "2.0.weight": Partition(1, 1, 2),
     }
+
+
+def test_a_model_says_which_gradients_are_parts() -> None:
+    class Norm(nn.LayerNorm):
+        def partial_gradients(self) -> frozenset[str]:
+            return frozenset({"weight"})
+
+    assert partial_gradients(nn.Sequential(nn.LayerNorm(2), nn.Sequential(Norm(2)))) == {"1.0.weight"}
+    assert partial_gradients(Norm(2)) == {"weight"}

@@ -3,46 +3,113 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from megacore.config.model import ModelConfig
+from megacore.errors import ParallelLayoutError
 from megacore.parallel.mesh import ParallelGroup
-from megacore.parallel.rng import tensor_parallel_region
-from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.rng import seed_dropout, tensor_parallel_region
+from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
+from megacore.tensor_parallel.mappings import gather_within_tensor_parallel_region
 from megacore.tensor_parallel.partition import divide
 
 
 class SelfAttention(nn.Module):
-    """Multi-head causal attention; the rows of query_key_value are [head][q, k, v][d], so that a part is whole heads.
+    """Causal attention of n query heads and g key-value heads, each shared by n / g of them (Ainslie et al. 2023).
 
-    Raises ParallelLayoutError when the heads cannot be divided over the ranks.
+    With g = n one layer computes all three: the rows of query_key_value are [head][q, k, v][d], so that a part is
+    whole heads. Else the rows of query are [head][d] and those of key_value [group][k, v][d]; with fewer groups than
+    ranks each rank computes a part of them all, gathers the others' and takes its heads' group.
+
+    Args:
+        model: the architecture.
+        number: the layer's index in the whole model.
+        recompute: keep q, k and v alone for the backward pass, not what is computed of them.
+        tp: the ranks that share the layer.
+        sequence_parallel: input and output are this rank's part of the sequence.
+        device: where the parameters are.
+
+    Raises:
+        ParallelLayoutError: heads or groups cannot be divided over the ranks.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        num_attention_heads: int,
+        model: ModelConfig,
+        number: int,
         *,
-        attention_dropout: float,
+        recompute: bool,
         tp: ParallelGroup,
+        sequence_parallel: bool,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        self.number = number
+        self.recompute = recompute
         self.tp = tp
-        self.heads = divide(num_attention_heads, tp, "model.num_attention_heads")
-        self.head_dim = hidden_size // num_attention_heads
-        self.attention_dropout = attention_dropout
-        self.query_key_value = ColumnParallelLinear(hidden_size, 3 * hidden_size, tp=tp, device=device)
-        self.dense = RowParallelLinear(hidden_size, hidden_size, tp=tp, device=device)
+        self.sequence_parallel = sequence_parallel
+        self.head_dim = model.head_dim
+        self.heads = divide(model.num_attention_heads, tp, "model.num_attention_heads")
+        self.groups = model.query_groups
+        self.grouped = model.query_groups != model.num_attention_heads
+        self.attention_dropout = model.attention_dropout
+        hidden, inner = model.hidden_size, model.num_attention_heads * model.head_dim
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]."""
-        batch, length, _ = x.shape
-        mixed = self.query_key_value(x).view(batch, length, self.heads, 3, self.head_dim)
-        query, key, value = mixed.transpose(1, 2).unbind(3)  # each [b, n/t, s, d]
-        context = self._attend(query, key, value).transpose(1, 2)
-        return self.dense(context.reshape(batch, length, self.heads * self.head_dim))  # type: ignore[no-any-return]
+        def column(rows: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(hidden, rows, tp=tp, sequence_parallel=sequence_parallel, device=device)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.grouped:
+            _check_groups(self.groups, tp)
+            self.query = column(inner)
+            self.key_value = column(2 * self.groups * self.head_dim)
+        else:
+            self.query_key_value = column(3 * inner)
+        self.dense = RowParallelLinear(inner, hidden, tp=tp, sequence_parallel=sequence_parallel, device=device)
+
+    def forward(self, x: Tensor, dropout_seed: int | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        query, key, value = (part.transpose(1, 2) for part in self._project(x))
+        if self.recompute and self.training and torch.is_grad_enabled():
+            context = checkpoint(
+                self._attend, query, key, value, dropout_seed, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            context = self._attend(query, key, value, dropout_seed)
+        return self.dense(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """This rank's queries [b, s, n/t, d], and the keys and values of their groups, each [b, s, g/t or 1, d]."""
+        if not self.grouped:
+            mixed: Tensor = self.query_key_value(x)
+            return mixed.view(*mixed.shape[:2], self.heads, 3, self.head_dim).unbind(3)
+        layers = [(layer.weight, layer.bias) for layer in (self.query, self.key_value)]
+        query, mixed = column_parallel(x, layers, self.tp, self.sequence_parallel)
+        if self.groups < self.tp.size:
+            mixed = gather_within_tensor_parallel_region(mixed, self.tp)
+            own = self.tp.rank * self.groups // self.tp.size
+            mixed = mixed.narrow(-1, own * 2 * self.head_dim, 2 * self.head_dim)
+        shape = mixed.shape[:2]
+        key, value = mixed.view(*shape, -1, 2, self.head_dim).unbind(3)
+        return query.view(*shape, self.heads, self.head_dim), key, value
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None) -> Tensor:
+        """[b, n/t, s, d] of each head, the same for keys and values of each group -> [b, n/t, s, d]."""
         if not (self.training and self.attention_dropout):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return _causal_attention(query, key, value, 0.0)
+        seed_dropout(dropout_seed, self.number)
         with tensor_parallel_region(self.tp, query):
-            return F.scaled_dot_product_attention(query, key, value, dropout_p=self.attention_dropout, is_causal=True)
+            return _causal_attention(query, key, value, self.attention_dropout)
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+    )
+
+
+def _check_groups(groups: int, tp: ParallelGroup) -> None:
+    if max(groups, tp.size) % min(groups, tp.size):
+        raise ParallelLayoutError(
+            f"model.num_query_groups {groups} cannot be divided over the tensor parallel size {tp.size}: "
+            f"one must be a multiple of the other"
+        )

@@ -1,15 +1,21 @@
 """Token and position embeddings."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.parallel.mesh import ParallelGroup
+from megacore.parallel.rng import EMBEDDING, seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import VocabParallelEmbedding
 
 
 class Embedding(nn.Module):
-    """The sum of a token's row and its position's learned row, then dropout."""
+    """The sum of a token's row and its position's learned row, then dropout.
+
+    With `table_only` it holds the table of tokens alone, for a head that is tied to it.
+    """
 
     def __init__(
         self,
@@ -18,15 +24,32 @@ class Embedding(nn.Module):
         hidden_size: int,
         *,
         hidden_dropout: float,
+        table_only: bool,
         tp: ParallelGroup,
+        sequence_parallel: bool,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
         self.hidden_dropout = hidden_dropout
-        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden_size, tp=tp, device=device)
-        self.position_embeddings = VocabParallelEmbedding(max_position_embeddings, hidden_size, device=device)
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab_size, hidden_size, tp=tp, sequence_parallel=sequence_parallel, device=device
+        )
+        if not table_only:
+            self.position_embeddings = VocabParallelEmbedding(max_position_embeddings, hidden_size, device=device)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] ids -> [b, s, h]; positions count from 0."""
-        positions = self.position_embeddings.weight[: tokens.shape[1]]
-        return F.dropout(self.word_embeddings(tokens) + positions, self.hidden_dropout, self.training)
+    def forward(self, tokens: Tensor, dropout_seed: int | None = None) -> Tensor:
+        """[b, s] ids -> [b, s, h], with sequence parallelism [b, s/t, h]; positions count from 0."""
+        x: Tensor = self.word_embeddings(tokens)
+        first = self.tp.rank * x.shape[1] if self.sequence_parallel else 0
+        x.add_(self.position_embeddings.weight[first : first + x.shape[1]])
+        if not (self.training and self.hidden_dropout):
+            return x
+        seed_dropout(dropout_seed, EMBEDDING)
+        with tensor_parallel_region(self.tp, x) if self.sequence_parallel else nullcontext():
+            return F.dropout(x, self.hidden_dropout)
+
+    def partial_gradients(self) -> frozenset[str]:
+        """With sequence parallelism each rank uses its own positions."""
+        return frozenset({"position_embeddings.weight"} if self.sequence_parallel else ())

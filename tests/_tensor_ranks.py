@@ -1,0 +1,329 @@
+"""What each of t tensor-parallel ranks computes, all of it in one spawn; the tests compare it with serial torch.
+
+Every layer is a case by itself and, where it has one, in its sequence-parallel form. For t = 1 the same cases run in
+the tests' own process.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.errors import ParallelLayoutError
+from megacore.models.layers.attention import SelfAttention
+from megacore.models.layers.mlp import MLP
+from megacore.observe.timers import Timers
+from megacore.parallel import collectives
+from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+from megacore.parallel.rng import tensor_parallel_region
+from megacore.parallel.shared_memory import SharedMemory
+from megacore.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel,
+    mappings,
+    partitions,
+    sequence_parallel,
+    vocab_parallel_cross_entropy,
+)
+from tests import _gpt_ranks
+from tests._dist import still_alive
+from tests._tiny import tiny_config
+
+VOCAB = 128
+"""Entries of the vocabulary: a multiple of 8 x 4, so that up to four ranks pad it alike (not at all)."""
+HEADS = 8
+SMOOTHING, Z_LOSS = 0.1, 0.01
+LOSSES = {"plain": (0.0, 0.0), "smoothed": (SMOOTHING, 0.0), "z": (0.0, Z_LOSS), "both": (SMOOTHING, Z_LOSS)}
+"""Options of the cross entropy: label smoothing and z-loss."""
+Found = dict[str, Tensor]
+
+
+def random(name: str, *shape: int) -> Tensor:
+    """Float64 numbers that every process draws alike."""
+    generator = torch.Generator().manual_seed(sum(name.encode("ascii")))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def ids(*shape: int, vocab: int = VOCAB) -> Tensor:
+    """Token ids that every process draws alike."""
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(5))
+
+
+def run(world: int) -> dict[str, Any]:
+    """Every case, in one order on all ranks."""
+    tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel if world > 1 else ALONE
+    cases: tuple[Callable[[ParallelGroup], Any], ...] = (
+        column, several, row, embedding, attention, mlp, cross_entropy, communication, pairs, waiting, region_rng,
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    for case in cases:
+        still_alive()
+        found[case.__name__] = case(tp)
+    for model_case in _gpt_ranks.CASES:
+        still_alive()
+        found[model_case.__name__] = model_case(tp, tokens=ids(2, 16))
+    return found | ({"mesh": _meshes()} if world == 2 else {})
+
+
+def _meshes() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for axis in ("data", "pipeline", "tensor"):
+        mesh = ProcessMesh.build(RankLayout(**{axis: 2}))
+        groups = (mesh.data_parallel, mesh.pipeline_parallel, mesh.tensor_parallel)
+        found[axis] = (mesh.rank, mesh.world_size, [(group.rank, group.size, group.group is None) for group in groups])
+    try:
+        ProcessMesh.build(RankLayout(data=4))
+    except ParallelLayoutError as error:
+        found["error"] = str(error)
+    return found
+
+
+def column(tp: ParallelGroup) -> dict[bool, Found]:
+    """ColumnParallelLinear(6, 8) on [2, 4, 6], by whether it is sequence parallel."""
+    found = {}
+    for sequence in (False, True):
+        layer = ColumnParallelLinear(6, 8, tp=tp, sequence_parallel=sequence).double()
+        _load(layer, weight=random("w", 8, 6), bias=random("b", 8))
+        found[sequence] = _run_layer(
+            layer, _part(random("x", 2, 4, 6), tp, 1, sequence), _part(random("g", 2, 4, 8), tp)
+        )
+    return found
+
+
+def several(tp: ParallelGroup) -> dict[bool, Found]:
+    """Two weights, 8 x 6 with bias and 4 x 6 without, on one input."""
+    found = {}
+    for sequence in (False, True):
+        first, bias = _part(random("w", 8, 6), tp, 0).clone(), _part(random("b", 8), tp, 0).clone()
+        second, x = _part(random("v", 4, 6), tp, 0).clone(), _part(random("x", 2, 4, 6), tp, 1, sequence).clone()
+        leaves = [leaf.requires_grad_() for leaf in (first, bias, second, x)]
+        outputs = column_parallel(x, [(first, bias), (second, None)], tp, sequence)
+        torch.autograd.backward(outputs, [_part(random("g", 2, 4, width), tp) for width in (8, 4)])
+        names = ("w", "b", "v", "x")
+        found[sequence] = {name: _grad(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        found[sequence] |= {"y": outputs[0].detach(), "u": outputs[1].detach()}
+    return found
+
+
+def row(tp: ParallelGroup) -> dict[bool, Found]:
+    """RowParallelLinear(8, 6) on this rank's part of [2, 4, 8]."""
+    found = {}
+    for sequence in (False, True):
+        layer = RowParallelLinear(8, 6, tp=tp, sequence_parallel=sequence).double()
+        _load(layer, weight=random("w", 6, 8), bias=random("b", 6))
+        found[sequence] = _run_layer(
+            layer, _part(random("x", 2, 4, 8), tp), _part(random("g", 2, 4, 6), tp, 1, sequence)
+        )
+    return found
+
+
+def embedding(tp: ParallelGroup) -> dict[bool, Found]:
+    """VocabParallelEmbedding(128, 6) on ids of all parts, some of them twice."""
+    found = {}
+    for sequence in (False, True):
+        layer = VocabParallelEmbedding(VOCAB, 6, tp=tp, sequence_parallel=sequence).double()
+        _load(layer, weight=random("e", VOCAB, 6))
+        y = layer(ids(2, 8).repeat(1, 2))
+        y.backward(_part(random("g", 2, 16, 6), tp, 1, sequence))
+        found[sequence] = {"y": y.detach(), "weight": _grad(layer.weight)}
+    return found
+
+
+def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Found]:
+    """Eight heads of size 2 on [2, 8, 16], by number of groups and whether it is sequence parallel."""
+    found = {}
+    for groups in (HEADS, 4, 2, 1):
+        for sequence in (False, True):
+            model = tiny_config(hidden_size=16, num_attention_heads=HEADS, num_query_groups=groups).model
+            layer = SelfAttention(
+                model, 0, recompute=False, tp=tp, sequence_parallel=sequence and tp.size > 1, device="cpu"
+            ).double()
+            _load(layer, **_attention_weights(groups))
+            x, g = random("x", 2, 8, 16), random("g", 2, 8, 16)
+            found[groups, sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))
+    return found
+
+
+def _attention_weights(groups: int) -> Found:
+    """The whole layer's parameters: those of query and key_value joined make query_key_value when g = n."""
+    shapes = {"query": 16, "key_value": 4 * groups, "dense": 16}
+    values = {f"{name}.weight": random(name, rows, 16) for name, rows in shapes.items()}
+    values |= {f"{name}.bias": random(f"{name} bias", rows) for name, rows in shapes.items()}
+    if groups == HEADS:
+        for kind in ("weight", "bias"):
+            query, key_value = values.pop(f"query.{kind}"), values.pop(f"key_value.{kind}")
+            parts = (query.unflatten(0, (HEADS, 1, 2)), key_value.unflatten(0, (HEADS, 2, 2)))
+            values[f"query_key_value.{kind}"] = torch.cat(parts, 1).flatten(0, 2)
+    return values
+
+
+def attention_reference(groups: int) -> Found:
+    """The same by its formula, with torch.nn.Linear and every head on its own."""
+    found = {name: value.requires_grad_() for name, value in _attention_weights(groups).items()}
+    x = random("x", 2, 8, 16).requires_grad_()
+    linear = nn.functional.linear
+    if groups == HEADS:
+        mixed = linear(x, found["query_key_value.weight"], found["query_key_value.bias"]).unflatten(-1, (HEADS, 3, 2))
+        query, key, value = mixed.unbind(-2)
+    else:
+        query = linear(x, found["query.weight"], found["query.bias"]).unflatten(-1, (HEADS, 2))
+        mixed = linear(x, found["key_value.weight"], found["key_value.bias"]).unflatten(-1, (groups, 2, 2))
+        key, value = mixed.unbind(-2)
+    mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    heads = []
+    for head in range(HEADS):
+        group = head // (HEADS // groups)
+        scores = query[:, :, head] @ key[:, :, group].transpose(1, 2) / math.sqrt(2)
+        heads.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ value[:, :, group])
+    y = linear(torch.cat(heads, -1), found["dense.weight"], found["dense.bias"])
+    y.backward(random("g", 2, 8, 16))
+    return {"y": y.detach(), "x": _grad(x), **{name: _grad(leaf) for name, leaf in found.items()}}
+
+
+def mlp(tp: ParallelGroup) -> dict[bool, Found]:
+    """6 -> 8 -> 6 on [2, 4, 6]."""
+    found = {}
+    for sequence in (False, True):
+        layer = MLP(6, 8, tp=tp, sequence_parallel=sequence, device="cpu").double()
+        _load(layer, **MLP_WEIGHTS)
+        x, g = random("x", 2, 4, 6), random("g", 2, 4, 6)
+        found[sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))
+    return found
+
+
+MLP_WEIGHTS = {
+    "dense_h_to_4h.weight": random("w", 8, 6),
+    "dense_h_to_4h.bias": random("b", 8),
+    "dense_4h_to_h.weight": random("v", 6, 8),
+    "dense_4h_to_h.bias": random("c", 6),
+}
+
+
+def cross_entropy(tp: ParallelGroup) -> dict[str, Found]:
+    """Losses of logits beyond what exp can take, and their gradient under unequal weights, by `LOSSES`."""
+    found = {}
+    for name, (smoothing, z_loss) in LOSSES.items():
+        leaf = _part(200 * random("l", 2, 5, VOCAB), tp).clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf * 1.0, ids(2, 5), tp, label_smoothing=smoothing, z_loss=z_loss)
+        loss.backward(random("g", 2, 5))
+        found[name] = {"loss": loss.detach(), "logits": _grad(leaf)}
+    return found
+
+
+def communication(tp: ParallelGroup) -> dict[str, dict[str, Tensor]]:
+    """Every collective through the memory that the ranks share, and through messages."""
+    found = {"memory": _collectives(tp), "messages": _collectives(replace(tp, shared=None))}
+    if tp.size > 1:
+        assert tp.shared is not None
+        closed = SharedMemory(tp.shared._group, tp.rank, tp.size)
+        closed._possible = False  # as where ranks are on several hosts
+        found["none to share"] = _collectives(replace(tp, shared=closed))
+    return found
+
+
+def _collectives(tp: ParallelGroup) -> dict[str, Tensor]:
+    """On numbers that say whose they are: rank r has x + r, with x [4, 8, 12]."""
+    own = random("x", 4, 8, 12) + tp.rank
+    found = {"all_reduce": collectives.all_reduce(own.transpose(0, 1), tp), "own": own.clone()}
+    for dim in (0, 1, -1):
+        found[f"all_gather {dim}"] = collectives.all_gather(own, tp, dim)
+        found[f"reduce_scatter {dim}"] = collectives.reduce_scatter(own, tp, dim)
+    flights = [
+        collectives.start_all_reduce(own.clone(), tp),
+        collectives.start_all_gather(own, tp, 1),
+        collectives.start_reduce_scatter(own, tp, 1),
+        collectives.start_all_reduce(2 * own, tp),
+        collectives.start_all_gather(3 * own, tp, 1),
+    ]
+    for number in (4, 0, 2, 1, 3):
+        found[f"flight {number}"] = flights[number].wait()
+    found["maximum"] = collectives.all_reduce_(own.clone(), tp, collectives.MAX)
+    # One after another, each of another size and type than the one before: the memory grows, and its turns are kept.
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64) * 3):
+        small = torch.full((1 + 150_000 * number,), float(tp.rank + number), dtype=dtype)
+        found[f"turn {number}"] = collectives.all_reduce(small, tp).unique()
+    return found
+
+
+def pairs(tp: ParallelGroup) -> dict[str, Found]:
+    """Each mapping and its gradient, under gradients that differ between ranks where the output may."""
+    whole = (
+        mappings.reduce_from_tensor_parallel_region,
+        mappings.gather_from_tensor_parallel_region,
+        sequence_parallel.scatter_to_sequence_parallel_region,
+    )
+    each_its_own = (
+        mappings.copy_to_tensor_parallel_region,
+        mappings.gather_within_tensor_parallel_region,
+        sequence_parallel.gather_from_sequence_parallel_region,
+        sequence_parallel.reduce_scatter_to_sequence_parallel_region,
+    )
+    found = {}
+    for mapping in (*whole, *each_its_own):
+        leaf = (random("x", 2, 4, 8) + tp.rank).requires_grad_()
+        y = mapping(leaf * 1.0, tp)
+        y.backward(random("g", *y.shape) + (tp.rank if mapping in each_its_own else 0))
+        found[mapping.__name__] = {"y": y.detach(), "x": _grad(leaf)}
+    return found
+
+
+def waiting(tp: ParallelGroup) -> set[str]:
+    """The phases that a timer got."""
+    timers = Timers(torch.device("cpu"))
+    timed = ParallelGroup(tp.group, tp.rank, tp.size, "tensor", timers)
+    layer = RowParallelLinear(8, 6, tp=timed).double()
+    layer(_part(random("x", 2, 4, 8), tp))
+    return set(timers.take(1))
+
+
+def region_rng(tp: ParallelGroup) -> dict[str, Tensor]:
+    """Numbers drawn before, within (twice) and after the region."""
+    found = {}
+    for turn in ("first", "second"):
+        torch.manual_seed(123)
+        found[f"{turn} before"] = torch.rand(4)
+        with tensor_parallel_region(tp, found[f"{turn} before"]):
+            found[f"{turn} within"] = torch.rand(4)
+        found[f"{turn} after"] = torch.rand(4)
+    return found
+
+
+def joined(ranks: list[Found], name: str, dim: int | None) -> Tensor:
+    """The whole of which each rank has a part along `dim`; None asserts that all have the same bits."""
+    parts = [found[name] for found in ranks]
+    if dim is not None:
+        return torch.cat(parts, dim)
+    assert all(torch.equal(part, parts[0]) for part in parts), name
+    return parts[0]
+
+
+def _part(whole: Tensor, tp: ParallelGroup, dim: int = -1, divided: bool = True) -> Tensor:
+    return whole.chunk(tp.size, dim)[tp.rank] if divided else whole
+
+
+def _load(layer: nn.Module, **values: Tensor) -> None:
+    """Give a layer its part of the whole parameters."""
+    parts = partitions(layer)
+    assert {name for name, _ in layer.named_parameters()} == values.keys()
+    with torch.no_grad():
+        for name, value in values.items():
+            layer.get_parameter(name).copy_(parts[name].shard(value) if name in parts else value)
+
+
+def _run_layer(layer: nn.Module, x: Tensor, grad: Tensor) -> Found:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    grads = {name: _grad(parameter) for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "x": _grad(x), **grads}
+
+
+def _grad(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad

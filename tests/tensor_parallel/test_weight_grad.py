@@ -1,0 +1,46 @@
+"""Gradients that go straight into the main gradient are those that autograd would have accumulated."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.tensor_parallel import VocabParallelEmbedding
+from megacore.tensor_parallel.weight_grad import matmul_gradient
+from tests._gpt_ranks import Sink
+from tests._tensor_ranks import ids, random
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_main_gradients_of_a_model(ranks: list[dict[str, Any]], recompute: str) -> None:
+    for found in ranks:
+        sinks = found["sinks"][recompute]
+        for name, expected in sinks["expected"].items():
+            taken = name.endswith("weight") and "layernorm" not in name and "position" not in name
+            assert sinks["contributions"][name] == 2 * taken * (2 if "word_embeddings" in name else 1), name
+            assert (name in sinks["autograd"]) != taken, name
+            got = sinks["main"][name] if taken else sinks["autograd"][name]
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_accumulates_in_fp32(dtype: torch.dtype) -> None:
+    dy, x = random("g", 64, 8).to(dtype), random("x", 64, 6).to(dtype)
+    sink = Sink(torch.empty(8, 6))
+    for _ in range(300):
+        assert matmul_gradient(sink, dy, x) is None
+    once = matmul_gradient(None, dy, x)
+    assert once is not None
+    assert once.dtype == dtype
+    torch.testing.assert_close(sink.main_grad, 300 * once.float(), rtol=1e-5, atol=1e-4)
+
+
+def test_half_precision_lookups_accumulate_in_fp32() -> None:
+    layer = VocabParallelEmbedding(128, 6).bfloat16()
+    sink = layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[assignment]
+    grad = random("g", 2, 5, 6).bfloat16()
+    for _ in range(300):
+        layer(ids(2, 5)).backward(grad)
+    assert layer.weight.grad is None
+    expected = torch.zeros(128, 6).index_add_(0, ids(2, 5).flatten(), grad.flatten(0, 1).float())
+    torch.testing.assert_close(sink.main_grad, 300 * expected, rtol=1e-5, atol=1e-4)
