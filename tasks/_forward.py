@@ -39,6 +39,7 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "tokens_per_second",
             "tflops",
             "mfu",
+            "exposed_communication_ms",
             "memory_mb",
             "skipped_iterations",
             "nan_iterations",

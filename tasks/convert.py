@@ -11,7 +11,7 @@ from megacore.launch.job import ConvertJob
 from megacore.plan.hardware import Hardware
 from tasks._cache import StageResult, build, stage_task
 from tasks.evaluate import fresh_scratch, log_tail
-from tasks.train import make_job
+from tasks.train import job_of
 
 
 def convert_key(
@@ -45,10 +45,17 @@ def convert(
         scratch = fresh_scratch(trained.directory, f"convert-{key.key}")
         best = evaluation.counts["best"]
         job = ConvertJob(
-            **make_job(config, trained.directory, tokens, tokenizer, index).model_dump()
+            **job_of(
+                # One rank holds the whole model, whatever layout trained it and whatever GPUs there are.
+                config,
+                trained.directory,
+                tokens,
+                tokenizer,
+                index,
+                ranks=1,
+                threads=config.launch.threads_per_rank or Hardware.detect().cores,
+            ).model_dump()
             | {
-                "ranks": 1,
-                "threads_per_rank": config.launch.threads_per_rank or Hardware.detect().cores,
                 "exit_directory": str(scratch / "exit"),
                 "checkpoint": str(trained.directory / "checkpoints" / best),
                 "output_directory": str(directory),

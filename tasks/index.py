@@ -6,13 +6,14 @@ from typing import Any
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
 from megacore.tokenizer.tokenize import tokens_prefix
+from megacore.train.batch_schedule import BatchSchedule
 from tasks._cache import StageResult, build, stage_task
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
     """Samples of the train and validation split; the test split is one epoch, whatever its size."""
-    train, batch = config.train, config.train.global_batch_size
-    return train.train_iters * batch, train.eval_iters * batch, None
+    train = config.train
+    return BatchSchedule.of(config).consumed_after(train.train_iters), train.eval_iters * train.global_batch_size, None
 
 
 def index_key(config: RunConfig, tokens: Artifact) -> StageKey:

@@ -18,6 +18,7 @@ from megacore.errors import ConfigError, MegacoreError
 from megacore.launch import stages
 from megacore.launch.job import TrainJob
 from megacore.tokenizer.tokenize import tokens_prefix
+from megacore.train.batch_schedule import BatchSchedule
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
@@ -163,11 +164,25 @@ def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:
 
 
 def make_job(config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> TrainJob:
-    """The job file of this run's next attempt."""
+    """The job file of this run's next attempt, on the ranks that train. Raises ParallelLayoutError."""
     from megacore.plan.hardware import Hardware
     from megacore.plan.preflight import resolve_launch
 
-    ranks, threads = resolve_launch(config, Hardware.detect())
+    ranks, threads = resolve_launch(config, Hardware.detect(), tokenizer.counts["vocab_size"])
+    return job_of(config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads)
+
+
+def job_of(
+    config: RunConfig,
+    directory: Path,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
+    *,
+    ranks: int,
+    threads: int,
+) -> TrainJob:
+    """A job of this run on `ranks` ranks of `threads` CPU threads each."""
     return TrainJob(
         config=config,
         tokens_prefix=tokens_prefix(tokens.directory),
@@ -195,7 +210,7 @@ def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
         }
         for path, marker in complete_checkpoints(directory / "checkpoints").items()
     ]
-    samples = config.train.train_iters * config.train.global_batch_size
+    samples = BatchSchedule.of(config).consumed_after(config.train.train_iters)
     return {
         "iterations": config.train.train_iters,
         "tokens": samples * config.data.seq_length,

@@ -16,6 +16,8 @@ from typing import Any
 
 GRACE = 3.0
 """Seconds that the other ranks get once one has failed, and that a hanging rank gets to write its stacks."""
+HEARTBEAT = "MEGACORE_TEST_HEARTBEAT"
+"""Environment variable with the path of the file that `still_alive` touches, and the file's name."""
 _POLL = 0.05
 
 
@@ -29,6 +31,8 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
     `fn` is a function at module level; arguments and return values can be pickled. Each rank runs on one
     thread, with RANK, WORLD_SIZE, LOCAL_RANK set and the default process group initialised over loopback.
 
+    A function that runs many cases calls `still_alive` between them: the deadline then counts from the last call.
+
     Raises:
         DistributedError: a rank raised (its traceback is in the message), died, or ran beyond `timeout`
             seconds (the Python stacks of every rank are in the message). No process is left behind.
@@ -38,12 +42,18 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
         (directory / "call").write_bytes(pickle.dumps((fn, args, timeout)))
         ranks = [_start(directory, rank, world_size) for rank in range(world_size)]
         try:
-            late = _wait(ranks, timeout)
+            late = _wait(ranks, timeout, directory / HEARTBEAT)
             _dump_stacks(late)
         finally:
             _kill(ranks)
         _raise_failures(directory, ranks, late, timeout)
         return [pickle.loads((directory / f"result_{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def still_alive() -> None:
+    """Let the deadline of this rank's `run_distributed` count from now; without effect elsewhere."""
+    if HEARTBEAT in os.environ:
+        Path(os.environ[HEARTBEAT]).touch()
 
 
 def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[bytes]":
@@ -56,6 +66,7 @@ def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[byt
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": "lo",
+        HEARTBEAT: str(directory / HEARTBEAT),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     with open(directory / f"output_{rank}", "wb") as output:
@@ -68,13 +79,15 @@ def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[byt
         )
 
 
-def _wait(ranks: list["subprocess.Popen[bytes]"], timeout: float) -> "list[subprocess.Popen[bytes]]":
+def _wait(ranks: list["subprocess.Popen[bytes]"], timeout: float, heartbeat: Path) -> "list[subprocess.Popen[bytes]]":
     """Wait until all have ended, and return those that still run at the deadline or `GRACE` after a failure."""
     deadline = time.monotonic() + timeout
-    failed = False
+    failed, beat = False, 0.0
     while running := [rank for rank in ranks if rank.poll() is None]:
         if not failed and any(rank.returncode for rank in ranks):
             failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+        if not failed and heartbeat.exists() and (latest := heartbeat.stat().st_mtime) != beat:
+            beat, deadline = latest, time.monotonic() + timeout
         if time.monotonic() > deadline:
             return running
         time.sleep(_POLL)

@@ -12,12 +12,19 @@ def exportable(config: RunConfig) -> None:
     """Return when a model of this configuration can be converted and pass through the gate.
 
     Raises:
-        ConversionError: the family has no counterpart in transformers.
+        ConversionError: the family has no counterpart in transformers, or its counterpart lacks an option.
         ConfigError: the gate would have no validation samples, or none long enough to continue.
     """
     if config.family not in EXPORTED_AS:
         raise ConversionError(
             f"family {config.family!r} has no counterpart in transformers: choose one of {', '.join(EXPORTED_AS)}"
+        )
+    model = config.model
+    if model.query_groups != model.num_attention_heads:
+        raise ConversionError(
+            f"model.num_query_groups {model.num_query_groups} differs from model.num_attention_heads "
+            f"{model.num_attention_heads} and {EXPORTED_AS[config.family]} has no grouped-query attention: "
+            "remove model.num_query_groups, or train by megacore.launch.pretrain, which exports nothing"
         )
     if parse_split(config.data.split)[1] == 0:
         raise ConfigError(

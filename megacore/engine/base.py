@@ -1,28 +1,31 @@
 """What the training loop asks of an engine."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.shard import TensorShard
+
 
 @dataclass(frozen=True)
 class Update:
-    """Outcome of one iteration; all but `losses` is the same on every rank."""
+    """Outcome of one iteration, the same on every rank."""
 
     losses: tuple[float, ...]
-    """Mean loss of each micro batch of this rank, in nats per token."""
+    """Mean loss of each micro batch of the global batch, in the order of its samples, in nats per token."""
     grad_norm: float
     """Global gradient norm before clipping, unscaled."""
     applied: bool
     """Whether the weights were updated: a gradient that is not finite leaves them alone."""
     fatal: bool = False
-    """Whether a lower loss scale cannot help: the gradient is not finite for another reason."""
+    """Whether going on cannot help: the gradient is not finite and no lower loss scale is left to try."""
 
     @property
     def loss(self) -> float:
-        """Mean over this rank's micro batches."""
+        """Mean over the global batch."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -37,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def parameters(self) -> int:
-        """Number of the model's parameters."""
+        """Number of the whole model's parameters."""
         ...
 
     @property
@@ -50,28 +53,34 @@ class Engine(Protocol):
         """Factor on the loss before backward."""
         ...
 
-    def start_iteration(self) -> None:
-        """Forget the gradients of the iteration before."""
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether this rank needs the samples: pipeline stages in between do not."""
         ...
 
-    def micro_step(self, tokens: Tensor, *, last: bool) -> None:
-        """Forward and backward of one micro batch.
+    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+        """Accumulate the gradient of one global batch.
 
         Args:
-            tokens: ids on the engine's device, [b, s + 1].
-            last: whether it is the iteration's last: only then gradients travel between ranks.
+            batches: ids on the engine's device, [b, s + 1], of each of this rank's micro batches.
+            seeds: of the dropout of each micro batch; their number is the number of micro batches.
         """
         ...
 
-    def update(self, lr: float) -> Update:
+    def update(self, lr: float, weight_decay: float) -> Update:
         """Average the gradients over the ranks, clip them, and make one optimizer step."""
         ...
 
-    def token_losses(self, tokens: Tensor) -> Tensor:
-        """Loss of every target without dropout or gradients: ids [b, s + 1] -> fp32 [b, s]."""
+    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Sum of the losses of all targets without dropout or gradients, fp64; 0 on all pipeline stages but the last.
+
+        Args:
+            batches: ids on the engine's device, [b, s + 1], of each of this rank's micro batches.
+            sizes: b of each of them.
+        """
         ...
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | TensorShard]:
         """Everything that a checkpoint holds as tensors, under its global name; they are loaded in place."""
         ...
 

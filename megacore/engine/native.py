@@ -1,23 +1,25 @@
-"""The engine made of torch alone: data-parallel mixed-precision training with fp32 main weights and gradients.
+"""The engine made of torch alone: mixed-precision training in any layout, with fp32 main weights and gradients.
 
 Mixed precision follows Micikevicius et al. 2018 (arXiv:1710.03740): weights and activations in bf16 or fp16, main
 weights, accumulated gradients and moments in fp32; only fp16 needs a loss scale.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.engine.base import Update
-from megacore.models.gpt import GPTModel
+from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
-from megacore.optim.grad_clip import clip_by_norm_, global_norm
 from megacore.optim.grad_scaler import DynamicLossScaler
-from megacore.parallel.mesh import ProcessMesh
+from megacore.tensor_parallel import partial_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,90 +27,108 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class NativeEngine:
     """Implements `megacore.engine.base.Engine`."""
 
-    def __init__(self, model: GPTModel, config: RunConfig, mesh: ProcessMesh, precision: str) -> None:
-        """Take over a model in fp32 and cast it to the compute type.
+    def __init__(self, stage: Stage, config: RunConfig, precision: str) -> None:
+        """Take over this rank's part of a model in fp32 and cast it to the compute type.
 
         Args:
-            model: with its initial weights, on the device to train on.
+            stage: with its initial weights, on the device to train on.
             config: the run.
-            mesh: this process's groups.
             precision: fp32, bf16 or fp16.
         """
         self.precision = precision
-        self._model = model.train()
+        self.device = stage.device
+        self._stage = stage
+        self._mesh = stage.mesh
         self._clip_grad = config.optim.clip_grad
-        replicas = mesh.data_parallel
-        self._micro_steps = config.train.global_batch_size // (config.train.micro_batch_size * replicas.size)
-        parameters = dict(model.named_parameters())
-        self.device = next(iter(parameters.values())).device
-        self._optimizer = MainWeightAdamW(parameters, config.optim, DTYPES[precision])
-        self._grad_sync = GradSync(parameters, replicas, config.parallel.grad_reduce_bucket_mb)
+        self._syncs = [
+            GradSync(
+                dict(chunk.named_parameters()),
+                stage.mesh,
+                config.parallel,
+                partial=partial_gradients(chunk),
+                shared=chunk.shared_parameters,
+            )
+            for chunk in stage.chunks
+        ]
+        self._optimizer = MainWeightAdamW(self._syncs, config.optim, DTYPES[precision], stage.partitions)
         self._scaler = DynamicLossScaler(config.optim.loss_scale) if precision == "fp16" else None
         self._losses: list[Tensor] = []
+        self._micro_batches = 0
         self.kernels = {
             "attention": "torch scaled_dot_product_attention",
             "optimizer": "torch fused AdamW",
-            "all_reduce": "none" if replicas.size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
+            "communication": "none" if stage.mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
         }
 
     @property
     def parameters(self) -> int:
-        """Number of the model's parameters."""
-        return sum(parameter.numel() for parameter in self._model.parameters())
+        """Number of the whole model's parameters."""
+        return self._stage.parameter_count
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding."""
-        return self._model.padded_vocab_size
+        return self._stage.padded_vocab_size
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether this rank needs the samples: pipeline stages in between do not."""
+        return self._stage.reads_tokens
 
     @property
     def loss_scale(self) -> float:
         """Factor on the loss before backward: 1 but for fp16."""
         return self._scaler.scale if self._scaler else 1.0
 
-    def start_iteration(self) -> None:
-        """Forget the gradients of the iteration before."""
-        self._losses.clear()
-        self._grad_sync.zero()
+    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+        """Accumulate the gradient of one global batch: ids [b, s + 1] for each seed."""
+        for sync in self._syncs:
+            sync.zero()
+        self._micro_batches = len(seeds)
+        scale = self.loss_scale / len(seeds)
+        self._losses = self._stage.train_pass(batches, seeds, self._syncs, scale=scale)
 
-    def micro_step(self, tokens: Tensor, *, last: bool) -> None:
-        """Forward and backward of one micro batch: ids [b, s + 1]."""
-        loss = self._model.loss(tokens[:, :-1], tokens[:, 1:]).mean()
-        with self._grad_sync.micro_step(last=last):
-            (loss * (self.loss_scale / self._micro_steps)).backward()  # type: ignore[no-untyped-call]
-        self._losses.append(loss.detach())
-
-    def update(self, lr: float) -> Update:
+    def update(self, lr: float, weight_decay: float) -> Update:
         """Average the gradients over the ranks, clip them, and make one optimizer step.
 
         A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16. Every rank decides
-        alike, since all hold the same gradients by then.
+        alike, since all have the same norm.
         """
-        self._grad_sync.finish()
-        scale = self.loss_scale
-        norm = global_norm(self._grad_sync.buffers) / scale
-        # One transfer to the host per iteration: a bad gradient has to be seen before the weights are touched.
-        *losses, grad_norm = torch.stack([*self._losses, norm]).tolist()
-        applied = math.isfinite(grad_norm)
+        for sync in self._syncs:
+            sync.finish()
+        with self._mesh.time("optimizer"):
+            scale = self.loss_scale
+            norm = self._optimizer.grad_norm(scale=scale)
+            # One transfer to the host per iteration: a bad gradient has to be seen before the weights are touched.
+            *losses, grad_norm = torch.cat([self._global_losses(), norm.view(1)]).tolist()
+            applied = math.isfinite(grad_norm)
+            if self._scaler:
+                self._scaler.update(overflow=not applied)
+            if applied:
+                self._optimizer.step(lr, weight_decay, norm=norm, max_norm=self._clip_grad, scale=scale)
         fatal = not applied and (self._scaler is None or self._scaler.exhausted)
-        if self._scaler:
-            self._scaler.update(overflow=not applied)
-        if applied:
-            clip_by_norm_(self._grad_sync.buffers, norm, self._clip_grad, scale=scale)
-            self._optimizer.step(self._grad_sync.gradients, lr)
         return Update(tuple(losses), grad_norm, applied, fatal)
 
-    def token_losses(self, tokens: Tensor) -> Tensor:
-        """Loss of every target without dropout or gradients: ids [b, s + 1] -> fp32 [b, s]."""
-        self._model.eval()
-        try:
-            with torch.inference_mode():
-                return self._model.loss(tokens[:, :-1], tokens[:, 1:])
-        finally:
-            self._model.train()
+    def _global_losses(self) -> Tensor:
+        """Losses of all micro batches of the global batch, fp32, in the order of its samples: [m x dp].
 
-    def tensors(self) -> dict[str, Tensor]:
-        """fp32 main weights `model.*` and moments `optimizer.exp_avg.*`, `optimizer.exp_avg_sq.*`."""
+        One small all-reduce brings them from the last pipeline stages to every rank.
+        """
+        mesh, replicas = self._mesh, self._mesh.data_parallel
+        losses = torch.zeros(self._micro_batches, replicas.size, device=self.device)
+        if mesh.is_last_stage and mesh.tensor_parallel.rank == 0:
+            losses[:, replicas.rank] = torch.stack(self._losses)
+        if mesh.world_size > 1:
+            with mesh.time("world wait"):
+                dist.all_reduce(losses)
+        return losses.view(-1)
+
+    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Sum of the losses of all targets without dropout or gradients; 0 on all pipeline stages but the last."""
+        return self._stage.loss_sum(batches, sizes)
+
+    def tensors(self) -> dict[str, Tensor | TensorShard]:
+        """fp32 main weights `model.*` and moments `optimizer.exp_avg.*`, `optimizer.exp_avg_sq.*` of this rank."""
         return self._optimizer.tensors()
 
     def state(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def pretrain(job: TrainJob) -> None:
     from megacore.engine.native import NativeEngine
     from megacore.engine.precision import resolve_precision
     from megacore.launch.process import joined
-    from megacore.models.build import build_model
+    from megacore.models.stage import Stage
     from megacore.observe.flops import peak_tflops
     from megacore.observe.logging import configure_logging
     from megacore.observe.recorder import Recorder
@@ -34,8 +34,8 @@ def pretrain(job: TrainJob) -> None:
         configure_logging(mesh.rank)
         precision = resolve_precision(config.train.precision, device.type)
         with memory_errors(config, mesh.rank, TrainState()):
-            model = build_model(config, job.vocab_size, mesh, device=device)
-            engine = NativeEngine(model, config, mesh, precision)
+            stage = Stage(config, job.vocab_size, mesh, device=device)
+            engine = NativeEngine(stage, config, precision)
         splits = [
             GPTDataset(job.tokens_prefix, job.index_directory, name, config.data.seq_length)
             for name in ("train", "valid")

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megacore.config.run import check_data_parallel_size
 from megacore.errors import ParallelLayoutError
 from megacore.launch.job import Job
+from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
-from megacore.parallel.rank_layout import RankLayout
+from megacore.plan.layouts import layout_of
 
 
 def choose_device() -> torch.device:
@@ -33,8 +33,11 @@ def choose_device() -> torch.device:
 def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     """Join the job's other ranks and leave them when the body has succeeded; a failed rank just ends.
 
+    The mesh carries the step timer, which takes the time that a rank waits for others.
+
     Raises:
-        ParallelLayoutError: another number of processes was started than the job says, or they cannot share a batch.
+        ParallelLayoutError: another number of processes was started than the job says, or they cannot share the
+            model and its batch.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != job.ranks:
@@ -42,17 +45,15 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
             f"the job is for {job.ranks} ranks and {world_size} were started: "
             f"start it with --nproc-per-node {job.ranks}"
         )
-    try:
-        check_data_parallel_size(job.config.train, world_size)
-    except ValueError as error:
-        raise ParallelLayoutError(str(error)) from error
+    layout = layout_of(job.config, world_size, job.vocab_size)
     _set_up_arithmetic(job.threads_per_rank)
     device = choose_device()
+    timers = Timers(device)
     if world_size == 1:
-        yield ProcessMesh.serial(), device
+        yield ProcessMesh(timers=timers), device
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    yield ProcessMesh.build(RankLayout.of_world(world_size), device_type=device.type), device
+    yield ProcessMesh.build(layout, device_type=device.type, timers=timers), device
     dist.destroy_process_group()
 
 

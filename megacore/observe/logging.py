@@ -38,6 +38,8 @@ class StepReport:
     """Per rank, recomputation included."""
     mfu: float | None
     """Model FLOPs utilisation (Chowdhery et al. 2022) between 0 and 1; None where the peak is not known."""
+    exposed_communication_ms: float
+    """Of an iteration, on this rank: waiting for other ranks while nothing is computed."""
     memory_mb: float
     """Peak of this rank in MiB: allocated on the GPU, resident on a CPU."""
 
@@ -72,6 +74,7 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
         f"tokens/s: {report.tokens_per_second:.0f}",
         f"TFLOPs: {report.tflops:.3f}",
         f"MFU: {mfu}",
+        f"exposed communication (ms): {report.exposed_communication_ms:.1f}",
         f"memory (MB): {report.memory_mb:.0f}",
     ]
     return f" [{time}] " + " | ".join(parts) + " |"

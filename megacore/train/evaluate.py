@@ -1,7 +1,8 @@
-"""Loss over a fixed set of samples, shared among the data-parallel ranks."""
+"""Loss over a fixed set of samples, shared among the ranks."""
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,8 @@ from torch import Tensor
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.sampler import PrefetchingIterator
 from megacore.observe.logging import perplexity
-from megacore.parallel.mesh import ParallelGroup
-from megacore.train.step import to_device
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.step import loaded
 
 
 @dataclass(frozen=True)
@@ -29,36 +30,42 @@ class Evaluation:
         return perplexity(self.loss)
 
 
+class LossSum(Protocol):
+    """Sum of the losses of all targets (see `megacore.engine.base.Engine.loss_sum`)."""
+
+    def __call__(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Ids [b, s + 1] of micro batches and their b -> fp64, 0 on all pipeline stages but the last."""
+        ...
+
+
 def evaluate(
-    token_losses: Callable[[Tensor], Tensor],
+    loss_sum: LossSum,
     dataset: GPTDataset,
     *,
     samples: int,
     micro_batch_size: int,
-    group: ParallelGroup,
+    mesh: ProcessMesh,
     device: torch.device,
 ) -> Evaluation:
-    """Mean loss of the first `samples` samples; each is scored once, whatever the number of ranks.
+    """Mean loss of the first `samples` samples; each is scored once, whatever the layout.
 
     Args:
-        token_losses: ids [b, s + 1] -> fp32 losses [b, s].
+        loss_sum: of this rank's part of the model.
         dataset: one split.
         samples: at least 1 and at most the data set's length.
         micro_batch_size: samples per forward pass; the last pass may have fewer.
-        group: the ranks that share the work; all get the same result.
+        mesh: the ranks that share the work; all get the same result.
         device: of the model.
     """
-    batches = batches_of_rank(samples, micro_batch_size, group.rank, group.size)
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    with PrefetchingIterator(dataset.gather, batches) as loaded:
-        for batch in loaded:
-            losses = token_losses(to_device(batch, device))
-            totals[0] += losses.double().sum()
-            totals[1] += losses.numel()
-    if group.size > 1:
-        dist.all_reduce(totals, group=group.group)
-    loss, tokens = totals.tolist()
-    return Evaluation(loss / tokens, samples, int(tokens))
+    replicas = mesh.data_parallel
+    batches = batches_of_rank(samples, micro_batch_size, replicas.rank, replicas.size)
+    with PrefetchingIterator(dataset.gather, batches) as read:
+        total = loss_sum(loaded(read, device, mesh), [len(batch) for batch in batches])
+    for group in (replicas, mesh.pipeline_parallel):
+        if group.size > 1:
+            dist.all_reduce(total, group=group.group)
+    tokens = samples * dataset.seq_length
+    return Evaluation(float(total) / tokens, samples, tokens)
 
 
 def batches_of_rank(samples: int, micro_batch_size: int, rank: int, size: int) -> list[list[int]]:

@@ -7,24 +7,26 @@ from pathlib import Path
 
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import Marker, complete_checkpoints, iteration_of, read_state
-from megacore.checkpoint.load import latest_complete, load_checkpoint
+from megacore.checkpoint.load import latest_complete, load_checkpoint, names_of_all
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.save import save_checkpoint
 from megacore.config.run import RunConfig
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.sampler import PrefetchingIterator, micro_batches
 from megacore.engine.base import Engine, Update
-from megacore.errors import DataFormatError
+from megacore.errors import DataFormatError, TrainingError
 from megacore.observe.flops import TransformerShape
 from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
+from megacore.train.batch_schedule import BatchSchedule
 from megacore.train.evaluate import evaluate
+from megacore.train.loss_check import LossCheck
 from megacore.train.memory import memory_errors
 from megacore.train.report import RateMeter
 from megacore.train.state import TrainState
-from megacore.train.step import Batch, train_step
+from megacore.train.step import Batch, Stepper
 
 CHECKPOINTS_NAME = "checkpoints"
 
@@ -72,16 +74,18 @@ class Trainer:
         self._recorder = recorder
         self._checkpoints = run_directory / CHECKPOINTS_NAME
         self._ranks = RankGroup(None)
-        self._timers = Timers(engine.device)
+        self._timers = mesh.timers or Timers(engine.device)
+        self._stepper = Stepper(config, engine, mesh, LossCheck(config, mesh, recorder.warning))
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
         self.state = TrainState()
-        wanted = config.train.train_iters * config.train.global_batch_size
+        wanted = BatchSchedule.of(config).consumed_after(config.train.train_iters)
         if len(datasets.train) < wanted:
+            rampup = "" if config.train.rampup_batch_size is None else ", less during the ramp-up,"
             raise DataFormatError(
                 f"the index maps of the train split have {len(datasets.train)} samples but train.train_iters "
-                f"{config.train.train_iters} x train.global_batch_size {config.train.global_batch_size} = {wanted} "
-                "are read: build the index maps again for this train_iters"
+                f"{config.train.train_iters} x train.global_batch_size {config.train.global_batch_size}{rampup} = "
+                f"{wanted} are read: build the index maps again for this train_iters"
             )
 
     def run(self) -> None:
@@ -96,7 +100,7 @@ class Trainer:
             self._resume()
             train = self._config.train
             with PrefetchingIterator(self._data.train.gather, self._upcoming()) as batches:
-                self._meter.start(self.state.iteration)
+                self._meter.start(self.state.iteration, self.state.consumed_samples)
                 while self.state.iteration < train.train_iters:
                     self._iterate(batches)
         self._recorder.event("exit", reason="finished", iteration=self.state.iteration)
@@ -105,7 +109,8 @@ class Trainer:
         """Load the newest complete checkpoint, if there is one, and say how the run starts."""
         path = self._ranks.on_first(self._find_checkpoint)
         if path is not None:
-            saved = load_checkpoint(path, self._engine.tensors())
+            tensors = self._engine.tensors()
+            saved = load_checkpoint(path, tensors, expected=names_of_all(tensors))
             self._engine.load_state(saved["engine"])
             restored = TrainState.from_json(saved["train"])
             vars(self.state).update(vars(restored))
@@ -140,7 +145,7 @@ class Trainer:
         return micro_batches(
             self.state.consumed_samples,
             micro_batch_size=train.micro_batch_size,
-            global_batch_size=train.global_batch_size,
+            schedule=BatchSchedule.of(self._config),
             dp_rank=replicas.rank,
             dp_size=replicas.size,
             steps=max(0, train.train_iters - self.state.iteration),
@@ -149,9 +154,10 @@ class Trainer:
     def _iterate(self, batches: Iterator[Batch]) -> None:
         """One iteration and what is due after it; validation comes first, so that a checkpoint knows its loss."""
         config, state = self._config, self.state
-        update = train_step(
-            self._engine, batches, state, config=config, group=self._mesh.data_parallel, timers=self._timers
-        )
+        try:
+            update = self._stepper.step(batches, state)
+        except TrainingError as error:
+            raise TrainingError(f"{error}; {self._last_good()}") from error
         last = state.iteration == config.train.train_iters
         if state.iteration % config.train.log_interval == 0 or last:
             self._log(update)
@@ -166,7 +172,6 @@ class Trainer:
     def _log(self, update: Update) -> None:
         """Report the interval; what is left of one at the last iteration stays open for a run that is extended."""
         state, interval = self.state, self.state.interval
-        interval.average_over(self._mesh.data_parallel, self._engine.device)
         report, milliseconds = self._meter.report(state, update, self._engine.loss_scale, self._engine.device)
         self._recorder.step(report, milliseconds)
         if state.iteration % self._config.train.log_interval == 0:
@@ -179,11 +184,11 @@ class Trainer:
         if samples == 0:
             return None
         result = evaluate(
-            self._engine.token_losses,
+            self._engine.loss_sum,
             data,
             samples=samples,
             micro_batch_size=train.micro_batch_size,
-            group=self._mesh.data_parallel,
+            mesh=self._mesh,
             device=self._engine.device,
         )
         self._recorder.evaluation(
@@ -195,10 +200,14 @@ class Trainer:
         )
         return result.loss
 
+    def _last_good(self) -> str:
+        """Where a run that stops can be taken up again."""
+        newest = max(complete_checkpoints(self._checkpoints), default=None)
+        return "no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}"
+
     def _save(self, validation_loss: float | None) -> None:
         """Write a checkpoint, then delete those that no rule keeps."""
         started = time.monotonic()
-        self.state.interval.average_over(self._mesh.data_parallel, self._engine.device)
         path = save_checkpoint(
             self._checkpoints,
             self.state.iteration,

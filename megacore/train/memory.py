@@ -23,12 +23,15 @@ def memory_errors(config: RunConfig, rank: int, state: TrainState) -> Iterator[N
     """
 
     def message(reason: str) -> str:
-        train = config.train
+        train, parallel = config.train, config.parallel
+        sharded = "" if parallel.use_distributed_optimizer else "set parallel.use_distributed_optimizer to true, "
         return (
             f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): lower "
             f"train.micro_batch_size (now {train.micro_batch_size}; with the same train.global_batch_size the results "
-            f"stay the same), set train.recompute to full (now {train.recompute}), or lower data.seq_length "
-            f"(now {config.data.seq_length})"
+            f"stay the same), set train.recompute to full (now {train.recompute}), {sharded}raise "
+            f"parallel.tensor_model_parallel_size (now {parallel.tensor_model_parallel_size}) or "
+            f"parallel.pipeline_model_parallel_size (now {parallel.pipeline_model_parallel_size}), or lower "
+            f"data.seq_length (now {config.data.seq_length})"
         )
 
     with _reworded(message):

@@ -12,8 +12,9 @@ from megacore.config.run import RunConfig
 from megacore.engine.base import Update
 from megacore.observe.flops import TransformerShape, step_flops
 from megacore.observe.logging import StepReport
-from megacore.observe.timers import Timers
+from megacore.observe.timers import Timers, exposed_communication
 from megacore.optim.lr_schedule import LrSchedule
+from megacore.plan.throughput import recomputed_layers
 from megacore.train.state import TrainState
 
 _MIB = 1 << 20
@@ -37,17 +38,19 @@ class RateMeter:
         self._config = config
         self._timers = timers
         self._schedule = LrSchedule.of(config)
-        samples = config.train.global_batch_size
-        self._hardware_tflop = step_flops(shape, samples, config.train.recompute) / ranks / 1e12
-        self._model_tflop = step_flops(shape, samples, "none") / ranks / 1e12
+        recomputed = recomputed_layers(config, shape.vocab_size)
+        # Of one sample, on one rank: a ramp-up changes the batch.
+        self._hardware_tflop = step_flops(shape, 1, config.train.recompute, recomputed) / ranks / 1e12
+        self._model_tflop = step_flops(shape, 1, "none") / ranks / 1e12
         self._peak = peak
-        self._iteration = 0
+        self._iteration = self._consumed_samples = 0
         self._started = time.perf_counter()
         self._paused = 0.0
 
-    def start(self, iteration: int) -> None:
-        """Begin an interval after `iteration` iterations."""
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Begin an interval after `iteration` iterations that consumed `consumed_samples` samples."""
         self._iteration = iteration
+        self._consumed_samples = consumed_samples
         self._started = time.perf_counter()
         self._paused = 0.0
 
@@ -55,7 +58,8 @@ class RateMeter:
     def paused(self) -> Iterator[None]:
         """Leave the body's time out."""
         start = time.perf_counter()
-        yield
+        with self._timers.paused():
+            yield
         self._paused += time.perf_counter() - start
 
     def report(
@@ -64,7 +68,9 @@ class RateMeter:
         """The interval since the last call, with milliseconds per iteration by phase; a new one begins."""
         iterations = max(state.iteration - self._iteration, 1)
         seconds = (time.perf_counter() - self._started - self._paused) / iterations
-        batch, seq_length = self._config.train.global_batch_size, self._config.data.seq_length
+        samples = (state.consumed_samples - self._consumed_samples) / iterations
+        seq_length = self._config.data.seq_length
+        milliseconds = self._timers.take(iterations)
         report = StepReport(
             iteration=state.iteration,
             train_iters=self._config.train.train_iters,
@@ -72,20 +78,20 @@ class RateMeter:
             consumed_tokens=state.consumed_samples * seq_length,
             ms_per_iteration=seconds * 1000.0,
             lr=self._schedule.at(state.applied_iterations),
-            global_batch_size=batch,
+            global_batch_size=len(update.losses) * self._config.train.micro_batch_size,
             lm_loss=state.interval.mean_loss,
             loss_scale=loss_scale,
             grad_norm=update.grad_norm,
             skipped_iterations=state.interval.skipped_iterations,
             nan_iterations=state.interval.nan_iterations,
-            samples_per_second=batch / seconds,
-            tokens_per_second=batch * seq_length / seconds,
-            tflops=self._hardware_tflop / seconds,
-            mfu=None if self._peak is None else self._model_tflop / seconds / self._peak,
+            samples_per_second=samples / seconds,
+            tokens_per_second=samples * seq_length / seconds,
+            tflops=self._hardware_tflop * samples / seconds,
+            mfu=None if self._peak is None else self._model_tflop * samples / seconds / self._peak,
+            exposed_communication_ms=exposed_communication(milliseconds),
             memory_mb=peak_memory_mb(device),
         )
-        milliseconds = self._timers.take(iterations)
-        self.start(state.iteration)
+        self.start(state.iteration, state.consumed_samples)
         return report, milliseconds
 
 

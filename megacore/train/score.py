@@ -1,8 +1,6 @@
 """Perplexity of finished checkpoints on the validation and the test split."""
 
-import copy
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.format import verify
-from megacore.checkpoint.load import load_checkpoint
+from megacore.checkpoint.load import load_checkpoint, names_of_all
+from megacore.checkpoint.shard import TensorShard
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import MAP_NAMES, build_split, map_path, plan_epochs
 from megacore.data.indexed_dataset import IndexedDataset
@@ -21,7 +20,7 @@ from megacore.engine.native import DTYPES
 from megacore.engine.precision import resolve_precision
 from megacore.errors import DataFormatError
 from megacore.launch.job import EvaluateJob
-from megacore.models.build import build_model
+from megacore.models.stage import Stage
 from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
@@ -38,8 +37,13 @@ class Scorer:
         self._device = device
         # A GPU computes as in training; on a CPU fp32 costs little and differs from no other machine.
         precision = resolve_precision(job.config.train.precision, device.type) if device.type == "cuda" else "fp32"
-        self._dtype = DTYPES[precision]
-        self._model = build_model(job.config, job.vocab_size, mesh, device=device).eval()
+        self._stage = Stage(job.config, job.vocab_size, mesh, device=device)
+        parameters = self._stage.named_parameters
+        self._weights = {name: parameter.data for name, parameter in parameters.items()}
+        """fp32, as a checkpoint holds them."""
+        self._names = names_of_all(f"model.{name}" for name in self._weights)
+        for parameter in parameters.values():
+            parameter.data = parameter.data.to(DTYPES[precision])
         self._splits = {name: _one_epoch(job, name) for name in ("test", "valid")}
 
     def score(self, checkpoint: Path) -> dict[str, Any]:
@@ -49,17 +53,13 @@ class Scorer:
             CheckpointError: it is damaged or of another model.
         """
         iteration = verify(checkpoint).iteration
-        weights = {f"model.{name}": parameter.data for name, parameter in self._model.named_parameters()}
-        load_checkpoint(checkpoint, weights, prefix="model.")
-        model = self._model if self._dtype == torch.float32 else copy.deepcopy(self._model).to(self._dtype)
-
-        def token_losses(tokens: Tensor) -> Tensor:
-            with torch.inference_mode():
-                return model.loss(tokens[:, :-1], tokens[:, 1:])
-
+        weights = {f"model.{name}": self._part(name, weight) for name, weight in self._weights.items()}
+        load_checkpoint(checkpoint, weights, prefix="model.", expected=self._names)
+        for name, parameter in self._stage.named_parameters.items():
+            parameter.data.copy_(self._weights[name])  # in fp32 they are the same
         result: dict[str, Any] = {"iteration": iteration}
         for name, dataset in self._splits.items():
-            evaluation = self._evaluate(token_losses, dataset)
+            evaluation = self._evaluate(dataset)
             result |= {
                 f"{name}_loss": evaluation.loss,
                 f"{name}_ppl": evaluation.ppl,
@@ -91,13 +91,20 @@ class Scorer:
         limit = self._config.evaluate.max_samples
         return len(dataset) if limit is None else min(limit, len(dataset))
 
-    def _evaluate(self, token_losses: Callable[[Tensor], Tensor], dataset: GPTDataset) -> Evaluation:
+    def _part(self, name: str, weight: Tensor) -> Tensor | TensorShard:
+        """A weight as the checkpoint sees it."""
+        partition = self._stage.partitions.get(name)
+        return (
+            weight if partition is None else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
+        )
+
+    def _evaluate(self, dataset: GPTDataset) -> Evaluation:
         return evaluate(
-            token_losses,
+            self._stage.loss_sum,
             dataset,
             samples=self._samples(dataset),
             micro_batch_size=self._config.evaluate.micro_batch_size,
-            group=self._mesh.data_parallel,
+            mesh=self._mesh,
             device=self._device,
         )
 

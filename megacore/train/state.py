@@ -3,13 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
-
 from megacore.errors import CheckpointError
-from megacore.parallel.mesh import ParallelGroup
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass
@@ -17,27 +13,9 @@ class LogInterval:
     """What was gathered since the last log line."""
 
     losses: list[float] = field(default_factory=list)
-    """Loss of each applied iteration: means over the ranks, then from `local` on this rank's own."""
-    local: int = 0
-    """How many at the end of `losses` are this rank's own still."""
+    """Loss of each applied iteration: kept apart, so that a run resumed within an interval adds them up alike."""
     skipped_iterations: int = 0
     nan_iterations: int = 0
-
-    def add(self, loss: float) -> None:
-        """Take note of an applied iteration's loss on this rank."""
-        self.losses.append(loss)
-        self.local += 1
-
-    def average_over(self, group: ParallelGroup, device: torch.device) -> None:
-        """Make every loss the mean over the ranks, by one all-reduce.
-
-        The losses stay apart until the end: a run resumed in the middle of an interval adds them up alike.
-        """
-        if self.local and group.size > 1:
-            own = torch.tensor(self.losses[-self.local :], dtype=torch.float64, device=device)
-            dist.all_reduce(own, group=group.group)
-            self.losses[-self.local :] = (own / group.size).tolist()
-        self.local = 0
 
     @property
     def mean_loss(self) -> float:
@@ -46,7 +24,7 @@ class LogInterval:
 
     def clear(self) -> None:
         """Begin a new interval."""
-        self.losses, self.local, self.skipped_iterations, self.nan_iterations = [], 0, 0, 0
+        self.losses, self.skipped_iterations, self.nan_iterations = [], 0, 0
 
 
 @dataclass
@@ -59,12 +37,13 @@ class TrainState:
     """Samples read by all ranks together."""
     applied_iterations: int = 0
     """Optimizer steps made: what the learning rate schedule counts."""
+    recent_loss: float | None = None
+    """Moving average of the losses of applied iterations, which a loss spike is measured by; None before the first."""
     interval: LogInterval = field(default_factory=LogInterval)
     """Since the last log line."""
 
     def to_json(self) -> dict[str, Any]:
-        """Values for a checkpoint; the interval's losses must be averaged before."""
-        assert self.interval.local == 0
+        """Values for a checkpoint."""
         return {"version": STATE_VERSION, **asdict(self)}
 
     @classmethod

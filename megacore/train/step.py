@@ -1,118 +1,82 @@
 """One iteration, in the order in which things happen."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megacore.config.run import RunConfig
-from megacore.data.sampler import micro_batch_indices
 from megacore.engine.base import Engine, Update
-from megacore.errors import TrainingError
-from megacore.observe.timers import Timers
 from megacore.optim.lr_schedule import LrSchedule
-from megacore.parallel.mesh import ParallelGroup
-from megacore.parallel.rng import seed_micro_batch
+from megacore.optim.weight_decay import WeightDecaySchedule
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rng import micro_batch_seed
+from megacore.train.batch_schedule import BatchSchedule
+from megacore.train.loss_check import LossCheck
 from megacore.train.state import TrainState
 
 Batch = npt.NDArray[np.int64]
 
 
-def train_step(
-    engine: Engine,
-    batches: Iterator[Batch],
-    state: TrainState,
-    *,
-    config: RunConfig,
-    group: ParallelGroup,
-    timers: Timers,
-) -> Update:
-    """Accumulate the gradient of one global batch, update the weights, and advance `state`.
+class Stepper:
+    """Makes iterations of one run on one rank."""
 
-    A skipped iteration consumes its samples but does not advance the learning rate schedule.
+    def __init__(self, config: RunConfig, engine: Engine, mesh: ProcessMesh, check: LossCheck) -> None:
+        """Prepare for a run.
 
-    Args:
-        engine: model and optimizer.
-        batches: this rank's micro batches, [b, s + 1] each.
-        state: where the run stands; changed in place.
-        config: the run.
-        group: data-parallel ranks.
-        timers: take the time of the phases.
+        Args:
+            config: the run.
+            engine: model and optimizer.
+            mesh: this process's groups.
+            check: looks at the losses and advances what counts them.
+        """
+        self._seed = config.seed
+        self._micro_batch_size = config.train.micro_batch_size
+        self._engine, self._mesh, self._check = engine, mesh, check
+        self._batch = BatchSchedule.of(config)
+        self._lr = LrSchedule.of(config)
+        self._weight_decay = WeightDecaySchedule.of(config)
 
-    Raises:
-        TrainingError: a loss or gradient is not finite and no lower loss scale can help.
-    """
-    train = config.train
-    micro_steps = train.global_batch_size // (train.micro_batch_size * group.size)
-    engine.start_iteration()
-    for micro_step in range(micro_steps):
-        with timers("data"):
-            tokens = to_device(next(batches), engine.device)
-        seed_micro_batch(config.seed, state.iteration, micro_step, group.rank)
-        with timers("forward-backward"):
-            engine.micro_step(tokens, last=micro_step == micro_steps - 1)
-    with timers("update"):
-        update = engine.update(LrSchedule.of(config).at(state.applied_iterations + 1))
-    _take_note(update, state, config, group, engine.device)
-    state.iteration += 1
-    state.consumed_samples += train.global_batch_size
-    return update
+    def step(self, batches: Iterator[Batch], state: TrainState) -> Update:
+        """Accumulate the gradient of one global batch, update the weights, and advance `state`.
 
+        A skipped iteration consumes its samples but does not advance the schedules.
 
-def to_device(batch: Batch, device: torch.device) -> Tensor:
-    """Token ids [b, s + 1] on the device, without waiting for the copy."""
-    tokens = torch.from_numpy(batch)
-    return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+        Args:
+            batches: this rank's micro batches, [b, s + 1] each; empty on ranks that read no tokens.
+            state: where the run stands; changed in place.
 
+        Raises:
+            TrainingError: a loss or gradient is not finite and no lower loss scale can help, or a loss jumped and
+                the run is to stop for it.
+        """
+        global_batch_size = self._batch.at(state.consumed_samples)
+        step = state.applied_iterations + 1
+        tokens = loaded(batches, self._engine.device, self._mesh)
+        self._engine.forward_backward(tokens, self._seeds(state.consumed_samples, global_batch_size))
+        update = self._engine.update(self._lr.at(step), self._weight_decay.at(step))
+        self._check.take_note(update, state)
+        state.iteration += 1
+        state.consumed_samples += global_batch_size
+        return update
 
-def _take_note(
-    update: Update, state: TrainState, config: RunConfig, group: ParallelGroup, device: torch.device
-) -> None:
-    """Count an applied or a skipped iteration, the same on every rank, or stop a run that cannot recover."""
-    if update.applied:
-        state.applied_iterations += 1
-        state.interval.add(update.loss)
-        return
-    losses = _losses_by_rank(update.losses, group, device)
-    bad = [(rank, step) for rank, own in enumerate(losses) for step, loss in enumerate(own) if not math.isfinite(loss)]
-    if update.fatal:
-        raise TrainingError(_diagnosis(losses, bad, update, state, config))
-    state.interval.skipped_iterations += 1
-    state.interval.nan_iterations += bool(bad)
+    def _seeds(self, consumed_samples: int, global_batch_size: int) -> list[int]:
+        """Dropout seeds of this rank's micro batches, by their first samples: other layouts draw the same numbers."""
+        size, replicas = self._micro_batch_size, self._mesh.data_parallel
+        first = consumed_samples + replicas.rank * size
+        last = consumed_samples + global_batch_size
+        return [micro_batch_seed(self._seed, sample) for sample in range(first, last, size * replicas.size)]
 
 
-def _losses_by_rank(losses: Sequence[float], group: ParallelGroup, device: torch.device) -> list[list[float]]:
-    """Every rank's losses by micro step; collective, so only called where all ranks skip together."""
-    own = torch.tensor(losses, dtype=torch.float64, device=device)
-    if group.size == 1:
-        return [own.tolist()]
-    gathered = [torch.empty_like(own) for _ in range(group.size)]
-    dist.all_gather(gathered, own, group=group.group)
-    return [each.tolist() for each in gathered]
-
-
-def _diagnosis(
-    losses: list[list[float]], bad: list[tuple[int, int]], update: Update, state: TrainState, config: RunConfig
-) -> str:
-    """One sentence with the rank, the iteration and the samples of the first loss that is not finite."""
-    iteration = state.iteration + 1
-    lr = LrSchedule.of(config).at(state.applied_iterations + 1)
-    advice = f"lower optim.lr (now {lr:.3E} at this iteration) or optim.clip_grad, or look at these samples"
-    size = config.train.micro_batch_size
-    if not bad:
-        first = state.consumed_samples
-        last = first + config.train.global_batch_size - 1
-        return (
-            f"the gradient norm is {update.grad_norm} at iteration {iteration} (samples {first} to {last}) on all "
-            f"{len(losses)} ranks though every loss is finite: {advice}"
-        )
-    rank, step = bad[0]
-    samples = micro_batch_indices(state.consumed_samples, step, size, rank, len(losses))
-    return (
-        f"the loss is {losses[rank][step]} on rank {rank} at iteration {iteration} "
-        f"(samples {', '.join(map(str, samples))}; {len(bad)} micro batches in all): {advice}"
-    )
+def loaded(batches: Iterator[Batch], device: torch.device, mesh: ProcessMesh) -> Iterator[Tensor]:
+    """Token ids [b, s + 1] of each batch on the device, without waiting for the copy."""
+    while True:
+        with mesh.time("batch-generator"):
+            batch = next(batches, None)
+            if batch is None:
+                return
+            tokens = torch.from_numpy(batch)
+            tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+        yield tokens

@@ -20,6 +20,7 @@ from megacore.optim.adam import MainWeightAdamW
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.tensor_parallel.partition import Partition
+from tests._dist import still_alive
 
 SHAPES = {
     "embedding": (8, 6),
@@ -86,6 +87,7 @@ def run(root: str) -> dict[str, Any]:
     meshes = {name: ProcessMesh.build(layout) for name, (layout, _) in LAYOUTS.items()}
     wanted, wrong, most = values(), [], 0
     for writer, (_, sharded) in LAYOUTS.items():
+        still_alive()
         tensors = held(meshes[writer], sharded)
         for name, tensor in tensors.items():
             for piece, value in rectangles(tensor, wanted[name]):

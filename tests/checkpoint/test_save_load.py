@@ -255,7 +255,7 @@ def failing_save(root: Path, write: Any, tensors: dict[str, Any] | None = None) 
 
 def test_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    results = run_distributed(2, ranks_case, str(tmp_path), timeout=120)
+    results = run_distributed(2, ranks_case, str(tmp_path))
     assert all(result["state"] == {**STATE, "rank": 0} for result in results)
 
     replicated = tmp_path / "replicated" / "iter_0000003"

@@ -67,7 +67,7 @@ def test_a_shard_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     root = tmp_path_factory.mktemp("layouts")
-    return root, run_distributed(4, _layouts.run, str(root), timeout=120)
+    return root, run_distributed(4, _layouts.run, str(root))
 
 
 def test_every_layout_reads_what_every_other_wrote(written: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -25,6 +25,14 @@ def test_a_family_without_counterpart_is_refused() -> None:
         exportable(tiny_config().model_copy(update={"family": "rwkv"}))
 
 
+def test_grouped_query_attention_is_refused() -> None:
+    with pytest.raises(
+        ConversionError, match=r"model\.num_query_groups 2 differs .* 4 and GPT2LMHeadModel has no grouped"
+    ):
+        exportable(tiny_config(num_query_groups=2))
+    exportable(tiny_config(num_query_groups=4))
+
+
 @pytest.mark.parametrize("split", ["1", "95,0,5"])
 def test_no_validation_split_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.split '{split}' leaves no validation samples"):

@@ -4,30 +4,41 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from megacore.config.run import RunConfig
 from megacore.engine.native import NativeEngine
 from megacore.models.build import build_model
-from megacore.observe.timers import Timers
-from megacore.parallel.mesh import ALONE, ProcessMesh
+from megacore.models.stage import Stage
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.loss_check import LossCheck
 from megacore.train.state import TrainState
-from megacore.train.step import train_step
+from megacore.train.step import Stepper
 from tests.train import _runs
 
+NORM = "encoder.final_layernorm.weight"
 TOKENS = torch.randint(0, _runs.VOCAB_SIZE, (4, 2, _runs.SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
 
 def engine(precision: str, run: RunConfig | None = None) -> NativeEngine:
     run = run or _runs.config()
-    mesh = ProcessMesh.serial()
-    return NativeEngine(build_model(run, _runs.VOCAB_SIZE, mesh), run, mesh, precision)
+    return NativeEngine(Stage(run, _runs.VOCAB_SIZE, ProcessMesh.serial()), run, precision)
+
+
+def weight(own: NativeEngine, name: str) -> Tensor:
+    """A main weight, to be looked at or changed."""
+    found = own.tensors()[f"model.{name}"]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def copies(own: NativeEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in own.tensors().items() if isinstance(tensor, Tensor)}
 
 
 def iterate(own: NativeEngine, lr: float = 1e-2) -> list[float]:
-    own.start_iteration()
-    for number, tokens in enumerate(TOKENS):
-        own.micro_step(tokens, last=number == len(TOKENS) - 1)
-    update = own.update(lr)
+    own.forward_backward(iter(TOKENS), range(len(TOKENS)))
+    update = own.update(lr, 0.1)
     return [update.loss, update.grad_norm, update.applied]
 
 
@@ -51,7 +62,7 @@ def test_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
         expected, loss = iterate(exact)[0], iterate(own)[0]
     assert loss == pytest.approx(expected, rel=tolerance)
     assert all(tensor.dtype == torch.float32 for tensor in own.tensors().values())
-    assert {parameter.dtype for parameter in own._model.parameters()} == {
+    assert {parameter.dtype for parameter in own._stage.named_parameters.values()} == {
         torch.bfloat16 if precision == "bf16" else torch.float16
     }
 
@@ -59,42 +70,38 @@ def test_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
 def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples() -> None:
     run = _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 2.0**30, "hysteresis": 1}})
     own = engine("fp16", run)
-    before = {name: tensor.clone() for name, tensor in own.tensors().items()}
-    state = TrainState()
-    update = train_step(own, iter(TOKENS.numpy()), state, config=run, group=ALONE, timers=Timers(torch.device("cpu")))
+    before = copies(own)
+    state, mesh = TrainState(), ProcessMesh.serial()
+    update = Stepper(run, own, mesh, LossCheck(run, mesh, print)).step(iter(TOKENS.numpy()), state)
     assert not update.applied
     assert not update.fatal
     assert own.loss_scale == 2.0**29
     assert (state.iteration, state.consumed_samples, state.applied_iterations) == (1, 8, 0)
     assert (state.interval.skipped_iterations, state.interval.nan_iterations) == (1, 0)
-    for name, tensor in own.tensors().items():
+    for name, tensor in copies(own).items():
         assert torch.equal(tensor, before[name])
     while not iterate(own)[2]:
         assert own.loss_scale > 1
-    assert not torch.equal(
-        own.tensors()["model.encoder.final_layernorm.weight"], before["model.encoder.final_layernorm.weight"]
-    )
+    assert not torch.equal(weight(own, NORM), before[f"model.{NORM}"])
 
 
 @pytest.mark.parametrize(("precision", "fatal"), [("fp32", True), ("bf16", True), ("fp16", False)])
 def test_only_fp16_can_recover_from_a_gradient_that_is_not_finite(precision: str, fatal: bool) -> None:
     own = engine(precision)
-    with torch.no_grad():
-        own._model.encoder.final_layernorm.weight[0] = float("nan")
-    own.start_iteration()
-    own.micro_step(TOKENS[0], last=True)
-    update = own.update(1e-2)
+    weight(own, NORM)[0] = float("nan")
+    own._optimizer.write_back()
+    own.forward_backward(iter(TOKENS), range(len(TOKENS)))
+    update = own.update(1e-2, 0.1)
     assert (update.applied, update.fatal) == (False, fatal)
 
 
 def test_evaluation_has_no_dropout_and_no_gradient() -> None:
     own = engine("fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5}))
-    first, second = own.token_losses(TOKENS[0]), own.token_losses(TOKENS[0])
-    assert first.shape == (2, _runs.SEQ_LENGTH)
-    assert first.dtype == torch.float32
+    first, second = (own.loss_sum(iter(TOKENS), [2, 2, 2, 2]) for _ in range(2))
+    assert (first.shape, first.dtype) == ((), torch.float64)
     assert torch.equal(first, second)
     assert not first.requires_grad
-    assert own._model.training
+    assert all(chunk.training for chunk in own._stage.chunks)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -103,10 +110,11 @@ def test_a_restored_engine_goes_on_bit_identically(precision: str) -> None:
     whole = engine(precision, run)
     for _ in range(2):
         iterate(whole)
-    tensors, state = {name: tensor.clone() for name, tensor in whole.tensors().items()}, whole.state()
+    tensors, state = copies(whole), whole.state()
     expected = [iterate(whole) for _ in range(3)]
     resumed = engine(precision, run)
     for name, tensor in resumed.tensors().items():
+        assert isinstance(tensor, Tensor)
         tensor.copy_(tensors[name])
     resumed.load_state(state)
     assert [iterate(resumed) for _ in range(3)] == expected

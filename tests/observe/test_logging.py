@@ -27,6 +27,7 @@ REPORT = StepReport(
     tokens_per_second=190955.1,
     tflops=70.0,
     mfu=0.1683,
+    exposed_communication_ms=12.34,
     memory_mb=31000.0,
 )
 
@@ -37,7 +38,7 @@ def test_the_step_line() -> None:
         "consumed tokens:        6553600 | elapsed time per iteration (ms): 343.2 | learning rate: 3.984E-06 | "
         "global batch size:    64 | lm loss: 9.440000E+00 | loss scale: 262144.0 | grad norm: 2.500 | "
         "number of skipped iterations:  15 | number of nan iterations:   0 | samples/s: 186.50 | tokens/s: 190955 | "
-        "TFLOPs: 70.000 | MFU: 16.8% | memory (MB): 31000 |"
+        "TFLOPs: 70.000 | MFU: 16.8% | exposed communication (ms): 12.3 | memory (MB): 31000 |"
     )
 
 

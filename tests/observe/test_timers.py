@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from megacore.observe.timers import Timers
+from megacore.observe.timers import Timers, exposed_communication
 
 
 def test_phases_are_added_up_and_divided_by_the_iterations() -> None:
@@ -18,3 +18,17 @@ def test_phases_are_added_up_and_divided_by_the_iterations() -> None:
     assert 19.0 < times["sleep"] < 500.0
     assert times["nothing"] < times["sleep"]
     assert timers.take(1) == {}
+
+
+def test_what_runs_while_paused_is_left_out() -> None:
+    timers = Timers(torch.device("cpu"))
+    with timers.paused(), timers("validation"):
+        pass
+    with timers("training"):
+        pass
+    assert timers.take(1).keys() == {"training"}
+
+
+def test_waiting_is_exposed_communication() -> None:
+    times = {"forward-compute": 10.0, "tensor-parallel wait": 1.0, "data-parallel wait": 0.5}
+    assert exposed_communication(times) == 1.5

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ class KilledError(BaseException):
     """Stands for SIGKILL."""
 
 
-def make_config(**train: int) -> RunConfig:
+def make_config(**train: Any) -> RunConfig:
     """A small valid configuration with other values in its train section."""
     values = {
         "name": "gpt2-test.v1",

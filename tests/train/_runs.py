@@ -13,7 +13,7 @@ from megacore.data.index_maps import build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.engine.native import NativeEngine
 from megacore.launch.job import TrainJob
-from megacore.models.build import build_model
+from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
@@ -97,16 +97,22 @@ def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> Trai
     return TrainJob(**values | changes)
 
 
-def mesh() -> ProcessMesh:
-    """Data parallel over the default group's ranks, if there is one."""
+def mesh(run: RunConfig | None = None) -> ProcessMesh:
+    """The layout of a run over the default group's ranks, if there is one."""
     if not dist.is_initialized():
         return ProcessMesh.serial()
-    return ProcessMesh.build(RankLayout.of_world(dist.get_world_size()))
+    parallel = (run or config()).parallel
+    layout = RankLayout.of_world(
+        dist.get_world_size(),
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+    )
+    return ProcessMesh.build(layout)
 
 
 def trainer(run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder) -> Trainer:
     """A trainer with its initial weights, on this process."""
-    engine = NativeEngine(build_model(run, VOCAB_SIZE, own), run, own, run.train.precision)
+    engine = NativeEngine(Stage(run, VOCAB_SIZE, own), run, run.train.precision)
     splits = [
         GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
         for name in ("train", "valid")
@@ -116,7 +122,7 @@ def trainer(run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, r
 
 def train(run: RunConfig, data: Path, run_directory: Path, attempt: int = 1) -> None:
     """Train as one rank of the default group, or alone."""
-    own = mesh()
+    own = mesh(run)
     with Recorder(run_directory, attempt=attempt, rank=own.rank, tensorboard=False) as recorder:
         trainer(run, data, run_directory, own, recorder).run()
 

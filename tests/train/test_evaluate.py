@@ -1,5 +1,6 @@
 """Scoring a fixed set of samples."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
 from tests._dist import run_distributed
 from tests.train import _runs
@@ -27,13 +28,22 @@ def losses(tokens: Tensor) -> Tensor:
     return tokens[:, 1:].float() + 0.01 * torch.arange(tokens.shape[1] - 1)
 
 
-def score(data: Path, group: ParallelGroup) -> Evaluation:
+def loss_sum(batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+    """What an engine would add up."""
+    total = torch.zeros((), dtype=torch.float64)
+    for size, tokens in zip(sizes, batches, strict=True):
+        assert len(tokens) == size
+        total += losses(tokens).double().sum()
+    return total
+
+
+def score(data: Path, mesh: ProcessMesh) -> Evaluation:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
-    return evaluate(losses, dataset, samples=13, micro_batch_size=4, group=group, device=torch.device("cpu"))
+    return evaluate(loss_sum, dataset, samples=13, micro_batch_size=4, mesh=mesh, device=torch.device("cpu"))
 
 
 def score_on_ranks(data: Path) -> Evaluation:
-    return score(data, _runs.mesh().data_parallel)
+    return score(data, _runs.mesh())
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_mean_is_over_all_targets_whatever_the_number_of_ranks(data: Path) -> None:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
     expected = float(losses(torch.from_numpy(dataset.gather(range(13)))).double().mean())
-    serial = score(data, ALONE)
+    serial = score(data, ProcessMesh.serial())
     assert serial.loss == pytest.approx(expected, rel=1e-12)
     assert (serial.samples, serial.tokens) == (13, 13 * _runs.SEQ_LENGTH)
     for result in run_distributed(2, score_on_ranks, data):

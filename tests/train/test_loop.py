@@ -164,13 +164,19 @@ def test_too_few_samples_are_refused_before_the_first_step(data: Path, tmp_path:
         _runs.train(_runs.config(train=train), data, tmp_path)
 
 
+def _poison(trainer: Trainer) -> None:
+    weight = trainer._engine.tensors()["model.encoder.final_layernorm.weight"]
+    assert isinstance(weight, torch.Tensor)
+    weight[0] = float("nan")
+
+
 def poisoned(data: Path, root: Path) -> str:
     """A run whose embedding holds one NaN, in a row that only some samples use."""
     mesh = _runs.mesh()
     with Recorder(root, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
         trainer: Trainer = _runs.trainer(_runs.config(), data, root, mesh, recorder)
         if mesh.rank == mesh.world_size - 1:
-            trainer._engine.tensors()["model.encoder.final_layernorm.weight"][0] = float("nan")
+            _poison(trainer)
         with pytest.raises(TrainingError) as caught:
             trainer.run()
     assert not list(root.glob("checkpoints/iter_*"))
@@ -181,6 +187,7 @@ def test_a_nan_loss_stops_every_rank_and_names_rank_iteration_and_samples(data: 
     messages = run_distributed(2, poisoned, data, tmp_path)
     assert messages[0] == messages[1]
     assert "the loss is nan on rank 1 at iteration 1 (samples 2, 3; 2 micro batches in all)" in messages[0]
+    assert messages[0].endswith("no checkpoint was saved before")
 
 
 def test_running_out_of_memory_names_the_settings(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +198,6 @@ def test_running_out_of_memory_names_the_settings(data: Path, tmp_path: Path, mo
         def fail(*_: object, **__: object) -> None:
             torch.empty(1 << 60)
 
-        monkeypatch.setattr(trainer._engine, "micro_step", fail)
+        monkeypatch.setattr(trainer._engine, "forward_backward", fail)
         with pytest.raises(TrainingError, match=r"train\.micro_batch_size \(now 2.*train\.recompute.*data\.seq_length"):
             trainer.run()

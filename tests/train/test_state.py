@@ -3,16 +3,13 @@
 import json
 
 import pytest
-import torch
 
 from megacore.errors import CheckpointError
-from megacore.parallel.mesh import ALONE
 from megacore.train.state import LogInterval, TrainState
 
 
 def test_a_state_survives_json() -> None:
-    state = TrainState(7, 56, 5, LogInterval([2.5, 1.0 / 3.0], 2, 1, 1))
-    state.interval.average_over(ALONE, torch.device("cpu"))
+    state = TrainState(7, 56, 5, 1.0 / 7.0, LogInterval([2.5, 1.0 / 3.0], 1, 1))
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
@@ -27,7 +24,6 @@ def test_a_state_of_another_version_or_form_is_refused() -> None:
 def test_the_mean_is_over_applied_iterations() -> None:
     interval = LogInterval()
     assert interval.mean_loss != interval.mean_loss  # NaN
-    interval.add(1.0)
-    interval.add(2.0)
+    interval.losses += [1.0, 2.0]
     interval.skipped_iterations += 1
     assert interval.mean_loss == 1.5

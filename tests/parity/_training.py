@@ -1,0 +1,165 @@
+"""Trains the same small model in one layout after the other; the tests compare each with the serial run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.config.load import parse_config
+from megacore.config.run import RunConfig
+from megacore.data.sampler import micro_batch_indices
+from megacore.engine.native import NativeEngine
+from megacore.models.stage import Stage
+from megacore.optim.lr_schedule import LrSchedule
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+from megacore.parallel.rng import micro_batch_seed
+from tests._dist import still_alive
+
+STEPS = 20
+SEQ_LENGTH = 32
+VOCAB = 256
+GLOBAL_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; the values replace those of the serial run."""
+
+    parallel: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank saw of a run."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    validation: float
+    """Sum of the losses of the first batch after the last step, on this rank's pipeline stage and replica."""
+    differing: list[str]
+    """Parameters whose first bits are not those of the serial model."""
+
+
+def config(case: Case) -> RunConfig:
+    """Four layers of width 64 with 8 heads."""
+    return parse_config(
+        {
+            "name": "parity",
+            "seed": 11,
+            "data": {
+                "source": {"kind": "source_tree"},
+                "tokenizer": {"kind": "train-bpe", "vocab_size": 512},
+                "seq_length": SEQ_LENGTH,
+            },
+            "model": {
+                "num_layers": 4,
+                "hidden_size": 64,
+                "num_attention_heads": 8,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "make_vocab_size_divisible_by": 16,
+                **case.model,
+            },
+            "optim": {"lr": 1e-3, "lr_warmup_iters": 3, "weight_decay": 0.1, "adam_eps": 1e-8, **case.optim},
+            "train": {
+                "micro_batch_size": 4,
+                "global_batch_size": GLOBAL_BATCH,
+                "train_iters": STEPS,
+                "precision": "fp32",
+                **case.train,
+            },
+            "checkpoint": {"save_interval": STEPS},
+            "parallel": case.parallel,
+            "launch": {"nproc_per_node": dist.get_world_size() if dist.is_initialized() else 1},
+        },
+        origin="tests",
+    )
+
+
+def samples() -> Tensor:
+    """Ids [steps x batch, s + 1]: arithmetic sequences with noise, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(3)
+    count = STEPS * GLOBAL_BATCH
+    start = torch.randint(VOCAB, (count, 1), generator=generator)
+    step = torch.randint(1, 6, (count, 1), generator=generator)
+    noise = torch.randint(0, 3, (count, SEQ_LENGTH + 1), generator=generator)
+    return (start + step * torch.arange(SEQ_LENGTH + 1) + noise) % VOCAB
+
+
+def train(case: Case) -> Result:
+    """Train as one rank of the default group, or alone."""
+    own = config(case)
+    mesh = _mesh(own)
+    stage = Stage(own, VOCAB, mesh)
+    engine = NativeEngine(stage, own, own.train.precision)
+    differing = _differing(engine, own)
+    schedule, data = LrSchedule.of(own), samples()
+    updates = []
+    for step in range(case.steps):
+        indices = _micro_batches(own, mesh, step)
+        seeds = [micro_batch_seed(own.seed, micro_batch[0]) for micro_batch in indices]
+        engine.forward_backward(_read(data, indices), seeds)
+        updates.append(engine.update(schedule.at(step + 1), own.optim.weight_decay))
+    indices = _micro_batches(own, mesh, 0)
+    validation = engine.loss_sum(_read(data, indices), [len(each) for each in indices])
+    assert all(update.applied for update in updates)
+    return Result(
+        [update.loss for update in updates], [update.grad_norm for update in updates], float(validation), differing
+    )
+
+
+def train_all(cases: dict[str, Case]) -> dict[str, Result]:
+    """Every case, in one order on all ranks."""
+    results = {}
+    for name, case in cases.items():
+        still_alive()
+        results[name] = train(case)
+    return results
+
+
+def _mesh(own: RunConfig) -> ProcessMesh:
+    if not dist.is_initialized():
+        return ProcessMesh.serial()
+    parallel = own.parallel
+    layout = RankLayout.of_world(
+        dist.get_world_size(),
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+    )
+    return ProcessMesh.build(layout)
+
+
+def _micro_batches(own: RunConfig, mesh: ProcessMesh, step: int) -> list[list[int]]:
+    """Samples of each of this rank's micro batches, in Megatron's order."""
+    size, replicas = own.train.micro_batch_size, mesh.data_parallel
+    count = own.train.global_batch_size // (size * replicas.size)
+    start = step * own.train.global_batch_size
+    return [micro_batch_indices(start, index, size, replicas.rank, replicas.size) for index in range(count)]
+
+
+def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:
+    return (data[each] for each in indices)
+
+
+def _differing(engine: NativeEngine, own: RunConfig) -> list[str]:
+    """Names of this rank's initial weights that are not a part of the serial model's, bit for bit."""
+    serial = dict(Stage(own, VOCAB, ProcessMesh.serial()).named_parameters)
+    found = []
+    for name, tensor in engine.tensors().items():
+        if not name.startswith("model."):
+            continue
+        whole = serial[name.removeprefix("model.")].detach()
+        pieces = [((0,) * tensor.dim(), tensor)] if isinstance(tensor, Tensor) else tensor.pieces.items()
+        for offsets, part in pieces:
+            place = tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))
+            if not torch.equal(whole[place], part):
+                found.append(name)
+    return found

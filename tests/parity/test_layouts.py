@@ -1,0 +1,116 @@
+"""Losses and gradient norms of 20 optimizer steps in every layout against the serial run.
+
+Weights are not compared: gradients that are zero in theory become Adam steps of rounding noise.
+"""
+
+import pytest
+
+from tests._dist import run_distributed
+from tests.parity._training import Case, Result, train, train_all
+
+TP2 = {"tensor_model_parallel_size": 2}
+TP4 = {"tensor_model_parallel_size": 4}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP4 = {"pipeline_model_parallel_size": 4}
+SP = {"sequence_parallel": True}
+INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
+GPIPE = {"pipeline_schedule": "gpipe"}
+ZERO1 = {"use_distributed_optimizer": True}
+GQA = {"num_query_groups": 2}
+SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-3}
+SMALL = {"num_layers": 2}
+M4 = {"micro_batch_size": 2}
+"""Four micro batches."""
+M8 = {"micro_batch_size": 1}
+FP16 = {"loss_scale": {"initial": 1024.0}}
+
+TWO_RANKS = {
+    "tp2": Case(TP2),
+    "tp2 sp": Case(TP2 | SP),
+    "tp2 sp, one sample at a time": Case(TP2 | SP, {"micro_batch_size": 1}),
+    "tp2 gqa": Case(TP2, model=GQA),
+    "tp2, label smoothing and z-loss": Case(TP2, SMOOTH),
+    "pp2": Case(PP2, M4),
+    "pp2 gpipe": Case(PP2 | GPIPE, M4),
+    "pp2 interleaved": Case(PP2 | INTERLEAVED, M4),
+    "pp2 uneven": Case(PP2 | {"pipeline_partition": [3, 1]}),
+    "dp2": Case(),
+    "dp2 distributed optimizer": Case(ZERO1),
+    "dp2 distributed optimizer, small buckets": Case(ZERO1 | {"grad_reduce_bucket_mb": 0.05}),
+    "tp2 bf16": Case(TP2, {"precision": "bf16"}, SMALL),
+    "pp2 bf16": Case(PP2, {"precision": "bf16"}, SMALL),
+    "dp2 distributed optimizer bf16": Case(ZERO1, {"precision": "bf16"}, SMALL),
+    "tp2 sp fp16": Case(TP2 | SP, {"precision": "fp16"}, SMALL, FP16),
+    "pp2 fp16": Case(PP2, {"precision": "fp16"}, SMALL, FP16),
+    "dp2 distributed optimizer fp16": Case(ZERO1, {"precision": "fp16"}, SMALL, FP16),
+}
+FOUR_RANKS = {
+    "tp4": Case(TP4),
+    "tp4 sp": Case(TP4 | SP),
+    "tp4, fewer key-value heads than ranks": Case(TP4, model=GQA),
+    "tp4 sp, fewer key-value heads than ranks": Case(TP4 | SP, model=GQA),
+    "pp4": Case(PP4, M8),
+    "tp2 pp2": Case(TP2 | PP2, M4),
+    "tp2 pp2, full recomputation": Case(TP2 | PP2, {"recompute": "full"}),
+    "tp2 pp2, selective recomputation": Case(TP2 | PP2, {"recompute": "selective"}),
+    "tp2 pp2 sp interleaved, recomputation of one layer": Case(
+        TP2 | PP2 | SP | INTERLEAVED, {"recompute": "full", "recompute_num_layers": 1}
+    ),
+    "dp2 pp2 interleaved, distributed optimizer": Case(PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}),
+    "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1),
+    "dp4": Case(train=M4),
+    "tp2 pp2 sp bf16": Case(TP2 | PP2 | SP, {"precision": "bf16"}, SMALL),
+    "tp2 pp2 sp fp16": Case(TP2 | PP2 | SP, {"precision": "fp16"}, SMALL, FP16),
+}
+TOLERANCES = {"fp32": (1e-5, 1e-5), "bf16": (5e-4, 2e-2), "fp16": (1e-4, 2e-3)}
+"""Relative, of losses and of gradient norms: sums in another order are rounded to 2^-8 or 2^-11 elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Result]]:
+    return run_distributed(2, train_all, TWO_RANKS, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, Result]]:
+    return run_distributed(4, train_all, FOUR_RANKS, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[str, Result]:
+    return {}
+
+
+def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+    key = repr((case.model, case.optim, case.train.get("precision"), case.train.get("z_loss")))
+    if key not in serial:
+        kept = {name: value for name, value in case.train.items() if not name.startswith("recompute")}
+        serial[key] = train(Case(train=kept, model=case.model, optim=case.optim))
+    expected = serial[key]
+    loss_tolerance, norm_tolerance = TOLERANCES[case.train.get("precision", "fp32")]
+    assert expected.losses[-1] < expected.losses[0]
+    for rank in ranks:
+        result = rank[name]
+        assert result.differing == []
+        assert result.losses == pytest.approx(expected.losses, rel=loss_tolerance)
+        assert result.grad_norms == pytest.approx(expected.grad_norms, rel=norm_tolerance)
+    assert sum_over_layout(case, [rank[name].validation for rank in ranks]) == pytest.approx(
+        expected.validation, rel=loss_tolerance
+    )
+    assert all(rank[name].losses == ranks[0][name].losses for rank in ranks)
+    assert all(rank[name].grad_norms == ranks[0][name].grad_norms for rank in ranks)
+
+
+def sum_over_layout(case: Case, validations: list[float]) -> float:
+    """Each replica scores its samples, on its last stage, on every tensor-parallel rank alike."""
+    return sum(validations) / case.parallel.get("tensor_model_parallel_size", 1)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks(name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+    compare(TWO_RANKS[name], name, two_ranks, serial)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks(name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+    compare(FOUR_RANKS[name], name, four_ranks, serial)

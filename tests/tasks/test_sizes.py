@@ -1,0 +1,54 @@
+"""How many samples a run reads, and which ranks a job gets."""
+
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import Artifact
+from megacore.config import RunConfig
+from megacore.errors import ParallelLayoutError
+from megacore.plan.hardware import Hardware
+from tasks.index import wanted_samples
+from tasks.train import job_of, make_job, training_counts
+from tests.tasks.conftest import make_config
+
+RAMP = {"start": 1, "increment": 1, "samples": 10}
+
+
+def test_the_samples_of_a_run_are_those_of_its_batches(run_directory: Path) -> None:
+    config, ramp = make_config(), make_config(rampup_batch_size=RAMP)
+    assert wanted_samples(config) == (200, 20, None)
+    assert wanted_samples(ramp) == (190, 20, None)
+    assert training_counts(run_directory, config)["tokens"] == 200 * 16
+    assert training_counts(run_directory, ramp)["tokens"] == 190 * 16
+
+
+def artifact(tmp_path: Path, **counts: int) -> Artifact:
+    return Artifact(stage="tokenize", key="ab" * 8, path=str(tmp_path), digest="f" * 64, counts=counts)
+
+
+def test_training_is_refused_on_ranks_that_cannot_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(cores=4, memory=2**33)))
+    config = divided()
+    inputs = (artifact(tmp_path), artifact(tmp_path, vocab_size=510, eod_id=0), artifact(tmp_path))
+    assert make_job(config, tmp_path, *inputs).ranks == 2
+    odd = (artifact(tmp_path), artifact(tmp_path, vocab_size=511, eod_id=0), artifact(tmp_path))
+    with pytest.raises(ParallelLayoutError, match="padded vocabulary of 511 entries is not a multiple"):
+        make_job(config, tmp_path, *odd)
+
+
+def test_a_job_for_one_rank_never_looks_at_the_layout(tmp_path: Path) -> None:
+    tokenizer = artifact(tmp_path, vocab_size=511, eod_id=0)
+    job = job_of(divided(), tmp_path, artifact(tmp_path), tokenizer, artifact(tmp_path), ranks=1, threads=3)
+    assert (job.ranks, job.threads_per_rank, job.vocab_size) == (1, 3, 511)
+
+
+def divided() -> RunConfig:
+    """Two ranks share each layer; the vocabulary is not padded."""
+    config = make_config()
+    changes = {
+        "parallel": config.parallel.model_copy(update={"tensor_model_parallel_size": 2}),
+        "model": config.model.model_copy(update={"make_vocab_size_divisible_by": 1}),
+        "launch": config.launch.model_copy(update={"nproc_per_node": "auto"}),
+    }
+    return config.model_copy(update=changes)

@@ -1,0 +1,89 @@
+"""Whole runs in other layouts: resumed in the same one bit for bit, in another one with the same course."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config.run import RunConfig
+from tests._dist import run_distributed, still_alive
+from tests.train import _runs
+from tests.train.test_loop import assert_same_run
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2, "pipeline_partition": "uniform"},
+    "dp2": {"use_distributed_optimizer": True, "grad_reduce_bucket_mb": 0.01},
+}
+ITERATIONS = 6
+
+
+def until(train_iters: int, parallel: dict[str, Any], **model: float) -> RunConfig:
+    train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 100}
+    ranks = 2 if parallel else 1
+    return _runs.config(
+        model=model, train=train, checkpoint={"save_interval": 3}, parallel=parallel, launch={"nproc_per_node": ranks}
+    )
+
+
+def resumed_and_whole(data: Path, root: Path) -> None:
+    """Each layout with dropout: 3 iterations and 3 more beside 6 in one go."""
+    for name, layout in LAYOUTS.items():
+        still_alive()
+        _runs.train(until(6, layout, **DROPOUT), data, root / name / "whole")
+        _runs.train(until(3, layout, **DROPOUT), data, root / name / "resumed")
+        _runs.train(until(6, layout, **DROPOUT), data, root / name / "resumed", attempt=2)
+    still_alive()
+    for number, name in enumerate(("tp2", "pp2", "dp2"), 1):
+        # The same run goes on in one layout after the other, two iterations in each.
+        _runs.train(until(2 * number, LAYOUTS[name]), data, root / "changing", attempt=number)
+        still_alive()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    _runs.write_data(directory, _runs.config())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("layouts")
+    run_distributed(2, resumed_and_whole, data, root)
+    return root
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resuming_in_the_same_layout_is_bit_identical(name: str, runs: Path) -> None:
+    assert_same_run(runs / name / "whole", runs / name / "resumed", ITERATIONS)
+
+
+@pytest.mark.parametrize("name", ["pp2", "dp2"])
+def test_dropout_does_not_depend_on_stages_and_replicas(name: str, runs: Path, data: Path, tmp_path: Path) -> None:
+    _runs.train(until(ITERATIONS, {}, **DROPOUT), data, tmp_path)
+    serial, parallel = _runs.losses(tmp_path), _runs.losses(runs / name / "whole")
+    assert list(serial) == [1, 2, 3, 4, 5, 6]
+    assert [parallel[i] for i in serial] == pytest.approx(list(serial.values()), rel=1e-5)
+
+
+def test_a_run_may_change_its_layout_whenever_it_resumes(runs: Path, data: Path, tmp_path: Path) -> None:
+    starts = _runs.events(runs / "changing", "start")
+    assert [event["resumed_from"] for event in starts] == [None, 2, 4]
+    assert len({event["parameters"] for event in starts}) == 1
+    serial = tmp_path / "serial"
+    _runs.train(until(ITERATIONS, {}), data, serial)
+    expected = _runs.losses(serial)
+    assert list(_runs.losses(runs / "changing").values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    validation = [_runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)]
+    assert validation[0] == pytest.approx(validation[1], rel=1e-5)
+
+
+def test_what_two_ranks_wrote_one_rank_goes_on_with(runs: Path, data: Path, tmp_path: Path) -> None:
+    import shutil
+
+    for name in LAYOUTS:
+        shutil.copytree(runs / name / "whole", tmp_path / name)
+        _runs.train(until(ITERATIONS + 1, {}), data, tmp_path / name, attempt=2)
+        assert _runs.events(tmp_path / name, "start")[-1]["resumed_from"] == ITERATIONS
