@@ -48,7 +48,7 @@ format: $(STAMP)  ## Rewrite the code in the project's format
 
 types: $(STAMP)  ## Check types: strictly in megacore
 	$(PY) -m mypy --strict megacore
-	$(PY) -m mypy tasks flows scripts
+	$(PY) -m mypy tasks flows scripts benchmarks
 
 docs: $(STAMP)  ## Build the documentation into site/
 	$(PY) -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[docs]"

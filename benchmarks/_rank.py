@@ -1,0 +1,118 @@
+"""One rank of one variant: waits for `run N` on standard input, makes N steps, and tells of them as a line of JSON."""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks._variants import SAMPLES, SEQ_LENGTH, VARIANTS, VOCAB_SIZE, Variant
+from megacore.config.run import RunConfig
+from megacore.engine.native import NativeEngine
+from megacore.models.stage import Stage
+from megacore.observe.timers import Timers
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+
+Step = Callable[[], object]
+
+
+def tokens() -> Tensor:
+    """One global batch of ids, [8, s + 1]."""
+    return torch.randint(VOCAB_SIZE, (SAMPLES, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Timers) -> Step:
+    """A step of our engine."""
+    parallel = config.parallel
+    layout = RankLayout.of_world(
+        variant.ranks,
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+    )
+    mesh = ProcessMesh.build(layout, timers=timers) if variant.ranks > 1 else ProcessMesh(timers=timers)
+    engine = NativeEngine(Stage(config, VOCAB_SIZE, mesh), config, precision)
+    replicas = mesh.data_parallel
+    batches = tokens().split(variant.micro_batch_size)[replicas.rank :: replicas.size]
+
+    def step() -> object:
+        engine.forward_backward(iter(batches), list(range(len(batches))))
+        return engine.update(1e-4, 0.01)
+
+    return step
+
+
+def torch_ddp(variant: Variant, config: RunConfig) -> Step:
+    """A step of torch's DistributedDataParallel over the same model in fp32, with torch's fused AdamW."""
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.utils import clip_grad_norm_
+    from torch.optim import AdamW
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Stage(config, VOCAB_SIZE, ProcessMesh.serial()).chunks[0]
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.model.loss(batch[:, :-1], batch[:, 1:]).mean()
+
+    wrapped = DistributedDataParallel(Loss())
+    optimizer = AdamW(wrapped.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    batch = tokens().split(variant.micro_batch_size)[dist.get_rank()]
+
+    def step() -> object:
+        optimizer.zero_grad(set_to_none=True)
+        loss = wrapped(batch)
+        loss.backward()
+        norm = clip_grad_norm_(wrapped.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.detach()), float(norm)
+
+    return step
+
+
+def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
+    """Seconds of each step, milliseconds per step by phase, and the most memory that this process had."""
+    seconds = []
+    timers.take(1)
+    for _ in range(steps):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": statistics.median(seconds), "phases": timers.take(steps), "memory_mb": memory}
+
+
+def main(name: str, precision: str) -> None:
+    """Answer every command with one line, on the first rank, until standard input ends."""
+    variant = VARIANTS[name]
+    torch.set_num_threads(variant.threads)
+    torch.set_flush_denormal(True)
+    if variant.ranks > 1:
+        dist.init_process_group("gloo")
+    timers = Timers(torch.device("cpu"))
+    config = variant.config(precision)
+    step = torch_ddp(variant, config) if variant.torch_ddp else own_engine(variant, config, precision, timers)
+    for line in sys.stdin:
+        result = measure(step, int(line.split()[1]), timers)
+        results: list[Any] = [result]
+        if variant.ranks > 1:
+            results = [None] * variant.ranks
+            dist.all_gather_object(results, result)
+        if int(os.environ.get("RANK", "0")) == 0:
+            sys.stdout.write(json.dumps(results) + "\n")
+            sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

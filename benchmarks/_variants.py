@@ -1,0 +1,71 @@
+"""What `benchmarks/step.py` compares: ways to make the same optimizer step."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.config.load import parse_config
+from megacore.config.run import RunConfig
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+SEQ_LENGTH = 256
+VOCAB_SIZE = 8192
+SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One layout of one step of 8 samples."""
+
+    ranks: int
+    threads: int
+    micro_batch_size: int
+    """Micro batches are free to choose: a pipeline takes many small ones."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    torch_ddp: bool = False
+    """Whether torch's DistributedDataParallel and AdamW train the same model, instead of our engine."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, precision: str) -> RunConfig:
+        """The run that this variant makes steps of."""
+        values = {
+            "name": "benchmark",
+            "data": {
+                "source": {"kind": "source_tree"},
+                "tokenizer": {"kind": "train-bpe", "vocab_size": VOCAB_SIZE},
+                "seq_length": SEQ_LENGTH,
+            },
+            "model": MODEL,
+            "optim": {"lr": 1e-4, "clip_grad": 1.0, "weight_decay": 0.01},
+            "train": {
+                "micro_batch_size": self.micro_batch_size,
+                "global_batch_size": SAMPLES,
+                "train_iters": 1_000_000,
+                "precision": precision,
+            },
+            "checkpoint": {"save_interval": 1_000_000},
+            "parallel": self.parallel,
+            "launch": {"nproc_per_node": self.ranks, "threads_per_rank": self.threads},
+        }
+        return parse_config(values, origin="benchmarks/step.py")
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+REFERENCE = "serial"
+VARIANTS = {
+    REFERENCE: Variant(1, 2, 8),
+    "serial, 1 thread": Variant(1, 1, 8),
+    "tp2": Variant(2, 1, 8, TP2),
+    "tp2 sp": Variant(2, 1, 8, TP2 | {"sequence_parallel": True}),
+    "pp2": Variant(2, 1, 1, PP2),
+    "pp2 interleaved": Variant(2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
+    "dp2": Variant(2, 1, 4),
+    "dp2 distributed optimizer": Variant(2, 1, 4, {"use_distributed_optimizer": True}),
+    "torch ddp": Variant(2, 1, 4, torch_ddp=True),
+}
