@@ -95,6 +95,19 @@ def test_only_fp16_can_recover_from_a_gradient_that_is_not_finite(precision: str
     assert (update.applied, update.fatal) == (False, fatal)
 
 
+def test_fp16_gives_up_after_some_iterations_at_the_minimum_scale() -> None:
+    scaling = {"initial": 2.0, "minimum": 1.0, "hysteresis": 1, "patience": 3}
+    own = engine("fp16", _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": scaling}))
+    weight(own, NORM)[0] = float("nan")
+    own._optimizer.write_back()
+    outcomes = []
+    for _ in range(4):
+        own.forward_backward(iter(TOKENS), range(len(TOKENS)))
+        update = own.update(1e-2, 0.1)
+        outcomes.append((own.loss_scale, update.applied, update.fatal))
+    assert outcomes == [(1.0, False, False), (1.0, False, False), (1.0, False, False), (1.0, False, True)]
+
+
 def test_evaluation_has_no_dropout_and_no_gradient() -> None:
     own = engine("fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5}))
     first, second = (own.loss_sum(iter(TOKENS), [2, 2, 2, 2]) for _ in range(2))

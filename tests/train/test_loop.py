@@ -102,6 +102,21 @@ def test_accumulated_micro_batches_equal_one_large_batch(data: Path, tmp_path: P
     assert list(small.values()) == pytest.approx(list(large.values()), rel=1e-5)
 
 
+def test_a_ramp_up_grows_the_batch_and_resumes_within_it(data: Path, tmp_path: Path) -> None:
+    def run(train_iters: int, directory: str, attempt: int = 1) -> None:
+        rampup = {"start": 2, "increment": 2, "samples": 18}
+        train = _runs.config().train.model_dump() | {"train_iters": train_iters, "rampup_batch_size": rampup}
+        _runs.train(_runs.config(train=train), data, tmp_path / directory, attempt)
+
+    run(8, "whole")
+    steps = _runs.events(tmp_path / "whole", "step")
+    assert [step["global_batch_size"] for step in steps] == [2, 2, 2, 4, 4, 6, 8, 8]
+    assert [step["consumed_samples"] for step in steps] == [2, 4, 6, 10, 14, 20, 28, 36]
+    run(4, "resumed")
+    run(8, "resumed", attempt=2)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", 8)
+
+
 def test_the_model_learns(data: Path, tmp_path: Path) -> None:
     train = _runs.config().train.model_dump() | {"train_iters": 20, "eval_interval": 100}
     _runs.train(_runs.config(train=train, checkpoint={"save_interval": 20}), data, tmp_path)
