@@ -4,14 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
-from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.models.layers.embedding import Embedding
 from megacore.models.layers.transformer import Transformer
 from megacore.parallel.mesh import ALONE, ParallelGroup
 from megacore.tensor_parallel import column_parallel, vocab_parallel_cross_entropy
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
-from megacore.tokenizer import padded_vocab_size
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """The table of tokens, which is the weight of the output layer too."""
@@ -136,14 +134,3 @@ class GPTModel(nn.Module):
         """[b, s, h] -> [b, s, v/t]."""
         table = self.embedding.word_embeddings.weight
         return column_parallel(hidden, [(table, None)], self.tp, self.sequence_parallel)[0]
-
-
-def parameter_count(config: RunConfig, vocab_size: int) -> int:
-    """Parameters of the whole model, the vocabulary's padding included, without building it."""
-    model = config.model
-    hidden, ffn, groups = model.hidden_size, model.ffn_size, model.query_groups * model.head_dim
-    layernorm = 2 * hidden
-    attention = (hidden + 2 * groups) * (hidden + 1) + (hidden * hidden + hidden)
-    mlp = (hidden * ffn + ffn) + (ffn * hidden + hidden)
-    embeddings = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by) + config.max_position_embeddings
-    return embeddings * hidden + model.num_layers * (2 * layernorm + attention + mlp) + layernorm

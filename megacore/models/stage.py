@@ -9,11 +9,12 @@ from torch.autograd.graph import GradientEdge
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.models.build import build_model
-from megacore.models.gpt import GPTModel, parameter_count
+from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.executor import Executor
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.pipeline_parallel.schedules import Pass, Pipeline, build_schedule, forward_only
+from megacore.plan.memory import parameter_count
 from megacore.tensor_parallel import Partition, partitions
 
 
