@@ -3,6 +3,7 @@
 Each is the identity for a group of one. `sequence_parallel` has those along the sequence.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from megacore.parallel.collectives import all_gather, all_reduce, all_reduce_, reduce_scatter
 from megacore.parallel.mesh import ParallelGroup
+
+Collective = Callable[[Tensor, ParallelGroup, int], Tensor]
+"""Of a tensor over the ranks of a group along one dimension."""
 
 
 def copy_to_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
@@ -27,7 +31,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
 
 def gather_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
     """Parts along the last dimension to the replicated whole: [..., k/t] -> [..., k]; backward takes the own part."""
-    return x if tp.size == 1 else _apply(_Join, x, tp, -1)
+    return x if tp.size == 1 else _apply(_Conjugates, x, tp, -1, all_gather, _part)
 
 
 def gather_within_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
@@ -40,17 +44,17 @@ def gather_within_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor
 
 def all_gather_summed(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
     """All-gather along `dim`, backward reduce-scatter."""
-    return x if tp.size == 1 else _apply(_AllGather, x, tp, dim)
+    return x if tp.size == 1 else _apply(_Conjugates, x, tp, dim, all_gather, reduce_scatter)
 
 
 def reduce_scattered(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
     """Reduce-scatter along `dim`, backward all-gather."""
-    return x if tp.size == 1 else _apply(_ReduceScatter, x, tp, dim)
+    return x if tp.size == 1 else _apply(_Conjugates, x, tp, dim, reduce_scatter, all_gather)
 
 
 def own_part(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
     """This rank's part of a replicated whole along `dim`, backward all-gather."""
-    return x if tp.size == 1 else _apply(_Split, x, tp, dim)
+    return x if tp.size == 1 else _apply(_Conjugates, x, tp, dim, _part, all_gather)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -80,45 +84,20 @@ class _Reduce(torch.autograd.Function):
         return grads[0], None
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
-        ctx.tp, ctx.dim = tp, dim
-        return x.chunk(tp.size, dim)[tp.rank].clone(memory_format=torch.contiguous_format)
+class _Conjugates(torch.autograd.Function):
+    """One communication along a dimension forward, its conjugate backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grads[0], ctx.tp, ctx.dim), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
-        ctx.tp, ctx.dim = tp, dim
-        return all_gather(x, tp, dim)
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int, there: Collective, back: Collective) -> Tensor:
+        ctx.tp, ctx.dim, ctx.back = tp, dim, back
+        return there(x, tp, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].chunk(ctx.tp.size, ctx.dim)[ctx.tp.rank], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        grad: Tensor = ctx.back(grads[0], ctx.tp, ctx.dim)
+        return grad, None, None, None, None
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
-        ctx.tp, ctx.dim = tp, dim
-        return all_gather(x, tp, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grads[0], ctx.tp, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
-        ctx.tp, ctx.dim = tp, dim
-        return reduce_scatter(x, tp, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grads[0], ctx.tp, ctx.dim), None, None
+def _part(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
+    """This rank's part along `dim`, as a tensor of its own."""
+    return x.chunk(tp.size, dim)[tp.rank].clone(memory_format=torch.contiguous_format)
