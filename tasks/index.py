@@ -23,10 +23,10 @@ def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
     data = config.data
     prefix = tokens_prefix(tokens.directory)
     parameters = {
-        "split": data.split,
+        "split": data.split_weights,
         "seq_length": data.seq_length,
         "seed": config.seed,
-        "plan": index_plan(prefix, data.split, data.seq_length, wanted_samples(config)),
+        "plan": index_plan(prefix, data.split_weights, data.seq_length, wanted_samples(config)),
     }
     return StageKey.of("index", VERSION, parameters, tokens=tokens)
 
@@ -40,7 +40,7 @@ def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
         return build_index_maps(
             tokens_prefix(tokens.directory),
             directory,
-            split=config.data.split,
+            split=config.data.split_weights,
             seq_length=config.data.seq_length,
             seed=config.seed,
             samples=wanted_samples(config),

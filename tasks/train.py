@@ -39,7 +39,7 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
     parameters = {
         "seed": config.seed,
         "family": config.family,
-        "split": config.data.split,
+        "split": config.data.split_weights,
         "seq_length": config.data.seq_length,
         "model": key_parameters(config.model),
         "optim": key_parameters(config.optim),

@@ -49,11 +49,11 @@ def key_parameters(section: BaseModel) -> dict[str, Any]:
     for name in type(section).model_fields:
         if not is_keyed(type(section), name):
             continue
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            parameters[name] = key_parameters(value)
-        elif isinstance(value, tuple):
-            parameters[name] = list(value)
-        else:
-            parameters[name] = value
+        parameters[name] = _plain(getattr(section, name))
     return parameters
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return key_parameters(value)
+    return [_plain(element) for element in value] if isinstance(value, tuple) else value

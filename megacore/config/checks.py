@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from megacore.config.data import DataConfig
 from megacore.config.layouts import check_layout
 from megacore.config.model import ModelConfig
 from megacore.config.optim import OptimConfig
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def check_sections(config: "RunConfig") -> None:
     """Raise ValueError for the first combination of values that cannot work."""
-    check_split(config.data.split)
+    _check_data(config.data)
     _check_model(config.model, config.data.seq_length)
     _check_rampup(config.train)
     _check_recompute(config.train)
@@ -23,6 +24,43 @@ def check_sections(config: "RunConfig") -> None:
     _check_weight_decay(config.optim)
     ranks = config.launch.nproc_per_node
     check_layout(config, ranks if isinstance(ranks, int) else None)
+
+
+def _check_data(data: DataConfig) -> None:
+    given = [f"data.{name}" for name in ("source", "blend", "split_blends") if getattr(data, name) is not None]
+    if not given:
+        raise ValueError("data.source is missing: give it a value, or give data.blend or data.split_blends instead")
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
+    if data.split_blends is None:
+        check_split(data.split_weights)
+    elif data.split is not None:
+        raise ValueError(
+            f"data.split is {data.split!r} but data.split_blends says what each split holds: remove one of them"
+        )
+    if data.packing != "packed":
+        _check_packing(data)
+    if data.dask_address is not None and data.shard_runner != "dask":
+        raise ValueError(
+            f"data.dask_address is {data.dask_address} but data.shard_runner is {data.shard_runner}: set it to dask, "
+            "or remove the address"
+        )
+    if data.keep_newlines and not data.split_sentences:
+        raise ValueError("data.keep_newlines is true but data.split_sentences is false: set both, or neither")
+
+
+def _check_packing(data: DataConfig) -> None:
+    """Whole documents to a sample exclude what cuts them."""
+    for name, value, default in (
+        ("index_style", data.index_style, "megatron"),
+        ("split_sentences", data.split_sentences, False),
+        ("drop_last_partial", data.drop_last_partial, True),
+    ):
+        if value != default:
+            raise ValueError(
+                f"data.packing is {data.packing} but data.{name} is {value}, which is for samples cut from documents "
+                "end to end: set one of them to its default"
+            )
 
 
 def check_split(split: str) -> None:

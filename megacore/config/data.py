@@ -1,113 +1,96 @@
-"""Where documents come from, how they become tokens, and how tokens become samples."""
+"""From documents to samples."""
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from megacore.config.base import Section, keyed, unkeyed
+from megacore.config.source import Source, SplitBlends, WeightedSource
+from megacore.config.tokenizer import TokenizerChoice
+
+DEFAULT_SPLIT = "969,30,1"
 
 
-class SourceTreeSource(Section):
-    """The text files below a directory."""
+class FimConfig(Section):
+    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): parts of documents change places."""
 
-    kind: Literal["source_tree"] = keyed()
-    """Which source this is."""
-    path: str | None = keyed(None)
-    """The directory; null means the running Python's standard library."""
-    pattern: str = keyed("*.py")
-    """Glob that a file's name must match."""
-
-
-class JsonlSource(Section):
-    """Local JSON Lines files, one document per line."""
-
-    kind: Literal["jsonl"] = keyed()
-    """Which source this is."""
-    files: tuple[str, ...] = keyed(min_length=1)
-    """Paths or globs, taken in this order."""
-    key: str = keyed("text")
-    """The field of each line that holds the document."""
-
-
-class HubSource(Section):
-    """A parquet data set of the Hugging Face hub (or a local copy of one), read by `datasets`."""
-
-    kind: Literal["hub"] = keyed()
-    """Which source this is."""
-    dataset: str = keyed(min_length=1)
-    """Name on the hub, or a local directory of parquet files."""
-    config: str | None = keyed(None)
-    """Configuration name of the data set."""
-    split: str = keyed("train")
-    """Split of the data set to read."""
-    revision: str | None = keyed(None)
-    """Commit, tag or branch; pin a commit to make the corpus reproducible."""
-    key: str = keyed("text")
-    """The column that holds the document."""
-
-
-class PrefixSource(Section):
-    """Ready-made token files PREFIX.bin and PREFIX.idx, as Megatron-LM writes them."""
-
-    kind: Literal["prefix"] = keyed()
-    """Which source this is."""
-    prefix: str = keyed(min_length=1)
-    """Path without .bin/.idx."""
-
-
-Source = Annotated[SourceTreeSource | JsonlSource | HubSource | PrefixSource, Field(discriminator="kind")]
-
-
-class TrainBpeTokenizer(Section):
-    """A byte-level BPE trained on the corpus itself."""
-
-    kind: Literal["train-bpe"] = keyed()
-    """Which tokenizer this is."""
-    vocab_size: int = keyed(8192, gt=256)
-    """Entries of the vocabulary, <|endoftext|> included."""
-
-
-class Gpt2BpeTokenizer(Section):
-    """GPT-2's byte-level BPE from its two files."""
-
-    kind: Literal["gpt2-bpe"] = keyed()
-    """Which tokenizer this is."""
-    vocab_file: str = keyed(min_length=1)
-    """Path of vocab.json; its content, not its name, is part of the key."""
-    merge_file: str = keyed(min_length=1)
-    """Path of merges.txt; its content, not its name, is part of the key."""
-
-
-class HfTokenizer(Section):
-    """A `tokenizer.json`, from a file or from the Hugging Face hub."""
-
-    kind: Literal["hf"] = keyed()
-    """Which tokenizer this is."""
-    name: str = keyed(min_length=1)
-    """Path of a tokenizer.json (or of its directory), or a repository name on the hub."""
-    revision: str | None = keyed(None)
-    """Commit, tag or branch on the hub."""
-    eod_token: str = keyed("<|endoftext|>")
-    """The token that ends a document; it must be in the vocabulary."""
-
-
-TokenizerChoice = Annotated[TrainBpeTokenizer | Gpt2BpeTokenizer | HfTokenizer, Field(discriminator="kind")]
+    rate: float = keyed(0.5, gt=0, le=1)
+    """Probability that a document is rearranged."""
+    spm_rate: float = keyed(0.5, ge=0, le=1)
+    """Probability that a rearranged document has the suffix first, instead of the prefix."""
+    prefix_token: str = keyed("<fim_prefix>")
+    """Stands before the prefix; like the next two it must be in the vocabulary."""
+    middle_token: str = keyed("<fim_middle>")
+    """Stands before the middle."""
+    suffix_token: str = keyed("<fim_suffix>")
+    """Stands before the suffix."""
 
 
 class DataConfig(Section):
-    """From documents to samples."""
+    """From documents to samples. One of `source`, `blend` and `split_blends` says where the documents come from."""
 
-    source: Source = keyed()
-    """Where the documents come from."""
+    source: Source | None = keyed(None)
+    """A single source."""
+    blend: tuple[WeightedSource, ...] | None = keyed(None, min_length=1)
+    """Several sources with weights; each is divided by `split`."""
+    split_blends: SplitBlends | None = keyed(None)
+    """Sources for each split by itself."""
     tokenizer: TokenizerChoice = keyed()
     """How text becomes tokens."""
-    split: str = keyed("969,30,1")
-    """Weights of the train, validation and test split, by sequences; they need not add up to anything."""
+    split: str | None = keyed(None)
+    """Weights of the train, validation and test split; null means 969,30,1, or no division with `split_blends`."""
     seq_length: int = keyed(gt=0)
     """Tokens per sample (s)."""
     append_eod: bool = keyed(True)
     """Whether <|endoftext|> is added after each document."""
     shuffle_documents: bool = keyed(True)
-    """Whether documents are permuted by the seed before they are tokenized: splits are contiguous."""
+    """Whether documents are permuted by the seed once they are tokenized: splits are contiguous."""
+    on_bad_line: Literal["stop", "skip"] = keyed("stop")
+    """What a line does that holds no document (blank, not JSON, without the key): end the stage, or be counted."""
+    split_sentences: bool = keyed(False)
+    """Whether each sentence becomes a sequence of its own, as BERT's sentence pairs need."""
+    keep_newlines: bool = keyed(False)
+    """Whether sentences keep the line breaks between them."""
+    sentence_splitter: Literal["punkt", "rules"] = keyed("punkt")
+    """nltk's Punkt model of `language`, downloaded once, or plain rules that need no download."""
+    language: str = keyed("english", pattern=r"^[a-z_]+$")
+    """Whose Punkt model divides sentences."""
+    packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed("packed")
+    """Samples cut from documents end to end; of whole documents as long as they fit; or of one document each."""
+    index_style: Literal["megatron", "neox"] = keyed("megatron")
+    """Whose order of samples: GPT-NeoX has no separate final epoch, so that a run of it can be continued."""
+    add_extra_token: bool = keyed(True)
+    """Whether a sample reads one token beyond seq_length as its last label."""
+    drop_last_partial: bool = keyed(True)
+    """Whether the validation and test split lose the last sample when it is shorter than the others."""
+    reset_position_ids: bool = keyed(False)
+    """Whether positions count from 0 again after each <|endoftext|>."""
+    reset_attention_mask: bool = keyed(False)
+    """Whether a token sees only its own document."""
+    eod_mask_loss: bool = keyed(False)
+    """Whether what follows an <|endoftext|> is not learnt."""
+    fim: FimConfig | None = keyed(None)
+    """Fill-in-the-middle of the training split; null leaves documents as they are."""
     workers: int | None = unkeyed(None, gt=0)
-    """Threads that tokenize; null means one per core."""
+    """Threads that tokenize one shard; null means one per core."""
+    shard_mb: int | None = unkeyed(None, gt=0)
+    """Cut a corpus beyond this many MB into shards of about this size, each a task of its own; null cuts nothing."""
+    shard_runner: Literal["threads", "processes", "dask"] = unkeyed("threads")
+    """Where the tasks of the shards run: in threads or processes of this machine, or on a Dask cluster."""
+    shard_workers: int = unkeyed(2, gt=0)
+    """Shards at a time on this machine."""
+    dask_address: str | None = unkeyed(None)
+    """Scheduler of the Dask cluster, as in tcp://host:8786; null starts one of shard_workers on this machine."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Every source once, in the order in which it is first named."""
+        if self.source is not None:
+            return (self.source,)
+        members = self.blend or ()
+        if self.split_blends is not None:
+            members = (*self.split_blends.train, *self.split_blends.valid, *self.split_blends.test)
+        return tuple(dict.fromkeys(member.source for member in members))
+
+    @property
+    def split_weights(self) -> str:
+        """The weights of the splits, resolved."""
+        return self.split or DEFAULT_SPLIT

@@ -127,8 +127,8 @@ _ADVICE = {
     "string_type": "give text",
 }
 """What to do about a wrong type; other kinds of error say it themselves."""
-_UNIONS = {("data", "source"), ("data", "tokenizer")}
-"""Behind these keys pydantic names the alternative that it tried."""
+_UNIONS = {"source", "tokenizer"}
+"""Behind these keys of `data` pydantic names the alternative that it tried."""
 _WHOLE: dict[tuple[str | int, ...], str] = {
     ("launch", "nproc_per_node"): "an integer above 0 or auto",
     ("parallel", "pipeline_partition"): "balanced, uniform or a list of integers, as in [3, 3]",
@@ -140,7 +140,9 @@ def _location(item: Any) -> tuple[str | int, ...]:
     location: tuple[str | int, ...] = item["loc"]
     if location[:2] in _WHOLE:
         return location[:2]
-    return location[:2] + location[3:] if location[:2] in _UNIONS else location
+    if location[:1] != ("data",):
+        return location
+    return tuple(part for before, part in zip((None, *location), location, strict=False) if before not in _UNIONS)
 
 
 def _key(item: Any) -> str:
@@ -151,6 +153,8 @@ def _fields_at(location: tuple[str | int, ...]) -> list[str]:
     """The names a section takes; of every alternative where the section is a union."""
     candidates: list[type[BaseModel]] = [RunConfig]
     for part in location:
+        if isinstance(part, int):  # an element of a list has the names of its type
+            continue
         candidates = [
             model
             for section in candidates

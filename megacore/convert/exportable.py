@@ -26,9 +26,10 @@ def exportable(config: RunConfig) -> None:
             f"{model.num_attention_heads} and {EXPORTED_AS[config.family]} has no grouped-query attention: "
             "remove model.num_query_groups, or train by megacore.launch.pretrain, which exports nothing"
         )
-    if parse_split(config.data.split)[1] == 0:
+    if parse_split(config.data.split_weights)[1] == 0:
         raise ConfigError(
-            f"data.split {config.data.split!r} leaves no validation samples on which the export can be compared: "
+            f"data.split {config.data.split_weights!r} leaves no validation samples on which the export can be "
+            "compared: "
             f"give its second weight a value above 0"
         )
     if config.data.seq_length < 2:

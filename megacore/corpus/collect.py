@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.config.data import HubSource, JsonlSource, PrefixSource, Source, SourceTreeSource
+from megacore.config.source import HubSource, JsonlSource, PrefixSource, Source, SourceTreeSource
 from megacore.corpus import hub, jsonl, prefix, source_tree
 from megacore.errors import DataFormatError
 

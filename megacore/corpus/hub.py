@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacore.config.data import HubSource
+from megacore.config.source import HubSource
 from megacore.corpus.documents import CorpusWriter, SourceFile
 from megacore.errors import DataFormatError, DownloadError
 

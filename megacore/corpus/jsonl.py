@@ -4,7 +4,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from megacore.config.data import JsonlSource
+from megacore.config.source import JsonlSource
 from megacore.corpus.documents import JsonlDocuments, SourceFile, write_sources
 from megacore.errors import DataFormatError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.manifest import file_digest
-from megacore.config.data import PrefixSource
+from megacore.config.source import PrefixSource
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import canonical_json
-from megacore.config.data import SourceTreeSource
+from megacore.config.source import SourceTreeSource
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError
 

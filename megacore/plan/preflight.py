@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.config.data import HfTokenizer, TrainBpeTokenizer
 from megacore.config.run import RunConfig
+from megacore.config.tokenizer import HfTokenizer, TrainBpeTokenizer
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megacore.artifact.manifest import file_digest
-from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TokenizerChoice, TrainBpeTokenizer
+from megacore.config.tokenizer import Gpt2BpeTokenizer, HfTokenizer, TokenizerChoice, TrainBpeTokenizer
 from megacore.corpus.documents import open_documents
 from megacore.errors import DataFormatError, DownloadError
 from megacore.tokenizer.load import TOKENIZER_NAME, Tokenizer, read_backend

@@ -78,7 +78,7 @@ class Scorer:
     def unigram(self) -> dict[str, float]:
         """Perplexity of the train split's token frequencies on the very tokens that `score` predicts, by split."""
         job = self._job
-        model = UnigramModel(job.tokens_prefix, job.config.data.split, job.vocab_size)
+        model = UnigramModel(job.tokens_prefix, job.config.data.split_weights, job.vocab_size)
         return {
             name: model.perplexity(np.concatenate([dataset.gather(ids)[:, 1:] for ids in self._batches(dataset)]))
             for name, dataset in self._splits.items()
@@ -116,13 +116,13 @@ def _one_epoch(job: EvaluateJob, name: str) -> GPTDataset:
     """
     config = job.config
     tokens = IndexedDataset(job.tokens_prefix)
-    first, last = split_ranges(config.data.split, len(tokens))[name]
+    first, last = split_ranges(config.data.split_weights, len(tokens))[name]
     seq_length = config.data.seq_length
     plan = plan_epochs(max(1, tokens.count_tokens(first, last)), seq_length, None)
     if plan.samples == 0:
         raise DataFormatError(
             f"the {name} split of {job.tokens_prefix} has {tokens.count_tokens(first, last)} tokens and one sample "
-            f"takes {seq_length} + 1: give it more of data.split (now {config.data.split})"
+            f"takes {seq_length} + 1: give it more of data.split (now {config.data.split_weights})"
         )
     dataset = GPTDataset(job.tokens_prefix, job.index_directory, name, seq_length)
     if len(dataset) == plan.samples:

@@ -82,7 +82,7 @@ def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
     build_index_maps(
         prefix,
         folders["index"],
-        split=config.data.split,
+        split=config.data.split_weights,
         seq_length=config.data.seq_length,
         seed=1,
         samples=(None, None, None),

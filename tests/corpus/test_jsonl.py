@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.data import JsonlSource
+from megacore.config.source import JsonlSource
 from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.documents import open_documents, read_sources
 from megacore.errors import DataFormatError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
+from megacore.config.tokenizer import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, DownloadError
 from megacore.tokenizer import load_tokenizer, padded_vocab_size

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.config.data import PrefixSource, TrainBpeTokenizer
+from megacore.config.source import PrefixSource
+from megacore.config.tokenizer import TrainBpeTokenizer
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.indexed_dataset import IndexedDataset

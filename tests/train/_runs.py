@@ -72,7 +72,7 @@ def write_data(directory: Path, run: RunConfig) -> Path:
     build_index_maps(
         prefix,
         directory / "index",
-        split=run.data.split,
+        split=run.data.split_weights,
         seq_length=run.data.seq_length,
         seed=run.seed,
         samples=(SAMPLES, 8, None),

@@ -42,7 +42,7 @@ def test_error_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
         [sys.executable, "-c", program, "runs", "--workspace", str(tmp_path / "typo")],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert result.returncode == WorkspaceError.exit_code
     assert result.stderr == f"error: workspace {tmp_path / 'typo'} is no directory: correct --workspace\n"

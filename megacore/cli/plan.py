@@ -1,0 +1,35 @@
+"""`megacore plan`: how a configuration is divided over ranks."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def plan(
+    conf: Annotated[str, typer.Argument(help="name in conf/, or path of a YAML file")],
+    override: Annotated[
+        list[str] | None, typer.Option("--override", "-o", help="key=value, as in parallel.pipeline_schedule=gpipe")
+    ] = None,
+    draw: Annotated[Path | None, typer.Option(help="write the schedule as a picture: FILE.svg or FILE.png")] = None,
+) -> None:
+    """Show how a configuration divides its model over stages, with memory and bubble, or draw its schedule."""
+    from megacore.config import load_config
+    from megacore.config.load import parse_overrides
+    from megacore.plan import draw as pictures
+    from megacore.plan.hardware import Hardware
+    from megacore.plan.pipeline import plan_pipeline
+    from megacore.plan.preflight import expected_vocab_size
+
+    if draw is not None:
+        pictures.check_drawable(draw)
+    config = load_config(conf, parse_overrides(override or []))
+    planned = plan_pipeline(config, expected_vocab_size(config), Hardware.detect())
+    if draw is not None:
+        pictures.draw(planned.timeline, draw, planned.name)
+        Console().print(f"wrote {draw}", soft_wrap=True)
+        return
+    Console().print(planned.summary(), soft_wrap=True)
+    Console(width=None if sys.stdout.isatty() else 200).print(planned.table())

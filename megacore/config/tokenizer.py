@@ -1,0 +1,68 @@
+"""How text becomes tokens."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megacore.config.base import Section, keyed
+
+
+class TrainBpeTokenizer(Section):
+    """A byte-level BPE trained on the corpus itself."""
+
+    kind: Literal["train-bpe"] = keyed()
+    """Which tokenizer this is."""
+    vocab_size: int = keyed(8192, gt=256)
+    """Entries of the vocabulary, special tokens included."""
+    special_tokens: tuple[str, ...] = keyed(())
+    """Tokens beside <|endoftext|> that text is never divided into, as those of fill-in-the-middle."""
+
+
+class Gpt2BpeTokenizer(Section):
+    """GPT-2's byte-level BPE from its two files."""
+
+    kind: Literal["gpt2-bpe"] = keyed()
+    """Which tokenizer this is."""
+    vocab_file: str = keyed(min_length=1)
+    """Path of vocab.json; its content, not its name, is part of the key."""
+    merge_file: str = keyed(min_length=1)
+    """Path of merges.txt; its content, not its name, is part of the key."""
+
+
+class BertWordPieceTokenizer(Section):
+    """BERT's WordPiece from its vocabulary."""
+
+    kind: Literal["bert-wordpiece"] = keyed()
+    """Which tokenizer this is."""
+    vocab_file: str = keyed(min_length=1)
+    """Path of vocab.txt; its content, not its name, is part of the key."""
+    lower_case: bool = keyed(True)
+    """Whether text is lower-cased and stripped of accents, as for the uncased vocabularies."""
+
+
+class SentencePieceTokenizer(Section):
+    """A SentencePiece model."""
+
+    kind: Literal["sentencepiece"] = keyed()
+    """Which tokenizer this is."""
+    model_file: str = keyed(min_length=1)
+    """Path of the .model; its content, not its name, is part of the key."""
+
+
+class HfTokenizer(Section):
+    """A `tokenizer.json`, from a file or from the Hugging Face hub."""
+
+    kind: Literal["hf"] = keyed()
+    """Which tokenizer this is."""
+    name: str = keyed(min_length=1)
+    """Path of a tokenizer.json (or of its directory), or a repository name on the hub."""
+    revision: str | None = keyed(None)
+    """Commit, tag or branch on the hub."""
+    eod_token: str = keyed("<|endoftext|>")
+    """The token that ends a document; it must be in the vocabulary."""
+
+
+TokenizerChoice = Annotated[
+    TrainBpeTokenizer | Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer,
+    Field(discriminator="kind"),
+]
