@@ -21,7 +21,7 @@ def plan(
     from megacore.plan import draw as pictures
     from megacore.plan.hardware import Hardware
     from megacore.plan.pipeline import plan_pipeline
-    from megacore.plan.preflight import expected_vocab_size
+    from megacore.plan.vocabulary import expected_vocab_size
 
     if draw is not None:
         pictures.check_drawable(draw)

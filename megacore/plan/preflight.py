@@ -1,11 +1,8 @@
 """Can this configuration run on this machine, and what will it cost: said before anything starts."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from megacore.config.run import RunConfig
-from megacore.config.tokenizer import HfTokenizer, TrainBpeTokenizer
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
@@ -13,13 +10,12 @@ from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, estimate_memory, parameter_count
 from megacore.plan.throughput import assumed_flops_per_second, training_days
+from megacore.plan.vocabulary import is_on_the_hub
 
-__all__ = ["Gpu", "Hardware", "Report", "expected_vocab_size", "preflight", "resolve_launch"]
+__all__ = ["Gpu", "Hardware", "Report", "preflight", "resolve_launch"]
 
 CPU_DAYS_LIMIT = 7.0
 """A run that is expected to take longer on CPUs was meant for GPUs, unless launch.allow_cpu says otherwise."""
-HUB_VOCAB_SIZE = 50_257
-"""Entries assumed for a tokenizer that is still to be downloaded: GPT-2's."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     suffice, or when CPUs would need more than CPU_DAYS_LIMIT days; `launch.allow_cpu: true` permits fp16 and any time
     on CPUs.
     """
-    known = not _is_on_the_hub(config.data.tokenizer)
+    known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
@@ -107,48 +103,6 @@ def resolve_launch(config: RunConfig, hardware: Hardware, vocab_size: int | None
         )
     layout_of(config, ranks, vocab_size)
     return ranks, launch.threads_per_rank or max(1, hardware.cores // ranks)
-
-
-def expected_vocab_size(config: RunConfig) -> int:
-    """Entries of the vocabulary as far as they can be known before the tokenizer stage ran.
-
-    A tokenizer that is on the hub counts as GPT-2's. Raises ConfigError for a vocabulary file that is missing or
-    damaged.
-    """
-    choice = config.data.tokenizer
-    if isinstance(choice, TrainBpeTokenizer):
-        return choice.vocab_size
-    if isinstance(choice, HfTokenizer):
-        return HUB_VOCAB_SIZE if _is_on_the_hub(choice) else _entries(_local_file(choice), "data.tokenizer.name")
-    if not Path(choice.merge_file).is_file():
-        raise ConfigError(f"data.tokenizer.merge_file: {choice.merge_file} is no file: correct the path")
-    return _entries(Path(choice.vocab_file), "data.tokenizer.vocab_file")
-
-
-def _is_on_the_hub(choice: object) -> bool:
-    """Whether a tokenizer is still to be downloaded."""
-    return isinstance(choice, HfTokenizer) and not _local_file(choice).is_file()
-
-
-def _local_file(choice: HfTokenizer) -> Path:
-    path = Path(choice.name)
-    return path / "tokenizer.json" if path.is_dir() else path
-
-
-def _entries(file: Path, setting: str) -> int:
-    """Entries in a vocab.json or a tokenizer.json."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path") from error
-    if not isinstance(content, dict) or not content:
-        raise ConfigError(f"{setting}: {file} holds no vocabulary: give a vocab.json or tokenizer.json")
-    if "model" in content and isinstance(content["model"], dict):
-        added = {token["content"] for token in content.get("added_tokens") or []}
-        vocabulary = content["model"].get("vocab") or {}
-        names = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
-        return len(names | added)
-    return len(content)
 
 
 def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:

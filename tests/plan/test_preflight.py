@@ -1,5 +1,4 @@
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError, ParallelLayoutError
-from megacore.plan.preflight import Gpu, Hardware, expected_vocab_size, preflight, resolve_launch
+from megacore.plan.preflight import Gpu, Hardware, preflight, resolve_launch
 
 GIB = 2**30
 CPU = Hardware(8, 64 * GIB, cpu_flags=frozenset({"avx2"}))
@@ -139,25 +138,6 @@ def test_tensorboard_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"tensorboard is not installed.*\.\[tensorboard\]"):
         preflight(conf("gpt2-tiny", tracking__tensorboard=True), 8192, CPU)
     preflight(conf("gpt2-tiny"), 8192, CPU)
-
-
-def test_vocabulary_size_from_files(tmp_path: Path) -> None:
-    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
-    choice = {"kind": "gpt2-bpe", "vocab_file": str(vocab), "merge_file": str(merges)}
-    config = load_config("gpt2-tiny", {"data.tokenizer": choice})
-    with pytest.raises(ConfigError, match=r"data\.tokenizer\.merge_file.*merges\.txt is no file"):
-        expected_vocab_size(config)
-    merges.write_text("#version: 0.2\n")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_file.*vocab\.json cannot be read"):
-        expected_vocab_size(config)
-    vocab.write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
-    assert expected_vocab_size(config) == 3
-    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<|endoftext|>"}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    local = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path)}})
-    assert expected_vocab_size(local) == 3
-    assert expected_vocab_size(conf("gpt2-tiny")) == 8192
-    assert expected_vocab_size(conf("gpt2-345m")) == 50_257
 
 
 def test_detects_this_machine_without_torch() -> None:

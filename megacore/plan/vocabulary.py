@@ -1,0 +1,84 @@
+"""How large a vocabulary will be: known before the tokenizer stage ran, since the model's size depends on it."""
+
+import json
+from pathlib import Path
+
+from megacore.config.run import RunConfig
+from megacore.config.tokenizer import (
+    BertWordPieceTokenizer,
+    Gpt2BpeTokenizer,
+    HfTokenizer,
+    SentencePieceTokenizer,
+    TokenizerChoice,
+    TrainBpeTokenizer,
+)
+from megacore.errors import ConfigError
+
+HUB_VOCAB_SIZE = 50_257
+"""What a tokenizer that is still on the hub counts as: GPT-2's entries."""
+
+
+def expected_vocab_size(config: RunConfig) -> int:
+    """Entries of the vocabulary as far as they can be known before the tokenizer stage ran.
+
+    A tokenizer that is on the hub counts as GPT-2's. Raises ConfigError for a vocabulary file that is missing or
+    damaged.
+    """
+    match config.data.tokenizer:
+        case TrainBpeTokenizer() as choice:
+            return choice.vocab_size
+        case HfTokenizer() as choice:
+            return HUB_VOCAB_SIZE if is_on_the_hub(choice) else _entries(_local_file(choice), "data.tokenizer.name")
+        case Gpt2BpeTokenizer() as choice:
+            if not Path(choice.merge_file).is_file():
+                raise ConfigError(f"data.tokenizer.merge_file: {choice.merge_file} is no file: correct the path")
+            return _entries(Path(choice.vocab_file), "data.tokenizer.vocab_file")
+        case BertWordPieceTokenizer() as choice:
+            return _lines(Path(choice.vocab_file), "data.tokenizer.vocab_file")
+        case SentencePieceTokenizer() as choice:
+            return _pieces(Path(choice.model_file), "data.tokenizer.model_file")
+
+
+def is_on_the_hub(choice: TokenizerChoice) -> bool:
+    """Whether a tokenizer is still to be downloaded."""
+    return isinstance(choice, HfTokenizer) and not _local_file(choice).is_file()
+
+
+def _lines(file: Path, setting: str) -> int:
+    """Entries in a vocab.txt."""
+    try:
+        with file.open(encoding="utf-8", newline="\n") as lines:
+            return sum(1 for _ in lines)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path") from error
+
+
+def _pieces(file: Path, setting: str) -> int:
+    """Entries in a SentencePiece model."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return int(SentencePieceProcessor(model_proto=file.read_bytes()).get_piece_size())
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{setting}: the model {file} cannot be read ({error}): correct the path") from error
+
+
+def _local_file(choice: HfTokenizer) -> Path:
+    path = Path(choice.name)
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def _entries(file: Path, setting: str) -> int:
+    """Entries in a vocab.json or a tokenizer.json."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path") from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(f"{setting}: {file} holds no vocabulary: give a vocab.json or tokenizer.json")
+    if "model" in content and isinstance(content["model"], dict):
+        added = {token["content"] for token in content.get("added_tokens") or []}
+        vocabulary = content["model"].get("vocab") or {}
+        names = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+        return len(names | added)
+    return len(content)

@@ -1,0 +1,54 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from megacore.config import load_config
+from megacore.errors import ConfigError
+from megacore.plan.vocabulary import expected_vocab_size
+
+
+def test_vocabulary_size_from_files(tmp_path: Path) -> None:
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    choice = {"kind": "gpt2-bpe", "vocab_file": str(vocab), "merge_file": str(merges)}
+    config = load_config("gpt2-tiny", {"data.tokenizer": choice})
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.merge_file.*merges\.txt is no file"):
+        expected_vocab_size(config)
+    merges.write_text("#version: 0.2\n")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_file.*vocab\.json cannot be read"):
+        expected_vocab_size(config)
+    vocab.write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
+    assert expected_vocab_size(config) == 3
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<|endoftext|>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    local = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path)}})
+    assert expected_vocab_size(local) == 3
+    assert expected_vocab_size(load_config("gpt2-tiny")) == 8192
+    assert expected_vocab_size(load_config("gpt2-345m")) == 50_257
+
+
+def test_word_piece_has_an_entry_per_line(tmp_path: Path) -> None:
+    vocab = tmp_path / "vocab.txt"
+    config = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "bert-wordpiece", "vocab_file": str(vocab)}})
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_file: the vocabulary .*vocab\.txt cannot be read"):
+        expected_vocab_size(config)
+    vocab.write_text("[PAD]\n[SEP]\na\u2028b\n", encoding="utf-8")
+    assert expected_vocab_size(config) == 3
+
+
+def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
+    model = tmp_path / "m.model"
+    config = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "sentencepiece", "model_file": str(model)}})
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.model_file: the model .*m\.model cannot be read"):
+        expected_vocab_size(config)
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "a dog ate the cat"] * 20),
+        model_writer=written,
+        vocab_size=16,
+        minloglevel=2,
+    )
+    model.write_bytes(written.getvalue())
+    assert expected_vocab_size(config) == 16
