@@ -1,15 +1,26 @@
 """The first stage: a source becomes a corpus directory.
 
 A corpus directory holds either `corpus.jsonl`, one {"text", "source"} object per line in a stable order, or
-`sources.json`, which names files that stay where they are (JSON Lines files, or a pair of token files).
+`sources.json`, which names files that stay where they are (JSON Lines, parquet, or a pair of token files) or that were
+downloaded into the directory itself.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.config.source import HubSource, JsonlSource, PrefixSource, Source, SourceTreeSource
-from megacore.corpus import hub, jsonl, prefix, source_tree
+from megacore.artifact.workspace import DOWNLOADS
+from megacore.config.source import (
+    HttpSource,
+    HubSource,
+    JsonlSource,
+    ParquetSource,
+    PrefixSource,
+    Source,
+    SourceTreeSource,
+)
+from megacore.corpus import hub, jsonl, prefix, remote, source_tree
+from megacore.corpus.fetch import shown
 from megacore.errors import DataFormatError
 
 VERSION = 1
@@ -21,8 +32,10 @@ def fingerprint(source: Source) -> dict[str, Any]:
     match source:
         case SourceTreeSource():
             return source_tree.fingerprint(source)
-        case JsonlSource():
+        case JsonlSource() | ParquetSource():
             return jsonl.fingerprint(source)
+        case HttpSource():
+            return remote.fingerprint(source)
         case HubSource():
             return hub.fingerprint(source)
         case PrefixSource():
@@ -32,10 +45,11 @@ def fingerprint(source: Source) -> dict[str, Any]:
 def collect(source: Source, directory: Path, *, cache_directory: Path | None = None) -> dict[str, int]:
     """Fill the empty `directory` with the corpus; returns counts: documents, files, skipped_files, bytes.
 
-    Downloads are cached in `cache_directory` (default: `.huggingface` beside `directory`). Raises DataFormatError
-    for a source that is missing, empty or malformed, DownloadError when the hub cannot be reached, WorkspaceError.
+    Downloads are cached in `cache_directory` (default: `.huggingface` for the hub and `.downloads` for web servers,
+    beside `directory`), which outlives a failed attempt. Raises DataFormatError for a source that is missing, empty or
+    malformed, DownloadError when a server cannot be reached, WorkspaceError.
     """
-    counts = _collector(source, cache_directory or directory.parent / ".huggingface")(directory)
+    counts = _collector(source, cache_directory, directory.parent)(directory)
     if not counts["documents"]:
         raise DataFormatError(
             f"the corpus is empty: {_describe(source)} has no document "
@@ -44,14 +58,18 @@ def collect(source: Source, directory: Path, *, cache_directory: Path | None = N
     return counts
 
 
-def _collector(source: Source, cache_directory: Path) -> Callable[[Path], dict[str, int]]:
+def _collector(source: Source, cache_directory: Path | None, beside: Path) -> Callable[[Path], dict[str, int]]:
     match source:
         case SourceTreeSource():
             return lambda directory: source_tree.collect(source, directory)
-        case JsonlSource():
+        case JsonlSource() | ParquetSource():
             return lambda directory: jsonl.collect(source, directory)
+        case HttpSource():
+            downloads = cache_directory or beside / DOWNLOADS
+            return lambda directory: remote.collect(source, directory, downloads)
         case HubSource():
-            return lambda directory: hub.collect(source, directory, cache_directory)
+            hub_cache = cache_directory or beside / ".huggingface"
+            return lambda directory: hub.collect(source, directory, hub_cache)
         case PrefixSource():
             return lambda directory: prefix.collect(source, directory)
 
@@ -60,8 +78,10 @@ def _describe(source: Source) -> str:
     match source:
         case SourceTreeSource():
             return f"{source_tree.root_of(source)} with pattern {source.pattern}"
-        case JsonlSource():
+        case JsonlSource() | ParquetSource():
             return ", ".join(source.files)
+        case HttpSource():
+            return ", ".join(shown(file.url) for file in source.files)
         case HubSource():
             return f"{source.dataset} split {source.split}"
         case PrefixSource():

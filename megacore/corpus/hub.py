@@ -1,5 +1,6 @@
-"""A data set of the Hugging Face hub, or a local directory of parquet files, streamed by `datasets`."""
+"""A data set of the Hugging Face hub, or a local directory of parquet files, read by `datasets`."""
 
+import errno
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megacore.artifact.files import workspace_errors
 from megacore.config.source import HubSource
 from megacore.corpus.documents import CorpusWriter, SourceFile
 from megacore.errors import DataFormatError, DownloadError
@@ -34,7 +36,8 @@ def fingerprint(source: HubSource) -> dict[str, Any]:
 def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, int]:
     """Write every row's text as a document, in the data set's order; memory does not grow with its size.
 
-    The count of files is 0: rows are streamed, whatever files they come from.
+    The count of files is 0: rows are read, whatever files they come from. Unless they are streamed, all files are
+    downloaded into `cache_directory` before, where an attempt that broke off left what it had.
 
     Raises DataFormatError for a data set, split or column that does not exist, DownloadError for a lost connection.
     """
@@ -70,15 +73,17 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
 
     lost: tuple[type[Exception], ...] = (HfHubHTTPError, *_broken_connections())
     try:
-        with _hub_cache(cache_directory / "hub"):
-            return datasets.load_dataset(
+        with _hub_cache(cache_directory / "hub"), _disk_errors(cache_directory):
+            rows = datasets.load_dataset(
                 source.dataset,
                 source.config,
                 split=source.split,
                 revision=source.revision,
-                streaming=True,
+                streaming=source.streaming,
                 cache_dir=str(cache_directory / "datasets"),
             )
+        # Of rows on the disk only what is asked for is decoded; a wrong key is refused at the first of them.
+        return rows.select_columns([source.key]) if not source.streaming and source.key in rows.column_names else rows
     except lost as error:
         raise DownloadError(
             f"{_name(source)} cannot be loaded: {_sentence(error)}: check the network, or give a local directory of "
@@ -102,6 +107,21 @@ def _hub_cache(directory: Path) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_CACHE = before
+
+
+@contextmanager
+def _disk_errors(directory: Path) -> Iterator[None]:
+    """Raise WorkspaceError for a disk that takes no more, which `datasets` hides in an error of its own."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                with workspace_errors(directory):
+                    raise cause from error
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def _text(source: HubSource, row: dict[str, Any], number: int) -> str:

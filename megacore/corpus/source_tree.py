@@ -53,7 +53,10 @@ def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
 
 
 def list_files(root: Path, pattern: str) -> list[str]:
-    """Paths relative to `root` of the regular files whose name matches `pattern`, sorted.
+    """Paths relative to `root` of the regular files that match `pattern`, sorted.
+
+    A pattern without a slash is one for the file's name, anywhere. Else it is one for the relative path, in which `*`
+    stays within a folder and `**` is any number of folders.
 
     Raises DataFormatError when `root` is not a readable directory.
     """
@@ -66,12 +69,25 @@ def _walk(root: Path, pattern: str) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise DataFormatError(f"{error.filename} cannot be listed: {error.strerror}: make it readable") from error
 
+    parts = tuple(pattern.split("/"))
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         for name in names:
             path = Path(folder, name)
-            if fnmatchcase(name, pattern) and _is_regular(path):
-                yield path.relative_to(root).as_posix()
+            below = path.relative_to(root)
+            if _matches(below.parts if len(parts) > 1 else (name,), parts) and _is_regular(path):
+                yield below.as_posix()
+
+
+def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
+    if not patterns:
+        return not names
+    first, rest = patterns[0], patterns[1:]
+    if first == "**" and rest:
+        return any(_matches(names[start:], rest) for start in range(len(names)))
+    if first == "**":
+        return bool(names)
+    return bool(names) and fnmatchcase(names[0], first) and _matches(names[1:], rest)
 
 
 def _is_regular(path: Path) -> bool:

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,7 +9,7 @@ import pytest
 
 from megacore.config.source import HubSource
 from megacore.corpus.collect import collect, fingerprint
-from megacore.errors import DataFormatError, DownloadError
+from megacore.errors import DataFormatError, DownloadError, WorkspaceError
 
 
 @pytest.fixture
@@ -21,28 +23,32 @@ def dataset(tmp_path: Path) -> Path:
     return folder
 
 
-def source(dataset: Path, **values: str) -> HubSource:
+def source(dataset: Path, **values: str | bool) -> HubSource:
     return HubSource.model_validate({"kind": "hub", "dataset": str(dataset), **values})
 
 
-def test_rows_of_local_parquet_become_documents(dataset: Path, tmp_path: Path) -> None:
-    counts = collect(source(dataset), tmp_path / "out")
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rows_of_local_parquet_become_documents(dataset: Path, tmp_path: Path, streaming: bool) -> None:
+    counts = collect(source(dataset, streaming=streaming), tmp_path / "out")
     assert counts == {"documents": 4, "files": 0, "skipped_files": 0, "bytes": 15}
     lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["eins", "zwei", "", "größe"]
 
 
+@pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"key": "body"}, "has no column 'body', only number, text"),
         ({"key": "number"}, "row 0 of .* has a int in column 'number'"),
-        ({"split": "test"}, "cannot be loaded: Bad split: test"),
+        ({"split": "test"}, r"cannot be loaded: (Bad split: test|Unknown split \"test\")"),
     ],
 )
-def test_wrong_split_or_column_is_named(dataset: Path, tmp_path: Path, values: dict, message: str) -> None:
+def test_wrong_split_or_column_is_named(
+    dataset: Path, tmp_path: Path, values: dict, message: str, streaming: bool
+) -> None:
     with pytest.raises(DataFormatError, match=message):
-        collect(source(dataset, **values), tmp_path / "out")
+        collect(source(dataset, streaming=streaming, **values), tmp_path / "out")
 
 
 def test_missing_directory_is_refused(tmp_path: Path) -> None:
@@ -77,3 +83,24 @@ def test_fingerprint_of_a_local_copy_follows_its_files(dataset: Path) -> None:
     (dataset / "train-00001.parquet").unlink()
     assert fingerprint(source(dataset)) != before
     assert fingerprint(source(dataset, revision="abc"))["revision"] == "abc"
+
+
+def test_whether_rows_are_streamed_is_no_part_of_the_identity(dataset: Path) -> None:
+    assert fingerprint(source(dataset, streaming=False)) == fingerprint(source(dataset))
+
+
+def test_full_disk_is_told_from_a_damaged_data_set(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    def full(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    with pytest.raises(WorkspaceError, match=r"cannot write .*\.huggingface: No space left on device: free some space"):
+        collect(source(dataset, streaming=False), tmp_path / "out")

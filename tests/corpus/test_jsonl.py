@@ -1,11 +1,18 @@
+import gzip
+import os
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from megacore.config.source import JsonlSource
+from megacore.corpus.blocks import iterate_texts, read_blocks
 from megacore.corpus.collect import collect, fingerprint
-from megacore.corpus.documents import open_documents, read_sources
+from megacore.corpus.documents import read_sources
+from megacore.corpus.jsonl import count_documents
+from megacore.corpus.segments import jsonl_segments, segments
 from megacore.errors import DataFormatError
+from tests.corpus._files import write_form
 
 
 def source(*files: Path | str, key: str = "text") -> JsonlSource:
@@ -27,7 +34,7 @@ def test_files_are_referred_to_in_the_given_order(files: Path, tmp_path: Path) -
     given = source(files / "b.jsonl", files / "[ac].jsonl")
     assert collect(given, tmp_path / "out") == {"documents": 3, "files": 3, "skipped_files": 0, "bytes": 60}
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sources.json"]
-    assert list(open_documents(tmp_path / "out")) == ["one", "two\n", "three"]
+    assert list(iterate_texts(tmp_path / "out")) == ["one", "two\n", "three"]
 
 
 def test_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
@@ -39,7 +46,7 @@ def test_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_pa
         file.write("\n")
     assert fingerprint(given) != before
     with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
-        open_documents(tmp_path / "out")
+        segments(tmp_path / "out")
 
 
 def test_missing_file_empty_glob_and_empty_corpus_are_refused(files: Path, tmp_path: Path) -> None:
@@ -68,7 +75,7 @@ def test_bad_line_is_named(files: Path, tmp_path: Path, line: str, message: str)
     (files / "x.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n{{"text": "fine"}}\n')
     assert collect(source(files / "b.jsonl", files / "x.jsonl"), tmp_path / "out")["documents"] == 5
     with pytest.raises(DataFormatError, match=message):
-        list(open_documents(tmp_path / "out"))
+        list(iterate_texts(tmp_path / "out"))
 
 
 def test_more_files_than_descriptors_can_be_read(tmp_path: Path) -> None:
@@ -76,10 +83,46 @@ def test_more_files_than_descriptors_can_be_read(tmp_path: Path) -> None:
         (tmp_path / f"{number:03}.jsonl").write_text(f'{{"text": "{number}"}}\n')
     (tmp_path / "out").mkdir()
     collect(source(tmp_path / "*.jsonl"), tmp_path / "out")
-    assert list(open_documents(tmp_path / "out")) == [str(number) for number in range(300)]
+    assert list(iterate_texts(tmp_path / "out")) == [str(number) for number in range(300)]
 
 
 def test_damaged_sources_file_is_refused(files: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "sources.json").write_text('{"kind": "jsonl", "files": [{}]}')
     with pytest.raises(DataFormatError, match=r"sources\.json is damaged"):
-        open_documents(tmp_path / "out")
+        segments(tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_files_are_counted_and_referred_to(tmp_path: Path, suffix: str) -> None:
+    texts = [f"text {number}" * 100 for number in range(3000)]
+    path = write_form(tmp_path / f"a.jsonl{suffix}", texts)
+    (tmp_path / "out").mkdir()
+    size = path.stat().st_size
+    assert collect(source(path), tmp_path / "out") == {
+        "documents": 3000, "files": 1, "skipped_files": 0, "bytes": size,
+    }  # fmt: skip
+    assert list(iterate_texts(tmp_path / "out")) == texts
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataFormatError, match=rf"a\.jsonl{suffix} ends in the middle of its \w+ data"):
+        collect(source(path), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [(b"\n", 1), (b"a", 1), (b"a\n", 1), (b"a\n\n", 2), (b"a\nb", 2), (b"\xef\xbb\xbf", 0), (b"\xef\xbb\xbfa\r\n", 1)],
+)
+def test_every_line_counts(tmp_path: Path, content: bytes, documents: int) -> None:
+    for suffix, compress in {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}.items():
+        path = tmp_path / f"a.jsonl{suffix}"
+        path.write_bytes(compress(content))
+        assert count_documents(path, "text") == documents
+        blocks = list(read_blocks(jsonl_segments([path], "text"), 1))
+        assert sum(len(part) for block in blocks for part in block.texts()) == documents
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "a.jsonl").chmod(0)
+    with pytest.raises(DataFormatError, match=r"a\.jsonl cannot be read: Permission denied"):
+        collect(source(tmp_path / "a.jsonl"), tmp_path)

@@ -4,7 +4,7 @@ import pytest
 
 from megacore.config.source import PrefixSource
 from megacore.corpus.collect import collect, fingerprint
-from megacore.corpus.documents import open_documents
+from megacore.corpus.segments import segments
 from megacore.errors import DataFormatError
 from tests.data._files import write_tokens
 
@@ -17,14 +17,14 @@ def test_files_are_checked_and_referred_to(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a", [4, 0, 3])
     assert fingerprint(source)["idx_sha256"] != before["idx_sha256"]
     with pytest.raises(DataFormatError, match="has changed since it was collected"):
-        open_documents(tmp_path / "out")
+        segments(tmp_path / "out")
 
 
 def test_there_is_no_text_to_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3])), tmp_path / "out")
     with pytest.raises(DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"):
-        open_documents(tmp_path / "out")
+        segments(tmp_path / "out")
 
 
 @pytest.mark.parametrize("missing", [".bin", ".idx"])

@@ -66,3 +66,33 @@ def test_missing_and_empty_trees_are_refused(tree: Path, tmp_path: Path) -> None
     (tmp_path / "out").mkdir()
     with pytest.raises(DataFormatError, match=r"the corpus is empty: .* with pattern \*\.rs has no document"):
         collect(SourceTreeSource(kind="source_tree", path=str(tree), pattern="*.rs"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.py", ["a/c.py", "a/empty.py", "a/latin.py", "b.py"]),
+        ("*", ["a/c.py", "a/empty.py", "a/latin.py", "a/notes.txt", "b.py"]),
+        ("./*.py", []),
+        ("a/*.py", ["a/c.py", "a/empty.py", "a/latin.py"]),
+        ("a/*", ["a/c.py", "a/empty.py", "a/latin.py", "a/notes.txt"]),
+        ("*/c.py", ["a/c.py"]),
+        ("[!b]/?.py", ["a/c.py"]),
+        ("**/*.py", ["a/c.py", "a/empty.py", "a/latin.py", "b.py"]),
+        ("a/**", ["a/c.py", "a/empty.py", "a/latin.py", "a/notes.txt"]),
+        ("**/a/**/c.*", ["a/c.py"]),
+        ("a/**/b/*.py", []),
+        ("**/site-packages/*.py", []),
+    ],
+)
+def test_pattern_with_a_slash_is_one_for_the_path(tree: Path, pattern: str, names: list[str]) -> None:
+    assert list_files(tree, pattern) == names
+
+
+def test_folders_match_at_any_depth(tmp_path: Path) -> None:
+    for name in ("a/b/c/d.md", "a/d.md", "b/c/d.md", "d.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert list_files(tmp_path, "a/**/*.md") == ["a/b/c/d.md", "a/d.md"]
+    assert list_files(tmp_path, "**/c/*.md") == ["a/b/c/d.md", "b/c/d.md"]
+    assert list_files(tmp_path, "*/*.md") == ["a/d.md"]

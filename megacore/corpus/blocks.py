@@ -1,0 +1,219 @@
+"""Documents of any corpus in blocks of bounded size: one thread reads, others parse."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import orjson
+
+from megacore.corpus import parquet
+from megacore.corpus.documents import parse_document
+from megacore.corpus.formats import BOM, Form, form_of, open_file, pieces, unreadable
+from megacore.corpus.segments import Segment, count_newlines, first_line, segments
+from megacore.errors import DataFormatError
+
+DEFAULT_BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line or row that holds no document."""
+
+    path: str
+    line: int
+    """Its number in the file, from 1."""
+    reason: str
+    """A sentence that begins with file and line, says what is wrong and what to do."""
+    position: int
+    """How many documents of the block precede it."""
+
+
+class Block(ABC):
+    """Consecutive whole documents of one segment."""
+
+    def __init__(self, segment: Segment, size: int) -> None:
+        self.segment = segment
+        self.size = size
+        """Bytes of input: lines as they are in the (decompressed) file, or the texts of rows."""
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self.segment.path
+
+    @abstractmethod
+    def texts(self) -> tuple[list[str], list[BadLine]]:
+        """The texts of the documents in order, and the lines that hold none; any thread may call it."""
+
+
+class LineBlock(Block):
+    """Lines of a JSON Lines file."""
+
+    def __init__(self, segment: Segment, data: bytes, size: int, *, first: Callable[[], int]) -> None:
+        """The first `size` bytes of `data`, which are whole lines; the rest, if any, is part of one line more.
+
+        `first` tells the number of the first line: it is asked for only when a line is bad.
+        """
+        super().__init__(segment, size)
+        self._data = data
+        self._first = first
+
+    def texts(self) -> tuple[list[str], list[BadLine]]:
+        """The texts under the key, and the lines without one."""
+        key, lines = self.segment.key, self._data.split(b"\n")
+        if len(self._data) > self.size or not lines[-1]:
+            lines.pop()
+        try:
+            texts = [orjson.loads(line)[key] for line in lines]
+        except (ValueError, LookupError, TypeError):
+            return self._texts_one_by_one(lines)
+        return (texts, []) if set(map(type, texts)) <= {str} else self._texts_one_by_one(lines)
+
+    def _texts_one_by_one(self, lines: list[bytes]) -> tuple[list[str], list[BadLine]]:
+        texts: list[str] = []
+        bad: list[BadLine] = []
+        for number, line in enumerate(lines, self._first()):
+            try:
+                texts.append(parse_document(line, self.segment.key, f"{self.path}:{number}"))
+            except DataFormatError as error:
+                bad.append(BadLine(self.path, number, str(error), len(texts)))
+        return texts, bad
+
+
+class RowBlock(Block):
+    """Rows of a parquet file."""
+
+    def __init__(self, segment: Segment, column: Any, first_row: int) -> None:
+        """`column` is the arrow array of the texts of consecutive rows, the first of which has this number."""
+        super().__init__(segment, column.nbytes)
+        self._column = column
+        self._first_row = first_row
+
+    def texts(self) -> tuple[list[str], list[BadLine]]:
+        """The texts of the column, and the rows that are null or not UTF-8."""
+        try:
+            texts: list[str | None] = self._column.to_pylist()
+        except UnicodeDecodeError:
+            texts = [None] * len(self._column)
+        if None not in texts:
+            return [text for text in texts if text is not None], []
+        return self._texts_one_by_one()
+
+    def _texts_one_by_one(self) -> tuple[list[str], list[BadLine]]:
+        texts: list[str] = []
+        bad: list[BadLine] = []
+        for number, scalar in enumerate(self._column, self._first_row):
+            try:
+                text = scalar.as_py()
+                problem = f"is null under {self.segment.key!r}" if text is None else ""
+            except UnicodeDecodeError as error:
+                problem = f"is not UTF-8 under {self.segment.key!r} ({error.reason})"
+            if problem:
+                reason = f"{self.path} row {number} {problem}: repair or remove the row"
+                bad.append(BadLine(self.path, number, reason, len(texts)))
+            else:
+                texts.append(text)
+        return texts, bad
+
+
+def read_blocks(segments: Iterable[Segment], block_bytes: int = DEFAULT_BLOCK_BYTES) -> Iterator[Block]:
+    """The documents of the segments in order, in blocks of about `block_bytes` of input each.
+
+    A line longer than that is a block by itself. Memory is that of a block. Raises DataFormatError for a file that
+    is missing, damaged, or changes while it is read; bad lines are found by `Block.texts`.
+    """
+    for segment in segments:
+        form = form_of(segment.path)
+        try:
+            yield from _reader(form)(segment, block_bytes)
+        except OSError as error:
+            raise unreadable(segment.path, error) from error
+
+
+def iterate_texts(directory: Path, *, skip_bad_lines: bool = False) -> Iterator[str]:
+    """Every text of a corpus directory in order; memory is that of a block.
+
+    Raises DataFormatError, with file and line for a bad line unless these are to be skipped.
+    """
+    for block in read_blocks(segments(directory)):
+        texts, bad = block.texts()
+        if bad and not skip_bad_lines:
+            yield from texts[: bad[0].position]
+            raise DataFormatError(bad[0].reason)
+        yield from texts
+
+
+def _reader(form: Form) -> Callable[[Segment, int], Iterator[Block]]:
+    match form:
+        case "plain":
+            return _plain_blocks
+        case "parquet":
+            return _row_blocks
+        case _:
+            return partial(_decompressed_blocks, form)
+
+
+class _LineNumbers:
+    """Numbers of lines by their place in one file, counted only once and only when somebody asks."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._known = (0, 1)
+        self._lock = Lock()
+
+    def at(self, offset: int) -> int:
+        """The number, from 1, of the line that starts at `offset`."""
+        with self._lock:
+            start, line = self._known if self._known[0] <= offset else (0, 1)
+            line += count_newlines(self._path, start, offset)
+            self._known = (offset, line)
+            return line
+
+
+def _plain_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
+    with open_file(segment.path) as file:
+        stop = file.seek(0, 2) if segment.stop is None else segment.stop
+        offset, numbers, length = segment.start, _LineNumbers(segment.path), block_bytes
+        if not offset:
+            file.seek(0)
+            offset = len(BOM) if file.read(len(BOM)) == BOM else 0
+        while offset < stop:
+            length = min(length, stop - offset)
+            file.seek(offset)
+            data = file.read(length)
+            if len(data) < length:
+                raise DataFormatError(f"{segment.path} became shorter while it was read: start again when it is whole")
+            size = length if offset + length == stop else data.rfind(b"\n") + 1
+            if size:
+                # The part of a line beyond `size` is read again with the next block: cheaper than to copy the rest.
+                yield LineBlock(segment, data, size, first=partial(numbers.at, offset))
+                offset, length = offset + size, block_bytes
+            else:
+                length *= 2
+
+
+def _decompressed_blocks(form: Form, segment: Segment, block_bytes: int) -> Iterator[Block]:
+    number, parts, length = 1, [b""], 0
+    for data in pieces(segment.path, form):
+        parts.append(data)
+        length += len(data)
+        if length < block_bytes or b"\n" not in data:
+            continue
+        data = b"".join(parts)
+        size = data.rfind(b"\n") + 1
+        yield LineBlock(segment, data, size, first=partial(int, number))
+        number += data.count(b"\n")
+        parts, length = [data[size:]], len(data) - size
+    if length:
+        yield LineBlock(segment, b"".join(parts), length, first=partial(int, number))
+
+
+def _row_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
+    row = first_line(segment)
+    for column in parquet.read_column(segment.path, segment.key, segment.start, segment.stop, block_bytes):
+        yield RowBlock(segment, column, row)
+        row += len(column)

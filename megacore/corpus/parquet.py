@@ -1,0 +1,93 @@
+"""Local parquet files, a document per row: nothing is copied, the corpus refers to them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megacore.corpus.formats import unreadable
+from megacore.errors import DataFormatError
+
+_BATCH_ROWS = 1024
+
+
+def group_rows(path: str | Path) -> list[int]:
+    """Rows of each row group."""
+    with _open(path) as file:
+        return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+
+def group_sizes(path: str | Path, key: str) -> list[int]:
+    """Bytes that the column `key` takes in each row group, uncompressed. Raises DataFormatError."""
+    with _open(path) as file:
+        _check_column(path, file, key)
+        return [_group_bytes(file, group, key) for group in range(file.num_row_groups)]
+
+
+def check_column(path: str | Path, key: str) -> None:
+    """Raise DataFormatError when the file has no column `key`, or one that is not text."""
+    with _open(path) as file:
+        _check_column(path, file, key)
+
+
+def read_column(path: str | Path, key: str, start: int, stop: int | None, size: int) -> Iterator[Any]:
+    """The column `key` of the row groups start … stop-1 as arrow arrays of about `size` bytes.
+
+    Memory is that of an array and of a page of the file. Raises DataFormatError.
+    """
+    import pyarrow as pa
+
+    with _open(path) as file:
+        _check_column(path, file, key)
+        for group in range(start, file.num_row_groups if stop is None else stop):
+            # Few rows at a time: what they take is known for a group only, and not where values are repeated.
+            rows = file.metadata.row_group(group).num_rows
+            batch = max(1, min(_BATCH_ROWS, size * rows // max(1, _group_bytes(file, group, key))))
+            chunks: list[Any] = []
+            taken = 0
+            for table in file.iter_batches(batch, row_groups=[group], columns=[key], use_threads=False):
+                chunks.append(table.column(0))
+                taken += chunks[-1].nbytes
+                if taken >= size:
+                    yield pa.chunked_array(chunks)
+                    chunks, taken = [], 0
+            if chunks:
+                yield pa.chunked_array(chunks)
+
+
+@contextmanager
+def _open(path: str | Path) -> Iterator[Any]:
+    # Here: pyarrow takes a while to import, and only these files need it.
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        # A buffer makes it read a column as it is needed, instead of a whole row group at once.
+        with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            yield file
+    except pa.ArrowException as error:
+        raise DataFormatError(f"{path} is a damaged parquet file ({error}): fetch the file again") from error
+    except OSError as error:
+        # Arrow reports damaged pages as errors of reading without a number of the operating system.
+        if error.errno is not None:
+            raise unreadable(path, error) from error
+        raise DataFormatError(f"{path} is a damaged parquet file ({error}): fetch the file again") from error
+
+
+def _check_column(path: str | Path, file: Any, key: str) -> None:
+    from pyarrow import types
+
+    schema = file.schema_arrow
+    if key not in schema.names:
+        raise DataFormatError(f"{path} has no column {key!r}, only {', '.join(schema.names)}: set data.source.key")
+    kind = schema.field(key).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise DataFormatError(f"{path} has {kind} in column {key!r} instead of text: set data.source.key")
+
+
+def _group_bytes(file: Any, group: int, key: str) -> int:
+    metadata = file.metadata.row_group(group)
+    columns = [metadata.column(number) for number in range(metadata.num_columns)]
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)

@@ -1,0 +1,137 @@
+"""Files on web servers: downloaded into the corpus itself, which reads them as it reads local files."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from megacore.artifact.files import workspace_errors
+from megacore.config.source import HttpSource, RemoteFile
+from megacore.corpus.documents import SourceFile, write_sources
+from megacore.corpus.fetch import fetch, forget, shown
+from megacore.corpus.jsonl import count_documents
+from megacore.data.indexed_dataset import IndexedDataset
+from megacore.errors import DataFormatError
+
+TEXT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
+"""What files of documents are called; C4 and others call JSON Lines .json."""
+TOKEN_SUFFIXES = (".bin", ".idx")
+"""What a pair of token files is called."""
+_NAME_LENGTH = 60
+"""Characters, of up to four bytes."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A file to download."""
+
+    remote: RemoteFile
+    name: str
+    """In the corpus directory."""
+
+    def in_cache(self, cache_directory: Path) -> Path:
+        """Where it is downloaded: the same for every source that names the address."""
+        address = hashlib.sha256(self.remote.url.encode()).hexdigest()[:16]
+        return cache_directory / address / _name_of(self.remote.url)
+
+
+def fingerprint(source: HttpSource) -> dict[str, Any]:
+    """Addresses, without a password, and digests in order, and the key.
+
+    Without a digest the content may change under the same address. Raises DataFormatError for names of no known form.
+    """
+    _plan(source)
+    return {
+        "kind": source.kind,
+        "key": source.key,
+        "files": [[shown(remote.url), remote.sha256] for remote in source.files],
+    }
+
+
+def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[str, int]:
+    """Download every file, check and count its documents, link it into `directory` and write `sources.json`.
+
+    What has come stays in `cache_directory`, so that neither a failed attempt nor another key fetches it again.
+    Raises DataFormatError, DownloadError, WorkspaceError.
+    """
+    planned = _plan(source)
+    versions = [fetch(plan.remote.url, plan.remote.sha256, plan.in_cache(cache_directory)) for plan in planned]
+    downloads = [{"url": shown(version.url), "sha256": version.sha256} for version in versions]
+    with workspace_errors(directory):
+        for plan in planned:
+            _link(plan.in_cache(cache_directory), directory / plan.name)
+    files = [SourceFile(plan.name, (directory / plan.name).stat().st_size, None) for plan in planned]
+    try:
+        if planned[0].name.endswith(TOKEN_SUFFIXES):
+            prefix = PurePosixPath(planned[0].name).stem
+            dataset = IndexedDataset(directory / prefix)
+            documents = dataset.documents if len(dataset) else 0
+            write_sources(directory, "prefix", files, prefix=prefix, downloads=downloads)
+        else:
+            documents = sum(count_documents(directory / plan.name, source.key) for plan in planned)
+            write_sources(directory, "jsonl", files, key=source.key, downloads=downloads)
+    except DataFormatError:
+        _forget_unproven(planned, cache_directory)
+        raise
+    return {
+        "documents": documents,
+        "files": len(files),
+        "skipped_files": 0,
+        "bytes": sum(file.size for file in files),
+    }
+
+
+def _forget_unproven(planned: Sequence[_Planned], cache_directory: Path) -> None:
+    """Remove damaged files whose right content nobody knows: another attempt may bring it."""
+    for plan in planned:
+        if plan.remote.sha256 is None:
+            forget(plan.in_cache(cache_directory))
+
+
+def _plan(source: HttpSource) -> list[_Planned]:
+    names = [_name_of(remote.url) for remote in source.files]
+    suffixes = [_suffix_of(name) for name in names]
+    if set(suffixes).isdisjoint(TOKEN_SUFFIXES):
+        # Numbered: files of different folders may have the same name, and the order is that of the documents.
+        return [
+            _Planned(remote, f"{number:05}-{name}")
+            for number, (remote, name) in enumerate(zip(source.files, names, strict=True))
+        ]
+    if sorted(suffixes) != sorted(TOKEN_SUFFIXES):
+        raise DataFormatError(
+            f"data.source.files names {', '.join(names)}: token files come as one pair .bin and .idx and with nothing "
+            "else: give others to a source of their own"
+        )
+    stem = PurePosixPath(names[suffixes.index(".bin")]).stem
+    pair = [_Planned(remote, stem + suffix) for remote, suffix in zip(source.files, suffixes, strict=True)]
+    return sorted(pair, key=lambda plan: plan.name)
+
+
+def _name_of(url: str) -> str:
+    try:
+        path = urlsplit(url).path
+    except ValueError as error:
+        raise DataFormatError(f"{shown(url)} is no address ({error}): check data.source.files") from error
+    # The end of a long name: what is put before and after it must fit into a file's name, too.
+    return PurePosixPath(unquote(path)).name[-_NAME_LENGTH:]
+
+
+def _suffix_of(name: str) -> str:
+    for suffix in (*TEXT_SUFFIXES, *TOKEN_SUFFIXES):
+        if name.endswith(suffix) and name.isprintable():
+            return suffix
+    raise DataFormatError(
+        f"data.source.files names {name or 'no file'}, whose form is unknown: its address must end in one of "
+        f"{', '.join((*TEXT_SUFFIXES, *TOKEN_SUFFIXES))}"
+    )
+
+
+def _link(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(path, target)

@@ -1,0 +1,125 @@
+"""Which files a corpus consists of, and their division into shards of whole documents."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megacore.corpus import parquet
+from megacore.corpus.documents import CORPUS_NAME, SourceFile, read_sources
+from megacore.corpus.formats import Form, form_of, open_file
+from megacore.errors import DataFormatError
+
+_SCAN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of whole documents in one file: what a shard is made of."""
+
+    path: str
+    """Absolute."""
+    key: str
+    """The field or column with the text."""
+    start: int = 0
+    """Where it begins: the byte at which a line starts, or the row group; 0 in a compressed file."""
+    stop: int | None = None
+    """Where it ends (exclusive); None is the end of the file."""
+
+
+def segments(directory: Path) -> list[Segment]:
+    """The files of a corpus directory in the order of their documents, checked to be unchanged.
+
+    Raises DataFormatError, also when the corpus consists of token files and has no text.
+    """
+    found = read_sources(directory)
+    if found is None:
+        return jsonl_segments([directory / CORPUS_NAME], "text")
+    facts, files = found
+    if facts["kind"] == "prefix":
+        raise DataFormatError(
+            f"{directory} refers to ready-made tokens and has no text: give data.tokenizer a tokenizer that exists "
+            "(gpt2-bpe or hf), since none can be trained on them"
+        )
+    return [Segment(file.path, facts["key"]) for file in files]
+
+
+def jsonl_segments(paths: Sequence[str | Path], key: str) -> list[Segment]:
+    """The given files, whole: JSON Lines, plain or compressed, or parquet. Raises DataFormatError."""
+    return [Segment(SourceFile.of(Path(path)).path, key) for path in paths]
+
+
+def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
+    """Shards of at least `size` bytes each but the last, in order: together they are the given segments.
+
+    JSON Lines are cut at the first line after `size` bytes, parquet after whole row groups (whose bytes are those of
+    the column with the text, uncompressed). A compressed file is never cut: its size is what it takes on the disk.
+    """
+    shards: list[tuple[Segment, ...]] = []
+    shard: list[Segment] = []
+    room = size
+    for segment in segments:
+        for piece, taken in _pieces(segment, size, room):
+            shard.append(piece)
+            room -= taken
+            if room <= 0:
+                shards.append(tuple(shard))
+                shard, room = [], size
+    return [*shards, tuple(shard)] if shard else shards
+
+
+def first_line(segment: Segment) -> int:
+    """The number of the segment's first line or row in its file, from 1; reads all that is before it."""
+    if not segment.start:
+        return 1
+    if form_of(segment.path) == "parquet":
+        return 1 + sum(parquet.group_rows(segment.path)[: segment.start])
+    return 1 + count_newlines(segment.path, 0, segment.start)
+
+
+def count_newlines(path: str | Path, start: int, stop: int) -> int:
+    """How many line ends the bytes start … stop-1 of a file have."""
+    count = 0
+    with open_file(path) as file:
+        file.seek(start)
+        while start < stop and (data := file.read(min(_SCAN_BYTES, stop - start))):
+            count += data.count(b"\n")
+            start += len(data)
+    return count
+
+
+def _pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, int]]:
+    """Parts of a segment with their bytes; the first fills `room`, others `size`."""
+    form: Form = form_of(segment.path)
+    if form == "plain":
+        return _line_pieces(segment, size, room)
+    if form == "parquet":
+        return _group_pieces(segment, size, room)
+    return [(segment, os.path.getsize(segment.path))]
+
+
+def _line_pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, int]]:
+    stop = os.path.getsize(segment.path) if segment.stop is None else segment.stop
+    start = segment.start
+    with open_file(segment.path) as file:
+        while stop - start > room:
+            # The byte before tells whether a line starts exactly there.
+            file.seek(start + room - 1)
+            file.readline()
+            if (cut := file.tell()) >= stop:
+                break
+            yield replace(segment, start=start, stop=cut), cut - start
+            start, room = cut, size
+    yield replace(segment, start=start), stop - start
+
+
+def _group_pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, int]]:
+    sizes = parquet.group_sizes(segment.path, segment.key)
+    start, taken = segment.start, 0
+    stop = len(sizes) if segment.stop is None else segment.stop
+    for group in range(start, stop - 1):
+        taken += sizes[group]
+        if taken >= room:
+            yield replace(segment, start=start, stop=group + 1), taken
+            start, room, taken = group + 1, size, 0
+    yield replace(segment, start=start), sum(sizes[start:stop])

@@ -1,0 +1,265 @@
+import gzip
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from megacore.corpus.blocks import BadLine, iterate_texts, read_blocks
+from megacore.corpus.documents import CorpusWriter
+from megacore.corpus.segments import Segment, jsonl_segments
+from megacore.errors import DataFormatError
+from tests.corpus._files import lines, write_form
+
+TEXTS = ["one", "", "größe\n", "𝄞" * 30, "x" * 500, "last"]
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+BLOCK_BYTES = (1, 7, 64, 1 << 20)
+
+
+def read(path: Path, block_bytes: int = 64, key: str = "text") -> tuple[list[str], list[BadLine]]:
+    texts: list[str] = []
+    bad: list[BadLine] = []
+    for block in read_blocks(jsonl_segments([path], key), block_bytes):
+        assert block.path == str(path)
+        assert block.size > 0 or path.suffix == ".parquet"
+        good, problems = block.texts()
+        texts += good
+        bad += problems
+    return texts, bad
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("block_bytes", BLOCK_BYTES)
+def test_every_form_yields_its_documents_in_order(tmp_path: Path, suffix: str, block_bytes: int) -> None:
+    path = write_form(tmp_path / f"a{suffix}", TEXTS)
+    assert read(path, block_bytes) == (TEXTS, [])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".big.parquet"])
+def test_blocks_are_of_the_size_that_was_asked_for(tmp_path: Path, suffix: str) -> None:
+    texts = [f"{number:0100}" for number in range(80_000)]
+    path = write_form(tmp_path / f"a{suffix}", [] if suffix == ".big.parquet" else texts)
+    if suffix == ".big.parquet":
+        pq.write_table(pa.table({"text": texts}), path, compression="zstd")
+    sizes = [block.size for block in read_blocks(jsonl_segments([path], "text"), 1 << 20)]
+    high = (1 << 20) if suffix == ".jsonl" else (1 << 21)
+    assert all((1 << 20) - 200 <= size <= high for size in sizes[:-1])
+    assert 0 < sizes[-1] <= high
+    assert sum(sizes) >= 8_000_000
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"text": "a"}\n{"text": "b"}\n',
+        b'{"text": "a"}\n{"text": "b"}',
+        b'{"text": "a"}\r\n{"text": "b"}\r\n',
+        b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
+        b'\xef\xbb\xbf{"text": "a"}\r\n {"text": "b", "score": NaN} ',
+        b'{"text": "a", "title": "\\ud800"}\n{"n": 123456789012345678901234567890, "text": "b"}\n',
+    ],
+)
+def test_line_ends_and_what_python_writes_beyond_json_are_taken(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content))
+    for block_bytes in BLOCK_BYTES:
+        assert read(path, block_bytes) == (["a", "b"], [])
+
+
+BAD = {
+    b"": "is blank: repair or remove the line",
+    b" \t\r": "is blank",
+    b"{": "is not JSON",
+    b'"text"': "holds a JSON str, not an object with the key 'text'",
+    b"[1]": "holds a JSON list",
+    b"5": "holds a JSON int",
+    b'{"body": "a"}': "has no key 'text', only body: set data.source.key",
+    b"{}": "has no key 'text', only nothing",
+    b'{"text": null}': "has a NoneType under 'text' instead of a string",
+    b'{"text": NaN}': "is not JSON",
+    b'{"text": ["a"]}': "has a list under 'text'",
+    b'{"text": "\\ud800"}': "is not JSON",
+    b'{"text": "\xff"}': "is not JSON",
+    b'{"text": "a\x00"}': "is not JSON",
+    b'\xef\xbb\xbf{"text": "a"}': "is not JSON",
+    b"[" * 3000: "is not JSON",
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_bad_line_is_named_and_the_others_are_read(tmp_path: Path, bad: bytes, suffix: str) -> None:
+    content = lines(["a", "b"]) + bad + b"\n" + lines(["c"]) + bad + b"\n" + lines(["d"])
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes({".jsonl": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[path.suffix](content))
+    for block_bytes in BLOCK_BYTES:
+        texts, problems = read(path, block_bytes)
+        assert texts == ["a", "b", "c", "d"]
+        assert [(problem.path, problem.line) for problem in problems] == [(str(path), 3), (str(path), 5)]
+        assert problems[0].reason.startswith(f"{path}:3 {BAD[bad]}")
+    assert [problem.position for problem in read(path, 1 << 20)[1]] == [2, 3]
+
+
+def test_line_numbers_of_a_segment_that_starts_later_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{\n{"text": "c"}')
+    blocks = list(read_blocks([Segment(str(path), "text", start=15)], 16))
+    # Whichever block is asked first.
+    for block in [*blocks, *reversed(blocks)]:
+        assert [bad.line for bad in block.texts()[1]] == ([4] if block is blocks[0] else [])
+    (block,) = read_blocks([Segment(str(path), "text", start=14, stop=15)], 100)
+    assert [bad.line for bad in block.texts()[1]] == [2]
+
+
+def test_rows_without_text_are_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    broken = pa.StringArray.from_buffers(5, pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0,
+                                                               2, 0, 0, 0, 3, 0, 0, 0])), pa.py_buffer(b"a\xffc"),
+                                         pa.py_buffer(bytes([0b10111])))  # fmt: skip
+    pq.write_table(pa.table({"text": broken}), path, row_group_size=2)
+    for block_bytes in (1, 1 << 20):
+        texts, bad = read(path, block_bytes)
+        assert texts == ["a", "", "c"]
+        assert [problem.reason for problem in bad] == [
+            f"{path} row 3 is not UTF-8 under 'text' (invalid start byte): repair or remove the row",
+            f"{path} row 4 is null under 'text': repair or remove the row",
+        ]
+
+
+def test_parquet_types_of_text_are_read_and_others_refused(tmp_path: Path) -> None:
+    for number, kind in enumerate((pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))):
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"text": pa.array(["a", "b", "a"]).cast(kind)}), path)
+        assert read(path) == (["a", "b", "a"], [])
+    pq.write_table(pa.table({"text": pa.array([b"a"]), "body": [1]}), tmp_path / "b.parquet")
+    for key, message in {
+        "text": r"b\.parquet has binary in column 'text' instead of text",
+        "body": "has int64 in column 'body'",
+        "content": "has no column 'content', only text, body: set data.source.key",
+    }.items():
+        with pytest.raises(DataFormatError, match=message):
+            read(tmp_path / "b.parquet", key=key)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_several_frames_follow_each_other(tmp_path: Path, suffix: str) -> None:
+    compress = {".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix]
+    content = lines(TEXTS)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(b"".join(compress(content[start : start + 5]) for start in range(0, len(content), 5)))
+    assert read(path) == (TEXTS, [])
+
+
+def test_padding_and_skippable_frames_are_passed_over(tmp_path: Path) -> None:
+    content = lines(TEXTS)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(content) + bytes(100_000) + gzip.compress(content) + bytes(10))
+    assert read(tmp_path / "a.gz") == (2 * TEXTS, [])
+    skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+    (tmp_path / "a.zst").write_bytes(skippable + zstandard.compress(content) + skippable)
+    assert read(tmp_path / "a.zst") == (TEXTS, [])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_truncated_and_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
+    path = write_form(tmp_path / f"a{suffix}", [f"text {number * 7919 % 1000}" for number in range(5000)])
+    whole = path.read_bytes()
+    for size in (0, 1, 5, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataFormatError, match=rf"a{suffix} (ends in the middle|is a damaged|does not begin)"):
+            read(path)
+    for place in range(40, len(whole) - 100, len(whole) // 7):
+        path.write_bytes(whole[:place] + bytes(90) + whole[place + 90 :])
+        try:
+            texts, bad = read(path)
+        except DataFormatError as error:
+            assert str(path) in str(error)  # noqa: PT017 (not every damage can be seen)
+        else:
+            assert suffix == ".parquet" or len(texts) + len(bad) == 5000
+
+
+def test_damaged_checksum_is_refused(tmp_path: Path) -> None:
+    for suffix, compress in {
+        ".gz": gzip.compress,
+        ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    }.items():
+        data = bytearray(compress(lines(TEXTS)))
+        data[-1 if suffix == ".zst" else -8] ^= 1
+        (tmp_path / f"a{suffix}").write_bytes(data)
+        with pytest.raises(DataFormatError, match=rf"a{suffix} holds damaged \w+ data"):
+            read(tmp_path / f"a{suffix}")
+
+
+def test_the_form_is_told_from_the_content(tmp_path: Path) -> None:
+    for suffix in SUFFIXES:
+        path = write_form(tmp_path / f"a{suffix}", TEXTS)
+        renamed = path.rename(tmp_path / f"part{len(suffix)}")
+        assert read(renamed) == (TEXTS, [])
+    write_form(tmp_path / "a.jsonl", TEXTS).rename(tmp_path / "b.gz")
+    with pytest.raises(DataFormatError, match=r"b\.gz does not begin as a gzip file does"):
+        read(tmp_path / "b.gz")
+    (tmp_path / "a.jsonl.xz").write_bytes(b"\xfd7zXZ\x00")
+    with pytest.raises(DataFormatError, match=r"compressed in a way that is not read: repack it as \.gz or \.zst"):
+        read(tmp_path / "a.jsonl.xz")
+
+
+def test_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write_form(tmp_path / "a.jsonl", ["x" * 100_000] * 10)
+    blocks = read_blocks(jsonl_segments([path], "text"), 200_000)
+    next(blocks)
+    path.write_bytes(path.read_bytes()[:300_000])
+    with pytest.raises(DataFormatError, match="became shorter while it was read"):
+        list(blocks)
+
+
+def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
+    for path, message in {
+        tmp_path / "none": "cannot be read: No such file",
+        tmp_path: "cannot be read: Is a dir",
+    }.items():
+        with pytest.raises(DataFormatError, match=message):
+            list(read_blocks([Segment(str(path), "text")], 100))
+
+
+def test_memory_does_not_grow_with_what_a_file_expands_to(tmp_path: Path) -> None:
+    line = lines(["z" * 1000])
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(line * 100_000))
+    assert path.stat().st_size < 20_000
+    sizes = [block.size for block in read_blocks(jsonl_segments([path], "text"), 1 << 20)]
+    assert sum(sizes) == 100_000 * len(line)
+    assert max(sizes) < 3 << 20
+
+
+def test_blocks_are_parsed_in_any_thread(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(lines([str(number)]) + (b"\n" if number % 3 == 0 else b"") for number in range(999)))
+    blocks = list(read_blocks(jsonl_segments([path], "text"), 100))
+    found: dict[int, int] = {}
+
+    def work(part: list) -> None:
+        for block in part:
+            for bad in block.texts()[1]:
+                found[bad.line] = found.get(bad.line, 0) + 1
+
+    threads = [threading.Thread(target=work, args=(blocks[start::4],)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {4 * number + 2: 1 for number in range(333)}
+
+
+def test_texts_of_a_corpus_stop_at_a_bad_line_or_pass_it_over(tmp_path: Path) -> None:
+    with CorpusWriter(tmp_path) as writer:
+        for text in TEXTS:
+            writer.add(text, "here")
+    assert list(iterate_texts(tmp_path)) == TEXTS
+    with open(tmp_path / "corpus.jsonl", "ab") as file:
+        file.write(b"\n" + lines(["more"]))
+    seen = []
+    with pytest.raises(DataFormatError, match=r"corpus\.jsonl:7 is blank"):
+        seen.extend(iterate_texts(tmp_path))
+    assert list(iterate_texts(tmp_path, skip_bad_lines=True)) == [*TEXTS, "more"]

@@ -1,0 +1,121 @@
+"""Whatever the documents, the ends of lines, the blocks and the shards: each document comes once, in order."""
+
+import gzip
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacore.corpus.blocks import read_blocks
+from megacore.corpus.jsonl import count_documents
+from megacore.corpus.segments import Segment, divide, first_line, jsonl_segments
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+BAD = st.sampled_from(
+    [b"", b"  ", b"{", b"[]", b'{"body": "x"}', b'{"text": 1}', b'{"text": "\\udc00"}', b"\x00", b"\xff"]
+)
+END = st.sampled_from([b"\n", b"\r\n"])
+LINE = st.tuples(st.one_of(TEXT, TEXT, BAD), END)
+FILE = st.tuples(st.lists(LINE, max_size=12), st.booleans(), st.booleans())
+"""Lines, whether the last one has an end, and whether a byte order mark comes first."""
+COMPRESS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}
+Found = tuple[list[str], list[tuple[str, int]]]
+
+
+def encode(lines: Sequence[tuple[str | bytes, bytes]], ended: bool, bom: bool, escape: bool) -> tuple[bytes, list]:
+    """A file's content, and its lines as they must be found."""
+    raw = [
+        value if isinstance(value, bytes) else json.dumps({"text": value}, ensure_ascii=escape).encode()
+        for value, _ in lines
+    ]
+    content = b"".join(line + end for line, (_, end) in zip(raw, lines, strict=True))
+    found = [value for value, _ in lines]
+    if lines and not ended:
+        content = content.removesuffix(lines[-1][1])
+        found = found if raw[-1] else found[:-1]  # nothing after the last line end is no line
+    return (b"\xef\xbb\xbf" if bom else b"") + content, found
+
+
+def read(parts: Sequence[Segment], block_bytes: int) -> Found:
+    """The texts, and file and number of each bad line."""
+    texts: list[str] = []
+    bad: list[tuple[str, int]] = []
+    for block in read_blocks(parts, block_bytes):
+        good, problems = block.texts()
+        assert [problem.position for problem in problems] == sorted(problem.position for problem in problems)
+        assert all(problem.reason.startswith(f"{problem.path}:{problem.line} ") for problem in problems)
+        texts += good
+        bad += [(problem.path, problem.line) for problem in problems]
+    return texts, bad
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    files=st.lists(st.tuples(FILE, st.sampled_from(sorted(COMPRESS))), min_size=1, max_size=3),
+    escape=st.booleans(),
+    block_bytes=st.integers(1, 200),
+    shard_bytes=st.integers(1, 300),
+)
+def test_lines_of_any_kind(files: list, escape: bool, block_bytes: int, shard_bytes: int) -> None:
+    with TemporaryDirectory() as folder:
+        paths, expected = [], ([], [])
+        for number, ((lines, ended, bom), suffix) in enumerate(files):
+            content, found = encode(lines, ended, bom, escape)
+            paths.append(Path(folder, f"{number}{suffix}"))
+            paths[-1].write_bytes(COMPRESS[suffix](content))
+            assert count_documents(paths[-1], "text") == len(found)
+            expected[0].extend(value for value in found if isinstance(value, str))
+            bad = [line for line, value in enumerate(found, 1) if isinstance(value, bytes)]
+            expected[1].extend((str(paths[-1]), line) for line in bad)
+        whole = jsonl_segments(paths, "text")
+        assert read(whole, block_bytes) == expected
+        shards = divide(whole, shard_bytes)
+        assert read([part for shard in shards for part in shard], block_bytes) == expected
+        parts = [read(shard, block_bytes) for shard in shards]
+        assert ([text for texts, _ in parts for text in texts], [line for _, bad in parts for line in bad]) == expected
+        assert_contiguous(whole, [part for shard in shards for part in shard])
+
+
+def assert_contiguous(whole: Sequence[Segment], parts: Sequence[Segment]) -> None:
+    """The parts of each file follow each other, and their first lines are those of the file."""
+    for segment in whole:
+        own = [part for part in parts if part.path == segment.path]
+        assert own[0].start == 0
+        assert own[-1].stop is None
+        for before, after in itertools.pairwise(own):
+            assert before.stop == after.start
+            content = Path(segment.path).read_bytes()
+            assert content[after.start - 1 : after.start] == b"\n"
+            assert first_line(after) == 1 + content[: after.start].count(b"\n")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.one_of(TEXT, TEXT, st.none()), max_size=20),
+    group=st.integers(1, 7),
+    block_bytes=st.integers(1, 300),
+    shard_bytes=st.integers(1, 300),
+)
+def test_rows_of_any_kind(rows: list[str | None], group: int, block_bytes: int, shard_bytes: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "a.parquet")
+        pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), path, row_group_size=group)
+        whole = jsonl_segments([path], "text")
+        shards = divide(whole, shard_bytes)
+        for parts in (whole, [part for shard in shards for part in shard]):
+            texts, bad = [], []
+            for block in read_blocks(parts, block_bytes):
+                good, problems = block.texts()
+                texts += good
+                bad += [problem.line for problem in problems]
+            assert texts == [row for row in rows if row is not None]
+            assert bad == [number for number, row in enumerate(rows, 1) if row is None]
+        starts = [part.start for shard in shards for part in shard]
+        assert [first_line(part) for shard in shards for part in shard] == [1 + start * group for start in starts]

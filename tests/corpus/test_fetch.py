@@ -1,0 +1,320 @@
+import errno
+import hashlib
+import io
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megacore.corpus import fetch as module
+from megacore.corpus import progress
+from megacore.corpus.fetch import Patience, fetch
+from megacore.errors import DataFormatError, DownloadError, WorkspaceError
+from tests.corpus._server import Site, etag, serve
+
+CONTENT = random.Random(1).randbytes(5 << 20)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+QUICK = Patience(attempts=3, backoff=0.01, connect_timeout=2, read_timeout=1, longest_wait=0.05)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve() as site:
+        site.files["/a.jsonl"] = CONTENT
+        yield site
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "a.jsonl"
+
+
+def get(site: Site, target: Path, sha256: str | None = SHA256) -> module.Version:
+    return fetch(f"{site.url}/a.jsonl", sha256, target, QUICK)
+
+
+def names(target: Path) -> set[str]:
+    return {path.name for path in target.parent.iterdir() if not path.name.startswith(".")}
+
+
+def test_whole_file_comes_and_nothing_else_is_left(site: Site, target: Path) -> None:
+    version = get(site, target)
+    assert (version.sha256, version.size) == (SHA256, len(CONTENT))
+    assert target.read_bytes() == CONTENT
+    assert names(target) == {"a.jsonl", "a.jsonl.json"}
+    assert site.requests[0]["accept-encoding"] == "identity"
+
+
+def test_broken_download_goes_on_where_it_was(site: Site, target: Path) -> None:
+    site.breaks = [3 << 20, 1 << 20, 100_000, 5]
+    assert get(site, target).sha256 == SHA256
+    assert target.read_bytes() == CONTENT
+    assert site.ranges_asked() == [
+        None,
+        *(f"bytes={start}-" for start in (3 << 20, 4 << 20, (4 << 20) + 100_000, (4 << 20) + 100_005)),
+    ]
+    assert site.requests[1]["if-range"] == etag(CONTENT)
+
+
+def test_next_process_goes_on_where_the_last_was_killed(site: Site, target: Path) -> None:
+    """A real process, killed while the server lets it wait for the rest."""
+    site.breaks = [2 << 20]
+    script = (
+        "import sys, time; from pathlib import Path; from megacore.corpus import fetch\n"
+        "fetch.time.sleep = lambda seconds: (print('broke off', flush=True), time.sleep.__class__, sys.stdin.read())\n"
+        "fetch.fetch(sys.argv[1], None, Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", script, f"{site.url}/a.jsonl", str(target)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"broke off\n"
+    process.kill()
+    process.communicate()
+    assert names(target) == {"a.jsonl.part", "a.jsonl.part.json"}
+    assert get(site, target, None).sha256 == SHA256
+    assert site.ranges_asked() == [None, f"bytes={2 << 20}-"]
+    assert names(target) == {"a.jsonl", "a.jsonl.json"}
+
+
+@pytest.mark.parametrize("values", [{"ranges": False}, {"validators": False}, {"chunked": True}])
+def test_server_that_cannot_go_on_sends_all_again(site: Site, target: Path, values: dict[str, bool]) -> None:
+    for name, value in values.items():
+        setattr(site, name, value)
+    site.breaks = [3 << 20, 10]
+    assert get(site, target).sha256 == SHA256
+    assert target.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("if_range", [True, False])
+@pytest.mark.parametrize("sha256", [True, False])
+def test_content_that_changed_meanwhile_is_never_mixed(site: Site, target: Path, if_range: bool, sha256: bool) -> None:
+    site.breaks, site.if_range = [1 << 20, 10, 10, 10], if_range
+    with pytest.raises(DownloadError, match=r"failed 3 times in a row .* 1048606 bytes are there"):
+        get(site, target)
+    changed = bytes(reversed(CONTENT))
+    site.files["/a.jsonl"] = changed
+    digest = hashlib.sha256(changed).hexdigest()
+    assert get(site, target, digest if sha256 else None).sha256 == digest
+    assert target.read_bytes() == changed
+
+
+def test_content_that_became_shorter_is_fetched_anew(site: Site, target: Path) -> None:
+    site.breaks, site.if_range = [4 << 20, 1, 1, 1], False
+    with pytest.raises(DownloadError):
+        get(site, target)
+    site.files["/a.jsonl"] = b"short"
+    assert get(site, target, None).size == 5
+
+
+def test_wrong_digest_names_both_and_leaves_nothing(site: Site, target: Path) -> None:
+    wrong = "0" * 64
+    with pytest.raises(DataFormatError, match=rf"/a\.jsonl has the sha256 {SHA256}, not {wrong} as data\.source says"):
+        get(site, target, wrong)
+    assert names(target) == set()
+    assert len(site.requests) == 1
+
+
+def test_file_with_the_right_digest_is_not_asked_for_again(site: Site, target: Path) -> None:
+    get(site, target)
+    assert get(site, target).sha256 == SHA256
+    assert len(site.requests) == 1
+    # But its bytes are read, not believed.
+    target.write_bytes(CONTENT[:-1] + b"?")
+    assert get(site, target).sha256 == SHA256
+    assert target.read_bytes() == CONTENT
+    assert len(site.requests) == 2
+
+
+def test_file_without_a_digest_is_taken_as_long_as_the_server_has_it(site: Site, target: Path) -> None:
+    get(site, target, None)
+    before = target.stat().st_ino
+    assert get(site, target, None).sha256 == SHA256
+    assert site.requests[1]["if-none-match"] == etag(CONTENT)
+    assert target.stat().st_ino == before
+    assert names(target) == {"a.jsonl", "a.jsonl.json"}
+    linked = target.with_name("linked")
+    os.link(target, linked)
+    site.files["/a.jsonl"] = b"new"
+    assert get(site, target, None).size == 3
+    assert (target.read_bytes(), linked.read_bytes()) == (b"new", CONTENT)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_passing_trouble_of_the_server_is_waited_for(site: Site, target: Path, status: int) -> None:
+    site.statuses, site.headers = [status, status], {"Retry-After": "3600"}
+    started = time.monotonic()
+    assert get(site, target).sha256 == SHA256
+    assert 0.1 <= time.monotonic() - started < 5  # longest_wait, twice
+    site.statuses = [status] * 3
+    shutil.rmtree(target.parent)
+    with pytest.raises(DownloadError, match=rf"failed 3 times in a row \(the server answered {status}") as caught:
+        get(site, target)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410, 304])
+def test_refusal_is_final(site: Site, target: Path, status: int) -> None:
+    site.statuses = [status]
+    with pytest.raises(
+        DataFormatError, match=rf"/a\.jsonl answered {status} \w.* instead of a file: check data\.source"
+    ):
+        get(site, target)
+    assert len(site.requests) == 1
+    assert names(target) == set()
+
+
+def test_redirection_is_followed_and_a_circle_refused(site: Site, target: Path) -> None:
+    site.statuses, site.headers = [302], {"Location": f"{site.url}/a.jsonl"}
+    assert get(site, target).sha256 == SHA256
+    site.statuses = [302] * 50
+    with pytest.raises(DataFormatError, match="cannot be downloaded: Exceeded maximum allowed redirects"):
+        fetch(f"{site.url}/b.jsonl", None, target.with_name("b"), QUICK)
+    site.statuses, site.headers = [302], {"Location": "ftp://127.0.0.1/a.jsonl"}
+    with pytest.raises(DataFormatError, match="cannot be downloaded: Request URL has an unsupported protocol"):
+        fetch(f"{site.url}/c.jsonl", None, target.with_name("c"), QUICK)
+
+
+def test_server_that_is_not_there_is_given_up_soon(target: Path) -> None:
+    with serve() as site:
+        url = site.url
+    started = time.monotonic()
+    with pytest.raises(DownloadError, match=r"failed 3 times in a row \(.*refused"):
+        fetch(f"{url}/a.jsonl", None, target, QUICK)
+    assert time.monotonic() - started < 5
+
+
+def test_server_that_falls_silent_is_given_up(site: Site, target: Path) -> None:
+    site.length_error, site.silence = 10, threading.Event()
+    site.files["/a.jsonl"] = b"x" * 1000
+    with pytest.raises(DownloadError, match=r"failed 3 times in a row \(timed out\); 1000 bytes are there"):
+        fetch(f"{site.url}/a.jsonl", None, target, replace(QUICK, read_timeout=0.2))
+    site.silence.set()
+    assert not target.exists()
+
+
+def test_length_that_is_too_short_shows_in_the_digest(site: Site, target: Path) -> None:
+    site.length_error = -1
+    with pytest.raises(DataFormatError, match="has the sha256"):
+        get(site, target)
+
+
+def test_server_that_always_begins_anew_is_given_up(site: Site, target: Path) -> None:
+    site.ranges, site.breaks = False, [2 << 20] * 100
+    with pytest.raises(DownloadError, match="failed 3 times in a row"):
+        get(site, target)
+    assert len(site.requests) == 4
+
+
+def test_full_disk_is_refused_before_and_while_it_happens(
+    site: Site, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil._ntuple_diskusage(10**9, 10**9, 1 << 20)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(WorkspaceError, match=r"a\.jsonl\.part: 5242880 bytes are to come and 1048576 are free"):
+        get(site, target)
+    monkeypatch.undo()
+
+    class Full:
+        def __init__(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr(module, "write_json", Full)
+    with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
+        get(site, target)
+    monkeypatch.undo()
+    assert get(site, target).sha256 == SHA256
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_full_disk_keeps_a_part_only_of_what_is_known_to_fit(
+    site: Site, target: Path, monkeypatch: pytest.MonkeyPatch, chunked: bool
+) -> None:
+    class Full(io.FileIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            if self.tell() + len(data) > 3 << 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr(module, "open", lambda path, mode, **_: Full(path, mode), raising=False)
+    site.chunked = chunked
+    with pytest.raises(
+        WorkspaceError, match=r"cannot write .*a\.jsonl\.part: No space left on device: free some space"
+    ):
+        get(site, target)
+    assert target.with_name("a.jsonl.part").exists() != chunked
+    monkeypatch.undo()
+    assert get(site, target).sha256 == SHA256
+
+
+def test_two_at_once_fetch_it_once(site: Site, target: Path) -> None:
+    threads = [threading.Thread(target=get, args=(site, target)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert target.read_bytes() == CONTENT
+    assert len(site.requests) == 1
+
+
+@pytest.mark.parametrize("url", ["http://host:x/a", "http://[::1/a", "http://a\tb/c"])
+def test_what_is_no_address_is_refused(target: Path, url: str) -> None:
+    with pytest.raises(DataFormatError, match=r"is no address .*: check data\.source"):
+        fetch(url, None, target, QUICK)
+
+
+def test_password_is_not_written_anywhere(site: Site, target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = site.url.replace("//", "//me:a@secret@") + "/a.jsonl"
+    with caplog.at_level(logging.DEBUG):
+        fetch(url, None, target, QUICK)
+    assert "httpx" in {record.name for record in caplog.records}
+    assert "secret" not in caplog.text
+    assert "secret" not in (target.parent / "a.jsonl.json").read_text()
+    assert site.requests[0]["authorization"].startswith("Basic ")
+    with pytest.raises(DataFormatError) as caught:
+        fetch(url + "x", None, target.with_name("x"), QUICK)
+    assert "secret" not in str(caught.value)
+
+
+def test_empty_file_comes(site: Site, target: Path) -> None:
+    site.files["/a.jsonl"] = b""
+    assert get(site, target, None).size == 0
+    assert target.read_bytes() == b""
+
+
+def test_damaged_notes_are_no_obstacle(site: Site, target: Path) -> None:
+    target.parent.mkdir(parents=True)
+    for about in ("", "[]", '{"url": 1}', json.dumps({"url": f"{site.url}/a.jsonl", "etag": "x", "size": 3})):
+        (target.parent / "a.jsonl.part").write_bytes(b"garbage")
+        (target.parent / "a.jsonl.part.json").write_text(about)
+        (target.parent / "a.jsonl.json").write_text(about)
+        assert get(site, target, None).sha256 == SHA256
+
+
+def test_progress_is_logged_where_there_is_no_terminal(
+    site: Site, target: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "megacore.corpus"):
+        get(site, target)
+    assert caplog.messages[-1].startswith("a.jsonl: 5.2 of 5.2 MB after ")
+    assert len(caplog.messages) > 2
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress.download_progress("a[b].jsonl") as report:
+        report(10, None)
+        report(1_000_000, 2_000_000)
+    shown = capsys.readouterr().err
+    assert "a[b].jsonl" in shown
+    assert "1.0/2.0 MB" in shown

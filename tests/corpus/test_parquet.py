@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megacore.config.source import JsonlSource, ParquetSource
+from megacore.corpus import parquet
+from megacore.corpus.blocks import iterate_texts
+from megacore.corpus.collect import collect, fingerprint
+from megacore.errors import DataFormatError
+from tests.corpus._files import write_form
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_form(folder / "a.parquet", ["one", "two", "three"])
+    write_form(folder / "b.parquet", ["four"])
+    write_form(folder / "none.parquet", [])
+    (tmp_path / "out").mkdir()
+    return folder
+
+
+def source(*files: Path | str, key: str = "text") -> ParquetSource:
+    return ParquetSource(kind="parquet", files=tuple(map(str, files)), key=key)
+
+
+def test_rows_of_the_files_are_documents(files: Path, tmp_path: Path) -> None:
+    given = source(files / "b.parquet", files / "[an]*.parquet")
+    size = sum(path.stat().st_size for path in files.iterdir())
+    assert collect(given, tmp_path / "out") == {"documents": 4, "files": 3, "skipped_files": 0, "bytes": size}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["sources.json"]
+    assert list(iterate_texts(tmp_path / "out")) == ["four", "one", "two", "three"]
+
+
+def test_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
+    given = source(files / "a.parquet")
+    before = fingerprint(given)
+    assert fingerprint(source(files / "a.parquet", key="id")) != before
+    collect(given, tmp_path / "out")
+    write_form(files / "a.parquet", ["other"])
+    assert fingerprint(given) != before
+    with pytest.raises(DataFormatError, match=r"a\.parquet has changed since it was collected"):
+        list(iterate_texts(tmp_path / "out"))
+
+
+def test_wrong_files_and_columns_are_refused_when_they_are_collected(files: Path, tmp_path: Path) -> None:
+    (files / "x.jsonl").write_text('{"text": "a"}\n')
+    (files / "broken.parquet").write_bytes((files / "a.parquet").read_bytes()[:-20])
+    for given, message in {
+        source(
+            files / "a.parquet", key="body"
+        ): r"a\.parquet has no column 'body', only id, text: set data\.source\.key",
+        source(files / "a.parquet", key="id"): r"a\.parquet has int64 in column 'id' instead of text",
+        source(files / "x.jsonl"): r"x\.jsonl is no parquet file: give it to a source of kind jsonl",
+        JsonlSource(
+            kind="jsonl", files=(str(files / "a.parquet"),)
+        ): r"a\.parquet is no jsonl file: give it to a source of kind parquet",
+        source(files / "broken.parquet"): r"broken\.parquet is a damaged parquet file",
+        source(files / "none.parquet"): "the corpus is empty",
+        source(files / "c.parquet"): "cannot be read: No such file",
+        source(files / "*.parq"): "no file matches",
+        source(files): "is not a file",
+    }.items():
+        with pytest.raises(DataFormatError, match=message):
+            collect(given, tmp_path / "out")
+
+
+def test_null_row_is_named(files: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", None]}), files / "a.parquet")
+    assert collect(source(files / "a.parquet"), tmp_path / "out")["documents"] == 2
+    with pytest.raises(DataFormatError, match=r"a\.parquet row 2 is null under 'text': repair or remove the row"):
+        list(iterate_texts(tmp_path / "out"))
+    assert list(iterate_texts(tmp_path / "out", skip_bad_lines=True)) == ["a"]
+
+
+def test_memory_is_bounded_where_values_are_repeated(tmp_path: Path) -> None:
+    """The file's own sizes know of each value once."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["x" * 10_000] * 4_000).dictionary_encode()}), path)
+    assert sum(parquet.group_sizes(path, "text")) < 1 << 20
+    sizes = [column.nbytes for column in parquet.read_column(path, "text", 0, None, 1 << 20)]
+    assert max(sizes) < 16 << 20

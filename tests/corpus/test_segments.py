@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+
+from megacore.corpus.blocks import read_blocks
+from megacore.corpus.documents import SourceFile, write_sources
+from megacore.corpus.segments import Segment, divide, first_line, jsonl_segments, segments
+from megacore.errors import DataFormatError
+from tests.corpus._files import write_form
+
+TEXTS = [f"document {number} " + "x" * (number * 37 % 91) for number in range(40)]
+
+
+def texts_of(parts: tuple[Segment, ...] | list[Segment]) -> list[str]:
+    return [text for block in read_blocks(parts, 100) for text in block.texts()[0]]
+
+
+@pytest.mark.parametrize("size", [1, 100, 1000, 10**9])
+def test_shards_hold_every_document_once_in_order(tmp_path: Path, size: int) -> None:
+    names = ("a.jsonl", "b.parquet", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.parquet")
+    paths = [write_form(tmp_path / name, TEXTS[7 * number :]) for number, name in enumerate(names)]
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    whole = jsonl_segments([*paths, tmp_path / "empty.jsonl"], "text")
+    shards = divide(whole, size)
+    assert [text for shard in shards for text in texts_of(shard)] == texts_of(whole)
+    assert all(shards)
+    if size == 1:
+        lines_and_groups = len(TEXTS) + (len(TEXTS) - 7 + 1) // 2 + len(TEXTS) - 14 + 2 + (len(TEXTS) - 35 + 1) // 2
+        assert len(shards) == lines_and_groups + 1
+    if size == 10**9:
+        assert shards == [tuple(whole)]
+
+
+def test_shards_are_of_about_the_size(tmp_path: Path) -> None:
+    path = write_form(tmp_path / "a.jsonl", TEXTS)
+    ends = [shard[-1].stop for shard in divide(jsonl_segments([path], "text"), 1000)]
+    assert ends[-1] is None
+    sizes = [stop - start for start, stop in zip([0, *ends], ends[:-1], strict=False)]
+    assert all(1000 <= size < 1130 for size in sizes)
+    # A shard may begin with the rest of one file and end with a part of the next.
+    other = write_form(tmp_path / "b.jsonl", TEXTS)
+    mixed = divide(jsonl_segments([path, other], "text"), path.stat().st_size + 10)
+    assert [len(shard) for shard in mixed] == [2, 1]
+    assert mixed[1][0].start == mixed[0][1].stop
+
+
+def test_division_happens_exactly_at_a_line_that_starts_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"aa\nbb\ncc\n")
+    for size, cuts in {1: [3, 6, None], 3: [3, 6, None], 4: [6, None], 6: [6, None], 7: [None], 9: [None]}.items():
+        assert [shard[0].stop for shard in divide(jsonl_segments([path], "text"), size)] == cuts
+
+
+def test_lines_count_from_the_start_of_the_file(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.parquet"):
+        path = write_form(tmp_path / name, TEXTS)
+        line = 1
+        for (segment,) in divide(jsonl_segments([path], "text"), 300):
+            assert first_line(segment) == line
+            line += len(texts_of([segment]))
+        assert line == len(TEXTS) + 1
+
+
+def test_files_in_the_corpus_are_found_wherever_it_lies(tmp_path: Path) -> None:
+    directory = tmp_path / "corpus"
+    directory.mkdir()
+    path = write_form(directory / "a.jsonl", TEXTS)
+    write_sources(directory, "http", [SourceFile("a.jsonl", path.stat().st_size, None)], key="text")
+    moved = directory.rename(tmp_path / "moved")
+    (moved / "a.jsonl").touch()
+    assert segments(moved) == [Segment(str(moved / "a.jsonl"), "text")]
+    (moved / "a.jsonl").write_bytes(b"")
+    with pytest.raises(DataFormatError, match="has changed since it was collected"):
+        segments(moved)
+
+
+def test_token_files_have_no_segments(tmp_path: Path) -> None:
+    path = write_form(tmp_path / "a.bin", ["x"])
+    write_sources(tmp_path, "prefix", [SourceFile.of(path)], prefix=str(tmp_path / "a"))
+    with pytest.raises(DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"):
+        segments(tmp_path)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match="cannot be read: No such file"):
+        jsonl_segments([tmp_path / "none.jsonl"], "text")
+    with pytest.raises(DataFormatError, match="is not a file"):
+        jsonl_segments([tmp_path], "text")
