@@ -1,12 +1,20 @@
-"""The three index maps of a GPT data set: which tokens, in which order, make up each sample.
+"""The three index maps of a GPT data set: which tokens, in which order, make up each sample; and blends of data sets.
 
 They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets), bit for bit:
 document index (i32), the split's sequences repeated once per epoch and shuffled; sample index (i32 or i64, shape
 (samples + 1, 2)), where each sample begins in the document index; shuffle index (u32), the order of the samples.
+
+With the style "neox" they are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox, megatron/data/gpt2_dataset.py), so
+that a run of it can be continued: `doc_idx`, `sample_idx` and `shuffle_idx` of the same data, split, seq_length, seed
+and number of samples, value by value and type by type. What is the same in both: the seed of each data set's and each
+split's shuffles and their order, the least number of epochs, samples that overlap by one token. What differs in
+GPT-NeoX: all epochs are always shuffled as one; the boundaries of splits (see `split_ranges`); the sample index becomes
+i64 from 2^30 samples on; a blend rounds otherwise (see `member_sizes`) and numbers its data sets in u8, which are i16
+here. GPT-NeoX never uses the last entry of a shuffle index and starts over where it ends; here it counts as a sample.
 """
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +23,132 @@ import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
 from megacore.data import _index_helpers as helpers
+from megacore.data.blends import build_blend, build_exhaustive_blend
+from megacore.data.epochs import EXTRA_TOKENS, EpochPlan, plan_epochs
+from megacore.data.index_directory import (
+    BLEND_MAP_NAMES,
+    INDEX_NAME,
+    MAP_NAMES,
+    IndexDescription,
+    IndexMaps,
+    map_path,
+    member_directory,
+    read_description,
+    save_array,
+    save_maps,
+    write_description,
+)
+from megacore.data.index_options import IndexOptions, IndexStyle, Member, Mixture, Packing
+from megacore.data.index_plans import INT32_MAX, MemberPlan, SplitPlan, plan_splits
 from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.splits import split_ranges
 from megacore.errors import DataFormatError
 
-VERSION = 1
+__all__ = [
+    "BLEND_MAP_NAMES",
+    "EXTRA_TOKENS",
+    "INDEX_NAME",
+    "MAP_NAMES",
+    "VERSION",
+    "EpochPlan",
+    "IndexDescription",
+    "IndexMaps",
+    "IndexOptions",
+    "Member",
+    "Mixture",
+    "build_index_maps",
+    "build_split",
+    "index_plan",
+    "map_path",
+    "member_directory",
+    "plan_epochs",
+    "read_description",
+    "save_maps",
+]
+
+VERSION = 2
 """Of the index stage; raised when it produces something else."""
-EXTRA_TOKENS = 1
-"""Tokens that a sample has beyond seq_length: the last label."""
-MAP_NAMES = ("document", "sample", "shuffle")
-_INT32_MAX = 2**31 - 1
 _UINT32_MAX = 2**32 - 1
 
 
-@dataclass(frozen=True)
-class EpochPlan:
-    """How often a split is gone through, which with its sequences decides its maps."""
+def index_plan(mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]) -> dict[str, Any]:
+    """What decides the maps beside data, weights and options: per split, epochs and the final one's shuffle.
 
-    epochs: int
-    """Passes over the split; 0 when it has no sample and none is wanted."""
-    separate_final_epoch: bool
-    """Whether the last pass is shuffled by itself, because only a small part of it is needed."""
-    samples: int
-    """Samples in all passes."""
-    samples_before_final_epoch: int
-    """Samples shuffled among themselves: those before a separate last pass, else all."""
-
-
-@dataclass(frozen=True)
-class IndexMaps:
-    """The maps of one split."""
-
-    document_index: npt.NDArray[np.int32]
-    sample_index: npt.NDArray[Any]
-    shuffle_index: npt.NDArray[Any]
-
-
-def map_path(directory: str | Path, split_name: str, map_name: str) -> Path:
-    """Where one of a split's maps is: `{train,valid,test}_{document,sample,shuffle}_index.npy`."""
-    return Path(directory, f"{split_name}_{map_name}_index.npy")
-
-
-def plan_epochs(tokens_per_epoch: int, seq_length: int, samples: int | None) -> EpochPlan:
-    """The least number of epochs that yields `samples` samples (None: one epoch).
-
-    The final epoch is separate when less than 80 % of it would be used.
+    It stands in the index stage's key for the wanted numbers of samples (train, valid, test; None: one epoch), so
+    that asking for more samples of the same epochs changes nothing; a blend is as long as it was asked to be.
+    Raises ConfigError, DataFormatError.
     """
-    epochs = 1
-    if samples is not None:
-        epochs = max(1, -(-(samples * seq_length + EXTRA_TOKENS) // tokens_per_epoch))
-    total = (epochs * tokens_per_epoch - EXTRA_TOKENS) // seq_length
-    if samples is None or epochs == 1:
-        return EpochPlan(epochs, False, total, total)
-    before_final = ((epochs - 1) * tokens_per_epoch - EXTRA_TOKENS) // seq_length
-    per_epoch = (tokens_per_epoch - EXTRA_TOKENS) // seq_length
-    separate = samples - before_final < int(0.8 * per_epoch)
-    return EpochPlan(epochs, separate, total, before_final if separate else total)
+    plans = plan_splits(_open(mixture), mixture, options, samples)
+    return {name: _plan_values(plan, mixture) for name, plan in plans.items()}
+
+
+def build_index_maps(
+    mixture: Mixture, directory: str | Path, options: IndexOptions, samples: Sequence[int | None]
+) -> dict[str, Any]:
+    """Write the maps of each split and `index.json` into `directory`; returns counts per split.
+
+    `samples` are the wanted numbers for train, valid and test. The maps of a data set cover whole epochs, so a split
+    has at least that many; a blend with weights has as many, or a few more. None means one epoch, and in a blend each
+    sample of each member once, whatever its weight. Raises ConfigError, DataFormatError, WorkspaceError.
+    """
+    datasets = _open(mixture)
+    plans = plan_splits(datasets, mixture, options, samples)
+    folders = {
+        prefix: Path(directory) if mixture.is_single else member_directory(directory, number)
+        for number, prefix in enumerate(mixture.prefixes)
+    }
+    built: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
+    # Data set by data set, so that the lengths of one are in memory at a time.
+    for number, (prefix, folder) in enumerate(folders.items()):
+        with workspace_errors(folder):
+            folder.mkdir(exist_ok=True)
+        lengths = np.require(datasets[prefix].lengths, np.int32, ["C", "A"])  # the file's own array is not aligned
+        for name, plan in plans.items():
+            for member in plan.members:
+                if member.number == number:
+                    built[name].append(_build_member(lengths, member, options, folder, name))
+    counts = {}
+    for name, plan in plans.items():
+        by_number = {entry.pop("number"): entry for entry in built[name]}
+        members = [by_number[member.number] for member in plan.members]
+        counts[name] = members[0] if mixture.is_single else _blend_split(plan, members, mixture, directory)
+    write_description(directory, mixture, options, {name: entry["samples"] for name, entry in counts.items()})
+    return counts
+
+
+def build_split(
+    lengths: npt.NDArray[np.int32],
+    first: int,
+    last: int,
+    plan: EpochPlan,
+    seq_length: int,
+    seed: int,
+    *,
+    extra: int = EXTRA_TOKENS,
+    packing: Packing = "packed",
+    style: IndexStyle = "megatron",
+) -> IndexMaps:
+    """The maps of the split that holds the sequences first … last-1; one random state draws them in order."""
+    random_state = helpers.RandomState(seed)
+    document_index = build_document_index(first, last, plan.epochs, plan.separate_final_epoch, random_state)
+    if packing == "packed":
+        sample_index = build_sample_index(lengths, document_index, seq_length, plan, extra=extra, style=style)
+        before_final = plan.samples_before_final_epoch
+    else:
+        from megacore.data.packing import pack_sample_index
+
+        sample_index = pack_sample_index(lengths, document_index, seq_length, packing, extra)
+        before_final = len(sample_index) - 1
+    shuffle_index = build_shuffle_index(len(sample_index) - 1, before_final, random_state)
+    return IndexMaps(document_index, sample_index, shuffle_index)
 
 
 def build_document_index(
     first: int, last: int, epochs: int, separate_final_epoch: bool, random_state: helpers.RandomState
 ) -> npt.NDArray[np.int32]:
     """The sequences first … last-1, once per epoch, shuffled (the final epoch by itself if separate)."""
-    index: npt.NDArray[np.int32] = np.tile(np.arange(first, last, dtype=np.int32), epochs)
+    index: npt.NDArray[np.int32] = np.empty((epochs, last - first), np.int32)
+    index[:] = np.arange(first, last, dtype=np.int32)
+    index = index.reshape(-1)
     whole = len(index) - (last - first if separate_final_epoch else 0)
     random_state.shuffle(index[:whole])
     if separate_final_epoch:
@@ -86,12 +157,21 @@ def build_document_index(
 
 
 def build_sample_index(
-    lengths: npt.NDArray[np.int32], document_index: npt.NDArray[np.int32], seq_length: int, samples: int
+    lengths: npt.NDArray[np.int32],
+    document_index: npt.NDArray[np.int32],
+    seq_length: int,
+    plan: EpochPlan,
+    *,
+    extra: int = EXTRA_TOKENS,
+    style: IndexStyle = "megatron",
 ) -> npt.NDArray[Any]:
-    """Where each sample begins, shape (samples + 1, 2); i64 once a position no longer fits i32."""
-    wide = len(document_index) > _INT32_MAX
+    """Where each sample begins, shape (samples + 1, 2); i64 once a position no longer fits i32.
+
+    GPT-NeoX's is i64, too, once its number of entries does not fit.
+    """
+    wide = len(document_index) > INT32_MAX or (style == "neox" and 2 * (plan.samples + 1) >= INT32_MAX)
     build = helpers.build_sample_index_int64 if wide else helpers.build_sample_index_int32
-    return build(lengths, document_index, seq_length, samples, EXTRA_TOKENS)
+    return build(lengths, document_index, seq_length, plan.samples, extra, plan.partial_sample)
 
 
 def build_shuffle_index(
@@ -105,94 +185,74 @@ def build_shuffle_index(
     return index
 
 
-def build_split(
-    lengths: npt.NDArray[np.int32], first: int, last: int, plan: EpochPlan, seq_length: int, seed: int
-) -> IndexMaps:
-    """The maps of the split that holds the sequences first … last-1; one random state draws them in order."""
-    random_state = helpers.RandomState(seed)
-    document_index = build_document_index(first, last, plan.epochs, plan.separate_final_epoch, random_state)
-    sample_index = build_sample_index(lengths, document_index, seq_length, plan.samples)
-    shuffle_index = build_shuffle_index(plan.samples, plan.samples_before_final_epoch, random_state)
-    return IndexMaps(document_index, sample_index, shuffle_index)
+def _open(mixture: Mixture) -> dict[str, IndexedDataset]:
+    return {prefix: IndexedDataset(prefix) for prefix in mixture.prefixes}
 
 
-def index_plan(
-    prefix: str | Path, split: str, seq_length: int, samples: Sequence[int | None]
-) -> dict[str, dict[str, int | bool]]:
-    """What decides the maps beside data, split, seq_length and seed: per split, epochs and the final one's shuffle.
+def _plan_values(plan: SplitPlan, mixture: Mixture) -> dict[str, Any]:
+    members = [
+        {"epochs": member.epochs.epochs, "separate_final_epoch": member.epochs.separate_final_epoch}
+        for member in plan.members
+    ]
+    return members[0] if mixture.is_single else {"size": plan.size, "members": members}
 
-    It stands in the index stage's key for the wanted numbers of samples (train, valid, test; None: one epoch), so
-    that asking for more samples of the same epochs changes nothing. Raises ConfigError, DataFormatError.
-    """
-    plans = _plan_splits(IndexedDataset(prefix), split, seq_length, samples)
+
+def _build_member(
+    lengths: npt.NDArray[np.int32], member: MemberPlan, options: IndexOptions, folder: Path, split_name: str
+) -> dict[str, Any]:
+    plan = member.epochs
+    maps = build_split(
+        lengths,
+        member.first,
+        member.last,
+        plan,
+        options.seq_length,
+        options.seed,
+        extra=options.extra,
+        packing=options.packing,
+        style=options.style,
+    )
+    save_maps(maps, folder, split_name)
     return {
-        name: {"epochs": plan.epochs, "separate_final_epoch": plan.separate_final_epoch} for name, plan in plans.items()
+        "number": member.number,
+        "sequences": member.last - member.first,
+        "tokens": member.tokens,
+        "samples": len(maps.shuffle_index),
+        "epochs": plan.epochs,
+        "separate_final_epoch": plan.separate_final_epoch,
     }
 
 
-def build_index_maps(
-    prefix: str | Path,
-    directory: str | Path,
-    *,
-    split: str,
-    seq_length: int,
-    seed: int,
-    samples: Sequence[int | None],
-) -> dict[str, dict[str, int | bool]]:
-    """Write the nine maps of a pair of token files into `directory`; returns counts per split.
-
-    `samples` are the wanted numbers for train, valid and test (None: as many as one epoch has); the maps cover
-    whole epochs, so a split has at least that many. Raises ConfigError, DataFormatError, WorkspaceError.
-    """
-    dataset = IndexedDataset(prefix)
-    plans = _plan_splits(dataset, split, seq_length, samples)
-    lengths = np.require(dataset.lengths, np.int32, ["C", "A"])  # the file's own array is not aligned
-    counts: dict[str, dict[str, int | bool]] = {}
-    for name, (first, last) in split_ranges(split, len(dataset)).items():
-        plan = plans[name]
-        save_maps(build_split(lengths, first, last, plan, seq_length, seed), directory, name)
-        counts[name] = {
-            "sequences": last - first,
-            "tokens": dataset.count_tokens(first, last),
-            "samples": plan.samples,
-            "epochs": plan.epochs,
-            "separate_final_epoch": plan.separate_final_epoch,
-        }
-    return counts
-
-
-def _plan_splits(
-    dataset: IndexedDataset, split: str, seq_length: int, samples: Sequence[int | None]
-) -> dict[str, EpochPlan]:
-    if len(dataset) > _INT32_MAX:
-        raise DataFormatError(f"{dataset.prefix} has {len(dataset)} sequences; the maps number up to {_INT32_MAX}")
-    plans = {}
-    for (name, (first, last)), wanted in zip(split_ranges(split, len(dataset)).items(), samples, strict=True):
-        tokens = dataset.count_tokens(first, last)
-        if tokens >= seq_length + EXTRA_TOKENS:
-            plans[name] = plan_epochs(tokens, seq_length, wanted)
-        elif wanted == 0:
-            plans[name] = EpochPlan(0, False, 0, 0)
-        else:
-            raise DataFormatError(_too_small(dataset, split, name, last - first, tokens, seq_length, wanted))
-    return plans
-
-
-def _too_small(
-    dataset: IndexedDataset, split: str, name: str, sequences: int, tokens: int, seq_length: int, wanted: int | None
-) -> str:
-    samples = "as many as there are" if wanted is None else str(wanted)
-    return (
-        f"the {name} split of {dataset.prefix} has {sequences} of {len(dataset)} sequences with {tokens} tokens, but "
-        f"one sample takes {seq_length} + {EXTRA_TOKENS} (samples wanted: {samples}): give it more of data.split "
-        f"(now {split}), lower data.seq_length, or use more text"
-    )
-
-
-def save_maps(maps: IndexMaps, directory: str | Path, split_name: str) -> None:
-    """Write a split's three `.npy` files. Raises WorkspaceError."""
-    arrays = (maps.document_index, maps.sample_index, maps.shuffle_index)
-    for map_name, values in zip(MAP_NAMES, arrays, strict=True):
-        path = map_path(directory, split_name, map_name)
-        with workspace_errors(path):
-            np.save(path, values, allow_pickle=False)
+def _blend_split(
+    plan: SplitPlan, members: list[dict[str, Any]], mixture: Mixture, directory: str | Path
+) -> dict[str, Any]:
+    """Write how a split's members are blended; returns its counts. Raises DataFormatError when one has too little."""
+    sizes = [member["samples"] for member in members]
+    if plan.size is None:
+        dataset_index, sample_index = build_exhaustive_blend(sizes)
+    elif plan.weights is None and plan.size > sum(sizes):
+        raise DataFormatError(
+            f"{plan.size} samples are wanted of the {plan.name} split, but one pass over its data sets has "
+            f"{sum(sizes)}: give them weights, so that they are gone through as often as needed, or ask for fewer"
+        )
+    else:
+        dataset_index, sample_index = build_blend(plan.weights or sizes, plan.size)
+    drawn = np.bincount(dataset_index, minlength=len(members)).tolist()
+    for member, count, size in zip(mixture.of(plan.name), drawn, sizes, strict=True):
+        if count > size:
+            raise DataFormatError(
+                f"the {plan.name} blend draws {count} samples from {member.prefix}, which has {size}: ask for fewer"
+            )
+    dataset_name, sample_name = BLEND_MAP_NAMES
+    save_array(map_path(directory, plan.name, dataset_name), dataset_index)
+    save_array(map_path(directory, plan.name, sample_name), sample_index)
+    entries = [
+        {"prefix": os.path.basename(member.prefix), **entry, "drawn": count}
+        for member, entry, count in zip(mixture.of(plan.name), members, drawn, strict=True)
+    ]
+    return {
+        "sequences": sum(entry["sequences"] for entry in entries),
+        "tokens": sum(entry["tokens"] for entry in entries),
+        "samples": len(dataset_index),
+        "members": entries,
+    }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 
@@ -27,11 +28,22 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return float(train), float(valid), float(test)
 
 
-def split_ranges(split: str, count: int) -> Mapping[str, tuple[int, int]]:
+def split_ranges(
+    split: str, count: int, style: Literal["megatron", "neox"] = "megatron"
+) -> Mapping[str, tuple[int, int]]:
     """First and end element of each split when `count` elements are divided.
 
-    The boundaries are the cumulative fractions times `count`, rounded half to even, as in Megatron core.
+    The boundaries are the cumulative fractions times `count`, rounded half to even, as in Megatron core. With
+    "neox" they are GPT-NeoX's: each fraction times `count` is rounded by itself, and what the sum is off by is taken
+    from the train split. Raises ConfigError.
     """
-    fractions = [0.0, *accumulate(parse_split(split))]
-    bounds = [round(fraction * float(count)) for fraction in fractions]
+    fractions = parse_split(split)
+    if style == "neox":
+        bounds = [0, *accumulate(round(fraction * float(count)) for fraction in fractions)]
+        excess = bounds[-1] - count
+        bounds = [0, *(bound - excess for bound in bounds[1:])]
+        if bounds[1] < 0:
+            raise ConfigError(f"data.split {split} leaves the train split {bounds[1]} of {count} sequences")
+    else:
+        bounds = [round(fraction * float(count)) for fraction in accumulate(fractions, initial=0.0)]
     return {name: (bounds[i], bounds[i + 1]) for i, name in enumerate(SPLIT_NAMES)}

@@ -1,5 +1,7 @@
 import hashlib
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,115 +13,33 @@ from megacore.data import _index_helpers as helpers
 from megacore.data import index_helpers_ref as reference
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import (
+    BLEND_MAP_NAMES,
     MAP_NAMES,
+    IndexOptions,
+    Member,
+    Mixture,
     build_index_maps,
     build_shuffle_index,
     build_split,
     index_plan,
     map_path,
+    member_directory,
     plan_epochs,
+    read_description,
 )
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.splits import SPLIT_NAMES, split_ranges
-from megacore.errors import DataFormatError
+from megacore.errors import ConfigError, DataFormatError
 from tests.data._files import write_tokens
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
-@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
-@pytest.mark.parametrize("count", [0, 1, 2, 1000, 70_001])
-def test_shuffle_is_numpys(dtype: type, seed: int, count: int) -> None:
-    ours, theirs = np.arange(count, dtype=dtype), np.arange(count, dtype=dtype)
-    helpers.RandomState(seed).shuffle(ours)
-    reference.shuffle(theirs, seed)
-    np.testing.assert_array_equal(ours, theirs)
-
-
-def test_shuffle_refuses_what_it_cannot_do_in_place() -> None:
-    state = helpers.RandomState(1)
-    frozen = np.arange(4, dtype=np.int32)
-    frozen.flags.writeable = False
-    with pytest.raises(ValueError, match="not writeable"):
-        state.shuffle(frozen)
-    with pytest.raises(TypeError):
-        state.shuffle(np.arange(8, dtype=np.int32)[::2])
-    with pytest.raises(ValueError, match="one-dimensional"):
-        state.shuffle(np.zeros((2, 2), np.int32))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(any),
-    order=st.randoms(use_true_random=False),
-    epochs=st.integers(1, 3),
-    seq_length=st.integers(1, 40),
-    extra=st.integers(0, 1),
-)
-def test_sample_index_is_the_references(
-    lengths: list[int], order: object, epochs: int, seq_length: int, extra: int
-) -> None:
-    sizes = np.array(lengths, np.int32)
-    documents = np.tile(np.arange(len(lengths), dtype=np.int32), epochs)
-    order.shuffle(documents)  # type: ignore[attr-defined]
-    samples = max(0, (int(sizes.sum()) * epochs - extra) // seq_length)
-    expected = reference.build_sample_index(sizes, documents, seq_length, samples, extra)
-    narrow = helpers.build_sample_index_int32(sizes, documents, seq_length, samples, extra)
-    wide = helpers.build_sample_index_int64(sizes, documents, seq_length, samples, extra)
-    assert (narrow.dtype, wide.dtype) == (np.int32, np.int64)
-    np.testing.assert_array_equal(narrow, expected)
-    np.testing.assert_array_equal(wide, expected)
-    for build in (helpers.build_sample_index_int32, reference.build_sample_index):
-        with pytest.raises(ValueError, match="the documents end before the samples do"):
-            build(sizes, documents, seq_length, samples + 1, extra)
-
-
-def test_sample_index_checks_what_it_is_given() -> None:
-    build = helpers.build_sample_index_int32
-    sizes, outside = np.array([4], np.int32), np.array([1], np.int32)
-    with pytest.raises(ValueError, match="out of range"):
-        build(sizes, outside, 2, 1, 1)
-    with pytest.raises(ValueError, match="seq_length must be positive"):
-        build(sizes, np.zeros(1, np.int32), 0, 1, 1)
-    with pytest.raises(TypeError):
-        build(sizes.astype(np.int64), outside, 2, 1, 1)
-
-
-def test_sample_index_counts_tokens_beyond_32_bits() -> None:
-    sizes = np.full(3, 2**31 - 1, np.int32)
-    documents = np.arange(3, dtype=np.int32)
-    seq_length = 2**30
-    expected = reference.build_sample_index(sizes, documents, seq_length, 5, 1)
-    np.testing.assert_array_equal(helpers.build_sample_index_int32(sizes, documents, seq_length, 5, 1), expected)
-    assert expected[-1].tolist() == [2, 5 * 2**30 - 2 * (2**31 - 1)]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "seq_length", "samples", "expected"),
-    [
-        (137076, 64, 4924, (3, True, 6425, 4283)),
-        (137076, 64, None, (1, False, 2141, 2141)),
-        (137076, 64, 0, (1, False, 2141, 2141)),
-        (1001, 10, 100, (1, False, 100, 100)),
-        (1001, 10, 101, (2, True, 200, 100)),
-        (1001, 10, 180, (2, False, 200, 200)),
-    ],
-)
-def test_epochs_and_their_last_one(tokens: int, seq_length: int, samples: int | None, expected: tuple) -> None:
-    plan = plan_epochs(tokens, seq_length, samples)
-    assert (plan.epochs, plan.separate_final_epoch, plan.samples, plan.samples_before_final_epoch) == expected
 
 
 def test_maps_and_samples_are_megatrons(shared_data: Path, tmp_path: Path) -> None:
     prefix, golden = shared_data / "golden" / "C_merged", shared_data / "golden" / "separate_final_epoch"
     parameters = json.loads((golden / "params.json").read_text())
-    counts = build_index_maps(
-        prefix,
-        tmp_path,
-        split=parameters["split"],
-        seq_length=parameters["sequence_length"],
-        seed=parameters["random_seed"],
-        samples=parameters["num_samples"],
+    options = IndexOptions(
+        split=parameters["split"], seq_length=parameters["sequence_length"], seed=parameters["random_seed"]
     )
+    counts = build_index_maps(Mixture.single(str(prefix)), tmp_path, options, parameters["num_samples"])
     for name in SPLIT_NAMES:
         expected = parameters["splits"][name]
         assert counts[name]["samples"] == expected["len"]
@@ -183,16 +103,18 @@ def test_shuffle_index_keeps_the_final_epoch_apart() -> None:
 
 def test_plan_moves_only_when_the_maps_would(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
-    plan = index_plan(prefix, "8,1,1", 10, (40, 5, None))
-    assert plan == index_plan(prefix, "8,1,1", 10, (79, 9, None))
+    mixture, options = Mixture.single(prefix), IndexOptions(split="8,1,1", seq_length=10, seed=1)
+    plan = index_plan(mixture, options, (40, 5, None))
+    assert plan == index_plan(mixture, options, (79, 9, None))
     assert plan["train"] == {"epochs": 1, "separate_final_epoch": False}
-    assert index_plan(prefix, "8,1,1", 10, (80, 5, None))["train"] == {"epochs": 2, "separate_final_epoch": True}
+    assert index_plan(mixture, options, (80, 5, None))["train"] == {"epochs": 2, "separate_final_epoch": True}
     json.dumps(plan)
 
 
 def test_counts_say_what_each_split_has(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100, 0] * 10)
-    counts = build_index_maps(prefix, tmp_path, split="8,1,1", seq_length=10, seed=1, samples=(100, 5, None))
+    options = IndexOptions(split="8,1,1", seq_length=10, seed=1)
+    counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (100, 5, None))
     assert counts["train"] == {
         "sequences": 8,
         "tokens": 800,
@@ -205,22 +127,166 @@ def test_counts_say_what_each_split_has(tmp_path: Path) -> None:
 
 def test_empty_split_is_refused_when_samples_are_wanted(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
-    arguments = {"split": "1,0,0", "seq_length": 10, "seed": 1}
+    mixture, options = Mixture.single(prefix), IndexOptions(split="1,0,0", seq_length=10, seed=1)
     with pytest.raises(DataFormatError, match=r"the valid split of .* has 0 of 10 sequences .*wanted: 7"):
-        build_index_maps(prefix, tmp_path, **arguments, samples=(5, 7, 0))
+        build_index_maps(mixture, tmp_path, options, (5, 7, 0))
     with pytest.raises(DataFormatError, match="the test split"):
-        index_plan(prefix, "9,1,0", 10, (5, 5, None))
-    build_index_maps(prefix, tmp_path, **arguments, samples=(5, 0, 0))
+        index_plan(mixture, replace(options, split="9,1,0"), (5, 5, None))
+    build_index_maps(mixture, tmp_path, options, (5, 0, 0))
     assert len(GPTDataset(prefix, tmp_path, "valid", 10)) == 0
 
 
 def test_split_below_one_sample_is_refused(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [10] * 10)
     with pytest.raises(DataFormatError, match=r"with 10 tokens, but one sample takes 10 \+ 1 .*wanted: 1"):
-        index_plan(prefix, "8,1,1", 10, (5, 1, 0))
+        index_plan(Mixture.single(prefix), IndexOptions(split="8,1,1", seq_length=10, seed=1), (5, 1, 0))
 
 
 def test_split_bounds_agree_with_the_reader(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_tokens(tmp_path / "a", [3, 0, 5]))
     assert split_ranges("1,1", len(dataset))["valid"] == (1, 2)
     assert dataset.count_tokens(1, 2) == 5
+
+
+def load(directory: Path, split_name: str) -> list[np.ndarray]:
+    return [np.load(map_path(directory, split_name, name)) for name in MAP_NAMES]
+
+
+def test_validation_keeps_its_partial_sample_when_asked_to(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [100, 7] * 5)
+    options = IndexOptions(split="0,1,1", seq_length=10, seed=1, drop_last_partial=False)
+    counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (0, None, None))
+    assert (counts["valid"]["samples"], counts["test"]["samples"]) == (32, 22)
+    documents, rows, order = load(tmp_path, "valid")
+    last = (len(documents) - 1, [100, 7][documents[-1] % 2] - 1)
+    assert tuple(rows[-1]) == last
+    assert sorted(order) == list(range(32))
+
+
+def test_without_an_extra_token_samples_share_none(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [100] * 10)
+    options = IndexOptions(split="8,1,1", seq_length=10, seed=1, add_extra_token=False)
+    counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (80, None, 0))
+    assert (counts["train"]["samples"], counts["train"]["epochs"], counts["valid"]["samples"]) == (80, 1, 10)
+
+
+@pytest.mark.parametrize(("packing", "samples"), [("unpacked", 20), ("pack_until_overflow", 10)])
+def test_whole_documents_fill_whole_epochs(tmp_path: Path, packing: str, samples: int) -> None:
+    prefix = write_tokens(tmp_path / "a", [5, 0] * 10)
+    options = IndexOptions(split="1", seq_length=9, seed=1, packing=packing)  # type: ignore[arg-type]
+    counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (samples - 1, 0, 0))
+    documents, rows, order = load(tmp_path, "train")
+    assert (counts["train"]["epochs"], counts["train"]["samples"], len(documents)) == (2, samples, 20)
+    assert (len(rows), sorted(order)) == (samples + 1, list(range(samples)))
+
+
+def reference_neox(lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, samples: int) -> list:
+    """GPT-NeoX's three maps, written with NumPy alone."""
+    tokens, state, epochs = int(lengths[first:last].sum()), np.random.RandomState(seed), 1
+    while (epochs * tokens - 1) // seq_length < samples:
+        epochs += 1
+    documents = np.tile(np.arange(first, last, dtype=np.int32), epochs)
+    state.shuffle(documents)
+    order = np.arange((epochs * tokens - 1) // seq_length, dtype=np.uint32)
+    rows = reference.build_sample_index(lengths, documents, seq_length, len(order), 1)
+    state.shuffle(order)
+    return [documents, rows, order]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=12, max_size=30),
+    seq_length=st.integers(1, 20),
+    seed=st.integers(0, 2**32 - 1),
+    samples=st.integers(1, 300),
+)
+def test_neox_orders_samples_as_neox_does(lengths: list[int], seq_length: int, seed: int, samples: int) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        prefix = write_tokens(directory / "a", [length + seq_length for length in lengths])
+        options = IndexOptions(split="3,2,1", seq_length=seq_length, seed=seed, style="neox")
+        build_index_maps(Mixture.single(prefix), directory, options, (samples, 1, 1))
+        sizes = np.array(lengths, np.int32) + seq_length
+        first, last = split_ranges("3,2,1", len(lengths), "neox")["train"]
+        expected = reference_neox(sizes, first, last, seq_length, seed, samples)
+        for ours, theirs in zip(load(directory, "train"), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_blend_draws_from_its_members_maps(tmp_path: Path) -> None:
+    a, b = (write_tokens(tmp_path / name, [count] * 10) for name, count in (("a", 100), ("b", 30)))
+    options, index = IndexOptions(split="8,1,1", seq_length=10, seed=1), tmp_path / "index"
+    index.mkdir()
+    mixture = Mixture.blend((Member(a, 1.0), Member(b, 3.0)))
+    counts = build_index_maps(mixture, index, options, (100, 4, None))
+    train = counts["train"]
+    assert train["samples"] == 25 + 75
+    assert [(member["prefix"], member["drawn"], member["epochs"]) for member in train["members"]] == [
+        ("a", 25, 1),
+        ("b", 75, 4),  # 75 with the surplus are 76 samples; an epoch has 23.9
+    ]
+    dataset_index, sample_index = (np.load(map_path(index, "train", name)) for name in BLEND_MAP_NAMES)
+    expected = reference.build_blend([0.25, 0.75], 100)
+    for ours, theirs in zip((dataset_index, sample_index), expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    # None: every sample of every member once, whatever the weights.
+    assert counts["test"]["samples"] == 9 + 2
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    build_index_maps(Mixture.single(b), alone, options, (76, 0, None))
+    for ours, theirs in zip(load(member_directory(index, 1), "train"), load(alone, "train"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_blend_of_what_there_is(tmp_path: Path) -> None:
+    a, b = (write_tokens(tmp_path / name, [count] * 10) for name, count in (("a", 100), ("b", 30)))
+    mixture, options = Mixture.blend((Member(a), Member(b))), IndexOptions(split="1", seq_length=10, seed=1)
+    assert build_index_maps(mixture, tmp_path, options, (None, 0, 0))["train"]["samples"] == 99 + 29
+    assert build_index_maps(mixture, tmp_path, options, (100, 0, 0))["train"]["samples"] == 100
+    assert np.load(map_path(tmp_path, "train", "dataset")).shape == (100,)
+    with pytest.raises(DataFormatError, match=r"129 samples are wanted of the train split, but .* has 128: give them"):
+        build_index_maps(mixture, tmp_path, options, (129, 0, 0))
+
+
+def test_splits_with_data_sets_of_their_own(tmp_path: Path) -> None:
+    a, b, c = (write_tokens(tmp_path / name, [30] * 10) for name in "abc")
+    mixture = Mixture.per_split([Member(a, 1.0), Member(c, 1.0)], [Member(b), Member(c)], [])
+    options = IndexOptions(split=None, seq_length=10, seed=1)
+    counts = build_index_maps(mixture, tmp_path, options, (20, None, None))
+    assert set(counts) == {"train", "valid"}
+    description = read_description(tmp_path)
+    assert description.samples == {"train": 20, "valid": 2 * 29}
+    assert description.blends == {"train": (0, 1), "valid": (2, 1)}
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("member-01/*document*"))
+    assert written == ["member-01/train_document_index.npy", "member-01/valid_document_index.npy"]
+    assert not list(tmp_path.glob("**/test_*"))
+    assert set(index_plan(mixture, options, (20, None, None))) == {"train", "valid"}
+
+
+def test_only_data_set_of_a_split_is_not_blended(tmp_path: Path) -> None:
+    a, b = (write_tokens(tmp_path / name, [30] * 10) for name in "ab")
+    mixture = Mixture.per_split([Member(a, 1.0)], [Member(b, 2.0)], [])
+    counts = build_index_maps(mixture, tmp_path, IndexOptions(split=None, seq_length=10, seed=1), (40, 5, 0))
+    assert (counts["train"]["samples"], counts["valid"]["samples"]) == (59, 29)  # whole epochs
+    np.testing.assert_array_equal(np.load(map_path(tmp_path, "train", "dataset_sample")), np.arange(59))
+
+
+@pytest.mark.parametrize(
+    ("mixture", "split", "samples", "message"),
+    [
+        (Mixture.single("{a}"), None, (1, 1, 1), "data.split is missing"),
+        (Mixture.per_split([Member("{a}")], [], []), "1,1,1", (1, 0, 0), "leave data.split out"),
+        (Mixture.per_split([Member("{a}")], [], []), None, (1, 3, 0), "3 samples are wanted of the valid split, which"),
+        (Mixture.single("{a}"), "1,1,1", (-1, 0, 0), "-1 samples are wanted of the train split"),
+    ],
+)
+def test_mixtures_that_do_not_go_with_the_options(
+    tmp_path: Path, mixture: Mixture, split: str | None, samples: tuple, message: str
+) -> None:
+    prefix = write_tokens(tmp_path / "a", [30] * 10)
+    named = tuple(tuple(replace(member, prefix=prefix) for member in mixture.of(name)) for name in SPLIT_NAMES)
+    options = IndexOptions(split=split, seq_length=10, seed=1)
+    with pytest.raises(ConfigError, match=message):
+        index_plan(Mixture(*named, whole=mixture.whole), options, samples)

@@ -17,13 +17,34 @@ def test_boundaries_round_half_to_even() -> None:
     assert split_ranges("1,1", 7) == {"train": (0, 4), "valid": (4, 7), "test": (7, 7)}
 
 
+def test_neox_rounds_each_split_and_corrects_the_first() -> None:
+    # 3.5 -> 4, 3.5 -> 4: one too many, taken from the train split.
+    assert split_ranges("1,1", 7, "neox") == {"train": (0, 3), "valid": (3, 7), "test": (7, 7)}
+    # 1.67 -> 2 three times in 5.
+    assert split_ranges("1,1,1", 5, "neox") == {"train": (0, 1), "valid": (1, 3), "test": (3, 5)}
+    assert split_ranges("949,50,1", 596, "neox") == {"train": (0, 565), "valid": (565, 595), "test": (595, 596)}
+
+
+def test_neox_may_leave_nothing_to_train() -> None:
+    with pytest.raises(ConfigError, match="leaves the train split -1 of 3 sequences"):
+        split_ranges("0,1,1", 3, "neox")
+
+
 def test_missing_weights_are_zero() -> None:
     assert parse_split("100") == (1.0, 0.0, 0.0)
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any), st.integers(0, 10**12))
-def test_ranges_cover_everything_in_order(weights: list[int], count: int) -> None:
-    bounds = list(split_ranges(",".join(map(str, weights)), count).values())
+@pytest.mark.parametrize("style", ["megatron", "neox"])
+@given(
+    weights=st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any),
+    count=st.integers(0, 10**12),
+)
+def test_ranges_cover_everything_in_order(style: str, weights: list[int], count: int) -> None:
+    try:
+        bounds = list(split_ranges(",".join(map(str, weights)), count, style).values())  # type: ignore[arg-type]
+    except ConfigError:
+        assert style == "neox"
+        return
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
     assert all(a[1] == b[0] and a[0] <= a[1] for a, b in pairwise(bounds))

@@ -1,0 +1,207 @@
+"""Index maps of 10 M documents x 10 epochs (100 M entries, 29 M samples of 2048); a blend of 8 x 50 M samples.
+
+    python -m benchmarks.index_maps [--megatron PATH] [--rounds 5] [--documents 10000000] [--samples 50000000]
+
+Each measurement runs in a process of its own, on one thread. Its first round is on memory that the process has not
+touched before ("first touch"); of the others the best one counts ("warm"). The peak memory is the process's, with
+Python and the documents' lengths. PATH is a checkout of https://github.com/NVIDIA/Megatron-LM: its helpers.cpp is
+compiled into a temporary directory and runs the same work as its GPTDataset and BlendedDataset do, whose results are
+compared with ours.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.data import _index_helpers as helpers
+from megacore.data.blends import build_blend
+from megacore.data.epochs import EpochPlan, plan_epochs
+from megacore.data.index_maps import build_split
+
+EPOCHS = 10
+SEQ_LENGTH = 2048
+SEED = 1234
+WEIGHTS = [30.0, 22.5, 17.0, 11.3, 8.2, 5.0, 4.1, 1.9]
+Work = Callable[[], list[np.ndarray]]
+
+
+def document_lengths(documents: int) -> np.ndarray:
+    """Of web pages, roughly: 598 tokens in the mean, some of them beyond 65,535."""
+    random = np.random.RandomState(0)
+    return np.clip(random.lognormal(6.0, 0.89, documents), 1, 1e6).astype(np.int32)
+
+
+def plan(lengths: np.ndarray) -> EpochPlan:
+    """As many samples as EPOCHS whole epochs have."""
+    tokens = int(lengths.sum())
+    return plan_epochs(tokens, SEQ_LENGTH, (EPOCHS * tokens - 1) // SEQ_LENGTH)
+
+
+def our_maps(documents: int) -> Work:
+    lengths = document_lengths(documents)
+    epochs = plan(lengths)
+
+    def work() -> list[np.ndarray]:
+        maps = build_split(lengths, 0, documents, epochs, SEQ_LENGTH, SEED)
+        return [maps.document_index, maps.sample_index, maps.shuffle_index]
+
+    return work
+
+
+def their_maps(documents: int, library: Any) -> Work:
+    """What Megatron core's GPTDataset does."""
+    lengths = document_lengths(documents)
+    tokens, epochs = int(lengths.sum()), plan(lengths).epochs
+
+    def work() -> list[np.ndarray]:
+        state = np.random.RandomState(SEED)
+        index = np.mgrid[0:epochs, 0:documents][1]
+        index[:] = np.arange(documents)
+        document_index = index.reshape(-1).astype(np.int32)
+        del index
+        state.shuffle(document_index)
+        rows = library.build_sample_idx_int32(lengths, document_index, SEQ_LENGTH, epochs, tokens, True, 1)
+        order = np.arange(len(rows) - 1, dtype=np.uint32)
+        state.shuffle(order)
+        return [document_index, rows, order]
+
+    return work
+
+
+def our_blend(samples: int) -> Work:
+    return lambda: list(build_blend(WEIGHTS, samples))
+
+
+def portable_blend(samples: int) -> Work:
+    weights = np.array(WEIGHTS) / np.sum(WEIGHTS)
+    return lambda: list(helpers.build_blend(weights, samples, portable=True))
+
+
+def their_blend(samples: int, library: Any) -> Work:
+    """What Megatron core's BlendedDataset does."""
+    weights = np.array(WEIGHTS) / np.sum(WEIGHTS)
+
+    def work() -> list[np.ndarray]:
+        dataset_index, sample_index = np.zeros(samples, np.int16), np.zeros(samples, np.int64)
+        library.build_blending_indices(dataset_index, sample_index, weights, len(weights), samples, False)
+        return [dataset_index, sample_index]
+
+    return work
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds (wall and processor), peak memory and a digest of the results, in this process."""
+    library = load_library(options.library) if options.library else None
+    work = {
+        "maps": lambda: our_maps(options.documents),
+        "maps-megatron": lambda: their_maps(options.documents, library),
+        "blend": lambda: our_blend(options.samples),
+        "blend-portable": lambda: portable_blend(options.samples),
+        "blend-megatron": lambda: their_blend(options.samples, library),
+    }[name]()
+    wall: list[float] = []
+    processor: list[float] = []
+    result: list[np.ndarray] = []
+    for _ in range(options.rounds + 1):
+        result.clear()
+        begin = time.perf_counter(), time.process_time()
+        result += work()
+        wall.append(time.perf_counter() - begin[0])
+        processor.append(time.process_time() - begin[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    digest = hashlib.sha256()
+    for values in result:
+        digest.update(values.data)
+    return {"wall": wall, "processor": processor, "peak_mb": peak, "digest": digest.hexdigest()}
+
+
+def load_library(path: str) -> Any:
+    """The incumbent's compiled helpers."""
+    spec = importlib.util.spec_from_file_location("helpers_cpp", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_library(megatron: Path, directory: Path) -> Path:
+    """Compile Megatron-LM's helpers.cpp as its own Makefile does."""
+    import pybind11
+
+    source = megatron / "megatron" / "core" / "datasets" / "helpers.cpp"
+    target = directory / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    includes = [f"-I{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run(
+        [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(source), "-o", str(target)], check=True
+    )
+    return target
+
+
+def run(name: str, arguments: list[str]) -> dict[str, Any]:
+    """Measure in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.index_maps", *arguments, "--measure", name]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    result: dict[str, Any] = json.loads(output)
+    return result
+
+
+def row(name: str, result: dict[str, Any], reference: dict[str, Any] | None) -> str:
+    """A line of Markdown."""
+    warm, reference_warm = min(result["wall"][1:]), min(reference["wall"][1:]) if reference else None
+    ratio = f"{reference_warm / warm:.1f} x" if reference_warm else "-"
+    same = "-" if reference is None else "yes" if reference["digest"] == result["digest"] else "NO"
+    return (
+        f"| {name} | {warm:.2f} | {min(result['processor'][1:]):.2f} | {result['wall'][0]:.2f} "
+        f"| {result['peak_mb']:,.0f} | {ratio} | {same} |"
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM to compare with")
+    parser.add_argument("--rounds", type=int, default=5, help="besides the first")
+    parser.add_argument("--documents", type=int, default=10_000_000, help="of the maps, in an epoch")
+    parser.add_argument("--samples", type=int, default=50_000_000, help="of the blend")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--library", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.measure:
+        sys.stdout.write(json.dumps(measure(options.measure, options)))
+        return
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("rounds", "documents", "samples")]
+    sys.stdout.write("| work | warm (s) | processor (s) | first touch (s) | peak (MB) | to Megatron | same |\n")
+    sys.stdout.write("| --- |" + " ---: |" * 6 + "\n")
+    with tempfile.TemporaryDirectory() as directory:
+        if options.megatron:
+            arguments.append(f"--library={compile_library(options.megatron, Path(directory))}")
+        for names in (["maps"], ["blend", "blend-portable"]):
+            reference = run(f"{names[0]}-megatron", arguments) if options.megatron else None
+            for name in names:
+                sys.stdout.write(row(name, run(name, arguments), reference) + "\n")
+            if reference:
+                sys.stdout.write(row(f"{names[0]}-megatron", reference, reference) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""`megacore index`: the order in which samples are drawn from token files, as Megatron core draws them."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import typer
+
+from megacore.cli._variadic import VariadicCommand
+from megacore.errors import ConfigError, WorkspaceError
+
+if TYPE_CHECKING:
+    from megacore.data.index_options import IndexOptions, Mixture
+
+_PREFIX_OPTIONS = ("--data-prefix", "--train-data-prefix", "--valid-data-prefix", "--test-data-prefix")
+_DEFAULT_SHORT = 0.1
+
+
+class IndexCommand(VariadicCommand):
+    """Takes several weights and prefixes after one --data-prefix."""
+
+    variadic: ClassVar[tuple[str, ...]] = _PREFIX_OPTIONS
+
+
+def index(
+    output: Annotated[Path, typer.Option(help="directory for the maps: a new one, or an empty one")],
+    seq_length: Annotated[int, typer.Option(min=1, help="tokens per sample")],
+    data_prefix: Annotated[
+        list[str] | None, typer.Option(help="token files without .bin/.idx: P, or P P …, or W P W P … (weights)")
+    ] = None,
+    train_data_prefix: Annotated[list[str] | None, typer.Option(help="the same, for the train split alone")] = None,
+    valid_data_prefix: Annotated[list[str] | None, typer.Option(help="… for the validation split")] = None,
+    test_data_prefix: Annotated[list[str] | None, typer.Option(help="… for the test split")] = None,
+    split: Annotated[str | None, typer.Option(help="weights of train, validation and test (969,30,1)")] = None,
+    seed: Annotated[int, typer.Option(help="of the shuffles")] = 1234,
+    train_samples: Annotated[int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")] = None,
+    valid_samples: Annotated[int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")] = None,
+    test_samples: Annotated[int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")] = None,
+    kind: Annotated[
+        Literal["gpt", "bert", "t5"], typer.Option(help="gpt: samples of tokens; bert, t5: of whole sentences")
+    ] = "gpt",
+    index_style: Annotated[Literal["megatron", "neox"], typer.Option(help="gpt: whose order of samples")] = "megatron",
+    packing: Annotated[
+        Literal["packed", "pack_until_overflow", "unpacked"],
+        typer.Option(help="gpt: documents end to end, whole ones as long as they fit, or one per sample"),
+    ] = "packed",
+    add_extra_token: Annotated[bool, typer.Option(help="gpt: read one token more, as the last label")] = True,
+    drop_last_partial: Annotated[bool, typer.Option(help="gpt: drop validation's last shorter sample")] = True,
+    short_seq_prob: Annotated[
+        float | None, typer.Option(help=f"bert, t5: share of shorter samples ({_DEFAULT_SHORT})")
+    ] = None,
+) -> None:
+    """Build the index maps of token files: which samples there are, in which order, and how data sets are blended."""
+    from megacore.config.data import DEFAULT_SPLIT
+    from megacore.data.index_options import IndexOptions
+
+    mixture = _mixture(data_prefix, {"train": train_data_prefix, "valid": valid_data_prefix, "test": test_data_prefix})
+    if split is None and not mixture.whole:
+        split = DEFAULT_SPLIT
+    options = IndexOptions(
+        split=split,
+        seq_length=seq_length,
+        seed=seed,
+        style=index_style,
+        packing=packing,
+        add_extra_token=add_extra_token,
+        drop_last_partial=drop_last_partial,
+    )
+    samples = _wanted(split, (train_samples, valid_samples, test_samples))
+    if kind == "gpt":
+        counts = _build_gpt(mixture, output, options, samples, short_seq_prob)
+    else:
+        counts = _build_sentences(kind, mixture, output, options, samples, short_seq_prob)
+    for name, entry in counts.items():
+        sys.stdout.write(f"{name}: {_summary(entry)}\n")
+    sys.stdout.write(f"wrote {output}\n")
+
+
+def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -> "Mixture":
+    """What the prefix options name. Raises ConfigError."""
+    from megacore.data.index_options import Mixture, parse_members
+
+    given = [f"--{name}-data-prefix" for name, values in by_split.items() if values]
+    if data and given:
+        raise ConfigError(f"--data-prefix and {given[0]} are given: the first stands for all splits, leave one out")
+    if data:
+        return Mixture.blend(parse_members(data, "--data-prefix"))
+    if not given:
+        raise ConfigError("no token files are named: give --data-prefix PREFIX, the path without .bin/.idx")
+    return Mixture.per_split(
+        *(parse_members(values or [], f"--{name}-data-prefix") for name, values in by_split.items())
+    )
+
+
+def _wanted(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The samples to ask for: a split without a weight has none unless some are asked for."""
+    from megacore.data.splits import parse_split
+
+    weights = (1.0, 1.0, 1.0) if split is None else parse_split(split)
+    return tuple(0 if count is None and weight == 0 else count for weight, count in zip(weights, samples, strict=True))
+
+
+def _build_gpt(
+    mixture: "Mixture",
+    output: Path,
+    options: "IndexOptions",
+    samples: tuple[int | None, ...],
+    short_seq_prob: float | None,
+) -> dict[str, Any]:
+    from megacore.data.index_maps import build_index_maps
+
+    if short_seq_prob is not None:
+        raise ConfigError("--short-seq-prob is for samples of sentences: give it with --kind bert or t5")
+    with _new_directory(output) as directory:
+        return build_index_maps(mixture, directory, options, samples)
+
+
+def _build_sentences(
+    kind: Literal["bert", "t5"],
+    mixture: "Mixture",
+    output: Path,
+    options: "IndexOptions",
+    samples: tuple[int | None, ...],
+    short_seq_prob: float | None,
+) -> dict[str, Any]:
+    from megacore.data.index_options import IndexOptions
+    from megacore.data.sentence_maps import build_sentence_maps
+
+    if not mixture.is_single or options.split is None:
+        raise ConfigError(f"--kind {kind} takes one pair of token files: give --data-prefix PREFIX")
+    if options != IndexOptions(split=options.split, seq_length=options.seq_length, seed=options.seed):
+        raise ConfigError(
+            f"--index-style, --packing, --no-add-extra-token and --no-drop-last-partial are for --kind gpt, not {kind}"
+        )
+    with _new_directory(output) as directory:
+        return build_sentence_maps(
+            mixture.prefixes[0],
+            directory,
+            kind,
+            split=options.split,
+            seq_length=options.seq_length,
+            seed=options.seed,
+            samples=samples,
+            short_sequence_probability=_DEFAULT_SHORT if short_seq_prob is None else short_seq_prob,
+        )
+
+
+@contextmanager
+def _new_directory(output: Path) -> Iterator[Path]:
+    """A directory that becomes `output` when the block ends well, and vanishes when it does not.
+
+    Raises WorkspaceError when `output` holds something already, or cannot be written.
+    """
+    from megacore.artifact.files import sync_directory, sync_tree, workspace_errors
+
+    with workspace_errors(output):
+        if output.is_dir() and any(output.iterdir()):
+            raise WorkspaceError(f"{output} is not empty: give --output another directory, or remove what is in it")
+        if output.exists() and not output.is_dir():
+            raise WorkspaceError(f"{output} is a file: give --output a directory")
+        parent = output.absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+        temporary = parent / f"{output.name}.tmp-{os.getpid()}"
+        _remove_dead(parent, output.name)
+        temporary.mkdir()
+        try:
+            yield temporary
+            sync_tree(temporary)
+            os.rename(temporary, output)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        sync_directory(parent)
+
+
+def _remove_dead(parent: Path, name: str) -> None:
+    """Remove what a process that was killed left behind."""
+    for path in parent.glob(f"{name}.tmp-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdecimal() and not Path("/proc", pid).exists() and Path("/proc").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _summary(entry: Mapping[str, Any]) -> str:
+    text = f"{entry['samples']:,} samples"
+    if "documents" in entry:
+        return f"{text} of {entry['documents']:,} documents"
+    text += f" of {entry['sequences']:,} sequences with {entry['tokens']:,} tokens"
+    if "members" in entry:
+        return text + "".join(f"\n  {member['prefix']}: {member['drawn']:,} drawn" for member in entry["members"])
+    epochs = f"{entry['epochs']} epoch{'' if entry['epochs'] == 1 else 's'}"
+    return f"{text}, {epochs}{', the last one shuffled by itself' if entry['separate_final_epoch'] else ''}"

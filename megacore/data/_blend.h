@@ -1,0 +1,251 @@
+// Which data set each sample of a blend comes from: the one with the largest weight x max(i, 1) - taken, the first of
+// equals, in double precision as written here (a fused multiply-add would decide otherwise).
+//
+// Each sample depends on the one before it, so a processor mostly waits. Therefore the samples are cut into segments
+// that are walked at the same time, from guessed counts; where a segment's end differs from the next one's guess, that
+// one is walked again from the true counts, until they agree with those of the guessed walk at one of its marks.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "_cpu.h"
+
+namespace megacore {
+
+using Counts = std::vector<std::int64_t>;
+
+class Blend {
+  public:
+    // `limits` are the data sets' sizes, beyond which nothing is taken of them, or empty.
+    Blend(std::vector<double> weights, Counts limits, bool portable, std::int16_t* dataset_index,
+          std::int64_t* sample_index)
+        : weights_(std::move(weights)),
+          limits_(std::move(limits)),
+          taken_(weights_.size(), 0),
+          dataset_index_(dataset_index),
+          sample_index_(sample_index),
+          portable_(portable || !runs_avx512()) {}
+
+    void run(std::int64_t size) {
+        const std::size_t count = weights_.size();
+        std::int64_t done = 0;
+#ifdef MEGACORE_HAS_AVX512
+        if (!portable_ && count <= 8) {
+            done = run_segments<1, 8>(size);
+        } else if (!portable_ && count <= 16) {
+            done = run_segments<2, 4>(size);
+        } else if (!portable_ && count <= 32) {
+            done = run_segments<4, 2>(size);
+        } else if (!portable_ && count <= 64) {
+            done = run_segments<8, 1>(size);
+        }
+#endif
+        walk(done, size);
+    }
+
+  private:
+    // Samples first … last-1, one by one.
+    void walk(std::int64_t first, std::int64_t last) {
+        const std::size_t count = weights_.size();
+        const double* const weight = weights_.data();
+        std::vector<double> counts(count);
+        for (std::size_t d = 0; d < count; ++d) counts[d] = real_count(d, taken_[d]);
+        double* const taken = counts.data();
+        for (std::int64_t i = first; i < last; ++i) {
+            const double x = std::max(static_cast<double>(i), 1.0);
+            std::size_t best = 0;
+            double most = weight[0] * x - taken[0];
+            for (std::size_t d = 1; d < count; ++d) {
+                const double error = weight[d] * x - taken[d];
+                if (error > most) {
+                    most = error;
+                    best = d;
+                }
+            }
+            dataset_index_[i] = static_cast<std::int16_t>(best);
+            sample_index_[i] = taken_[best]++;
+            taken[best] = real_count(best, taken_[best]);
+        }
+    }
+
+    // Infinite where nothing is left of a data set: it is never the one to take.
+    double real_count(std::size_t d, std::int64_t count) const {
+        return used_up(d) ? std::numeric_limits<double>::infinity() : static_cast<double>(count);
+    }
+
+    bool used_up(std::size_t d) const { return !limits_.empty() && taken_[d] >= limits_[d]; }
+
+#ifdef MEGACORE_HAS_AVX512
+    static constexpr std::int64_t kMark = 512;
+    static constexpr std::int64_t kSegment = 64 * kMark;
+    static constexpr int kLanes = 8;
+
+    // V vectors of counts of S segments that are walked at the same time.
+    template <int V, int S>
+    struct State {
+        alignas(64) double taken[S][V * kLanes];  // infinite where there is no data set, or nothing left of it
+        alignas(64) std::int64_t counts[S][V * kLanes];
+        std::int64_t at[S];  // the next sample
+    };
+
+    // As many whole rounds of segments as fit; returns how many samples that are.
+    template <int V, int S>
+    std::int64_t run_segments(std::int64_t size) {
+        constexpr std::int64_t round = S * kSegment;
+        alignas(64) double weights[V * kLanes] = {};
+        std::copy(weights_.begin(), weights_.end(), weights);
+        walk(0, std::min<std::int64_t>(1, size));  // where max(i, 1) is not i
+        std::int64_t done = std::min<std::int64_t>(1, size);
+        for (; size - done >= round; done += round) {
+            const Counts before = taken_;
+            run_round<V, S>(weights, done);
+            if (overdrawn()) {
+                taken_ = before;
+                walk(done, done + round);
+            }
+        }
+        return done;
+    }
+
+    // Whether a data set ran out, which vectors do not look for.
+    bool overdrawn() const {
+        for (std::size_t d = 0; d < limits_.size(); ++d) {
+            if (taken_[d] > limits_[d]) return true;
+        }
+        return false;
+    }
+
+    // The samples from `first` on, S segments of them.
+    template <int V, int S>
+    void run_round(const double* weights, std::int64_t first) {
+        State<V, S> state;
+        std::vector<std::vector<Counts>> marks(S);  // of each segment: the counts at its start, and at each mark
+        for (int s = 0; s < S; ++s) {
+            state.at[s] = first + s * kSegment;
+            set(state, s, s == 0 ? taken_ : guess(state.at[s]));
+            marks[s].push_back(counts_of(state, s));
+        }
+        for (std::int64_t mark = 0; mark < kSegment; mark += kMark) {
+            steps<V, S>(weights, state, dataset_index_, sample_index_);
+            for (int s = 0; s < S; ++s) marks[s].push_back(counts_of(state, s));
+        }
+        taken_ = marks[0].back();
+        for (int s = 1; s < S; ++s) join<V>(weights, first + s * kSegment, marks[s]);
+    }
+
+    // Walk a segment again from the true counts as far as they differ from those it was walked with.
+    template <int V>
+    void join(const double* weights, std::int64_t first, const std::vector<Counts>& marks) {
+        State<V, 1> state;
+        state.at[0] = first;
+        set(state, 0, taken_);
+        std::size_t mark = 0;
+        while (mark + 1 < marks.size() && taken_ != marks[mark]) {
+            steps<V, 1>(weights, state, dataset_index_, sample_index_);
+            taken_ = counts_of(state, 0);
+            ++mark;
+        }
+        if (taken_ == marks[mark]) taken_ = marks.back();
+    }
+
+    // Counts near those that sample i finds: they add up to i, and are in proportion to the weights.
+    Counts guess(std::int64_t i) const {
+        const double x = static_cast<double>(i);
+        Counts counts(taken_);
+        std::int64_t missing = i;
+        for (std::size_t d = 0; d < counts.size(); ++d) {
+            if (!used_up(d)) counts[d] = static_cast<std::int64_t>(std::floor(weights_[d] * x));
+            missing -= counts[d];
+        }
+        const std::int64_t step = missing < 0 ? -1 : 1;
+        for (; missing != 0; missing -= step) {
+            std::size_t best = counts.size();
+            double most = -std::numeric_limits<double>::infinity();
+            for (std::size_t d = 0; d < counts.size(); ++d) {
+                const double error = static_cast<double>(step) * (weights_[d] * x - static_cast<double>(counts[d]));
+                if (error > most && !used_up(d)) {
+                    most = error;
+                    best = d;
+                }
+            }
+            if (best == counts.size()) break;  // everything is used up
+            counts[best] += step;
+        }
+        return counts;
+    }
+
+    template <int V, int S>
+    void set(State<V, S>& state, int s, const Counts& counts) const {
+        std::fill_n(state.taken[s], V * kLanes, std::numeric_limits<double>::infinity());
+        for (std::size_t d = 0; d < counts.size(); ++d) {
+            state.counts[s][d] = counts[d];
+            state.taken[s][d] = real_count(d, counts[d]);
+        }
+    }
+
+    template <int V, int S>
+    Counts counts_of(const State<V, S>& state, int s) const {
+        return Counts(state.counts[s], state.counts[s] + weights_.size());
+    }
+
+    // kMark samples of each segment.
+    template <int V, int S>
+    MEGACORE_AVX512 static void steps(const double* weights, State<V, S>& state, std::int16_t* dataset_index,
+                                      std::int64_t* sample_index) {
+        const __m512d one = _mm512_set1_pd(1.0);
+        __m512d weight[V];
+        __m512d taken[S][V];
+        __m512d x[S];
+        for (int v = 0; v < V; ++v) weight[v] = _mm512_load_pd(weights + v * kLanes);
+        for (int s = 0; s < S; ++s) {
+            for (int v = 0; v < V; ++v) taken[s][v] = _mm512_load_pd(state.taken[s] + v * kLanes);
+            x[s] = _mm512_set1_pd(static_cast<double>(state.at[s]));
+        }
+        for (std::int64_t step = 0; step < kMark; ++step) {
+#pragma GCC unroll 8
+            for (int s = 0; s < S; ++s) {
+                __m512d error[V];
+                __m512d most = _mm512_set1_pd(-std::numeric_limits<double>::infinity());
+                for (int v = 0; v < V; ++v) {
+                    error[v] = _mm512_sub_pd(_mm512_mul_pd(weight[v], x[s]), taken[s][v]);
+                    most = v == 0 ? error[0] : _mm512_max_pd(most, error[v]);
+                }
+                most = _mm512_max_pd(most, _mm512_shuffle_f64x2(most, most, 0x4e));
+                most = _mm512_max_pd(most, _mm512_shuffle_f64x2(most, most, 0xb1));
+                most = _mm512_max_pd(most, _mm512_permute_pd(most, 0x55));
+                std::uint64_t equal = 0;
+                for (int v = 0; v < V; ++v) {
+                    equal |= static_cast<std::uint64_t>(_mm512_cmp_pd_mask(error[v], most, _CMP_EQ_OQ)) << (v * kLanes);
+                }
+                const std::uint64_t first = equal & (0U - equal);
+                for (int v = 0; v < V; ++v) {
+                    const auto here = static_cast<__mmask8>(first >> (v * kLanes));
+                    taken[s][v] = _mm512_mask_add_pd(taken[s][v], here, taken[s][v], one);
+                }
+                x[s] = _mm512_add_pd(x[s], one);
+                const int best = __builtin_ctzll(equal);
+                dataset_index[state.at[s] + step] = static_cast<std::int16_t>(best);
+                sample_index[state.at[s] + step] = state.counts[s][best]++;
+            }
+        }
+        for (int s = 0; s < S; ++s) {
+            for (int v = 0; v < V; ++v) _mm512_store_pd(state.taken[s] + v * kLanes, taken[s][v]);
+            state.at[s] += kMark;
+        }
+    }
+#endif
+
+    const std::vector<double> weights_;
+    const Counts limits_;
+    Counts taken_;
+    std::int16_t* const dataset_index_;
+    std::int64_t* const sample_index_;
+    const bool portable_;
+};
+
+}  // namespace megacore

@@ -1,0 +1,157 @@
+"""The directory of index maps: where each map lies, and `index.json`, which says what the maps are.
+
+    index.json
+    {train,valid,test}_{document,sample,shuffle}_index.npy          a single data set
+    member-NN/{train,valid,test}_{document,sample,shuffle}_index.npy      each data set of a blend
+    {train,valid,test}_dataset_index.npy (i16), …_dataset_sample_index.npy (i64)      how these are blended
+
+`index.json`: format 1; the options seq_length, seed, split, style, packing, add_extra_token, drop_last_partial;
+`members`, each with its prefix (relative to the directory) and its weight in the splits it takes part in; `blends`,
+for each split the numbers of the members in the order in which the dataset index counts them; `samples` per split.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.artifact.files import workspace_errors, write_json
+from megacore.data.index_options import IndexOptions, Mixture
+from megacore.data.splits import SPLIT_NAMES
+from megacore.errors import ConfigError, DataFormatError
+
+FORMAT = 1
+INDEX_NAME = "index.json"
+MAP_NAMES = ("document", "sample", "shuffle")
+BLEND_MAP_NAMES = ("dataset", "dataset_sample")
+
+
+@dataclass(frozen=True)
+class IndexMaps:
+    """The maps of one split of one data set."""
+
+    document_index: npt.NDArray[np.int32]
+    sample_index: npt.NDArray[Any]
+    shuffle_index: npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class IndexMember:
+    """A data set of an index directory."""
+
+    prefix: str
+    """Path of its token files without .bin/.idx."""
+    weights: Mapping[str, float | None]
+    """By split that it takes part in; None: each of its samples once."""
+
+
+@dataclass(frozen=True)
+class IndexDescription:
+    """What `index.json` says."""
+
+    options: IndexOptions
+    members: tuple[IndexMember, ...]
+    blends: Mapping[str, tuple[int, ...]]
+    """Numbers of the members that a split draws from, as its dataset index counts them."""
+    samples: Mapping[str, int]
+    """Of each split."""
+    single: bool
+    """Whether there is one data set, with its maps directly in the directory and nothing to blend."""
+
+
+def map_path(directory: str | Path, split_name: str, map_name: str) -> Path:
+    """Where one of a split's maps is: `{train,valid,test}_{document,sample,shuffle}_index.npy`."""
+    return Path(directory, f"{split_name}_{map_name}_index.npy")
+
+
+def member_directory(directory: str | Path, number: int) -> Path:
+    """Where the maps of one data set of a blend are."""
+    return Path(directory, f"member-{number:02d}")
+
+
+def save_array(path: Path, values: npt.NDArray[Any]) -> None:
+    """Write a C-contiguous array as `.npy` without a copy. Raises WorkspaceError."""
+    with workspace_errors(path), open(path, "wb") as file:
+        # numpy.save reports a full disk as an error without a number, which nobody can tell from others.
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+        file.write(values.data)
+
+
+def save_maps(maps: IndexMaps, directory: str | Path, split_name: str) -> None:
+    """Write a split's three `.npy` files. Raises WorkspaceError."""
+    arrays = (maps.document_index, maps.sample_index, maps.shuffle_index)
+    for map_name, values in zip(MAP_NAMES, arrays, strict=True):
+        save_array(map_path(directory, split_name, map_name), values)
+
+
+def write_description(
+    directory: str | Path, mixture: Mixture, options: IndexOptions, samples: Mapping[str, int]
+) -> None:
+    """Write `index.json`. Raises WorkspaceError."""
+    numbers = {prefix: number for number, prefix in enumerate(mixture.prefixes)}
+    weights: list[dict[str, float | None]] = [{} for _ in numbers]
+    for name in SPLIT_NAMES:
+        for member in mixture.of(name):
+            weights[numbers[member.prefix]][name] = member.weight
+    content = {
+        "format": FORMAT,
+        **asdict(options),
+        "single": mixture.is_single,
+        "members": [
+            {"prefix": os.path.relpath(prefix, directory), "splits": weights[number]}
+            for prefix, number in numbers.items()
+        ],
+        "blends": {
+            name: [numbers[member.prefix] for member in mixture.of(name)] for name in SPLIT_NAMES if mixture.of(name)
+        },
+        "samples": dict(samples),
+    }
+    write_json(Path(directory, INDEX_NAME), content)
+
+
+def read_description(directory: str | Path) -> IndexDescription:
+    """Read `index.json`. Raises DataFormatError when it is missing or damaged."""
+    path = Path(directory, INDEX_NAME)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise DataFormatError(f"{path} has format {content['format']!r}; only {FORMAT} is known: build it again")
+        members = tuple(
+            IndexMember(os.path.normpath(Path(directory, member["prefix"])), _weights(member["splits"]))
+            for member in content["members"]
+        )
+        blends = {name: tuple(map(int, numbers)) for name, numbers in content["blends"].items()}
+        samples = {name: int(count) for name, count in content["samples"].items()}
+        options = IndexOptions(**{name: content[name] for name in IndexOptions.__dataclass_fields__})
+        description = IndexDescription(options, members, blends, samples, bool(content["single"]))
+        _check(description)
+    except FileNotFoundError as error:
+        raise DataFormatError(f"{path} does not exist: build the index maps first") from error
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        ConfigError,
+    ) as error:
+        raise DataFormatError(f"{path} is damaged ({error!r}): build the index maps again") from error
+    return description
+
+
+def _weights(splits: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: None if weight is None else float(weight) for name, weight in splits.items()}
+
+
+def _check(description: IndexDescription) -> None:
+    """Raises ValueError for numbers of members that there are not."""
+    named: Sequence[int] = [number for numbers in description.blends.values() for number in numbers]
+    if any(not 0 <= number < len(description.members) for number in named):
+        raise ValueError(f"its blends name the members {sorted(set(named))} of {len(description.members)}")

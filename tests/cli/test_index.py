@@ -1,0 +1,154 @@
+"""`megacore index` writes whole directories, or says in one sentence why not and leaves nothing."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from megacore.cli import app
+from megacore.cli._variadic import repeat_options
+from megacore.data import index_directory
+from megacore.data.index_maps import MAP_NAMES, map_path, read_description
+from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError
+from tests.data._files import write_tokens
+
+
+def run(output: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["index", "--seq-length", "10", "--output", str(output), *arguments])
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> tuple[str, str]:
+    a, b = (write_tokens(tmp_path / name, [count] * 20) for name, count in (("a", 100), ("b", 30)))
+    return a, b
+
+
+def test_one_data_set_is_megatrons(shared_data: Path, tmp_path: Path) -> None:
+    golden = shared_data / "golden" / "separate_final_epoch"
+    samples = json.loads((golden / "params.json").read_text())["num_samples"]
+    wanted = [f"--{name}-samples={count}" for name, count in zip(("train", "valid", "test"), samples, strict=True)]
+    prefix = str(shared_data / "golden" / "C_merged")
+    result = run(tmp_path / "o", "--data-prefix", prefix, "--split", "949,50,1", "--seq-length", "64", *wanted)
+    assert result.exit_code == 0, result.output
+    assert "train: 6,425 samples of 566 sequences with 137,076 tokens, 3 epochs, the last one shuffled" in result.output
+    for name in ("train", "valid", "test"):
+        for map_name in MAP_NAMES:
+            assert (
+                map_path(tmp_path / "o", name, map_name).read_bytes() == map_path(golden, name, map_name).read_bytes()
+            )
+
+
+def test_blend_is_written_with_its_members(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    a, b = prefixes
+    arguments = ["--data-prefix", "1", a, "3", b, "--split", "8,1,1", "--train-samples", "40"]
+    result = run(tmp_path / "deep" / "o", *arguments, "--valid-samples", "4", "--test-samples", "0")
+    assert result.exit_code == 0, result.output
+    assert "a: 10 drawn\n  b: 30 drawn" in result.output
+    description = read_description(tmp_path / "deep" / "o")
+    assert [member.prefix for member in description.members] == [a, b]
+    assert [member.weights["train"] for member in description.members] == [1.0, 3.0]
+    assert description.samples == {"train": 40, "valid": 4, "test": 0}
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["o"]
+
+
+def test_splits_of_their_own_and_every_option(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    a, b = prefixes
+    output = tmp_path / "o"
+    output.mkdir()  # an empty one is taken
+    result = run(
+        output,
+        *("--train-data-prefix", a, b, "--valid-data-prefix", b, "--seed", "7"),
+        *("--packing", "unpacked", "--no-add-extra-token", "--no-drop-last-partial"),
+    )
+    assert result.exit_code == 0, result.output
+    options = read_description(output).options
+    assert (options.split, options.seed, options.packing) == (None, 7, "unpacked")
+    assert (options.add_extra_token, options.drop_last_partial) == (False, False)
+    assert read_description(output).samples == {"train": 40, "valid": 20}
+    neox = run(tmp_path / "n", "--data-prefix", a, "--index-style", "neox", "--split", "2,1")
+    assert neox.exit_code == 0, neox.output
+    assert read_description(tmp_path / "n").options.style == "neox"
+    assert read_description(tmp_path / "n").samples["test"] == 0  # no weight, and nothing asked for
+
+
+def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    prefix = write_tokens(tmp_path / "s", [4] * 40)
+    result = run(tmp_path / "o", "--data-prefix", prefix, "--kind", "t5", "--train-samples", "60", "--split", "39,1")
+    assert result.exit_code == 0, result.output
+    assert np.load(tmp_path / "o" / "train_sentence_index.npy").shape == (78, 3)
+    assert "train: 78 samples of 39 documents" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--data-prefix", "0.3", "{a}", "0.7"], ConfigError, "give a weight before each prefix"),
+        (["--data-prefix", "-1", "{a}", "1", "{b}"], ConfigError, "the weight -1.0"),
+        (["--data-prefix", "0", "{a}", "0", "{b}"], ConfigError, "the weight 0.0"),
+        (["--data-prefix", "nan", "{a}", "1", "{b}"], ConfigError, "the weight nan"),
+        (["--data-prefix", "{a}x"], DataFormatError, "ax.idx does not exist"),
+        (["--data-prefix", "{a}", "--split", "1,0,0", "--valid-samples", "3"], DataFormatError, "the valid split of"),
+        (["--data-prefix", "{a}", "{b}", "--split", "1,1,1", "--train-samples", "99"], DataFormatError, "99 samples"),
+        (["--data-prefix", "{a}", "--split", "1,x"], ConfigError, "data.split is '1,x'"),
+        (["--data-prefix", "{a}", "--seed", "-1"], ConfigError, "the seed of the shuffles is -1"),
+        (["--data-prefix", "{a}", "--train-data-prefix", "{b}"], ConfigError, "leave one out"),
+        (["--train-data-prefix", "{b}", "--split", "1,1,1"], ConfigError, "leave data.split out"),
+        ([], ConfigError, "no token files are named"),
+        (["--data-prefix", "{a}", "--index-style", "neox", "--packing", "unpacked"], ConfigError, "packing unpacked"),
+        (["--data-prefix", "{a}", "{b}", "--kind", "bert"], ConfigError, "--kind bert takes one pair of token files"),
+        (["--data-prefix", "{a}", "--kind", "bert", "--packing", "unpacked"], ConfigError, "are for --kind gpt"),
+        (["--data-prefix", "{a}", "--short-seq-prob", "0.1"], ConfigError, "--short-seq-prob is for"),
+        (["--data-prefix", "{a}", "--kind", "bert"], DataFormatError, "was the text split into sentences"),
+        (["--data-prefix", "{a}", "--kind", "t5"], DataFormatError, "the split has 0 of 20 documents"),
+    ],
+)
+def test_bad_input_leaves_nothing(
+    tmp_path: Path, prefixes: tuple[str, str], arguments: list[str], error: type[MegacoreError], message: str
+) -> None:
+    a, b = prefixes
+    before = sorted(tmp_path.iterdir())
+    result = run(tmp_path / "o", *(argument.replace("{a}", a).replace("{b}", b) for argument in arguments))
+    assert isinstance(result.exception, error), result.output
+    assert message in str(result.exception)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_there_stays(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    output = tmp_path / "o"
+    output.mkdir()
+    (output / "kept").write_text("x")
+    result = run(output, "--data-prefix", prefixes[0])
+    assert isinstance(result.exception, WorkspaceError)
+    assert "o is not empty: give --output another directory" in str(result.exception)
+    result = run(output / "kept", "--data-prefix", prefixes[0])
+    assert "kept is a file: give --output a directory" in str(result.exception)
+    assert [path.name for path in output.iterdir()] == ["kept"]
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path, prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, values: np.ndarray) -> None:
+        raise WorkspaceError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(index_directory, "save_array", full)
+    before = sorted(tmp_path.iterdir())
+    result = run(tmp_path / "o", "--data-prefix", prefixes[0], "--split", "1")
+    assert isinstance(result.exception, WorkspaceError)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    left = tmp_path / "o.tmp-99999999"
+    left.mkdir()
+    assert run(tmp_path / "o", "--data-prefix", prefixes[0], "--split", "1").exit_code == 0
+    assert not left.exists()
+
+
+def test_values_after_an_option_are_its_own() -> None:
+    arguments = ["--data-prefix", "-1", "a", "2", "b", "--seed", "3", "--data-prefix=c", "d"]
+    assert repeat_options(arguments, ["--data-prefix"]) == [
+        *("--data-prefix", "-1", "--data-prefix", "a", "--data-prefix", "2", "--data-prefix", "b"),
+        *("--seed", "3", "--data-prefix=c", "d"),
+    ]
