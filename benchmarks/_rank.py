@@ -38,7 +38,7 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
         tensor=parallel.tensor_model_parallel_size,
     )
     mesh = ProcessMesh.build(layout, timers=timers) if variant.ranks > 1 else ProcessMesh(timers=timers)
-    engine = NativeEngine(Stage(config, VOCAB_SIZE, mesh), config, precision)
+    engine = NativeEngine(Stage(config, VOCAB_SIZE, mesh, eod_id=VOCAB_SIZE - 1), config, precision)
     replicas = mesh.data_parallel
     batches = tokens().split(variant.micro_batch_size)[replicas.rank :: replicas.size]
 
@@ -58,7 +58,7 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Stage(config, VOCAB_SIZE, ProcessMesh.serial()).chunks[0]
+            self.model = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), eod_id=VOCAB_SIZE - 1).chunks[0]
 
         def forward(self, batch: Tensor) -> Tensor:
             return self.model.loss(batch[:, :-1], batch[:, 1:]).mean()

@@ -22,7 +22,7 @@ from megacore.convert.report import ParityReport
 from megacore.convert.safetensors_stream import write_float32
 from megacore.convert.sample import write_sample
 from megacore.convert.source import CheckpointTensors
-from megacore.data.gpt_dataset import GPTDataset
+from megacore.data.build import open_split
 from megacore.errors import ConversionError, DataFormatError
 from megacore.launch.job import ConvertJob
 from megacore.models.build import build_model
@@ -151,13 +151,22 @@ def pass_gate(job: ConvertJob, table: KeyMap, model: GPTModel, exported: Any, ex
 def validation_samples(job: ConvertJob) -> npt.NDArray[np.int64]:
     """The first `export.parity_samples` samples of the validation split (all, if it has fewer), [samples, s + 1].
 
+    Padding becomes token 0: both models are compared on whatever they read.
+
     Raises DataFormatError when the split has none.
     """
-    dataset = GPTDataset(job.tokens_prefix, job.index_directory, "valid", job.config.data.seq_length)
+    dataset = open_split(
+        job.token_prefixes,
+        job.index_directory,
+        "valid",
+        job.config.data,
+        seed=job.config.seed,
+        tokenizer_directory=job.tokenizer_directory,
+    )
     count = min(job.config.export.parity_samples, len(dataset))
     if count == 0:
         raise DataFormatError(
             f"{job.index_directory} has no validation samples on which the export can be compared: "
             f"give data.split {job.config.data.split!r} a larger second weight"
         )
-    return dataset.gather(range(count))
+    return np.maximum(dataset.gather(range(count)), 0)

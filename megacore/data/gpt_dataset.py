@@ -1,4 +1,4 @@
-"""Samples of seq_length + 1 tokens for a causal language model: the maps applied to the tokens."""
+"""Samples for a causal language model: the maps applied to the tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,92 +7,139 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.index_maps import EXTRA_TOKENS, MAP_NAMES, map_path
+from megacore.data._gather import Gatherer
+from megacore.data.index_directory import MAP_NAMES, map_path
+from megacore.data.index_options import Packing
 from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.samples import Batch, Indices, as_array, empty_batch
 from megacore.errors import DataFormatError
+
+_MAP_DTYPES = ("<i4", "<u4", "<i8")
 
 
 class GPTDataset:
     """One split as an array of samples (s + 1 tokens: s inputs and their labels, shifted by one).
 
-    Everything is memory-mapped and checked when it is opened. Raises DataFormatError for maps that are missing,
-    damaged, or made for other tokens or another seq_length.
+    Where a sample has fewer tokens the rest is -1: its last one with `add_extra_token` off, what whole documents leave,
+    and the end of the last sample with `keeps_partial`. Everything is memory-mapped and checked when it is
+    opened. Raises DataFormatError for maps that are missing, damaged, or made for other tokens or another seq_length.
     """
 
-    def __init__(self, prefix: str | Path, index_directory: str | Path, split_name: str, seq_length: int) -> None:
-        """Open the tokens of `prefix` and the split's maps in `index_directory`; seq_length is s, in tokens."""
+    def __init__(
+        self,
+        prefix: str | Path,
+        index_directory: str | Path,
+        split_name: str,
+        seq_length: int,
+        *,
+        packing: Packing = "packed",
+        add_extra_token: bool = True,
+        keeps_partial: bool = False,
+    ) -> None:
+        """Open the tokens of `prefix` and the split's maps in `index_directory`.
+
+        Args:
+            prefix: path of the token files without .bin/.idx.
+            index_directory: where the maps are.
+            split_name: "train", "valid" or "test".
+            seq_length: s, in tokens.
+            packing: how the maps cut documents into samples, see `megacore.data.packing`.
+            add_extra_token: whether a sample has a token beyond s, as the label of the last one.
+            keeps_partial: whether the last sample may be shorter.
+        """
         self.seq_length = seq_length
         self.tokens = IndexedDataset(prefix)
+        self._wanted = f"{seq_length} + {int(add_extra_token)}"
         self._paths = [map_path(index_directory, split_name, name) for name in MAP_NAMES]
-        self._document_index, self._sample_index, self._shuffle_index = (_load(path) for path in self._paths)
-        self._check()
+        document_index, sample_index, self._shuffle_index = maps = [load_map(path) for path in self._paths]
+        self._check(maps, whole_documents=packing != "packed")
+        self._gatherer = Gatherer(
+            tokens=self.tokens.tokens,
+            pointers=self.tokens.pointers,
+            document_index=document_index,
+            sample_index=sample_index,
+            shuffle_index=self._shuffle_index,
+            seq_length=seq_length,
+            extra=int(add_extra_token),
+            whole_documents=packing != "packed",
+            short_last=keeps_partial,
+        )
 
     def __len__(self) -> int:
         return len(self._shuffle_index)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample `index` in shuffled order, shape [s + 1]. Raises IndexError."""
-        sample: npt.NDArray[np.int64] = self.gather([index])[0]
+        sample: npt.NDArray[np.int64] = self.gather((index,))[0]
         return sample
 
-    def gather(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-        """Samples as one batch, shape [b, s + 1]. Raises IndexError for a sample the split does not have."""
-        batch = np.empty((len(indices), self.seq_length + EXTRA_TOKENS), np.int64)
-        for row, index in zip(batch, indices, strict=True):
-            if not 0 <= index < len(self):
-                raise IndexError(f"{self._paths[2]} has no sample {index}: it has {len(self)}")
-            self._fill(row, int(self._shuffle_index[index]))
-        return batch
+    def gather(self, indices: Indices, out: Batch | None = None, rows: npt.NDArray[np.int64] | None = None) -> Batch:
+        """Samples as one batch, shape [b, s + 1].
 
-    def _fill(self, row: npt.NDArray[np.int64], sample: int) -> None:
-        """Copy the tokens of `sample`, which may span documents, into `row` [s + 1]."""
-        (first, offset), (last, end) = self._sample_index[sample : sample + 2].tolist()
-        filled = 0
+        Args:
+            indices: of the samples, in shuffled order.
+            out: filled and returned instead of a new array; C-contiguous.
+            rows: of `out`, for each index; None means the first ones.
+
+        Raises:
+            IndexError: the split has no such sample.
+            DataFormatError: the maps do not belong to the tokens.
+        """
+        wanted = as_array(indices)
+        if out is None:
+            out = empty_batch(len(wanted), self.seq_length)
         try:
-            for position in range(first, last + 1):
-                length = end + EXTRA_TOKENS - offset if position == last else None
-                part = self.tokens.get(int(self._document_index[position]), offset, length)
-                row[filled : filled + len(part)] = part  # ValueError where the sample is longer than the row
-                filled += len(part)
-                offset = 0
-        except (IndexError, ValueError) as error:
-            raise DataFormatError(self._wrong_sample(sample)) from error
-        if filled != len(row):
-            raise DataFormatError(self._wrong_sample(sample))
+            wrong = self._gatherer.gather(wanted, out, rows)
+        except IndexError as error:
+            raise IndexError(f"{self._paths[2]} has no sample {error}: it has {len(self)}") from None
+        if wrong >= 0:
+            raise DataFormatError(
+                f"{self._paths[1]}: sample {wrong} does not have {self._wanted} tokens: the maps were built for "
+                "another data.seq_length or other tokens; build them again"
+            )
+        return out
 
-    def _wrong_sample(self, sample: int) -> str:
-        return (
-            f"{self._paths[1]}: sample {sample} does not have {self.seq_length} + {EXTRA_TOKENS} tokens: the maps were "
-            "built for another data.seq_length or other tokens; build them again"
-        )
-
-    def _check(self) -> None:
+    def _check(self, maps: list[npt.NDArray[Any]], *, whole_documents: bool) -> None:
         """Types, shapes, and that no map points beyond what it refers to. Raises DataFormatError."""
-        document, sample, shuffle = self._document_index, self._sample_index, self._shuffle_index
-        for path, values, dimensions in zip(self._paths, (document, sample, shuffle), (1, 2, 1), strict=True):
-            if values.dtype.kind not in "iu" or values.ndim != dimensions:
-                raise DataFormatError(
-                    f"{path} is an array of {values.dtype} with shape {values.shape}, which is not that map's form: "
-                    "build the index maps again"
-                )
+        document, sample, shuffle = maps
+        for path, values, dimensions in zip(self._paths, maps, (1, 2, 1), strict=True):
+            check_form(path, values, dimensions)
         if sample.shape != (len(shuffle) + 1, 2):
             raise DataFormatError(
                 f"{self._paths[1]} has shape {sample.shape}, but {self._paths[2].name} has {len(shuffle)} samples: "
                 "build the index maps again"
             )
-        limits = (len(self.tokens), max(len(document), 1), len(shuffle))
+        # Samples of whole documents end at the beginning of the next document, which the last one lacks.
+        positions = max(len(document) + whole_documents, 1)
+        limits = (len(self.tokens), positions, len(shuffle))
         for path, values, limit in zip(self._paths, (document, sample[:, 0], shuffle), limits, strict=True):
-            if values.size and (values.min() < 0 or values.max() >= limit):
-                raise DataFormatError(
-                    f"{path} points to {values.min()} … {values.max()} where only 0 … {limit - 1} exists: "
-                    f"it was not built for {self.tokens.prefix}"
-                )
+            check_range(path, values, limit, f"it was not built for {self.tokens.prefix}")
 
 
-def _load(path: Path) -> npt.NDArray[Any]:
+def load_map(path: Path) -> npt.NDArray[Any]:
+    """An index map, memory-mapped. Raises DataFormatError."""
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        with np.errstate(over="raise"):  # of a shape whose size does not fit 64 bits
+            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
     except FileNotFoundError as error:
         raise DataFormatError(f"{path} does not exist: build the index maps first") from error
-    except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise DataFormatError(f"{path} is not a readable index map ({error}): build the index maps again") from error
+    except Exception as error:  # NumPy reads a header as Python source, and passes on all that can go wrong there
+        reason = " ".join(str(error).split())
+        raise DataFormatError(f"{path} is not a readable index map ({reason}): build the index maps again") from error
+
+
+def check_form(path: Path, values: npt.NDArray[Any], dimensions: int, dtypes: Sequence[str] = _MAP_DTYPES) -> None:
+    """That a map is an array of one of its types. Raises DataFormatError."""
+    if values.dtype not in map(np.dtype, dtypes) or values.ndim != dimensions or not values.flags.c_contiguous:
+        raise DataFormatError(
+            f"{path} is an array of {values.dtype} with shape {values.shape}, which is not that map's form: "
+            "build the index maps again"
+        )
+
+
+def check_range(path: Path, values: npt.NDArray[Any], limit: int, reason: str) -> None:
+    """That a map's values lie in 0 … limit-1. Raises DataFormatError."""
+    if values.size and (values.min() < 0 or values.max() >= limit):
+        raise DataFormatError(
+            f"{path} points to {values.min()} … {values.max()} where only 0 … {limit - 1} exists: {reason}"
+        )

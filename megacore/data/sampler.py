@@ -7,28 +7,26 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
+from megacore.data.samples import Batch, Indices
 from megacore.train.batch_schedule import BatchSchedule
-
-Batch = npt.NDArray[np.int64]
 
 
 def micro_batch_indices(
     consumed_samples: int, micro_step: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> list[int]:
+) -> range:
     """The samples of one rank's micro batch within the global batch that begins at `consumed_samples`.
 
     Megatron's order: micro batches go round the data-parallel ranks, so the samples of a global batch do not
     depend on how many ranks share it. Nothing wraps: the maps hold as many samples as the run was planned for.
     """
     first = consumed_samples + (micro_step * dp_size + dp_rank) * micro_batch_size
-    return list(range(first, first + micro_batch_size))
+    return range(first, first + micro_batch_size)
 
 
 def micro_batches(
     consumed_samples: int, *, micro_batch_size: int, schedule: BatchSchedule, dp_rank: int, dp_size: int, steps: int
-) -> Iterator[list[int]]:
+) -> Iterator[range]:
     """One rank's micro batches of `steps` global batches, from `consumed_samples` on, in the order they are read."""
     for _ in range(steps):
         size = schedule.at(consumed_samples)
@@ -44,7 +42,7 @@ class PrefetchingIterator(Iterator[Batch]):
     context manager, or close it: the thread ends with the last batch otherwise.
     """
 
-    def __init__(self, gather: Callable[[list[int]], Batch], batches: Iterable[list[int]], *, depth: int = 4) -> None:
+    def __init__(self, gather: Callable[[Indices], Batch], batches: Iterable[Indices], *, depth: int = 4) -> None:
         """Start reading: `gather` is a data set's method, `batches` the sample indices of each batch."""
         self._queue: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
         self._free = threading.Semaphore(depth)
@@ -55,7 +53,7 @@ class PrefetchingIterator(Iterator[Batch]):
         )
         self._thread.start()
 
-    def _read(self, gather: Callable[[list[int]], Batch], batches: Iterable[list[int]]) -> None:
+    def _read(self, gather: Callable[[Indices], Batch], batches: Iterable[Indices]) -> None:
         try:
             for indices in batches:
                 self._free.acquire()

@@ -55,14 +55,14 @@ class Engine(Protocol):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: pipeline stages in between do not."""
+        """Whether this rank needs the samples: pipeline stages in between do for masks alone."""
         ...
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
         """Accumulate the gradient of one global batch.
 
         Args:
-            batches: ids on the engine's device, [b, s + 1], of each of this rank's micro batches.
+            batches: ids on the engine's device, [b, s + 1], of each of this rank's micro batches; -1 is padding.
             seeds: of the dropout of each micro batch; their number is the number of micro batches.
         """
         ...
@@ -72,11 +72,14 @@ class Engine(Protocol):
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Sum of the losses of all targets without dropout or gradients, fp64; 0 on all pipeline stages but the last.
+        """Sum of the losses of all labels that count, and their number, without dropout or gradients.
 
         Args:
             batches: ids on the engine's device, [b, s + 1], of each of this rank's micro batches.
             sizes: b of each of them.
+
+        Returns:
+            fp64 [2]; zeros on all pipeline stages but the last.
         """
         ...
 

@@ -72,7 +72,7 @@ class NativeEngine:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: pipeline stages in between do not."""
+        """Whether this rank needs the samples: pipeline stages in between do for masks alone."""
         return self._stage.reads_tokens
 
     @property
@@ -124,7 +124,7 @@ class NativeEngine:
         return losses.view(-1)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Sum of the losses of all targets without dropout or gradients; 0 on all pipeline stages but the last."""
+        """Sum of the losses of all labels that count, and their number, without dropout: fp64 [2]."""
         return self._stage.loss_sum(batches, sizes)
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:

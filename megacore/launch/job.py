@@ -16,8 +16,8 @@ class Job(Section):
 
     config: RunConfig
     """The merged, validated configuration."""
-    tokens_prefix: str
-    """Path of the token files without .bin/.idx."""
+    token_prefixes: tuple[str, ...]
+    """Paths of the token files without .bin/.idx, in the order of `config.data.sources`."""
     index_directory: str
     """Directory of the index maps."""
     tokenizer_directory: str

@@ -17,7 +17,7 @@ def pretrain(job: TrainJob) -> None:
         CheckpointError: the newest checkpoint is of another model.
         WorkspaceError: the run directory cannot be written.
     """
-    from megacore.data.gpt_dataset import GPTDataset
+    from megacore.data.build import open_split
     from megacore.engine.native import NativeEngine
     from megacore.engine.precision import resolve_precision
     from megacore.launch.process import joined
@@ -34,10 +34,17 @@ def pretrain(job: TrainJob) -> None:
         configure_logging(mesh.rank)
         precision = resolve_precision(config.train.precision, device.type)
         with memory_errors(config, mesh.rank, TrainState()):
-            stage = Stage(config, job.vocab_size, mesh, device=device)
+            stage = Stage(config, job.vocab_size, mesh, eod_id=job.eod_id, device=device)
             engine = NativeEngine(stage, config, precision)
         splits = [
-            GPTDataset(job.tokens_prefix, job.index_directory, name, config.data.seq_length)
+            open_split(
+                job.token_prefixes,
+                job.index_directory,
+                name,
+                config.data,
+                seed=config.seed,
+                tokenizer_directory=job.tokenizer_directory,
+            )
             for name in ("train", "valid")
         ]
         board = config.tracking.tensorboard

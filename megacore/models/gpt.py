@@ -106,19 +106,30 @@ class GPTModel(nn.Module):
         assert self.has_embedding
         return self.run(tokens, labels=labels, dropout_seed=dropout_seed)
 
-    def run(self, x: Tensor, *, labels: Tensor | None = None, dropout_seed: int | None = None) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        *,
+        labels: Tensor | None = None,
+        dropout_seed: int | None = None,
+        position_ids: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """What this chunk makes of one micro batch.
 
         Args:
             x: token ids [b, s] for a chunk with the embedding, else what the chunk before returned.
             labels: ids [b, s], for a chunk with the head.
             dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for training with dropout.
+            position_ids: [b, s], for a chunk with the embedding; None counts from 0.
+            documents: [b, s], numbers of the documents that tokens must not look beyond; None makes one of them all.
 
         Returns:
             Activations [b, s, h], with sequence parallelism [b, s/t, h]; from a chunk with the head the loss of
             each label, [b, s] in fp32, for which the logits are not gathered.
         """
-        hidden = self.encoder(self.embedding(x, dropout_seed) if self.has_embedding else x, dropout_seed)
+        hidden = self.embedding(x, dropout_seed, position_ids=position_ids) if self.has_embedding else x
+        hidden = self.encoder(hidden, dropout_seed, documents=documents)
         if not self.has_head:
             return hidden  # type: ignore[no-any-return]
         assert labels is not None

@@ -1,6 +1,7 @@
 """The part of a model that one rank holds: its chunks, and how micro batches pass through them."""
 
 from collections.abc import Iterator, Sequence
+from itertools import tee
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.models.build import build_model
-from megacore.models.gpt import GPTModel
+from megacore.models.masks import MaskRules
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.executor import Executor
 from megacore.pipeline_parallel.partition import chunks_of
@@ -22,7 +23,13 @@ class Stage:
     """One rank's chunks of a model; with one pipeline stage a single chunk, the model itself."""
 
     def __init__(
-        self, config: RunConfig, vocab_size: int, mesh: ProcessMesh, *, device: torch.device | str = "cpu"
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        mesh: ProcessMesh,
+        *,
+        eod_id: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Build the chunks with their initial weights, the same for every layout.
 
@@ -30,6 +37,7 @@ class Stage:
             config: the run.
             vocab_size: entries of the tokenizer, before padding.
             mesh: this process's groups.
+            eod_id: id of the token that ends a document.
             device: where the parameters are.
 
         Raises:
@@ -38,6 +46,7 @@ class Stage:
         self.mesh = mesh
         self.parameter_count = parameter_count(config, vocab_size)
         """Parameters of the whole model."""
+        self.rules = MaskRules.of(config.data, eod_id)
         self._config = config
         stages = mesh.pipeline_parallel
         virtual = config.parallel.virtual_pipeline_model_parallel_size if stages.size > 1 else 1
@@ -64,8 +73,8 @@ class Stage:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: stages in between work on hidden states alone."""
-        return self.mesh.is_first_stage or self.mesh.is_last_stage
+        """Whether this rank needs the samples: stages in between do for masks alone, else they take hidden states."""
+        return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.reset_attention_mask
 
     def hidden_shape(self, samples: int) -> torch.Size:
         """Shape of the hidden states between two stages: [b, s, h], or [b, s/t, h] with sequence parallelism."""
@@ -85,13 +94,14 @@ class Stage:
         """Forward and backward of all micro batches of an iteration.
 
         Args:
-            batches: ids [b, s + 1] of each micro batch, on this rank's device; not read by stages in between.
+            batches: ids [b, s + 1] of each micro batch, on this rank's device; empty unless `reads_tokens`.
             seeds: of the dropout of each micro batch.
             syncs: of each chunk; its last backward pass lets gradients travel.
             scale: factor on the mean loss of a micro batch.
 
         Returns:
-            The mean loss of each micro batch, 0-dimensional, on the last stage; nothing on the others.
+            The mean loss of the labels of each micro batch that count, 0-dimensional, on the last stage; nothing on
+            the others.
         """
         work = _Training(self, batches, seeds, syncs, scale)
         shape = self.hidden_shape(self._config.train.micro_batch_size)
@@ -100,14 +110,14 @@ class Stage:
 
     @torch.inference_mode()
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Sum of the losses of all targets, without dropout.
+        """Sum of the losses of all labels that count, and their number, without dropout.
 
         Args:
-            batches: ids [b, s + 1] of each micro batch, on this rank's device; not read by stages in between.
+            batches: ids [b, s + 1] of each micro batch, on this rank's device; empty unless `reads_tokens`.
             sizes: samples (b) of each micro batch.
 
         Returns:
-            fp64, 0-dimensional; 0 on all stages but the last.
+            fp64 [2]; zeros on all stages but the last.
         """
         work = _Scoring(self, batches)
         for chunk in self.chunks:
@@ -143,17 +153,35 @@ class _Work:
 
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
         self._stage = stage
-        self._batches = batches
         self._time = stage.mesh.time
+        # Micro batches come to each chunk in order; where several of a rank's chunks read them, each does so in turn.
+        readers = [
+            number
+            for number, model in enumerate(stage.chunks)
+            if model.has_embedding or model.has_head or stage.rules.reset_attention_mask
+        ]
+        shares = tee(batches, len(readers)) if len(readers) > 1 else (batches,)
+        self._batches = dict(zip(readers, shares, strict=False))
 
-    def _run(self, model: GPTModel, hidden: Tensor | None, dropout_seed: int | None) -> Tensor:
-        """Micro batches come to a chunk in order, and no rank but a lone one has both ends of the model."""
-        tokens = next(self._batches) if model.has_embedding or model.has_head else None
+    def _run(self, chunk: int, hidden: Tensor | None, dropout_seed: int | None) -> tuple[Tensor, Tensor | None]:
+        """What a chunk makes of its next micro batch, and from a chunk with the head which of the losses count."""
+        model = self._stage.chunks[chunk]
+        batch = next(self._batches[chunk]) if chunk in self._batches else None
         with self._time("forward-compute"):
-            source = hidden if tokens is None or not model.has_embedding else tokens[:, :-1]
-            labels = tokens[:, 1:] if tokens is not None and model.has_head else None
+            if batch is None:
+                assert hidden is not None
+                return model.run(hidden, dropout_seed=dropout_seed), None
+            given = self._stage.rules.read(batch)
+            source = given.tokens if model.has_embedding else hidden
             assert source is not None
-            return model.run(source, labels=labels, dropout_seed=dropout_seed)
+            output = model.run(
+                source,
+                labels=given.labels if model.has_head else None,
+                dropout_seed=dropout_seed,
+                position_ids=given.position_ids,
+                documents=given.documents,
+            )
+            return output, given.loss_mask
 
 
 class _Training(_Work):
@@ -172,11 +200,10 @@ class _Training(_Work):
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
         """The hidden states that leave the chunk, or the scaled mean loss."""
-        model = self._stage.chunks[chunk]
-        output = self._run(model, hidden, self._seeds[micro_batch])
-        if not model.has_head:
+        output, counts = self._run(chunk, hidden, self._seeds[micro_batch])
+        if not self._stage.chunks[chunk].has_head:
             return output
-        loss = output.mean()
+        loss = output.mean() if counts is None else (output * counts).sum() / counts.sum().clamp(min=1)
         self.losses.append(loss.detach())
         return loss * self._scale
 
@@ -190,14 +217,15 @@ class _Training(_Work):
 class _Scoring(_Work):
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
         super().__init__(stage, batches)
-        self.total = torch.zeros((), dtype=torch.float64, device=stage.device)
+        self.total = torch.zeros(2, dtype=torch.float64, device=stage.device)
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
         """The hidden states that leave the chunk, or the losses, which are added up."""
-        model = self._stage.chunks[chunk]
-        output = self._run(model, hidden, None)
-        if model.has_head:
-            self.total += output.double().sum()
+        output, counts = self._run(chunk, hidden, None)
+        if self._stage.chunks[chunk].has_head:
+            losses = output.double() if counts is None else output.double() * counts
+            self.total[0] += losses.sum()
+            self.total[1] += output.numel() if counts is None else counts.sum()
         return output
 
     def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:

@@ -77,6 +77,8 @@ class Activations:
             total += self._hidden(self._mask)
         if chunk.has_head:
             total += 2 * self._hidden(self.element)  # the final norm's input and output
+        if self.config.data.reset_attention_mask:
+            total += self.tokens * self.config.data.seq_length * self.element  # one bias [b, s, s] for all its layers
         return total
 
     def peak(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from megacore.checkpoint.load import latest_complete, load_checkpoint, names_of_
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.save import save_checkpoint
 from megacore.config.run import RunConfig
-from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.sampler import PrefetchingIterator, micro_batches
+from megacore.data.samples import Batch, Dataset
 from megacore.engine.base import Engine, Update
 from megacore.errors import DataFormatError, TrainingError
 from megacore.observe.flops import TransformerShape
@@ -26,7 +26,7 @@ from megacore.train.loss_check import LossCheck
 from megacore.train.memory import memory_errors
 from megacore.train.report import RateMeter
 from megacore.train.state import TrainState
-from megacore.train.step import Batch, Stepper
+from megacore.train.step import Stepper, reader
 
 CHECKPOINTS_NAME = "checkpoints"
 
@@ -35,8 +35,8 @@ CHECKPOINTS_NAME = "checkpoints"
 class Datasets:
     """The splits that training reads."""
 
-    train: GPTDataset
-    valid: GPTDataset
+    train: Dataset
+    valid: Dataset
 
 
 class Trainer:
@@ -99,7 +99,8 @@ class Trainer:
         with memory_errors(self._config, self._mesh.rank, self.state):
             self._resume()
             train = self._config.train
-            with PrefetchingIterator(self._data.train.gather, self._upcoming()) as batches:
+            read = reader(self._data.train, self._engine.device)
+            with PrefetchingIterator(read, self._upcoming()) as batches:
                 self._meter.start(self.state.iteration, self.state.consumed_samples)
                 while self.state.iteration < train.train_iters:
                     self._iterate(batches)
@@ -140,7 +141,7 @@ class Trainer:
             self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
         return latest_complete(self._checkpoints, log=self._recorder.warning)
 
-    def _upcoming(self) -> Iterator[list[int]]:
+    def _upcoming(self) -> Iterator[range]:
         train, replicas = self._config.train, self._mesh.data_parallel
         return micro_batches(
             self.state.consumed_samples,

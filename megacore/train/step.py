@@ -1,13 +1,12 @@
 """One iteration, in the order in which things happen."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megacore.config.run import RunConfig
+from megacore.data.samples import Batch, Dataset, Indices
 from megacore.engine.base import Engine, Update
 from megacore.optim.lr_schedule import LrSchedule
 from megacore.optim.weight_decay import WeightDecaySchedule
@@ -16,8 +15,6 @@ from megacore.parallel.rng import micro_batch_seed
 from megacore.train.batch_schedule import BatchSchedule
 from megacore.train.loss_check import LossCheck
 from megacore.train.state import TrainState
-
-Batch = npt.NDArray[np.int64]
 
 
 class Stepper:
@@ -70,6 +67,23 @@ class Stepper:
         return [micro_batch_seed(self._seed, sample) for sample in range(first, last, size * replicas.size)]
 
 
+def reader(dataset: Dataset, device: torch.device) -> Callable[[Indices], Batch]:
+    """The data set's `gather`; for a GPU into pinned memory, from which `loaded` copies without waiting.
+
+    torch gives such memory out again only when the copy is done.
+    """
+    if device.type != "cuda":
+        return dataset.gather
+
+    def gather(indices: Indices) -> Batch:
+        with torch.cuda.device(device):  # a new thread starts on the first GPU
+            shape = len(indices), dataset.seq_length + 1
+            out: Batch = torch.empty(shape, dtype=torch.int64, pin_memory=True).numpy()
+        return dataset.gather(indices, out)
+
+    return gather
+
+
 def loaded(batches: Iterator[Batch], device: torch.device, mesh: ProcessMesh) -> Iterator[Tensor]:
     """Token ids [b, s + 1] of each batch on the device, without waiting for the copy."""
     while True:
@@ -77,6 +91,5 @@ def loaded(batches: Iterator[Batch], device: torch.device, mesh: ProcessMesh) ->
             batch = next(batches, None)
             if batch is None:
                 return
-            tokens = torch.from_numpy(batch)
-            tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+            tokens = torch.from_numpy(batch).to(device, non_blocking=True)
         yield tokens

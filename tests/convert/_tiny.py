@@ -10,7 +10,7 @@ from megacore.checkpoint.save import save_checkpoint
 from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.corpus.documents import CorpusWriter
-from megacore.data.index_maps import build_index_maps
+from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.launch.job import ConvertJob
 from megacore.models.build import build_model
@@ -80,12 +80,10 @@ def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
         for ids in tokenizer.encode_batch(documents()):
             writer.add_document([*ids.tolist(), tokenizer.eod_id])
     build_index_maps(
-        prefix,
+        Mixture.single(str(prefix)),
         folders["index"],
-        split=config.data.split_weights,
-        seq_length=config.data.seq_length,
-        seed=1,
-        samples=(None, None, None),
+        IndexOptions(split=config.data.split_weights, seq_length=config.data.seq_length, seed=1),
+        (None, None, None),
     )
     model = random_model(config, counts["vocab_size"])
     checkpoint = save_checkpoint(
@@ -93,7 +91,7 @@ def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
     )
     job = ConvertJob(
         config=config,
-        tokens_prefix=str(prefix),
+        token_prefixes=(str(prefix),),
         index_directory=str(folders["index"]),
         tokenizer_directory=str(folders["tokenizer"]),
         vocab_size=counts["vocab_size"],

@@ -10,6 +10,7 @@ from megacore.artifact import StageKey, build_artifact
 from megacore.convert import export as export_module
 from megacore.convert.export import export, take_weights, validation_samples
 from megacore.convert.source import CheckpointTensors
+from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ProcessMesh
@@ -119,8 +120,24 @@ def test_no_checkpoint_no_tokenizer_no_samples(original: Exported, tmp_path: Pat
         export(job.model_copy(update={"checkpoint": str(tmp_path)}))
     with pytest.raises(ConversionError, match=r"tokenizer_config\.json cannot be read"):
         export(job.model_copy(update={"tokenizer_directory": str(tmp_path)}))
-    with pytest.raises(DataFormatError, match="valid_"):
+    with pytest.raises(DataFormatError, match=r"index\.json does not exist"):
         export(job.model_copy(update={"index_directory": str(tmp_path)}))
+
+
+def test_padding_is_compared_as_a_token(original: Exported, tmp_path: Path) -> None:
+    config = original.job.config
+    options = IndexOptions(
+        split=config.data.split_weights, seq_length=config.data.seq_length, seed=1, add_extra_token=False
+    )
+    build_index_maps(Mixture.single(original.job.token_prefixes[0]), tmp_path, options, (None, None, None))
+    data = config.data.model_copy(update={"add_extra_token": False})
+    job = original.job.model_copy(
+        update={"config": config.model_copy(update={"data": data}), "index_directory": str(tmp_path)}
+    )
+    samples = export_module.validation_samples(job)
+    assert samples.shape[1] == config.data.seq_length + 1
+    assert (samples[:, -1] == 0).all()
+    assert (samples >= 0).all()
 
 
 def test_an_output_directory_that_is_a_file_is_a_workspace_error(original: Exported, tmp_path: Path) -> None:

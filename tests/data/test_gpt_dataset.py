@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_maps import MAP_NAMES, build_index_maps, map_path
+from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
 from megacore.errors import DataFormatError
 from tests.data._files import write_tokens
 
@@ -14,7 +14,8 @@ SEQ_LENGTH = 7
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     prefix = write_tokens(tmp_path / "a", [3, 1, 0, 20, 2, 9, 30])
-    build_index_maps(prefix, tmp_path, split="1", seq_length=SEQ_LENGTH, seed=5, samples=(None, 0, 0))
+    options = IndexOptions(split="1", seq_length=SEQ_LENGTH, seed=5)
+    build_index_maps(Mixture.single(prefix), tmp_path, options, (None, 0, 0))
     return prefix
 
 

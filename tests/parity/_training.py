@@ -22,6 +22,7 @@ from tests._dist import still_alive
 STEPS = 20
 SEQ_LENGTH = 32
 VOCAB = 256
+EOD_ID = 7
 GLOBAL_BATCH = 8
 
 
@@ -33,6 +34,7 @@ class Case:
     train: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
 
 
@@ -58,6 +60,7 @@ def config(case: Case) -> RunConfig:
                 "source": {"kind": "source_tree"},
                 "tokenizer": {"kind": "train-bpe", "vocab_size": 512},
                 "seq_length": SEQ_LENGTH,
+                **case.data,
             },
             "model": {
                 "num_layers": 4,
@@ -85,7 +88,10 @@ def config(case: Case) -> RunConfig:
 
 
 def samples() -> Tensor:
-    """Ids [steps x batch, s + 1]: arithmetic sequences with noise, so that there is something to learn."""
+    """Ids [steps x batch, s + 1]: arithmetic sequences with noise, so that there is something to learn.
+
+    Ends of documents are among them.
+    """
     generator = torch.Generator().manual_seed(3)
     count = STEPS * GLOBAL_BATCH
     start = torch.randint(VOCAB, (count, 1), generator=generator)
@@ -98,7 +104,7 @@ def train(case: Case) -> Result:
     """Train as one rank of the default group, or alone."""
     own = config(case)
     mesh = _mesh(own)
-    stage = Stage(own, VOCAB, mesh)
+    stage = Stage(own, VOCAB, mesh, eod_id=EOD_ID)
     engine = NativeEngine(stage, own, own.train.precision)
     differing = _differing(engine, own)
     schedule, data = LrSchedule.of(own), samples()
@@ -112,7 +118,7 @@ def train(case: Case) -> Result:
     validation = engine.loss_sum(_read(data, indices), [len(each) for each in indices])
     assert all(update.applied for update in updates)
     return Result(
-        [update.loss for update in updates], [update.grad_norm for update in updates], float(validation), differing
+        [update.loss for update in updates], [update.grad_norm for update in updates], float(validation[0]), differing
     )
 
 
@@ -151,7 +157,7 @@ def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:
 
 def _differing(engine: NativeEngine, own: RunConfig) -> list[str]:
     """Names of this rank's initial weights that are not a part of the serial model's, bit for bit."""
-    serial = dict(Stage(own, VOCAB, ProcessMesh.serial()).named_parameters)
+    serial = dict(Stage(own, VOCAB, ProcessMesh.serial(), eod_id=EOD_ID).named_parameters)
     found = []
     for name, tensor in engine.tensors().items():
         if not name.startswith("model."):

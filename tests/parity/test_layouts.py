@@ -19,6 +19,8 @@ ZERO1 = {"use_distributed_optimizer": True}
 GQA = {"num_query_groups": 2}
 SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-3}
 SMALL = {"num_layers": 2}
+DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+"""The mean of a micro batch is over the labels that count: micro batches must be the serial run's."""
 M4 = {"micro_batch_size": 2}
 """Four micro batches."""
 M8 = {"micro_batch_size": 1}
@@ -30,7 +32,9 @@ TWO_RANKS = {
     "tp2 sp, one sample at a time": Case(TP2 | SP, {"micro_batch_size": 1}),
     "tp2 gqa": Case(TP2, model=GQA),
     "tp2, label smoothing and z-loss": Case(TP2, SMOOTH),
+    "tp2 sp, documents by themselves": Case(TP2 | SP, data=DOCUMENTS),
     "pp2": Case(PP2, M4),
+    "pp2 interleaved, documents by themselves": Case(PP2 | INTERLEAVED, data=DOCUMENTS),
     "pp2 gpipe": Case(PP2 | GPIPE, M4),
     "pp2 interleaved": Case(PP2 | INTERLEAVED, M4),
     "pp2 uneven": Case(PP2 | {"pipeline_partition": [3, 1]}),
@@ -56,6 +60,7 @@ FOUR_RANKS = {
     "tp2 pp2 sp interleaved, recomputation of one layer": Case(
         TP2 | PP2 | SP | INTERLEAVED, {"recompute": "full", "recompute_num_layers": 1}
     ),
+    "pp4, documents by themselves": Case(PP4, data=DOCUMENTS),
     "dp2 pp2 interleaved, distributed optimizer": Case(PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}),
     "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1),
     "dp4": Case(train=M4),
@@ -82,10 +87,10 @@ def serial() -> dict[str, Result]:
 
 
 def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
-    key = repr((case.model, case.optim, case.train.get("precision"), case.train.get("z_loss")))
+    key = repr((case.model, case.optim, case.data, case.train.get("precision"), case.train.get("z_loss")))
     if key not in serial:
         kept = {name: value for name, value in case.train.items() if not name.startswith("recompute")}
-        serial[key] = train(Case(train=kept, model=case.model, optim=case.optim))
+        serial[key] = train(Case(train=kept, model=case.model, optim=case.optim, data=case.data))
     expected = serial[key]
     loss_tolerance, norm_tolerance = TOLERANCES[case.train.get("precision", "fp32")]
     assert expected.losses[-1] < expected.losses[0]

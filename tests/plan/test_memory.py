@@ -32,7 +32,10 @@ def tiny(dropout: float = 0.0, recompute: str = "none", **overrides: object) -> 
 
 
 def saved_bytes(config: RunConfig, precision: str) -> int:
-    """What autograd really keeps after a forward pass, parameters excluded; the logits are not saved by autograd."""
+    """What autograd really keeps after a forward pass, parameters excluded; the logits are not saved by autograd.
+
+    Each sample is one document where documents are kept apart.
+    """
     model = build_model(config, VOCAB_SIZE, ProcessMesh.serial()).to(DTYPES[precision]).train()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -43,7 +46,8 @@ def saved_bytes(config: RunConfig, precision: str) -> int:
 
     tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model.loss(tokens, tokens, dropout_seed=1)
+        documents = tokens if config.data.reset_attention_mask else None
+        loss = model.run(tokens, labels=tokens, documents=documents, dropout_seed=1)
     assert loss.isfinite().all()
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
 
@@ -62,6 +66,18 @@ def test_activations_are_what_autograd_keeps(
     estimate = estimate_memory(config, VOCAB_SIZE, precision, "cpu").activations
     estimate -= kept.layer - kept.recomputed_layer  # what is computed again comes and goes in the backward pass
     assert estimate == pytest.approx(saved_bytes(config, precision), rel=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_documents_that_are_kept_apart_take_one_bias_for_all_layers(recompute: str) -> None:
+    config = tiny(0.0, recompute, **{"data.reset_attention_mask": True})
+    added = saved_bytes(config, "fp32") - saved_bytes(tiny(0.0, recompute), "fp32")
+    # On a CPU, autograd keeps a statistic or two beside it.
+    assert added == pytest.approx(4 * 128 * 128 * 4, rel=0.2)
+    chunk = chunks_of(config, VOCAB_SIZE)[0]
+    assert Activations(config, 4, "cpu").chunk(chunk) - Activations(tiny(0.0, recompute), 4, "cpu").chunk(chunk) == (
+        4 * 128 * 128 * 4
+    )
 
 
 def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConfig:

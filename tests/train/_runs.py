@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megacore.config.run import RunConfig
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_maps import build_index_maps
+from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.engine.native import NativeEngine
 from megacore.launch.job import TrainJob
@@ -20,6 +20,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.train.loop import Datasets, Trainer
 
 VOCAB_SIZE = 61
+EOD_ID = 0
 SEQ_LENGTH = 16
 SAMPLES = 400
 
@@ -70,12 +71,10 @@ def write_data(directory: Path, run: RunConfig) -> Path:
             writer.add_document((start + 3 * np.arange(length)) % VOCAB_SIZE)
     (directory / "index").mkdir()
     build_index_maps(
-        prefix,
+        Mixture.single(str(prefix)),
         directory / "index",
-        split=run.data.split_weights,
-        seq_length=run.data.seq_length,
-        seed=run.seed,
-        samples=(SAMPLES, 8, None),
+        IndexOptions(split=run.data.split_weights, seq_length=run.data.seq_length, seed=run.seed),
+        (SAMPLES, 8, None),
     )
     return prefix
 
@@ -84,11 +83,11 @@ def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> Trai
     """The job file's content for `write_data(data, run)`."""
     values = {
         "config": run,
-        "tokens_prefix": str(data / "tokens_text_document"),
+        "token_prefixes": [str(data / "tokens_text_document")],
         "index_directory": str(data / "index"),
         "tokenizer_directory": str(data),
         "vocab_size": VOCAB_SIZE,
-        "eod_id": 0,
+        "eod_id": EOD_ID,
         "run_directory": str(run_directory),
         "exit_directory": str(run_directory / "exit"),
         "ranks": 1,
@@ -112,7 +111,7 @@ def mesh(run: RunConfig | None = None) -> ProcessMesh:
 
 def trainer(run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder) -> Trainer:
     """A trainer with its initial weights, on this process."""
-    engine = NativeEngine(Stage(run, VOCAB_SIZE, own), run, run.train.precision)
+    engine = NativeEngine(Stage(run, VOCAB_SIZE, own, eod_id=EOD_ID), run, run.train.precision)
     splits = [
         GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
         for name in ("train", "valid")

@@ -30,10 +30,10 @@ def losses(tokens: Tensor) -> Tensor:
 
 def loss_sum(batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
     """What an engine would add up."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64)
     for size, tokens in zip(sizes, batches, strict=True):
         assert len(tokens) == size
-        total += losses(tokens).double().sum()
+        total += torch.stack([losses(tokens).double().sum(), torch.tensor(tokens[:, 1:].numel())])
     return total
 
 

@@ -66,15 +66,18 @@ class SelfAttention(nn.Module):
             self.query_key_value = column(3 * inner)
         self.dense = RowParallelLinear(inner, hidden, tp=tp, sequence_parallel=sequence_parallel, device=device)
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+    def forward(self, x: Tensor, dropout_seed: int | None = None, bias: Tensor | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides.
+
+        `bias` [b, 1, s, s] is added to the scores instead of the causal mask.
+        """
         query, key, value = (part.transpose(1, 2) for part in self._project(x))
         if self.recompute and self.training and torch.is_grad_enabled():
             context = checkpoint(
-                self._attend, query, key, value, dropout_seed, use_reentrant=False, preserve_rng_state=False
+                self._attend, query, key, value, dropout_seed, bias, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            context = self._attend(query, key, value, dropout_seed)
+            context = self._attend(query, key, value, dropout_seed, bias)
         return self.dense(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -92,18 +95,29 @@ class SelfAttention(nn.Module):
         key, value = mixed.view(*shape, -1, 2, self.head_dim).unbind(3)
         return query.view(*shape, self.heads, self.head_dim), key, value
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
+    ) -> Tensor:
         """[b, n/t, s, d] of each head, the same for keys and values of each group -> [b, n/t, s, d]."""
         if not (self.training and self.attention_dropout):
-            return _causal_attention(query, key, value, 0.0)
+            return _attention(query, key, value, 0.0, bias)
         seed_dropout(dropout_seed, self.number)
         with tensor_parallel_region(self.tp, query):
-            return _causal_attention(query, key, value, self.attention_dropout)
+            return _attention(query, key, value, self.attention_dropout, bias)
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None) -> Tensor:
+    sharing = query.shape[1] // key.shape[1]
+    if bias is not None and sharing > 1:  # no fused kernel of torch's takes a bias and shared keys
+        key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
     return F.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=bias is None,
+        enable_gqa=key.shape[1] != query.shape[1],
     )
 
 

@@ -39,11 +39,15 @@ class Embedding(nn.Module):
         if not table_only:
             self.position_embeddings = VocabParallelEmbedding(max_position_embeddings, hidden_size, device=device)
 
-    def forward(self, tokens: Tensor, dropout_seed: int | None = None) -> Tensor:
-        """[b, s] ids -> [b, s, h], with sequence parallelism [b, s/t, h]; positions count from 0."""
+    def forward(self, tokens: Tensor, dropout_seed: int | None = None, *, position_ids: Tensor | None = None) -> Tensor:
+        """[b, s] ids and positions (None: counted from 0) -> [b, s, h], with sequence parallelism [b, s/t, h]."""
         x: Tensor = self.word_embeddings(tokens)
         first = self.tp.rank * x.shape[1] if self.sequence_parallel else 0
-        x.add_(self.position_embeddings.weight[first : first + x.shape[1]])
+        own = slice(first, first + x.shape[1])
+        if position_ids is None:
+            x.add_(self.position_embeddings.weight[own])
+        else:
+            x.add_(self.position_embeddings(position_ids[:, own]))
         if not (self.training and self.hidden_dropout):
             return x
         seed_dropout(dropout_seed, EMBEDDING)

@@ -11,6 +11,7 @@ from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
 from megacore.models.layers.attention import SelfAttention
 from megacore.models.layers.mlp import MLP
+from megacore.models.masks import attention_bias
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 
@@ -58,21 +59,21 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(hidden, eps=model.layernorm_epsilon, device=device)
         self.mlp = MLP(hidden, model.ffn_size, tp=tp, sequence_parallel=sequence_parallel, device=device)
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+    def forward(self, x: Tensor, dropout_seed: int | None = None, bias: Tensor | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides; `bias` see `SelfAttention`."""
         if self.recompute == "full" and self.training and torch.is_grad_enabled():
-            return checkpoint(self._both, x, dropout_seed, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-        return self._both(x, dropout_seed)
+            return checkpoint(self._both, x, dropout_seed, bias, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self._both(x, dropout_seed, bias)
 
     def partial_gradients(self) -> frozenset[str]:
         """With sequence parallelism each rank's norms see its own positions."""
         norms = ("input_layernorm", "post_attention_layernorm") if self.sequence_parallel else ()
         return frozenset(f"{norm}.{kind}" for norm in norms for kind in ("weight", "bias"))
 
-    def _both(self, x: Tensor, dropout_seed: int | None) -> Tensor:
+    def _both(self, x: Tensor, dropout_seed: int | None, bias: Tensor | None) -> Tensor:
         if self.training and self.hidden_dropout:
             seed_dropout(dropout_seed, self.number)
-        x = self._add(x, self.self_attention(self.input_layernorm(x), dropout_seed))
+        x = self._add(x, self.self_attention(self.input_layernorm(x), dropout_seed, bias))
         return self._add(x, self.mlp(self.post_attention_layernorm(x)))
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
@@ -129,10 +130,14 @@ class Transformer(nn.Module):
             nn.LayerNorm(model.hidden_size, eps=model.layernorm_epsilon, device=device) if final_layernorm else None
         )
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+    def forward(self, x: Tensor, dropout_seed: int | None = None, *, documents: Tensor | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides.
+
+        `documents` [b, s] are numbers of documents; a token sees none but its own. All layers share one mask.
+        """
+        bias = None if documents is None else attention_bias(documents, x.dtype)
         for layer in self.layers.values():
-            x = layer(x, dropout_seed)
+            x = layer(x, dropout_seed, bias)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def partial_gradients(self) -> frozenset[str]:

@@ -1,0 +1,170 @@
+"""Fill-in-the-middle on samples of real text."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.config.data import FimConfig
+from megacore.config.tokenizer import TrainBpeTokenizer
+from megacore.corpus.documents import CorpusWriter
+from megacore.data.build import open_split
+from megacore.data.fim import FimDataset
+from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.indexed_dataset import IndexedDatasetWriter
+from megacore.data.samples import Batch, Dataset, Indices, as_array
+from megacore.errors import ConfigError
+from megacore.tokenizer import Tokenizer, load_tokenizer
+from megacore.tokenizer.build import build_tokenizer
+from tests.data._config import data_config
+
+SEQ_LENGTH = 32
+TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
+TEXTS = [f"def größe_{n}(wert):\n    return wert * {n} + größe_{n - 1}(wert - {n})  # 💡\n" for n in range(60)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that knows the special tokens, tokens, and index maps."""
+    root = tmp_path_factory.mktemp("fim")
+    for name in ("corpus", "tokenizer", "index"):
+        (root / name).mkdir()
+    with CorpusWriter(root / "corpus") as writer:
+        for text in TEXTS:
+            writer.add(text, "test")
+    choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=350, special_tokens=TOKENS)
+    build_tokenizer(choice, root / "corpus", root / "tokenizer")
+    tokenizer = load_tokenizer(root / "tokenizer")
+    with IndexedDatasetWriter(root / "tokens", "u2") as writer:
+        for ids in tokenizer.encode_batch(TEXTS):
+            writer.add_document([*ids.tolist(), tokenizer.eod_id])
+    options = IndexOptions(split="80,10,10", seq_length=SEQ_LENGTH, seed=1)
+    build_index_maps(Mixture.single(str(root / "tokens")), root / "index", options, (50, 5, 5))
+    return root
+
+
+def opened(root: Path, name: str = "train", *, seed: int = 7, **fim: object) -> Dataset:
+    config = data_config(seq_length=SEQ_LENGTH, split="80,10,10", fim=fim)
+    return open_split(
+        [str(root / "tokens")], root / "index", name, config, seed=seed, tokenizer_directory=root / "tokenizer"
+    )
+
+
+class Rows:
+    """Samples that are given, as a data set."""
+
+    def __init__(self, rows: list[list[int]], columns: int) -> None:
+        self.seq_length = columns - 1
+        self.rows = np.full((len(rows), columns), -1, np.int64)
+        for row, values in zip(self.rows, rows, strict=True):
+            row[: len(values)] = values
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
+        out = np.empty((len(indices), self.seq_length + 1), np.int64) if out is None else out
+        out[:] = self.rows[as_array(indices)]
+        return out
+
+
+def rearranged(tokenizer: Tokenizer, texts: list[str], *, columns: int = 400, **fim: float) -> list[int]:
+    """One sample of some documents, with enough room, rearranged."""
+    ids = [token for text in texts for token in [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.eod_id]]
+    config = FimConfig.model_validate({"rate": 1.0, **fim})
+    dataset = FimDataset(Rows([ids], columns), tokenizer, config, seed=3, capacity=columns)
+    sample: list[int] = dataset.gather([0])[0].tolist()
+    return sample
+
+
+def original(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, bool]:
+    """The text that a rearranged document was, and whether its suffix came first."""
+    prefix, middle, suffix = (ids.index(tokenizer.token_id(name)) for name in TOKENS)  # type: ignore[arg-type]
+    assert prefix == 0
+    if suffix == 1:
+        return tokenizer.decode(ids[middle + 1 :]) + tokenizer.decode(ids[2:middle]), True
+    return "".join(
+        tokenizer.decode(part) for part in (ids[1:suffix], ids[middle + 1 :], ids[suffix + 1 : middle])
+    ), False
+
+
+@pytest.mark.parametrize("spm_rate", [0.0, 1.0])
+def test_each_document_is_cut_and_joined_to_itself(directory: Path, spm_rate: float) -> None:
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    texts = [TEXTS[3], TEXTS[20], "", TEXTS[41]]
+    sample = rearranged(tokenizer, texts, spm_rate=spm_rate)
+    used = np.array(sample[: sample.index(-1)])
+    assert set(sample[len(used) :]) == {-1}
+    ends = np.flatnonzero(used == tokenizer.eod_id)
+    assert len(ends) == 4
+    assert ends[-1] == len(used) - 1
+    parts = [used[first:last].tolist() for first, last in zip([0, *ends[:-1] + 1], ends, strict=True)]
+    if spm_rate == 0.0:
+        assert [original(tokenizer, part) if part else ("", False) for part in parts] == [
+            (text, False) for text in texts
+        ]
+    else:
+        # The prefix follows the middle's token, so that the two are one text.
+        assert all(part[1] == tokenizer.token_id("<fim_suffix>") for part in parts if part)
+        assert all(
+            len(original(tokenizer, part)[0]) == len(text) for part, text in zip(parts, texts, strict=True) if part
+        )
+
+
+def test_a_sample_keeps_its_length(directory: Path) -> None:
+    plain, changed = opened(directory, "valid"), opened(directory)
+    assert not isinstance(plain, FimDataset)
+    batch = changed.gather(range(len(changed)))
+    assert batch.shape == (len(changed), SEQ_LENGTH + 1)
+    assert (batch >= 0).all()  # the special tokens make it longer, and what is too much is cut off
+    special = [load_tokenizer(directory / "tokenizer").token_id(name) for name in TOKENS]
+    assert all((batch == token).any() for token in special)
+
+
+def test_a_sample_depends_on_seed_and_number_alone(directory: Path) -> None:
+    expected = opened(directory).gather(range(40))
+    again = opened(directory)
+    for index in (17, 3, 39, 17):
+        np.testing.assert_array_equal(again.gather([index])[0], expected[index])
+    out = np.empty((3, SEQ_LENGTH + 1), np.int64)
+    assert again.gather([5, 6, 5], out) is out
+    np.testing.assert_array_equal(out, expected[[5, 6, 5]])
+    assert not np.array_equal(opened(directory, seed=8).gather(range(40)), expected)
+
+
+def test_rates_are_those_of_the_configuration(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    rows = [tokenizer.encode_batch([TEXTS[n % 60]])[0].tolist() for n in range(2000)]
+    fim = FimConfig(rate=0.3, spm_rate=0.75)
+    batch = FimDataset(Rows(rows, 80), tokenizer, fim, seed=5, capacity=80).gather(range(2000))
+    first = batch[:, 0] == tokenizer.token_id("<fim_prefix>")
+    suffix_first = first & (batch[:, 1] == tokenizer.token_id("<fim_suffix>"))
+    assert first.mean() == pytest.approx(0.3, abs=0.04)
+    # An empty prefix, too, is followed by the suffix.
+    assert suffix_first.sum() / first.sum() == pytest.approx(0.75, abs=0.06)
+    untouched = ~first
+    np.testing.assert_array_equal(batch[untouched], Rows(rows, 80).rows[untouched])
+
+
+def test_without_an_extra_token_the_last_column_stays_empty(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    ids = tokenizer.encode_batch([TEXTS[1]])[0].tolist()[:20]
+    dataset = FimDataset(Rows([ids], 21), tokenizer, FimConfig(rate=1.0), seed=5, capacity=20)
+    sample = dataset.gather([0])[0]
+    assert sample[-1] == -1
+    assert (sample[:-1] >= 0).all()
+
+
+def test_a_divided_character_is_left_out(directory: Path) -> None:
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    ids = tokenizer.encode_batch(["💡 abc💡"])[0].tolist()
+    inside = ids[1:-1]
+    assert "\ufffd" in tokenizer.decode(inside)
+    fim = FimConfig(rate=1.0, spm_rate=0.0)
+    sample = FimDataset(Rows([inside], 40), tokenizer, fim, seed=5, capacity=40).gather([0])[0]
+    assert original(tokenizer, sample[sample >= 0].tolist())[0] == " abc"
+
+
+def test_missing_special_tokens_are_named(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.fim needs the tokens <PRE>, <SUF>, which .*special_tokens"):
+        opened(directory, prefix_token="<PRE>", suffix_token="<SUF>")

@@ -1,0 +1,210 @@
+"""The compiled reader and packer against a slow reader, and against damaged maps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacore.data._gather import Gatherer
+from megacore.data.build import open_split
+from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
+from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megacore.data.packing import least_samples, pack_sample_index
+from tests.data._config import data_config
+from tests.data._reference import samples_of
+
+PACKINGS = ("packed", "pack_until_overflow", "unpacked")
+DTYPES = ("u1", "i1", "i2", "u2", "i4", "i8")
+LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 12)
+
+
+def tokens(count: int, dtype: str) -> np.ndarray:
+    """Tokens that differ from their neighbours and reach the limits of their type."""
+    return np.resize(np.array([0, 1, 5, np.iinfo(dtype).max, 2, np.iinfo(dtype).max - 1, 3], dtype), count)
+
+
+def write(prefix: Path, lengths: Sequence[int], dtype: str) -> None:
+    stream = tokens(sum(lengths), dtype)
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            writer.add_document(stream[end - length : end])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=LENGTHS,
+    dtype=st.sampled_from(DTYPES),
+    seq_length=st.integers(1, 11),
+    packing=st.sampled_from(PACKINGS),
+    extra=st.booleans(),
+    keep_partial=st.booleans(),
+    wanted=st.integers(1, 40),
+    order=st.randoms(use_true_random=False),
+)
+def test_samples_are_the_slow_readers(
+    lengths: list[int],
+    dtype: str,
+    seq_length: int,
+    packing: str,
+    extra: bool,
+    keep_partial: bool,
+    wanted: int,
+    order: object,
+) -> None:
+    options = IndexOptions(
+        split="0,1,0",
+        seq_length=seq_length,
+        seed=3,
+        packing=packing,  # type: ignore[arg-type]
+        add_extra_token=extra,
+        drop_last_partial=not keep_partial,
+    )
+    config = data_config(
+        seq_length=seq_length,
+        packing=packing,
+        add_extra_token=extra,
+        drop_last_partial=not keep_partial or packing != "packed",
+    )
+    with TemporaryDirectory() as folder:
+        prefix = Path(folder, "tokens")
+        write(prefix, lengths, dtype)
+        build_index_maps(Mixture.single(str(prefix)), folder, options, (0, wanted, 0))
+        dataset = open_split([str(prefix)], folder, "valid", config, seed=0, tokenizer_directory=folder)
+        documents, _, shuffle = (np.load(map_path(folder, "valid", name)) for name in MAP_NAMES)
+        stored = IndexedDataset(prefix)
+        expected = samples_of(
+            [stored[i].tolist() for i in documents], seq_length, packing, int(extra), keep_partial=keep_partial
+        )
+        assert len(dataset) == len(expected) >= wanted
+        indices = list(range(len(dataset))) * 2
+        order.shuffle(indices)  # type: ignore[attr-defined]
+        assert dataset.gather(indices).tolist() == [expected[shuffle[index]] for index in indices]
+        assert dataset.gather([]).shape == (0, seq_length + 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, seq_length=st.integers(1, 11), packing=st.sampled_from(PACKINGS[1:]), extra=st.integers(0, 1))
+def test_the_least_number_of_samples_is_reached(lengths: list[int], seq_length: int, packing: str, extra: int) -> None:
+    sizes, documents = np.array(lengths, np.int32), np.arange(len(lengths), dtype=np.int32)
+    rows = pack_sample_index(sizes, documents, seq_length, packing, extra)  # type: ignore[arg-type]
+    filled = np.count_nonzero(sizes)
+    least = least_samples(int(sizes.sum()), int(filled), seq_length, packing, extra)  # type: ignore[arg-type]
+    assert rows.dtype == np.int32
+    assert len(rows) - 1 >= least
+    assert packing == "pack_until_overflow" or len(rows) - 1 == least == filled
+
+
+@given(lengths=LENGTHS, seq_length=st.integers(1, 11))
+def test_packing_learns_each_token_once(lengths: list[int], seq_length: int) -> None:
+    """Every token but a document's first, which none before it can tell, is a label of exactly one sample."""
+    ends = np.cumsum(lengths).tolist()
+    documents = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+    samples = samples_of(documents, seq_length, "pack_until_overflow", 1)
+    labels = sorted(token for sample in samples for token in sample[1:])
+    for document in documents:
+        assert all(labels.count(token) == 1 for token in document[1:])
+
+
+def raw(**changes: object) -> Gatherer:
+    """Six documents, one of them empty, as four samples of five tokens and one more."""
+    values: dict[str, object] = {
+        "tokens": np.arange(24, dtype=np.uint16),
+        "pointers": np.array([0, 8, 8, 20, 30, 40], np.int64),
+        "document_index": np.array([4, 0, 1, 2, 5, 3], np.int32),
+        "sample_index": np.array([[0, 0], [1, 0], [3, 1], [4, 0], [5, 1]], np.int32),
+        "shuffle_index": np.array([2, 0, 3, 1], np.uint32),
+        "seq_length": 5,
+        "extra": 1,
+        "whole_documents": False,
+        "short_last": False,
+    }
+    return Gatherer(**(values | changes))  # type: ignore[arg-type]
+
+
+NUMBERS = st.one_of(st.integers(-2, 8), st.sampled_from([2**31 - 1, 2**62, 2**63 - 1, -(2**63), -(2**31)]))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    documents=st.lists(NUMBERS, max_size=8),
+    rows=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=5, max_size=5),
+    shuffle=st.lists(NUMBERS, min_size=4, max_size=4),
+    pointers=st.lists(NUMBERS, max_size=8),
+    whole=st.booleans(),
+    extra=st.integers(0, 1),
+)
+def test_damaged_maps_are_refused_and_nothing_else_happens(
+    documents: list[int],
+    rows: list[tuple[int, int]],
+    shuffle: list[int],
+    pointers: list[int],
+    whole: bool,
+    extra: int,
+) -> None:
+    gatherer = raw(
+        pointers=np.array(pointers, np.int64),
+        document_index=np.array(documents, np.int64),
+        sample_index=np.array(rows, np.int64),
+        shuffle_index=np.array(shuffle, np.int64),
+        whole_documents=whole,
+        extra=extra,
+        short_last=True,
+    )
+    for index in range(4):
+        out = np.full((3, 6), -7, np.int64)
+        wrong = gatherer.gather(np.array([index]), out, np.array([1]))
+        assert (out[[0, 2]] == -7).all()
+        if wrong < 0:
+            assert ((out[1] >= -1) & (out[1] < 24)).all()
+
+
+def test_a_sample_is_copied_to_the_row_it_is_for() -> None:
+    gatherer, out = raw(), np.full((4, 6), -7, np.int64)
+    assert gatherer.gather(np.array([0, 1]), out, np.array([3, 1])) == -1
+    assert out.tolist() == [[-7] * 6, [15, 16, 17, 18, 19, 0], [-7] * 6, [5, 6, 7, 8, 9, 20]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tokens": np.zeros(4)},
+        {"tokens": np.zeros((2, 2), np.int32)},
+        {"document_index": np.zeros(4, np.int16)},
+        {"shuffle_index": np.zeros(8, np.uint32)[::2]},
+        {"shuffle_index": np.zeros(2, np.uint32)},
+        {"extra": 2},
+        {"seq_length": 0},
+    ],
+)
+def test_what_is_no_map_is_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        raw(**arguments)
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    gatherer, indices, out = raw(), np.array([0, 1]), np.zeros((2, 6), np.int64)
+    frozen = out.copy()
+    frozen.flags.writeable = False
+    for rows in (np.array([0]), np.array([0, 2]), np.array([-1, 0])):
+        with pytest.raises(ValueError, match="rows"):
+            gatherer.gather(indices, out, rows)
+    for wrong in (frozen, out[:1]):
+        with pytest.raises(ValueError, match=r"writeable|rows do not fit"):
+            gatherer.gather(indices, wrong)
+    for wrong in (out.astype(np.int32), np.zeros((6, 2), np.int64).T):
+        with pytest.raises(TypeError):
+            gatherer.gather(indices, wrong)
+    with pytest.raises(IndexError, match="4"):
+        gatherer.gather(np.array([4]), out)
+
+
+def test_packing_checks_what_it_is_given() -> None:
+    lengths = np.array([3, 4], np.int32)
+    with pytest.raises(ValueError, match="document_index is out of range"):
+        pack_sample_index(lengths, np.array([2], np.int32), 4, "pack_until_overflow", 1)
+    with pytest.raises(ValueError, match="a length is negative"):
+        pack_sample_index(-lengths, np.array([0], np.int32), 4, "pack_until_overflow", 1)

@@ -1,0 +1,148 @@
+"""Masks and positions against a loop over the ends of documents, and what they do to a model."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megacore.models.build import build_model
+from megacore.models.gpt import GPTModel
+from megacore.models.masks import MaskRules, attention_bias
+from megacore.models.stage import Stage
+from megacore.parallel.mesh import ProcessMesh
+from tests._tiny import tiny_config
+from tests.data._config import data_config
+from tests.train import _runs
+
+EOD = 3
+ROWS = st.integers(2, 12).flatmap(lambda s: st.lists(st.lists(st.integers(-1, 5), min_size=s, max_size=s), min_size=1))
+
+
+def rules(**values: object) -> MaskRules:
+    flags = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "padded"), True)
+    return MaskRules(**({"eod_id": EOD} | flags | values))  # type: ignore[arg-type]
+
+
+def loop(tokens: list[int], labels: list[int]) -> tuple[list[bool], list[int], list[list[bool]]]:
+    """Of one sample: whether labels count, positions, and which token sees which, one document after the other."""
+    size = len(tokens)
+    sees = [[k <= j for k in range(size)] for j in range(size)]
+    positions = list(range(size))
+    for at in (i for i, token in enumerate(tokens) if token == EOD):
+        for j in range(at + 1, size):
+            positions[j] = j - at - 1
+            for k in range(at + 1):
+                sees[j][k] = False
+    counts = [token != EOD and label != -1 for token, label in zip(tokens, labels, strict=True)]
+    return counts, positions, sees
+
+
+@settings(deadline=None)
+@given(ROWS)
+def test_masks_are_those_of_the_loop(rows: list[list[int]]) -> None:
+    batch = torch.tensor(rows)
+    given = rules().read(batch)
+    assert given.loss_mask is not None
+    assert given.position_ids is not None
+    assert given.documents is not None
+    bias = attention_bias(given.documents, torch.float32)
+    assert bias.shape == (len(rows), 1, batch.shape[1] - 1, batch.shape[1] - 1)
+    assert set(bias.unique().tolist()) <= {0.0, -torch.inf}
+    for number, row in enumerate(rows):
+        counts, positions, sees = loop(row[:-1], row[1:])
+        assert given.tokens[number].tolist() == [max(token, 0) for token in row[:-1]]
+        assert given.labels[number].tolist() == [max(token, 0) for token in row[1:]]
+        assert given.loss_mask[number].tolist() == counts
+        assert given.position_ids[number].tolist() == positions
+        assert (bias[number, 0] == 0).tolist() == sees
+
+
+def test_a_batch_without_masks_is_taken_as_it_is() -> None:
+    batch = torch.tensor([[1, EOD, 2, 4]])
+    given = MaskRules.of(data_config(), EOD).read(batch)
+    assert (given.loss_mask, given.position_ids, given.documents) == (None, None, None)
+    assert given.tokens.data_ptr() == batch.data_ptr()
+    assert given.labels.data_ptr() == batch[:, 1:].data_ptr()
+
+
+def test_each_rule_stands_for_itself() -> None:
+    batch = torch.tensor([[1, EOD, 2, -1]])
+    off = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, "padded": False}
+    assert rules(**off | {"eod_mask_loss": True}).read(batch).loss_mask.tolist() == [[True, False, True]]  # type: ignore[union-attr]
+    assert rules(**off | {"padded": True}).read(batch).loss_mask.tolist() == [[True, True, False]]  # type: ignore[union-attr]
+    positions = rules(**off | {"reset_position_ids": True}).read(batch)
+    assert (positions.loss_mask, positions.documents) == (None, None)
+    assert positions.position_ids.tolist() == [[0, 1, 0]]  # type: ignore[union-attr]
+    documents = rules(**off | {"reset_attention_mask": True}).read(batch)
+    assert (documents.loss_mask, documents.position_ids) == (None, None)
+    assert documents.documents.tolist() == [[0, 0, 1]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("values", "padded"),
+    [
+        ({}, False),
+        ({"eod_mask_loss": True}, False),
+        ({"packing": "unpacked"}, True),
+        ({"add_extra_token": False}, True),
+        ({"drop_last_partial": False}, True),
+        ({"fim": {}}, True),
+    ],
+)
+def test_padding_is_looked_for_where_it_can_be(values: dict[str, object], padded: bool) -> None:
+    assert MaskRules.of(data_config(**values), EOD).padded == padded
+
+
+def gradients(model: GPTModel, losses: Iterator[Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    for loss in losses:
+        loss.sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_documents_of_a_sample_are_learnt_as_if_each_were_alone(recompute: str, groups: int | None) -> None:
+    config = tiny_config(train={"recompute": recompute}, num_query_groups=groups)
+    model = build_model(config, 32, ProcessMesh.serial()).double()
+    batch = torch.tensor([[5, 6, 7, EOD, 8, 9, EOD, 10, 11, 12, 13, 14, 15]])
+    given = rules(padded=False, eod_mask_loss=False).read(batch)
+    together = model.run(given.tokens, labels=given.labels, position_ids=given.position_ids, documents=given.documents)
+    alone = [model.loss(batch[:, a:b], batch[:, a + 1 : b + 1]) for a, b in ((0, 4), (4, 7), (7, 12))]
+    torch.testing.assert_close(together, torch.cat(alone, 1))
+    expected = gradients(model, iter([torch.cat(alone, 1)]))
+    found = gradients(
+        model,
+        iter(
+            [model.run(given.tokens, labels=given.labels, position_ids=given.position_ids, documents=given.documents)]
+        ),
+    )
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_mask_of_one_document_is_the_causal_one() -> None:
+    config = tiny_config()
+    model = build_model(config, 32, ProcessMesh.serial()).double()
+    tokens = torch.arange(12)[None]
+    documents, positions = torch.zeros_like(tokens), torch.arange(12)[None]
+    plain = model.loss(tokens, tokens)
+    masked = model.run(tokens, labels=tokens, documents=documents, position_ids=positions)
+    torch.testing.assert_close(masked, plain)
+
+
+def test_losses_are_of_the_labels_that_count() -> None:
+    config = _runs.config(data={"eod_mask_loss": True, "add_extra_token": False})
+    stage = Stage(config, 32, ProcessMesh.serial(), eod_id=EOD)
+    batches = [torch.tensor([[1, EOD, 2, 5, -1], [4, 4, EOD, -1, -1]]), torch.full((1, 5), -1)]
+    total, count = stage.loss_sum(iter(batches), [2, 1]).tolist()
+    model = stage.chunks[0].eval()
+    with torch.no_grad():
+        losses = model.loss(batches[0][:, :-1].clamp(min=0), batches[0][:, 1:].clamp(min=0)).double()
+    # Of the first sample 1 -> EOD and 2 -> 5; of the second 4 -> 4 and 4 -> EOD.
+    assert count == 4
+    assert total == pytest.approx(float(losses[0, [0, 2]].sum() + losses[1, :2].sum()), rel=1e-6)

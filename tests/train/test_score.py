@@ -1,0 +1,122 @@
+"""Perplexities of a run on a blend whose documents are learnt by themselves."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config.run import RunConfig
+from megacore.data.build import open_split
+from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.indexed_dataset import IndexedDatasetWriter
+from megacore.engine.native import NativeEngine
+from megacore.launch.job import EvaluateJob
+from megacore.models.build import build_model
+from megacore.models.gpt import GPTModel
+from megacore.models.stage import Stage
+from megacore.observe.recorder import Recorder
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.loop import Datasets, Trainer
+from megacore.train.score import Scorer
+from tests.train import _runs
+
+SPLIT = "60,20,20"
+MASKS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+DATA: dict[str, dict[str, object]] = {
+    "packed": {"split": SPLIT, **MASKS},
+    "whole documents": {"split": SPLIT, **MASKS, "packing": "pack_until_overflow"},
+}
+WEIGHTS = (0.7, 0.3)
+
+
+def write(directory: Path, run: RunConfig) -> list[str]:
+    """Two pairs of token files, each document ending with its token, blended for training."""
+    random = np.random.RandomState(4)
+    prefixes = [str(directory / name) for name in ("a", "b")]
+    for prefix, documents in zip(prefixes, (60, 30), strict=True):
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for _ in range(documents):
+                start, length = random.randint(0, 60), random.randint(1, 40)
+                writer.add_document([*(1 + (start + 3 * np.arange(length)) % 60).tolist(), _runs.EOD_ID])
+    data = run.data
+    options = IndexOptions(split=SPLIT, seq_length=data.seq_length, seed=run.seed, packing=data.packing)
+    members = [Member(prefix, weight) for prefix, weight in zip(prefixes, WEIGHTS, strict=True)]
+    (directory / "index").mkdir()
+    build_index_maps(Mixture.blend(members), directory / "index", options, (60, 8, None))
+    return prefixes
+
+
+@pytest.fixture(params=list(DATA))
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
+    """A run of a few iterations, and the job that scores it."""
+    run = _runs.config(data=DATA[request.param])
+    prefixes = write(tmp_path, run)
+    mesh = ProcessMesh.serial()
+    engine = NativeEngine(Stage(run, _runs.VOCAB_SIZE, mesh, eod_id=_runs.EOD_ID), run, "fp32")
+    splits = [
+        open_split(prefixes, tmp_path / "index", name, run.data, seed=run.seed, tokenizer_directory=tmp_path)
+        for name in ("train", "valid")
+    ]
+    with Recorder(tmp_path / "run", attempt=1, rank=0, tensorboard=False) as recorder:
+        Trainer(run, engine, mesh, Datasets(*splits), recorder, tmp_path / "run", peak=1.0).run()
+    values = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes).model_dump()
+    checkpoint = str(tmp_path / "run/checkpoints/iter_0000006")
+    return EvaluateJob(**values, checkpoints=(checkpoint,), output=str(tmp_path / "scores.json"))
+
+
+def documents_of(job: EvaluateJob, name: str) -> list[list[int]]:
+    """Every piece of a document in every sample of one epoch of a split, with the label after its last token."""
+    options = IndexOptions(
+        split=SPLIT, seq_length=job.config.data.seq_length, seed=job.config.seed, packing=job.config.data.packing
+    )
+    found = []
+    for prefix in job.token_prefixes:
+        directory = Path(job.run_directory, "one", Path(prefix).name)
+        directory.mkdir(parents=True, exist_ok=True)
+        build_index_maps(Mixture.single(prefix), directory, options, (0, None, None))
+        dataset = open_split([prefix], directory, name, job.config.data, seed=0, tokenizer_directory=directory)
+        for sample in dataset.gather(range(len(dataset))).tolist():
+            tokens = [token for token in sample if token >= 0]
+            while tokens:
+                end = tokens.index(_runs.EOD_ID) + 1 if _runs.EOD_ID in tokens else len(tokens)
+                found.append(tokens[:end])
+                tokens = tokens[end:]
+    return found
+
+
+def losses(model: GPTModel, document: list[int]) -> Tensor:
+    """Of each label of a document that is read by itself."""
+    ids = torch.tensor([document])
+    with torch.no_grad():
+        return model.loss(ids[:, :-1], ids[:, 1:]).flatten().double()
+
+
+def test_scores_are_of_documents_by_themselves(job: EvaluateJob) -> None:
+    from megacore.checkpoint.load import read_tensors
+
+    scorer = Scorer(job, ProcessMesh.serial(), torch.device("cpu"))
+    scores = scorer.score(Path(job.checkpoints[0]))
+    model = build_model(job.config, _runs.VOCAB_SIZE, ProcessMesh.serial()).eval()
+    weights = read_tensors(Path(job.checkpoints[0]), prefix="model.")
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    for name in ("test", "valid"):
+        documents = [document for document in documents_of(job, name) if len(document) > 1]
+        expected = float(torch.cat([losses(model, document) for document in documents]).mean())
+        assert scores[f"{name}_loss"] == pytest.approx(expected, rel=1e-6)
+        assert scores[f"{name}_ppl"] == pytest.approx(math.exp(expected), rel=1e-6)
+
+
+def test_token_frequencies_are_those_of_the_train_split_on_the_same_labels(job: EvaluateJob) -> None:
+    counts = np.ones(_runs.VOCAB_SIZE)
+    for prefix, documents in zip(job.token_prefixes, (60, 30), strict=True):
+        lengths = np.fromfile(f"{prefix}.idx", "<i4", documents, offset=34)
+        train = lengths[: round(0.6 * documents)].sum()
+        counts += np.bincount(np.fromfile(f"{prefix}.bin", "<u2", train), minlength=_runs.VOCAB_SIZE)
+    log_probability = np.log(counts / counts.sum())
+    perplexities = Scorer(job, ProcessMesh.serial(), torch.device("cpu")).unigram()
+    for name in ("test", "valid"):
+        labels = [token for document in documents_of(job, name) for token in document[1:]]
+        assert perplexities[name] == pytest.approx(math.exp(-log_probability[labels].mean()), rel=1e-9)
