@@ -1,0 +1,164 @@
+"""From a sample back to its tokens: which data set, which documents, which ranges of them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from megacore.data.gpt_dataset import check_form, load_map
+from megacore.data.index_directory import (
+    BLEND_MAP_NAMES,
+    INDEX_NAME,
+    MAP_NAMES,
+    IndexDescription,
+    map_path,
+    member_directory,
+    read_description,
+)
+from megacore.data.indexed_dataset import IndexedDataset
+from megacore.errors import DataFormatError
+from megacore.inspect.tokens import document_of
+
+_SENTENCES = "sentence"
+"""What the maps of `megacore.data.sentence_maps` are called."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of a sample that come from one sequence."""
+
+    document: int
+    """Of the token files, from 0."""
+    sequence: int
+    """Of the token files, from 0."""
+    start: int
+    """First token within the sequence."""
+    stop: int
+    """One past the last."""
+    length: int
+    """Tokens of the whole sequence."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Where the tokens of a sample lie."""
+
+    split: str
+    number: int
+    """In the order of training."""
+    member: int
+    """The data set's place among the members of the index directory."""
+    prefix: str
+    """Its token files, without .bin/.idx."""
+    member_sample: int
+    """Number in the data set's own shuffled order; without a blend the same as `number`."""
+    row: int
+    """Of the data set's sample index."""
+    parts: tuple[Part, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(part.stop - part.start for part in self.parts)
+
+
+def is_index_directory(path: Path) -> bool:
+    """Whether a path is a directory of index maps, of an older version without `index.json` too."""
+    maps = (path.glob(f"*_{name}_index.npy") for name in ("shuffle", _SENTENCES))
+    return (path / INDEX_NAME).exists() or any(map(any, maps))
+
+
+def describe_index(directory: Path) -> IndexDescription:
+    """What `index.json` says. Raises DataFormatError, which for maps without it says what to do."""
+    if not (directory / INDEX_NAME).exists() and any(directory.glob(f"*_{_SENTENCES}_index.npy")):
+        raise DataFormatError(
+            f"{directory} holds maps of sentences (bert, t5), which name no token files: inspect and verify the token "
+            "files themselves"
+        )
+    if not (directory / INDEX_NAME).exists():
+        raise DataFormatError(
+            f"{directory} has no {INDEX_NAME}: its index maps are of an older version, or of another tool; build them "
+            "again with `megacore index`"
+        )
+    return read_description(directory)
+
+
+def find_sample(directory: Path, split: str, number: int) -> Sample:
+    """The tokens of sample `number` of a split, counted in the order of training. Raises DataFormatError."""
+    index = describe_index(directory)
+    if not index.samples.get(split):
+        known = ", ".join(f"{count} {name}" for name, count in index.samples.items() if count) or "none"
+        raise DataFormatError(f"{directory} has no {split} samples (it has {known}): choose another split")
+    member, sample, place = 0, number, directory
+    if not index.single:
+        member, sample = _blended_sample(directory, index, split, number)
+        place = member_directory(directory, member)
+    prefix = index.members[member].prefix
+    dataset = IndexedDataset(prefix)
+    document, rows, shuffle = (open_map(map_path(place, split, name)) for name in MAP_NAMES)
+    _check_number(map_path(place, split, "shuffle"), sample, len(shuffle))
+    row = int(shuffle[sample])
+    parts = None
+    if 0 <= row < len(rows) - 1:
+        parts = _parts(index, dataset, document, rows[row : row + 2].tolist())
+    if parts is None:
+        raise DataFormatError(
+            f"{map_path(place, split, 'sample')}: row {row} of {len(rows) - 1} does not fit {prefix}: the maps were "
+            "built for other tokens or are damaged; build them again"
+        )
+    return Sample(split, number, member, prefix, sample, row, parts)
+
+
+def _blended_sample(directory: Path, index: IndexDescription, split: str, number: int) -> tuple[int, int]:
+    """(number of the member, sample of it) that a blend's maps give for sample `number`."""
+    path = map_path(directory, split, BLEND_MAP_NAMES[0])
+    datasets, samples = (open_map(map_path(directory, split, name)) for name in BLEND_MAP_NAMES)
+    _check_number(path, number, min(len(datasets), len(samples)))
+    members, place = index.blends.get(split, ()), int(datasets[number])
+    if not 0 <= place < len(members):
+        raise DataFormatError(f"{path} names data set {place} of {len(members)}: build the index maps again")
+    return members[place], int(samples[number])
+
+
+def _parts(
+    index: IndexDescription, dataset: IndexedDataset, document: npt.NDArray[Any], rows: list[list[int]]
+) -> tuple[Part, ...] | None:
+    """What lies between two rows of the sample index; None when they point beyond documents."""
+    (first, offset), (last, end) = rows
+    options = index.options
+    packed = options.packing == "packed"
+    room = options.seq_length + options.extra
+    stop = last + 1 if packed or last == first else last  # other forms end before the next row's document
+    if not 0 <= first <= last or stop > len(document) or offset < 0 or end < 0:
+        return None
+    parts = []
+    for position in range(first, stop):
+        sequence = int(document[position])
+        if not 0 <= sequence < len(dataset):
+            return None
+        length = int(dataset.lengths[sequence])
+        until = end + options.extra if position == last else length
+        until = min(until, offset + room) if not packed else until
+        if not offset <= until <= length:
+            return None
+        if until > offset:
+            parts.append(Part(document_of(dataset, sequence), sequence, offset, until, length))
+            room -= until - offset
+        offset = 0
+    return tuple(parts)
+
+
+def open_map(path: Path) -> npt.NDArray[Any]:
+    """A map as a memory map: a sample index of two columns, others of one dimension. Raises DataFormatError."""
+    values = load_map(path)
+    rows = path.name.endswith("_sample_index.npy") and not path.name.endswith("_dataset_sample_index.npy")
+    check_form(path, values, 2 if rows else 1, ("<i2", "<i4", "<u4", "<i8"))
+    if rows and (values.shape[1] != 2 or not len(values)):
+        raise DataFormatError(f"{path} has shape {values.shape} instead of (samples + 1, 2): build it again")
+    return values
+
+
+def _check_number(path: Path, number: int, count: int) -> None:
+    if not 0 <= number < count:
+        raise DataFormatError(f"{path} has no sample {number}: it has {count}, numbered from 0")

@@ -1,0 +1,70 @@
+"""docs/formats.md is right: its Python prints what the page says, its bytes and JSON are those of the example."""
+
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megacore.inspect.index import describe_index
+from megacore.inspect.provenance import Origins
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory in which the page's code has run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "documents.json").write_text(blocks("json")[1])
+    code = "\n".join(blocks("python"))
+    test = doctest.DocTestParser().get_doctest(code, {}, "formats.md", "formats.md", 0)
+    report: list[str] = []
+    results = doctest.DocTestRunner().run(test, out=report.append)
+    assert not results.failed, "".join(report)
+    assert results.attempted > 30
+    return tmp_path
+
+
+def test_index_is_shown_byte_by_byte(example: Path) -> None:
+    table = PAGE.split("| offset | type |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| ([\d SD+]+) \| [^|]+ \| `?([\da-f ]*)`? \|", table, re.MULTILINE)
+    content = (example / "tiny_text_document.idx").read_bytes()
+    place = 0
+    for offset, shown in rows:
+        assert eval(re.sub(r"(\d) ([SD])", r"\1*\2", offset), {"S": 3, "D": 5}) == place
+        place += len(bytes.fromhex(shown))
+    assert bytes.fromhex("".join(shown for _, shown in rows)) == content
+
+
+def test_index_json_is_that_of_the_example(example: Path) -> None:
+    assert json.loads(blocks("json")[0]) == json.loads((example / "index.json").read_text())
+    assert describe_index(example).samples["train"] == 10
+
+
+def test_table_of_the_sample_index(example: Path) -> None:
+    import numpy as np
+
+    from megacore.data.indexed_dataset import IndexedDataset
+
+    rows = re.findall(r"^\| (\d) \| (\d) \| ([\d ]+) \| (.*) \|$", PAGE, re.MULTILINE)
+    tokens = IndexedDataset(example / "tiny_text_document")
+    document, sample = (np.load(example / f"train_{name}_index.npy") for name in ("document", "sample"))
+    assert [int(sequence) for _, sequence, _, _ in rows] == document.tolist()
+    for position, sequence, shown, begins in rows:
+        assert [int(token) for token in shown.split()] == tokens[int(sequence)].tolist()
+        for number, offset, token in re.findall(r"(\d+): offset (\d+) \((\d+)\)", begins):
+            assert sample[int(number)].tolist() == [int(position), int(offset)]
+            assert tokens[int(sequence)][int(offset)] == int(token)
+    assert len(re.findall(r"\d+: offset \d+ \(\d+\)", PAGE)) == len(sample) - 1
+
+
+def test_documents_json_is_read(tmp_path: Path) -> None:
+    (tmp_path / "documents.json").write_text(blocks("json")[1])
+    assert Origins.read(tmp_path / "documents.json").documents == 6

@@ -1,0 +1,70 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megacore.errors import DataFormatError
+from megacore.inspect import source
+from megacore.inspect.provenance import Place
+from megacore.inspect.source import read_document
+from tests.data._corpus import write_lines
+
+TEXTS = ["first", "", "thïrd\nline", "x" * 100, "last"]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_SCAN_BYTES", 16)
+
+
+def place(path: Path, line: int, key: str = "text") -> Place:
+    return Place(str(path), line, key)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_lines_of_a_file(tmp_path: Path, name: str) -> None:
+    write_lines(tmp_path / name, TEXTS, key="content", source="lib/a.py")
+    for number, text in enumerate(TEXTS, 1):
+        found = read_document(place(tmp_path / name, number, "content"))
+        assert (found.text, found.source) == (text, "lib/a.py")
+    with pytest.raises(DataFormatError, match="has 5 lines, not 6"):
+        read_document(place(tmp_path / name, 6, "content"))
+
+
+def test_lines_of_a_zstd_file(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", TEXTS)
+    compressed = zstandard.ZstdCompressor().compress((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "a.jsonl.zst").write_bytes(compressed)
+    found = read_document(place(tmp_path / "a.jsonl.zst", 3))
+    assert (found.text, found.source) == (TEXTS[2], None)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=8), end=st.booleans())
+def test_every_line_is_found(tmp_path: Path, texts: list[str], end: bool) -> None:
+    content = "\n".join(json.dumps({"text": text}) for text in texts) + ("\n" if end else "")
+    (tmp_path / "a.jsonl").write_text("\ufeff" + content, encoding="utf-8")
+    assert [read_document(place(tmp_path / "a.jsonl", line)).text for line in range(1, len(texts) + 1)] == texts
+    with pytest.raises(DataFormatError, match=f"has {len(texts)} lines, not {len(texts) + 1}"):
+        read_document(place(tmp_path / "a.jsonl", len(texts) + 1))
+
+
+def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
+    table = pa.table({"text": [*TEXTS, None], "other": list(range(6))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    assert [read_document(place(tmp_path / "a.parquet", row)).text for row in range(1, 6)] == TEXTS
+    for row, message in ((6, "row 6 is no text"), (7, "has 6 rows, not 7")):
+        with pytest.raises(DataFormatError, match=message):
+            read_document(place(tmp_path / "a.parquet", row))
+
+
+def test_what_is_no_document_any_more(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n')
+    for path, line, message in ((tmp_path / "a.jsonl", 2, "a.jsonl:2 is blank"), (tmp_path / "b", 1, "cannot be read")):
+        with pytest.raises(DataFormatError, match=message):
+            read_document(place(path, line))

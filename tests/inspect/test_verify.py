@@ -1,0 +1,244 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.artifact.build import StageKey, seal
+from megacore.artifact.manifest import Manifest, list_files
+from megacore.data.index_directory import map_path
+from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.members import write_members
+from megacore.errors import ArtifactError, DataFormatError
+from megacore.inspect import verify_maps
+from megacore.inspect.verify import verify
+from tests.data._corpus import entry, write_documents
+from tests.data._files import write_tokens
+
+SEQ_LENGTH = 5
+LENGTHS = [3, 1, 0, 20, 2, 9, 30, 5, 6]
+
+
+def results(path: Path | str) -> dict[str, str]:
+    return {check.name: check.result for check in verify(path)}
+
+
+def flip(path: Path, place: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def write_manifest(path: Path, pattern: str) -> None:
+    """A manifest beside token files, as the command line writes it."""
+    files = list_files(path.parent, pattern)
+    manifest = Manifest("tokenize", 1, "", {}, {}, files, {}, 0.0)
+    manifest.write(path.parent)
+    (path.parent / "manifest.json").rename(path)
+
+
+def test_every_check_of_token_files_is_told(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [5, 0, 3])
+    found = results(prefix)
+    assert found == {
+        "a.idx": "version 1, uint16, 2 sequences, 90 bytes as these take",
+        "pointers": "2, each where the sequence before it ends",
+        "a.bin": "sum of lengths 8 x 2 bytes = 16, its size",
+        "document index": "3 documents, 1 empty, from 0 to 2",
+        "manifest": "a.manifest.json is not there: hashes were not checked",
+    }
+    assert results(f"{prefix}.bin") == results(f"{prefix}.idx") == found
+
+
+def test_modes_are_told(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [5, 0, 3])
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(bytes(2))
+    assert results(prefix)["a.idx"] == "version 1, uint16, 2 sequences and modes, 92 bytes as these take"
+
+
+def test_documents_json_belongs_to_the_files(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [5, 0, 3])
+    path = Path(f"{prefix}.documents.json")
+    write_documents(path, [entry("x", 3)])
+    assert results(prefix)["a.documents.json"] == "3 documents from 1 file"
+    write_documents(path, [entry("x", 2)])
+    with pytest.raises(DataFormatError, match="counts 2 documents"):
+        results(prefix)
+
+
+def test_hashes_of_the_command_lines_manifest(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "a", [5, 3])
+    write_manifest(Path(f"{prefix}.manifest.json"), "a.*")
+    assert results(prefix)["a.manifest.json"] == "2 files, 98 bytes, sha256 as it was written"
+    flip(Path(f"{prefix}.bin"))
+    with pytest.raises(ArtifactError, match=r"a\.bin has another content than when it was written: build it again"):
+        results(prefix)
+    Path(f"{prefix}.manifest.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"a\.manifest\.json is damaged"):
+        results(prefix)
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """A directory as the tokenize stage leaves it."""
+    write_tokens(tmp_path / "tokens_text_document", LENGTHS)
+    seal(tmp_path, StageKey("tokenize", 1, {}, {}), {}, 1.0)
+    return tmp_path
+
+
+def test_an_artifact_is_checked_by_its_manifest(artifact: Path) -> None:
+    assert results(artifact)["manifest.json"].startswith("2 files")
+    assert results(artifact / "tokens_text_document")["manifest.json"].startswith("2 files")
+
+
+def test_every_member_of_a_blend_is_checked(tmp_path: Path) -> None:
+    members = [tmp_path / name for name in ("one", "two")]
+    for place, member in enumerate(members):
+        member.mkdir()
+        write_tokens(member / "tokens_text_document", [5, 3 + place])
+        seal(member, StageKey("tokenize", 1, {}, {}), {}, 1.0)
+    (tmp_path / "both").mkdir()
+    write_members(tmp_path / "both", members)
+    seal(tmp_path / "both", StageKey("blend", 1, {}, {}), {}, 1.0)
+    names = [check.name for check in verify(tmp_path / "both")]
+    assert names.count("tokens_text_document.bin") == 2
+    assert names[-3:] == ["manifest.json"] * 3
+    flip(members[1] / "tokens_text_document.bin")
+    with pytest.raises(ArtifactError, match=r"two: tokens_text_document\.bin has another content"):
+        results(tmp_path / "both")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: flip(path), "has another content"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes instead of 152"),
+        (lambda path: path.unlink(), "is missing"),
+    ],
+)
+def test_damage_of_an_artifact_is_named(artifact: Path, damage: Callable[[Path], None], message: str) -> None:
+    for name in ("tokens_text_document.bin", "tokens_text_document.idx"):
+        (artifact / name).rename(artifact / name.replace("tokens", "other"))
+    seal(artifact, StageKey("convert", 1, {}, {}), {}, 1.0)
+    assert list(results(artifact)) == ["manifest.json"]
+    damage(artifact / "other_text_document.bin")
+    with pytest.raises(ArtifactError, match=rf"other_text_document\.bin {message}"):
+        results(artifact)
+
+
+def test_a_directory_of_nothing_known(tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"holds neither token files .* nor index maps, nor a manifest\.json"):
+        results(tmp_path)
+
+
+@pytest.fixture(params=["packed", "pack_until_overflow", "unpacked", "one token less", "neox"])
+def index(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Index maps in several epochs, beside their tokens; checks take them in small blocks."""
+    monkeypatch.setattr(verify_maps, "_BLOCK", 4)
+    kind = request.param
+    packing = kind if kind in ("pack_until_overflow", "unpacked") else "packed"
+    options = IndexOptions(
+        "6,3",
+        SEQ_LENGTH,
+        seed=3,
+        style="neox" if kind == "neox" else "megatron",
+        packing=packing,
+        add_extra_token=kind != "one token less",
+        drop_last_partial=kind != "one token less",
+    )
+    prefix = write_tokens(tmp_path / "a", LENGTHS)
+    build_index_maps(Mixture.single(prefix), tmp_path, options, (40, None, 0))
+    return tmp_path
+
+
+def test_maps_are_checked_against_their_tokens(index: Path) -> None:
+    found = results(index)
+    assert list(found) == ["index.json", "tokens 0", "train maps 0", "valid maps 0", "test maps 0", "manifest"]
+    assert "each sample once" in found["train maps 0"]
+    assert found["test maps 0"] == "no samples"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("document", lambda values: values.__setitem__(0, 99), "names sequence 99 of 8"),
+        ("document", lambda values: values.__setitem__(0, -1), "names sequence -1 of 8"),
+        ("document", lambda values: values.__setitem__(0, (values[0] + 1) % 5), r"has sequence \d \d+ times, but"),
+        ("sample", lambda values: values.__setitem__((1, 1), 10**6), r"row 1 is \[\d+, 1000000\]"),
+        ("sample", lambda values: values.__setitem__((2, 0), 10**6), r"row 2 is \[1000000, \d+\]"),
+        (
+            "sample",
+            lambda values: values.__setitem__(slice(1, 3), values[2:0:-1].copy()),
+            r"row 2 is .* does not follow",
+        ),
+        ("shuffle", lambda values: values.__setitem__(0, values[1]), "lacks 1 of"),
+        ("shuffle", lambda values: values.__setitem__(0, len(values)), r"names sample \d+ of \d+"),
+    ],
+)
+def test_damaged_maps_are_named(index: Path, name: str, damage: Callable[[np.ndarray], None], message: str) -> None:
+    path = map_path(index, "train", name)
+    values = np.load(path).astype(np.int64)
+    damage(values)
+    np.save(path, values)
+    with pytest.raises(DataFormatError, match=rf"train_{name}_index\.npy:? {message}"):
+        results(index)
+
+
+def test_samples_of_another_length_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_maps, "_BLOCK", 4)
+    prefix = write_tokens(tmp_path / "a", LENGTHS)
+    build_index_maps(Mixture.single(prefix), tmp_path, IndexOptions("1", SEQ_LENGTH, seed=3), (40, 0, 0))
+    path = map_path(tmp_path, "train", "sample")
+    rows = np.load(path)
+    inside = next(row for row in range(1, len(rows)) if rows[row, 1] > 0)
+    rows[inside, 1] -= 1
+    np.save(path, rows)
+    with pytest.raises(DataFormatError, match=rf"sample {inside} begins {inside * SEQ_LENGTH - 1} tokens into"):
+        results(tmp_path)
+
+
+def test_rows_and_samples_belong_together(index: Path) -> None:
+    path = map_path(index, "train", "shuffle")
+    np.save(path, np.load(path)[:-1])
+    with pytest.raises(DataFormatError, match="should have one row more"):
+        results(index)
+
+
+def test_index_json_counts_the_samples(index: Path) -> None:
+    path = index / "index.json"
+    content = json.loads(path.read_text())
+    content["samples"]["train"] += 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataFormatError, match="train samples, but its maps have"):
+        results(index)
+
+
+@pytest.fixture
+def blend(tmp_path: Path) -> Path:
+    """The maps of a blend of two data sets."""
+    prefixes = [write_tokens(tmp_path / name, LENGTHS) for name in "ab"]
+    (tmp_path / "index").mkdir()
+    mixture = Mixture.blend([Member(prefixes[0], 3.0), Member(prefixes[1], 1.0)])
+    build_index_maps(mixture, tmp_path / "index", IndexOptions("6,3", SEQ_LENGTH, seed=3), (40, 8, 0))
+    return tmp_path / "index"
+
+
+def test_blends_are_checked(blend: Path) -> None:
+    found = results(blend)
+    assert found["train blend"] == "40 samples: 75.0% of member 0, 25.0% of member 1"
+    assert {"tokens 1", "train maps 1", "valid maps 1", "valid blend"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("dataset", 2, "names data set 2 of 2"), ("dataset_sample", 10**6, "sample 1000000 of")],
+)
+def test_damaged_blends_are_named(blend: Path, name: str, value: int, message: str) -> None:
+    path = map_path(blend, "train", name)
+    values = np.load(path)
+    values[3] = value
+    np.save(path, values)
+    with pytest.raises(DataFormatError, match=message):
+        results(blend)
