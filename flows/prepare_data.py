@@ -6,17 +6,20 @@ from prefect import flow
 
 from megacore.artifact import Artifact
 from tasks._pipeline import Pipeline
-from tasks.download import download
+from tasks.download import download, download_punkt, needs_punkt
 from tasks.index import build_index
 from tasks.preflight import load_checked_config
-from tasks.tokenize import make_tokenizer, tokenize
+from tasks.tokenize import blend, make_tokenizer, tokenize
 
 
 def data_stages(pipeline: Pipeline) -> tuple[Artifact, Artifact, Artifact]:
-    """The four data stages in order; returns the tokens, the tokenizer and the index maps."""
-    corpus = pipeline.stage(download)
-    tokenizer = pipeline.stage(make_tokenizer, corpus)
-    tokens = pipeline.stage(tokenize, corpus, tokenizer)
+    """The data stages in order, each source by itself; returns the tokens, the tokenizer and the index maps."""
+    config = pipeline.config
+    corpora = tuple(pipeline.stage(download, source) for source in config.data.sources)
+    tokenizer = pipeline.stage(make_tokenizer, corpora)
+    punkt = pipeline.stage(download_punkt) if needs_punkt(config) else None
+    members = tuple(pipeline.stage(tokenize, corpus, tokenizer, punkt) for corpus in corpora)
+    tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)
     index = pipeline.stage(build_index, tokens)
     return tokens, tokenizer, index
 

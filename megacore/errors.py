@@ -75,6 +75,12 @@ class RankLostError(LaunchError):
     retryable = True
 
 
+class WorkerLostError(LaunchError):
+    """A process that prepared data died; a retry does only its part again."""
+
+    retryable = True
+
+
 class StageTimeoutError(LaunchError):
     """A stage ran longer than its configured limit and was ended."""
 
@@ -101,6 +107,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         TrainingError,
         LaunchError,
         RankLostError,
+        WorkerLostError,
         StageTimeoutError,
         TrackingError,
     )

@@ -68,21 +68,25 @@ class Pipeline:
         if self.rows and (error is None or isinstance(error, Exception)):
             self._report()
 
-    def stage(self, task: Task[..., StageResult], *inputs: Artifact) -> Artifact:
+    def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
         """Run one stage with the configured retries; its failure is the flow's failure."""
-        launch = self.config.launch
+        launch, name = self.config.launch, self._row_name(task.name)
         configured = task.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay)
         started = time.monotonic()
         state: State[StageResult] = configured(self.config, *inputs, return_state=True)  # type: ignore[assignment]
         seconds = time.monotonic() - started
         if not state.is_completed():
-            self.rows.append(StageRow(task.name, "failed", seconds, "-", {}))
+            self.rows.append(StageRow(name, "failed", seconds, "-", {}))
             state.result()
         result = state.result()
         cached = state.name == "Cached" or not result.ran
         artifact = result.artifact
-        self.rows.append(StageRow(task.name, "cached" if cached else "ran", seconds, artifact.key, artifact.counts))
+        self.rows.append(StageRow(name, "cached" if cached else "ran", seconds, artifact.key, artifact.counts))
         return artifact
+
+    def _row_name(self, stage: str) -> str:
+        """The stage's name, numbered when it runs for the second source and those after it."""
+        return numbered(stage, sum(row.stage.partition(" ")[0] == stage for row in self.rows))
 
     def _report(self) -> None:
         cells = [row.cells() for row in self.rows]
@@ -97,6 +101,11 @@ class Pipeline:
         if self.summary:
             create_markdown_artifact(self.summary, key="summary", description=f"outcome of {self.config.name}")
             console.print(Markdown(self.summary))
+
+
+def numbered(stage: str, number: int) -> str:
+    """Name of a stage's run for the source with this number, counted from 0, as in collect and collect 2."""
+    return f"{stage} {number + 1}" if number else stage
 
 
 def summarize(counts: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a run: loss and perplexity over the iterations, as PNG."""
+"""Pictures of a run: loss and perplexity over the iterations, and the lengths of its documents, as PNG."""
 
 import operator
 from collections.abc import Mapping
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from megacore.observe.events import EventReader
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LOSS_FILE = "loss.png"
 PPL_FILE = "ppl.png"
+LENGTHS_FILE = "lengths.png"
 
 _TRAIN_COLOR = "#7f9fbf"
 _SMOOTH_COLOR = "#1f4e79"
@@ -104,6 +107,13 @@ def plot_run(events: Path, directory: Path, run_name: str) -> list[Path]:
         _save(_loss_figure(curves, run_name), directory / LOSS_FILE),
         _save(_ppl_figure(curves, run_name), directory / PPL_FILE),
     ]
+
+
+def length_histogram(lengths: "npt.NDArray[np.int32]", path: Path, title: str) -> Path:
+    """Write the distribution of sequence lengths, in tokens, to `path` (.png or .svg) and return it."""
+    from megacore.inspect.draw import draw_lengths
+
+    return draw_lengths(lengths, path, title)
 
 
 def _loss_figure(curves: Curves, run_name: str) -> "Figure":

@@ -78,7 +78,7 @@ def _card(config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Ar
     counts = evaluation.counts
     return {
         "name": config.name,
-        "source": config.data.source.model_dump_json(exclude_none=True),
+        "source": "; ".join(source.model_dump_json(exclude_none=True) for source in config.data.sources),
         "tokens": f"{tokens.counts['tokens']:,} tokens, artifact {tokens.key}",
         "run": trained.directory.name,
         "iteration": str(counts["iteration"]),

@@ -1,32 +1,57 @@
-"""Stage `collect`: documents from their source into the workspace."""
+"""Stages `collect` and `punkt`: documents from a source, and what divides them into sentences."""
 
 from pathlib import Path
 from typing import Any
 
 from megacore.artifact import StageKey
 from megacore.config import RunConfig
+from megacore.config.source import Source
 from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
 
 
-def collect_key(config: RunConfig) -> StageKey:
-    """The key of the corpus: what the source holds."""
+def collect_key(config: RunConfig, source: Source) -> StageKey:
+    """The key of a corpus: what its source holds."""
     from megacore.corpus.collect import VERSION, fingerprint
 
-    return StageKey.of("collect", VERSION, fingerprint(config.data.source))
+    return StageKey.of("collect", VERSION, fingerprint(source))
 
 
 @stage_task("collect", collect_key)
-def download(config: RunConfig) -> StageResult:
-    """Collect the documents of `data.source`."""
+def download(config: RunConfig, source: Source) -> StageResult:
+    """Collect the documents of one of `data.sources`."""
     from megacore.corpus.collect import collect
 
-    key = collect_key(config)
+    key = collect_key(config, source)
 
     def fill(directory: Path) -> dict[str, Any]:
-        counts = collect(config.data.source, directory)
-        if collect_key(config) != key:
+        counts = collect(source, directory)
+        if collect_key(config, source) != key:
             raise DataFormatError("data.source changed while it was read: start again when nobody writes to it")
         return counts
 
     return build(config, key, fill)
+
+
+def needs_punkt(config: RunConfig) -> bool:
+    """Whether sentences are divided by a model that must be downloaded."""
+    return config.data.split_sentences and config.data.sentence_splitter == "punkt"
+
+
+def punkt_key(config: RunConfig) -> StageKey:
+    """The key of a language's Punkt model."""
+    from megacore.tokenizer.sentences import VERSION
+
+    return StageKey.of("punkt", VERSION, {"language": config.data.language})
+
+
+@stage_task("punkt", punkt_key)
+def download_punkt(config: RunConfig) -> StageResult:
+    """Download nltk's Punkt model of `data.language`."""
+    from megacore.tokenizer import sentences
+
+    def fill(directory: Path) -> dict[str, Any]:
+        sentences.download_punkt(directory, config.data.language)
+        return {"bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())}
+
+    return build(config, punkt_key(config), fill)

@@ -22,7 +22,7 @@ def evaluate_key(
     config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageKey:
     """The key of the perplexities."""
-    parameters = key_parameters(config.evaluate) | {"split": config.data.split_weights}
+    parameters = key_parameters(config.evaluate)
     return StageKey.of("evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index)
 
 

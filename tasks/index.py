@@ -1,34 +1,96 @@
 """Stage `index`: the order in which samples are drawn from the tokens."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
-from megacore.tokenizer.tokenize import tokens_prefix
+from megacore.config.source import WeightedSource
+from megacore.data.members import token_prefixes
 from megacore.train.batch_schedule import BatchSchedule
 from tasks._cache import StageResult, build, stage_task
 
+if TYPE_CHECKING:
+    from megacore.data.index_maps import IndexOptions, Mixture
+
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
-    """Samples of the train and validation split; the test split is one epoch, whatever its size."""
+    """Samples of the train and validation split; the test split is one epoch of each source, whatever its size."""
     train = config.train
     return BatchSchedule.of(config).consumed_after(train.train_iters), train.eval_iters * train.global_batch_size, None
+
+
+def index_split(config: RunConfig) -> str | None:
+    """Weights by which each data set is divided; None where each belongs to one split whole."""
+    return None if config.data.split_blends is not None else config.data.split_weights
+
+
+def index_options(config: RunConfig) -> "IndexOptions":
+    """What decides the maps beside the tokens and the wanted samples."""
+    from megacore.data.index_maps import IndexOptions
+
+    data = config.data
+    return IndexOptions(
+        split=index_split(config),
+        seq_length=data.seq_length,
+        seed=config.seed,
+        style=data.index_style,
+        packing=data.packing,
+        add_extra_token=data.add_extra_token,
+        drop_last_partial=data.drop_last_partial,
+    )
+
+
+def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
+    """What each split draws from, with its weights."""
+    from megacore.data.index_maps import Member, Mixture
+
+    data = config.data
+    prefixes = dict(zip(data.sources, token_prefixes(tokens.directory), strict=True))
+
+    def members(blend: tuple[WeightedSource, ...]) -> tuple[Member, ...]:
+        return tuple(Member(prefixes[member.source], member.weight) for member in blend)
+
+    if data.split_blends is not None:
+        blends = data.split_blends
+        return Mixture.per_split(members(blends.train), members(blends.valid), members(blends.test))
+    if data.blend is not None:
+        return Mixture.blend(members(data.blend))
+    return Mixture.single(*prefixes.values())
+
+
+def sample_parameters(config: RunConfig) -> dict[str, Any]:
+    """What decides which samples a run sees in which order, beside its tokens and the number of samples."""
+    data = config.data
+    parameters: dict[str, Any] = {
+        "split": index_split(config),
+        "seq_length": data.seq_length,
+        "seed": config.seed,
+        "index_style": data.index_style,
+        "packing": data.packing,
+        "add_extra_token": data.add_extra_token,
+        "drop_last_partial": data.drop_last_partial,
+    }
+    if data.split_blends is not None:
+        blends = data.split_blends
+        by_split = {"train": blends.train, "valid": blends.valid, "test": blends.test}
+        parameters["weights"] = {name: _weights(config, blend) for name, blend in by_split.items()}
+    elif data.blend is not None:
+        parameters["weights"] = _weights(config, data.blend)
+    return parameters
+
+
+def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[float]]:
+    """(number among the sources, weight) of each member."""
+    return [[config.data.sources.index(member.source), member.weight] for member in blend]
 
 
 def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
     """The key of the maps: what decides them, so that more iterations within an epoch change nothing."""
     from megacore.data.index_maps import VERSION, index_plan
 
-    data = config.data
-    prefix = tokens_prefix(tokens.directory)
-    parameters = {
-        "split": data.split_weights,
-        "seq_length": data.seq_length,
-        "seed": config.seed,
-        "plan": index_plan(prefix, data.split_weights, data.seq_length, wanted_samples(config)),
-    }
-    return StageKey.of("index", VERSION, parameters, tokens=tokens)
+    plan = index_plan(mixture(config, tokens), index_options(config), wanted_samples(config))
+    return StageKey.of("index", VERSION, sample_parameters(config) | {"plan": plan}, tokens=tokens)
 
 
 @stage_task("index", index_key)
@@ -37,13 +99,6 @@ def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
     from megacore.data.index_maps import build_index_maps
 
     def fill(directory: Path) -> dict[str, Any]:
-        return build_index_maps(
-            tokens_prefix(tokens.directory),
-            directory,
-            split=config.data.split_weights,
-            seq_length=config.data.seq_length,
-            seed=config.seed,
-            samples=wanted_samples(config),
-        )
+        return build_index_maps(mixture(config, tokens), directory, index_options(config), wanted_samples(config))
 
     return build(config, index_key(config, tokens), fill)

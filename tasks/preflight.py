@@ -1,7 +1,9 @@
 """Before anything runs: is the configuration possible here, what is cached, what will it cost."""
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +17,17 @@ from megacore.config import RunConfig, load_config
 from megacore.convert.exportable import exportable
 from megacore.errors import MegacoreError
 from megacore.plan.hardware import Hardware
-from megacore.plan.preflight import expected_vocab_size, preflight
+from megacore.plan.preflight import preflight
+from megacore.plan.vocabulary import expected_vocab_size
 from tasks._cache import artifact_directory, artifact_problem
+from tasks._pipeline import numbered
+from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
-from tasks.download import collect_key
+from tasks.download import collect_key, needs_punkt, punkt_key
 from tasks.evaluate import evaluate_key
 from tasks.index import index_key
 from tasks.publish import publication_problem, publish_key
-from tasks.tokenize import tokenize_key, tokenizer_key
+from tasks.tokenize import blend_key, tokenizer_key
 from tasks.train import run_directory, train_key, training_problem
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
@@ -52,22 +57,48 @@ def check_machine(config: RunConfig) -> str:
 class PlannedStage(NamedTuple):
     """A line of the dry run."""
 
-    stage: str
+    name: str
+    """The stage, numbered where there are several."""
     key_of: Callable[..., StageKey]
-    inputs: tuple[str, ...]
+    inputs: tuple[str | tuple[str, ...] | None, ...] = ()
+    """Names of the stages it reads, in the order of its task's arguments; None where it reads nothing."""
+
+    @property
+    def stage(self) -> str:
+        """The stage's own name."""
+        return self.name.partition(" ")[0]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of all stages it reads."""
+        groups = [(each,) if isinstance(each, str) else each or () for each in self.inputs]
+        return tuple(itertools.chain.from_iterable(groups))
 
 
-PLAN = (
-    PlannedStage("collect", collect_key, ()),
-    PlannedStage("tokenizer", tokenizer_key, ("collect",)),
-    PlannedStage("tokenize", tokenize_key, ("collect", "tokenizer")),
-    PlannedStage("index", index_key, ("tokenize",)),
-    PlannedStage("train", train_key, ("tokenize", "tokenizer", "index")),
-    PlannedStage("evaluate", evaluate_key, ("train", "tokenize", "tokenizer", "index")),
-    PlannedStage("convert", convert_key, ("train", "evaluate", "tokenize", "tokenizer", "index")),
-    PlannedStage("publish", publish_key, ("train", "evaluate", "convert", "tokenize", "tokenizer", "index")),
-)
-"""The stages of `pretrain` with the stages they read, in the order of their tasks' arguments."""
+def planned_stages(config: RunConfig) -> list[PlannedStage]:
+    """The stages of `pretrain` for this configuration, in order."""
+    sources = config.data.sources
+    several = len(sources) > 1
+    corpora = tuple(numbered("collect", number) for number in range(len(sources)))
+    members = tuple(numbered("tokenize", number) for number in range(len(sources)))
+    punkt = "punkt" if needs_punkt(config) else None
+    tokens = "blend" if several else members[0]
+    data = (tokens, "tokenizer", "index")
+    return [
+        *(PlannedStage(name, partial(collect_key, source=one)) for name, one in zip(corpora, sources, strict=True)),
+        PlannedStage("tokenizer", tokenizer_key, (corpora,)),
+        *([PlannedStage("punkt", punkt_key)] if punkt else []),
+        *(
+            PlannedStage(name, tokenize_key, (corpus, "tokenizer", punkt))
+            for name, corpus in zip(members, corpora, strict=True)
+        ),
+        *([PlannedStage("blend", blend_key, (members,))] if several else []),
+        PlannedStage("index", index_key, (tokens,)),
+        PlannedStage("train", train_key, data),
+        PlannedStage("evaluate", evaluate_key, ("train", *data)),
+        PlannedStage("convert", convert_key, ("train", "evaluate", *data)),
+        PlannedStage("publish", publish_key, ("train", "evaluate", "convert", *data)),
+    ]
 
 
 def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
@@ -82,7 +113,7 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
     except MegacoreError as error:
         refusal, cost = error, str(error)
     known: dict[str, Artifact] = {}
-    rows = [_planned_row(planned, config, known) for planned in PLAN]
+    rows = [_planned_row(planned, config, known) for planned in planned_stages(config)]
     create_table_artifact(rows, key="dry-run", description=f"what {config.name} would do; {cost}")
     table = Table(title=f"dry run of {config.name}: nothing was started")
     for column in rows[0]:
@@ -97,10 +128,13 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
 
 
 def _planned_row(planned: PlannedStage, config: RunConfig, known: dict[str, Artifact]) -> dict[str, str]:
-    missing = [name for name in planned.inputs if name not in known]
+    missing = [name for name in planned.reads if name not in known]
     if missing:
-        return {"stage": planned.stage, "key": f"known after {missing[0]}", "state": "would run", "why": "new input"}
-    inputs = [known[name] for name in planned.inputs]
+        return {"stage": planned.name, "key": f"known after {missing[0]}", "state": "would run", "why": "new input"}
+    inputs: list[Any] = [
+        tuple(known[name] for name in each) if isinstance(each, tuple) else known[each] if each else None
+        for each in planned.inputs
+    ]
     key = planned.key_of(config, *inputs)
     try:
         directory = artifact_directory(key)
@@ -113,8 +147,8 @@ def _planned_row(planned: PlannedStage, config: RunConfig, known: dict[str, Arti
         else:
             problem = artifact_problem(key, config)
         if problem is None:
-            known[planned.stage] = open_artifact(directory)
+            known[planned.name] = open_artifact(directory)
     except MegacoreError as error:
         problem = str(error)
     state = "cached" if problem is None else "would run"
-    return {"stage": planned.stage, "key": key.key, "state": state, "why": problem or ""}
+    return {"stage": planned.name, "key": key.key, "state": state, "why": problem or ""}

@@ -1,6 +1,7 @@
 """Stage `publish`: the run, its checkpoints and the exported model in MLflow."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from prefect import get_run_logger
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
+from megacore.data.members import token_prefixes
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build, stage_task
 from tasks._checkpoint_models import log_test_perplexities
 from tasks._environment import mlflow_server
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run
+from tasks._pipeline import numbered
 from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
 from tasks.train import run_facts
 
@@ -99,7 +102,10 @@ def _send(
     from tasks._plots import plot_run
 
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
-    pictures = plot_run(trained.directory / "events.jsonl", scratch, config.name)
+    pictures = [
+        *plot_run(trained.directory / "events.jsonl", scratch, config.name),
+        *_length_pictures(tokens, scratch),
+    ]
     rows = read_evaluation(evaluation)["checkpoints"]
     perplexities = {int(row["iteration"]): float(row["test_ppl"]) for row in rows}
     log_test_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
@@ -115,6 +121,19 @@ def _send(
         tags={"run": trained.directory.name, "evaluate": evaluation.key, "convert": export.key, "tokenize": tokens.key},
         pictures=pictures,
     )
+
+
+def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
+    """The pictures of the documents' lengths that the tokenize stage drew, numbered where there are several."""
+    from tasks._plots import LENGTHS_FILE
+
+    drawn = [Path(prefix).with_name(LENGTHS_FILE) for prefix in token_prefixes(tokens.directory)]
+    copies = []
+    for number, picture in enumerate(drawn):
+        if picture.exists():
+            stem = numbered(picture.stem, number).replace(" ", "-")
+            copies.append(Path(shutil.copy(picture, scratch / f"{stem}{picture.suffix}")))
+    return copies
 
 
 def _discard(directory: Path) -> None:

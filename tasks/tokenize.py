@@ -1,59 +1,103 @@
-"""Stages `tokenizer` and `tokenize`: a vocabulary, then the corpus as tokens on disk."""
+"""Stages `tokenizer`, `tokenize` and `blend`: a vocabulary, then each corpus as tokens on disk."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
+from prefect.artifacts import create_image_artifact
+
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
+from megacore.data.members import token_prefixes
 from tasks._cache import StageResult, build, stage_task
+from tasks._tokens import tokenize_key, tokenize_options
+from tasks.shards import discard, needs_shards, tokenize_in_shards
 
 
-def tokenizer_key(config: RunConfig, corpus: Artifact) -> StageKey:
-    """The key of the tokenizer; only one that is trained depends on the corpus."""
+def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
+    """The key of the tokenizer; only one that is trained depends on the corpora."""
     from megacore.tokenizer.build import VERSION, fingerprint
 
     parameters = fingerprint(config.data.tokenizer)
-    if config.data.tokenizer.kind == "train-bpe":
-        return StageKey.of("tokenizer", VERSION, parameters, corpus=corpus)
-    return StageKey.of("tokenizer", VERSION, parameters)
+    inputs = corpora if config.data.tokenizer.kind == "train-bpe" else ()
+    roles = ["corpus", *(f"corpus_{number}" for number in range(1, len(inputs)))]
+    return StageKey.of("tokenizer", VERSION, parameters, **dict(zip(roles, inputs, strict=False)))
 
 
 @stage_task("tokenizer", tokenizer_key)
-def make_tokenizer(config: RunConfig, corpus: Artifact) -> StageResult:
-    """Train the tokenizer on the corpus, or take the given vocabulary."""
+def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageResult:
+    """Train the tokenizer on all corpora, or take the given vocabulary."""
     from megacore.tokenizer.build import build_tokenizer
 
     def fill(directory: Path) -> dict[str, Any]:
-        return build_tokenizer(config.data.tokenizer, corpus.directory, directory)
+        skip = config.data.on_bad_line == "skip"
+        directories = [corpus.directory for corpus in corpora]
+        return build_tokenizer(config.data.tokenizer, directories, directory, skip_bad_lines=skip)
 
-    return build(config, tokenizer_key(config, corpus), fill)
-
-
-def tokenize_key(config: RunConfig, corpus: Artifact, tokenizer: Artifact) -> StageKey:
-    """The key of the token files."""
-    from megacore.tokenizer.tokenize import VERSION
-
-    data = config.data
-    shuffle_seed = config.seed if data.shuffle_documents else None
-    parameters = {"append_eod": data.append_eod, "shuffle_seed": shuffle_seed}
-    return StageKey.of("tokenize", VERSION, parameters, corpus=corpus, tokenizer=tokenizer)
+    return build(config, tokenizer_key(config, corpora), fill)
 
 
 @stage_task("tokenize", tokenize_key)
-def tokenize(config: RunConfig, corpus: Artifact, tokenizer: Artifact) -> StageResult:
-    """Write the corpus as `.bin`/`.idx`."""
+def tokenize(config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None) -> StageResult:
+    """Write a corpus as `.bin`/`.idx`; beyond `data.shard_mb` as shards, which are merged."""
     from megacore.tokenizer.tokenize import tokenize_corpus
 
-    key = tokenize_key(config, corpus, tokenizer)
+    options = tokenize_options(config, punkt)
+    shards: list[Artifact] = []
 
     def fill(directory: Path) -> dict[str, Any]:
-        return tokenize_corpus(
-            corpus.directory,
-            tokenizer.directory,
-            directory,
-            append_eod=config.data.append_eod,
-            shuffle_seed=key.parameters["shuffle_seed"],
-            workers=config.data.workers,
-        )
+        if needs_shards(config, corpus):
+            return tokenize_in_shards(config, corpus, tokenizer, punkt, directory, shards)
+        counts = tokenize_corpus(corpus.directory, tokenizer.directory, directory, options, workers=config.data.workers)
+        return dict(counts)
+
+    result = build(config, tokenize_key(config, corpus, tokenizer, punkt), fill)
+    discard(shards)
+    _show_lengths(config, result.artifact)
+    return result
+
+
+def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
+    """Draw how long the documents are, beside the tokens, and show it with the task run.
+
+    The picture is no part of the artifact: its bytes depend on who draws it.
+    """
+    from megacore.data.indexed_dataset import IndexedDataset
+    from tasks._plots import LENGTHS_FILE, length_histogram
+
+    (prefix,) = token_prefixes(tokens.directory)
+    picture = tokens.directory / LENGTHS_FILE
+    what = "sentence" if config.data.split_sentences else "document"
+    length_histogram(IndexedDataset(prefix).lengths, picture, f"{config.name}: tokens per {what}")
+    encoded = base64.b64encode(picture.read_bytes()).decode("ascii")
+    create_image_artifact(
+        f"data:image/png;base64,{encoded}", key="token-lengths", description=f"tokens per {what} of {tokens.key}"
+    )
+
+
+def blend_key(config: RunConfig, members: tuple[Artifact, ...]) -> StageKey:
+    """The key of several sources' token files taken together; weights belong to the index maps."""
+    from megacore.data.members import VERSION
+
+    return StageKey.of("blend", VERSION, {}, **{f"member_{number}": one for number, one in enumerate(members)})
+
+
+@stage_task("blend", blend_key)
+def blend(config: RunConfig, members: tuple[Artifact, ...]) -> StageResult:
+    """Name the token files of all sources in one place."""
+    from megacore.data.members import write_members
+
+    key = blend_key(config, members)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        write_members(directory, [member.directory for member in members])
+        return {
+            "members": len(members),
+            **{
+                name: sum(member.counts[name] for member in members)
+                for name in ("documents", "empty_documents", "sequences", "tokens")
+            },
+            "vocab_size": members[0].counts["vocab_size"],
+        }
 
     return build(config, key, fill)

@@ -14,15 +14,16 @@ from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
+from megacore.data.members import token_prefixes
 from megacore.errors import ConfigError, MegacoreError
 from megacore.launch import stages
 from megacore.launch.job import TrainJob
-from megacore.tokenizer.tokenize import tokens_prefix
 from megacore.train.batch_schedule import BatchSchedule
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._mlflow import RunFacts, RunStatus, Tracking
+from tasks.index import sample_parameters
 
 SEALED = "checkpoints/*/complete.json"
 """A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
@@ -37,16 +38,25 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
     from megacore.plan.hardware import Hardware
 
     parameters = {
-        "seed": config.seed,
         "family": config.family,
-        "split": config.data.split_weights,
-        "seq_length": config.data.seq_length,
+        "samples": sample_parameters(config) | reading_parameters(config),
         "model": key_parameters(config.model),
         "optim": key_parameters(config.optim),
         "train": key_parameters(config.train),
         "precision": Hardware.detect().resolve_precision(config.train.precision),
     }
     return StageKey.of("train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer)
+
+
+def reading_parameters(config: RunConfig) -> dict[str, Any]:
+    """What is made of a sample once it is read."""
+    data = config.data
+    return {
+        "reset_position_ids": data.reset_position_ids,
+        "reset_attention_mask": data.reset_attention_mask,
+        "eod_mask_loss": data.eod_mask_loss,
+        "fim": None if data.fim is None else key_parameters(data.fim),
+    }
 
 
 def train_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageKey:
@@ -185,7 +195,7 @@ def job_of(
     """A job of this run on `ranks` ranks of `threads` CPU threads each."""
     return TrainJob(
         config=config,
-        tokens_prefix=tokens_prefix(tokens.directory),
+        token_prefixes=token_prefixes(tokens.directory),
         index_directory=index.path,
         tokenizer_directory=tokenizer.path,
         vocab_size=tokenizer.counts["vocab_size"],

@@ -6,17 +6,17 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.artifact.build import remove_tree
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import Manifest
-from megacore.artifact.workspace import FOLDERS, Workspace
+from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
 from megacore.errors import ArtifactError
 
-REBUILDABLE = ("collect", "tokenizer", "tokenize", "index", "evaluate", "convert", "publish")
+REBUILDABLE = tuple(stage for stage in FOLDERS if stage != "train")
 """Stages whose artifacts can be made again in minutes; trainings are never deleted by age."""
 _TEMPORARY = ".tmp-"
 _SETTLED = 3600.0
@@ -41,7 +41,7 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
         for path in sorted(workspace.root.glob(pattern))
         if time.time() - path.stat().st_mtime > _SETTLED
     ]
-    for stage, name in FOLDERS.items():
+    for name in dict.fromkeys(FOLDERS.values()):
         folder = workspace.root / name
         if not folder.is_dir():
             continue
@@ -54,7 +54,7 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
                     continue
                 if _TEMPORARY in path.name:
                     found.append(_removable(path, "temporary of a build that ended"))
-                elif stage == "train":
+                elif name == FOLDERS["train"]:
                     found += [_removable(part, "temporary of a save that ended") for part in _inside(path)]
     return found
 
@@ -79,12 +79,27 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
     return [_removable(path, f"older than {days:g} days") for path in sorted(manifests) if path not in needed]
 
 
+def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
+    """Files of web servers that nobody has fetched or gone on with for `days` days; corpora have links of their own."""
+    limit = time.time() - days * 86400
+    found = []
+    for place in sorted((workspace.folder("collect") / DOWNLOADS).glob("*")):
+        files = list(place.iterdir())
+        if any(file.stat().st_mtime >= limit for file in files):
+            continue
+        with ExitStack() as held:
+            locks = [file for file in files if file.name.endswith(".lock")]
+            if all(held.enter_context(_free(file)) for file in locks):
+                found.append(_removable(place, f"downloaded more than {days:g} days ago"))
+    return found
+
+
 def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
     """What a training that runs or was interrupted reads: it has no manifest that says so, but its job file."""
     for job in (workspace.root / FOLDERS["train"]).glob("*/run.json"):
         try:
             values = json.loads(job.read_text(encoding="utf-8"))
-            yield Path(values["tokens_prefix"]).parent
+            yield from (Path(prefix).parent for prefix in values["token_prefixes"])
             yield Path(values["index_directory"])
             yield Path(values["tokenizer_directory"])
         except (OSError, ValueError, KeyError, TypeError):

@@ -33,12 +33,16 @@ def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON, atomically: a reader sees the old content or the new."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with workspace_errors(path):
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(value, file, indent=2, sort_keys=True)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         sync_directory(path.parent)
 
 
@@ -55,6 +59,7 @@ def workspace_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         advice = {
             "ENOSPC": "free some space (`megacore clean` removes stale temporaries) or set another workspace",
+            "EFBIG": "raise the limit on file sizes (`ulimit -f`)",
             "EDQUOT": "raise the quota or set another workspace",
             "EACCES": "make it writable or set MEGACORE_WORKSPACE to a directory that is",
             "EPERM": "make it writable or set MEGACORE_WORKSPACE to a directory that is",

@@ -1,6 +1,7 @@
 """The one directory below which everything is written."""
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,11 @@ from megacore.errors import WorkspaceError
 
 FOLDERS = {
     "collect": "corpora",
+    "punkt": "corpora",
     "tokenizer": "tokenizers",
+    "tokenize-shard": "tokenized",
     "tokenize": "tokenized",
+    "blend": "tokenized",
     "index": "index",
     "train": "runs",
     "evaluate": "evaluations",
@@ -18,6 +22,10 @@ FOLDERS = {
     "publish": "published",
 }
 """Where each stage's artifacts lie."""
+
+
+DOWNLOADS = ".downloads"
+"""Folder among the corpora with the files of web servers, whole and begun."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Workspace:
         Raises WorkspaceError.
         """
         root = Path(root or os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
-        probe = root / f".write-test-{os.getpid()}"
+        probe = root / f".write-test-{os.getpid()}-{threading.get_ident()}"
         try:
             with workspace_errors(root):
                 root.mkdir(parents=True, exist_ok=True)

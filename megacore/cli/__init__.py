@@ -1,10 +1,16 @@
 """The command `megacore`: one module per group of commands."""
 
+import logging
+import os
 import sys
+from typing import NoReturn
 
 import typer
 
+from megacore.cli.index import IndexCommand, index
+from megacore.cli.inspect import inspect, verify
 from megacore.cli.plan import plan
+from megacore.cli.tokenize import TokenizeCommand, tokenize
 from megacore.cli.workspace import clean, runs
 from megacore.errors import MegacoreError
 
@@ -16,8 +22,10 @@ def options() -> None:
     """Pretraining of large language models: the data's tools, and what a workspace holds."""
 
 
-for command in (runs, clean, plan):
+for command in (runs, clean, plan, inspect, verify):
     app.command()(command)
+app.command(cls=TokenizeCommand)(tokenize)
+app.command(cls=IndexCommand)(index)
 
 
 def main() -> None:
@@ -27,3 +35,15 @@ def main() -> None:
     except MegacoreError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(error.exit_code) from None
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """End a command that has succeeded: taking vocabularies and their caches apart would cost it 0.2 s."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

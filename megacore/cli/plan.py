@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 
 def plan(
@@ -16,6 +15,8 @@ def plan(
     draw: Annotated[Path | None, typer.Option(help="write the schedule as a picture: FILE.svg or FILE.png")] = None,
 ) -> None:
     """Show how a configuration divides its model over stages, with memory and bubble, or draw its schedule."""
+    from rich.console import Console
+
     from megacore.config import load_config
     from megacore.config.load import parse_overrides
     from megacore.plan import draw as pictures

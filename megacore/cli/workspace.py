@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from megacore.artifact import Workspace
 from megacore.errors import WorkspaceError
@@ -19,6 +17,9 @@ WorkspaceOption = Annotated[
 
 def runs(workspace: WorkspaceOption = None) -> None:
     """List the trainings of a workspace: step, perplexity, size and path."""
+    from rich.console import Console
+    from rich.table import Table
+
     from megacore.observe.runs import runs as list_runs
 
     rows = list_runs(_existing(workspace))
@@ -51,12 +52,14 @@ def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
 ) -> None:
     """Remove temporaries of processes that died and, when asked, old artifacts; trainings stay."""
-    from megacore.artifact.clean import old_artifacts, remove, stale_temporaries
+    from rich.console import Console
+
+    from megacore.artifact.clean import old_artifacts, old_downloads, remove, stale_temporaries
 
     place = _existing(workspace)
     items = stale_temporaries(place)
     if older_than is not None:
-        items += old_artifacts(place, older_than)
+        items += old_artifacts(place, older_than) + old_downloads(place, older_than)
     for item in items:
         Console().print(f"{item.path}: {item.reason}, {item.size / 2**20:.1f} MiB", soft_wrap=True)
     if not dry_run:

@@ -1,6 +1,17 @@
 """One definition of every value a run takes."""
 
-from megacore.config.load import load_config, parse_overrides, read_config
-from megacore.config.run import RunConfig
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megacore.config.load import load_config, parse_overrides, read_config
+    from megacore.config.run import RunConfig
 
 __all__ = ["RunConfig", "load_config", "parse_overrides", "read_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """The parts by name when they are asked for: commands on files read one section, and building all takes a while."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("megacore.config.load"), name)

@@ -1,11 +1,14 @@
 """Checks that cross the sections of a configuration; each raises ValueError with one sentence."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megacore.config.data import DataConfig
 from megacore.config.layouts import check_layout
 from megacore.config.model import ModelConfig
 from megacore.config.optim import OptimConfig
+from megacore.config.source import PrefixSource
+from megacore.config.tokenizer import TrainBpeTokenizer
 from megacore.config.train import TrainConfig
 from megacore.train.batch_schedule import BatchSchedule
 
@@ -38,8 +41,14 @@ def _check_data(data: DataConfig) -> None:
         raise ValueError(
             f"data.split is {data.split!r} but data.split_blends says what each split holds: remove one of them"
         )
+    _check_members(data)
     if data.packing != "packed":
-        _check_packing(data)
+        cut = {"index_style": "megatron", "split_sentences": False, "drop_last_partial": True}
+        _refuse_beside(data, "packing", cut, "which is for samples cut from documents end to end")
+    if data.index_style == "neox":
+        own = {"add_extra_token": True, "drop_last_partial": True}
+        _refuse_beside(data, "index_style", own, "which GPT-NeoX does not have")
+    _check_ends(data)
     if data.dask_address is not None and data.shard_runner != "dask":
         raise ValueError(
             f"data.dask_address is {data.dask_address} but data.shard_runner is {data.shard_runner}: set it to dask, "
@@ -49,17 +58,46 @@ def _check_data(data: DataConfig) -> None:
         raise ValueError("data.keep_newlines is true but data.split_sentences is false: set both, or neither")
 
 
-def _check_packing(data: DataConfig) -> None:
-    """Whole documents to a sample exclude what cuts them."""
-    for name, value, default in (
-        ("index_style", data.index_style, "megatron"),
-        ("split_sentences", data.split_sentences, False),
-        ("drop_last_partial", data.drop_last_partial, True),
-    ):
-        if value != default:
+def _refuse_beside(data: DataConfig, name: str, defaults: Mapping[str, object], reason: str) -> None:
+    """Raise ValueError when a field differs from the only value that it can have beside `name`."""
+    for other, default in defaults.items():
+        if getattr(data, other) != default:
             raise ValueError(
-                f"data.packing is {data.packing} but data.{name} is {value}, which is for samples cut from documents "
-                "end to end: set one of them to its default"
+                f"data.{name} is {getattr(data, name)} but data.{other} is {getattr(data, other)}, {reason}: set one "
+                "of them to its default"
+            )
+
+
+def _check_ends(data: DataConfig) -> None:
+    """Raise ValueError for options that need tokens which the data will not have."""
+    if not data.append_eod and not any(isinstance(source, PrefixSource) for source in data.sources):
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(data, name):
+                raise ValueError(
+                    f"data.{name} is true but data.append_eod is false, so that no document has an end: set both, or "
+                    "neither"
+                )
+    if data.fim is not None and isinstance(data.tokenizer, TrainBpeTokenizer):
+        wanted = (data.fim.prefix_token, data.fim.middle_token, data.fim.suffix_token)
+        missing = [token for token in wanted if token not in data.tokenizer.special_tokens]
+        if missing:
+            raise ValueError(
+                f"data.fim needs the tokens {', '.join(missing)}: add them to data.tokenizer.special_tokens"
+            )
+
+
+def _check_members(data: DataConfig) -> None:
+    """Raise ValueError for a source that a blend names twice."""
+    blends = {"blend": data.blend or ()}
+    if data.split_blends is not None:
+        blends = {f"split_blends.{name}": getattr(data.split_blends, name) for name in ("train", "valid", "test")}
+    for name, blend in blends.items():
+        sources = [member.source for member in blend]
+        twice = next((number for number, source in enumerate(sources) if source in sources[:number]), None)
+        if twice is not None:
+            raise ValueError(
+                f"data.{name}[{twice}] names the source of data.{name}[{sources.index(sources[twice])}] again: give it "
+                "the sum of their weights once"
             )
 
 

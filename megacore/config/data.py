@@ -60,7 +60,7 @@ class DataConfig(Section):
     add_extra_token: bool = keyed(True)
     """Whether a sample reads one token beyond seq_length as its last label."""
     drop_last_partial: bool = keyed(True)
-    """Whether the validation and test split lose the last sample when it is shorter than the others."""
+    """Whether the validation split loses its last sample when that is shorter than the others."""
     reset_position_ids: bool = keyed(False)
     """Whether positions count from 0 again after each <|endoftext|>."""
     reset_attention_mask: bool = keyed(False)

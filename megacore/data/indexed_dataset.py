@@ -5,53 +5,38 @@ bytes), u64 version, u8 dtype code, u64 S sequences, u64 D = documents + 1, i32[
 offsets into `.bin`, i64[D] first sequence of each document, and i8[S] modes in multimodal files only.
 """
 
-import struct
-from array import array
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import workspace_errors
+from megacore.data.indexed_dataset_writer import IndexedDatasetWriter
+from megacore.data.token_format import (
+    DTYPES,
+    FORMAT_VERSION,
+    HEADER,
+    MAGIC,
+    UINT16_LIMIT,
+    bin_path,
+    blocks,
+    idx_path,
+    token_dtype,
+)
 from megacore.errors import DataFormatError
 
-MAGIC = b"MMIDIDX\x00\x00"
-FORMAT_VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-"""By code in the header."""
-UINT16_LIMIT = 65500
-"""Vocabularies below this many entries are stored as u16, others as i32."""
-_MAX_LENGTH = 2**31 - 1
-_BLOCK = 1 << 20
-"""Rows that are checked or written at a time: temporaries stay small for any number of sequences."""
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that tokens of a vocabulary are stored in."""
-    return DTYPES[8] if vocab_size < UINT16_LIMIT else DTYPES[4]
-
-
-def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens of `prefix` are."""
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: str | Path) -> Path:
-    """Where the index of `prefix` is."""
-    return Path(f"{prefix}.idx")
+__all__ = [
+    "DTYPES",
+    "FORMAT_VERSION",
+    "HEADER",
+    "MAGIC",
+    "UINT16_LIMIT",
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "bin_path",
+    "idx_path",
+    "token_dtype",
+]
 
 
 class IndexedDataset:
@@ -120,7 +105,7 @@ class IndexedDataset:
         """Every length, pointer and document index, and the size of `.bin`. Raises DataFormatError."""
         path, itemsize = idx_path(self.prefix), self.dtype.itemsize
         expected = 0
-        for block in _blocks(len(self.lengths)):
+        for block in blocks(len(self.lengths)):
             lengths = self.lengths[block].astype(np.int64)
             if lengths.min() < 0:
                 bad = block.start + int(lengths.argmin())
@@ -135,11 +120,26 @@ class IndexedDataset:
                 )
             expected = int(ends[-1])
         if expected != size:
-            raise DataFormatError(
-                f"{bin_path(self.prefix)} has {size} bytes, but its index counts {expected // itemsize} tokens of "
-                f"{itemsize} bytes = {expected}: the two files do not belong together, or one was cut off"
-            )
+            raise DataFormatError(self._wrong_size(size, expected))
         self._check_documents(path)
+
+    def _wrong_size(self, size: int, expected: int) -> str:
+        itemsize, starts = self.dtype.itemsize, self.document_indices
+        filled = sum(
+            int(np.count_nonzero(starts[block.start : block.stop] < starts[block.start + 1 : block.stop + 1]))
+            for block in blocks(len(starts) - 1)
+        )
+        found = (
+            f"{bin_path(self.prefix)} has {size} bytes, but its index counts {expected // itemsize} tokens of "
+            f"{itemsize} bytes = {expected}: "
+        )
+        if size == expected + filled * itemsize:
+            return (
+                f"{found}one token more in each of the {filled} documents is what Megatron-DeepSpeed's "
+                "preprocess_data.py writes with --append-eod, whose index does not count the end-of-document tokens; "
+                "tokenize the text again with `megacore tokenize --append-eod`"
+            )
+        return f"{found}the two files do not belong together, or one was cut off"
 
     def _check_documents(self, path: Path) -> None:
         starts = self.document_indices
@@ -148,16 +148,11 @@ class IndexedDataset:
                 f"{path}: its documents span the sequences {starts[0]} to {starts[-1]} instead of 0 to {len(self)}: "
                 "write the files again"
             )
-        for block in _blocks(len(starts) - 1):
+        for block in blocks(len(starts) - 1):
             falling = np.flatnonzero(starts[block.start : block.stop] > starts[block.start + 1 : block.stop + 1])
             if falling.size:
                 bad = block.start + int(falling[0])
                 raise DataFormatError(f"{path}: document {bad + 1} starts before document {bad}: write the files again")
-
-
-def _blocks(count: int) -> Iterator[slice]:
-    for start in range(0, count, _BLOCK):
-        yield slice(start, min(start + _BLOCK, count))
 
 
 def _map_file(path: Path) -> npt.NDArray[np.uint8]:
@@ -181,7 +176,7 @@ def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any
     if magic != MAGIC:
         raise DataFormatError(f"{path} begins with {magic!r} instead of {MAGIC!r}: it is not an index of token files")
     if version != FORMAT_VERSION:
-        raise DataFormatError(f"{path} has format version {version}; only {FORMAT_VERSION} is known")
+        raise DataFormatError(f"{path} has format version {version}, not {FORMAT_VERSION}: write it again")
     dtype = DTYPES.get(code)
     if dtype is None or dtype.kind == "f":
         raise DataFormatError(f"{path} has dtype code {code}: tokens are integers (codes 1 to 5, or 8 for u16)")
@@ -194,80 +189,3 @@ def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any
             f"{expected} (or {expected + sequences} with modes): it was cut off or is damaged"
         )
     return dtype, sequences, entries
-
-
-class IndexedDatasetWriter:
-    """Writes a pair of token files, document by document, as a context manager.
-
-    Tokens are streamed; 20 bytes per document stay in memory. When the block ends with an exception, no file is
-    left. Raises WorkspaceError when the disk refuses.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        """Start PREFIX.bin with tokens of `dtype`, one of DTYPES."""
-        self.prefix = str(prefix)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.tokens = 0
-        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        self._lengths = array("i")
-        self._document_indices = array("q", [0])
-        with workspace_errors(bin_path(prefix)):
-            self._file = open(bin_path(prefix), "wb", buffering=1 << 20)  # noqa: SIM115 (closed by __exit__)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences written so far."""
-        return len(self._lengths)
-
-    @property
-    def documents(self) -> int:
-        """Documents written so far, empty ones included."""
-        return len(self._document_indices) - 1
-
-    def add_document(self, ids: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append a document of one sequence; an empty one adds a document entry and no sequence."""
-        tokens = np.asarray(ids, dtype=self.dtype)
-        if tokens.size > _MAX_LENGTH:
-            raise DataFormatError(
-                f"document {self.documents} has {tokens.size} tokens; the format ends at {_MAX_LENGTH}: divide it"
-            )
-        if tokens.size:
-            with workspace_errors(bin_path(self.prefix)):
-                self._file.write(tokens.data)
-            self._lengths.append(tokens.size)
-            self.tokens += tokens.size
-        self._document_indices.append(len(self._lengths))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            with workspace_errors(bin_path(self.prefix)):
-                self._file.close()
-            if kind is None:
-                self._write_index()
-                return
-        except BaseException:
-            self._discard()
-            raise
-        self._discard()
-
-    def _discard(self) -> None:
-        for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            path.unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32)
-        path = idx_path(self.prefix)
-        with workspace_errors(path), open(path, "wb") as file:
-            file.write(HEADER.pack(MAGIC, FORMAT_VERSION, self._code, len(lengths), len(self._document_indices)))
-            file.write(lengths.astype("<i4", copy=False).data)
-            start = 0
-            for block in _blocks(len(lengths)):
-                ends = start + np.cumsum(lengths[block], dtype="<i8") * self.dtype.itemsize
-                file.write((ends - lengths[block].astype("<i8") * self.dtype.itemsize).data)
-                start = int(ends[-1])
-            file.write(np.frombuffer(self._document_indices, np.int64).astype("<i8", copy=False).data)

@@ -1,11 +1,12 @@
 """The tokenizer stage: a directory that this package and `transformers.AutoTokenizer` both load.
 
-It holds tokenizer.json and tokenizer_config.json, and for a byte-level BPE also vocab.json and merges.txt.
+It holds tokenizer_config.json and tokenizer.json, for a byte-level BPE also vocab.json and merges.txt; or, of a
+SentencePiece model, tokenizer.model instead.
 """
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,25 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megacore.artifact.manifest import file_digest
-from megacore.config.tokenizer import Gpt2BpeTokenizer, HfTokenizer, TokenizerChoice, TrainBpeTokenizer
-from megacore.corpus.documents import open_documents
-from megacore.errors import DataFormatError, DownloadError
-from megacore.tokenizer.load import TOKENIZER_NAME, Tokenizer, read_backend
+from megacore.config.tokenizer import (
+    BertWordPieceTokenizer,
+    Gpt2BpeTokenizer,
+    HfTokenizer,
+    SentencePieceTokenizer,
+    TokenizerChoice,
+    TrainBpeTokenizer,
+)
+from megacore.corpus.blocks import iterate_texts
+from megacore.errors import DataFormatError
+from megacore.tokenizer.hub import download_tokenizer
+from megacore.tokenizer.load import TOKENIZER_NAME, JsonTokenizer, Tokenizer, read_backend
+from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
 
 VERSION = 1
 """Of the tokenizer stage; raised when it produces something else."""
 END_OF_TEXT = "<|endoftext|>"
 """GPT-2's end of document (Radford et al. 2019)."""
+_GPT2_ROLES = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
 
 
 def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
@@ -31,10 +42,15 @@ def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
     """
     match choice:
         case TrainBpeTokenizer():
-            return {"kind": choice.kind, "vocab_size": choice.vocab_size}
+            special = {"special_tokens": list(choice.special_tokens)} if choice.special_tokens else {}
+            return {"kind": choice.kind, "vocab_size": choice.vocab_size, **special}
         case Gpt2BpeTokenizer():
             files = {"vocab": Path(choice.vocab_file), "merges": Path(choice.merge_file)}
             return {"kind": choice.kind, **{role: _digest(path) for role, path in files.items()}}
+        case BertWordPieceTokenizer():
+            return {"kind": choice.kind, "vocab": _digest(Path(choice.vocab_file)), "lower_case": choice.lower_case}
+        case SentencePieceTokenizer():
+            return {"kind": choice.kind, "model": _digest(Path(choice.model_file))}
         case HfTokenizer():
             identity: dict[str, Any] = {"kind": choice.kind, "eod_token": choice.eod_token}
             path = _local_file(choice)
@@ -44,37 +60,79 @@ def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
 
 
 def build_tokenizer(
-    choice: TokenizerChoice, corpus_directory: Path, directory: Path, *, cache_directory: Path | None = None
+    choice: TokenizerChoice,
+    corpora: Path | Sequence[Path],
+    directory: Path,
+    *,
+    cache_directory: Path | None = None,
+    skip_bad_lines: bool = False,
 ) -> dict[str, Any]:
     """Fill the empty `directory` with the tokenizer's files; returns vocab_size, eod_id, eod_token.
 
-    Downloads are cached in `cache_directory` (default: `.huggingface` beside `directory`). Raises DataFormatError
-    for files that are missing or malformed, DownloadError when the hub cannot be reached, WorkspaceError.
+    One that is trained is trained on the corpus directories `corpora`, in their order. Downloads are cached in
+    `cache_directory` (default: `.huggingface` beside `directory`). Raises DataFormatError for files that are missing
+    or malformed, DownloadError when the hub cannot be reached, WorkspaceError.
     """
-    roles = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}  # as GPT-2 has them
+    roles: dict[str, str] = {}
     match choice:
         case TrainBpeTokenizer():
-            backend = train_bpe(open_documents(corpus_directory), choice.vocab_size)
-            tokenizer = Tokenizer(backend, END_OF_TEXT)
-        case Gpt2BpeTokenizer():
-            tokenizer = Tokenizer(read_gpt2_bpe(Path(choice.vocab_file), Path(choice.merge_file)), END_OF_TEXT)
-        case HfTokenizer():
-            path = _local_file(choice) or _download(choice, cache_directory or directory.parent / ".huggingface")
-            tokenizer, roles = _with_eod(read_backend(path), choice.eod_token, path), {}
+            folders = [corpora] if isinstance(corpora, Path) else corpora
+            texts = (text for folder in folders for text in iterate_texts(folder, skip_bad_lines=skip_bad_lines))
+            backend = train_bpe(texts, choice.vocab_size, choice.special_tokens)
+            tokenizer: Tokenizer = JsonTokenizer(backend, END_OF_TEXT)
+            roles = _GPT2_ROLES
+        case _:
+            tokenizer = open_tokenizer(choice, cache_directory or directory.parent / ".huggingface")
+            if isinstance(choice, Gpt2BpeTokenizer):
+                roles = _GPT2_ROLES
+            elif isinstance(choice, BertWordPieceTokenizer):
+                roles = BERT_ROLES
     tokenizer.save(directory, **roles)
     return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "eod_token": tokenizer.eod_token}
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` entries: <|endoftext|> (id 0), the 256 bytes, merges.
+def open_tokenizer(
+    choice: Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer, cache_directory: Path
+) -> Tokenizer:
+    """A tokenizer that exists already. Raises as `build_tokenizer`."""
+    match choice:
+        case Gpt2BpeTokenizer():
+            return JsonTokenizer(read_gpt2_bpe(Path(choice.vocab_file), Path(choice.merge_file)), END_OF_TEXT)
+        case BertWordPieceTokenizer():
+            backend = read_wordpiece(Path(choice.vocab_file), lower_case=choice.lower_case)
+            return JsonTokenizer(backend, BERT_ROLES["sep_token"])
+        case SentencePieceTokenizer():
+            from megacore.tokenizer.sentencepiece_model import SentencePieceModel  # only such a tokenizer needs it
 
-    Raises DataFormatError when the texts have too few distinct pairs for that many entries.
+            return SentencePieceModel.read(Path(choice.model_file))
+        case HfTokenizer():
+            path = _local_file(choice) or download_tokenizer(choice, cache_directory)
+            return _with_eod(read_backend(path), choice.eod_token, path)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` entries: <|endoftext|> (id 0), `special_tokens`, the 256 bytes, merges.
+
+    Raises DataFormatError when the texts have too few distinct pairs for that many entries, or the special tokens
+    are not distinct.
     """
+    special = [END_OF_TEXT, *special_tokens]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if len({*special, *alphabet, ""}) != len(special) + len(alphabet) + 1:
+        raise DataFormatError(
+            f"data.tokenizer.special_tokens {', '.join(map(repr, special_tokens))} name a token twice, {END_OF_TEXT}, "
+            "or a single byte: give each another name"
+        )
+    if vocab_size < len(special) + len(alphabet):
+        raise DataFormatError(
+            f"data.tokenizer.vocab_size {vocab_size} has no room for {len(special)} special tokens and "
+            f"{len(alphabet)} bytes: raise it to at least {len(special) + len(alphabet)}"
+        )
     backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=special,
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     backend.train_from_iterator(_batches(texts), trainer)
@@ -151,7 +209,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
 
 def _with_eod(backend: tokenizers.Tokenizer, eod_token: str, path: Path) -> Tokenizer:
     try:
-        tokenizer = Tokenizer(backend, eod_token)
+        tokenizer = JsonTokenizer(backend, eod_token)
     except DataFormatError as error:
         raise DataFormatError(f"{path}: {error}") from error
     backend.add_special_tokens([eod_token])
@@ -164,35 +222,6 @@ def _local_file(choice: HfTokenizer) -> Path | None:
     if path.is_dir():
         return path / TOKENIZER_NAME
     return path if path.exists() or path.suffix == ".json" or path.is_absolute() else None
-
-
-def _download(choice: HfTokenizer, cache_directory: Path) -> Path:
-    # Imported here: only a tokenizer of the hub needs it.
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    name = choice.name if choice.revision is None else f"{choice.name} at {choice.revision}"
-    try:
-        return Path(
-            hf_hub_download(choice.name, TOKENIZER_NAME, revision=choice.revision, cache_dir=str(cache_directory))
-        )
-    except LocalEntryNotFoundError as error:
-        raise DownloadError(
-            f"{TOKENIZER_NAME} of {name} cannot be downloaded: the hub cannot be reached: check the network, or give "
-            "a local file as data.tokenizer.name"
-        ) from error
-    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
-        raise DataFormatError(
-            f"data.tokenizer.name {name} is neither a local file nor a repository of the hub with a {TOKENIZER_NAME}"
-        ) from error
-    except OSError as error:
-        raise DownloadError(f"{TOKENIZER_NAME} of {name} cannot be downloaded: {error}: try again") from error
 
 
 def _digest(path: Path) -> str:

@@ -1,9 +1,10 @@
-"""A tokenizer as the pipeline uses it: many texts in, arrays of ids out."""
+"""A tokenizer as the pipeline uses it: many texts in, ids out."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +12,66 @@ import tokenizers
 
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.errors import DataFormatError
+from megacore.tokenizer.batches import text_batches
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+MODEL_NAME = "tokenizer.model"
+"""A SentencePiece model, under the name that Hugging Face gives it."""
+_BATCH_CHARACTERS = 1 << 19
+"""Text that `tokenizers` encodes in one call: each token takes about 100 bytes there."""
 
 
-class Tokenizer:
-    """Wraps a Hugging Face `tokenizers.Tokenizer`; no special token is added on its own."""
+class Encoded(NamedTuple):
+    """The ids of several texts, end to end."""
+
+    ids: npt.NDArray[np.integer[Any]]
+    """[tokens]"""
+    lengths: npt.NDArray[np.int64]
+    """[texts], in tokens."""
+
+
+class Tokenizer(ABC):
+    """Text to ids and back; no special token is added on its own."""
+
+    def __init__(self, eod_token: str, eod_id: int, vocab_size: int) -> None:
+        self.eod_token = eod_token
+        """The token that ends a document."""
+        self.eod_id = eod_id
+        self.vocab_size = vocab_size
+        """Greatest id plus one: the rows that an embedding needs before padding."""
+
+    @abstractmethod
+    def encode_flat(self, texts: Sequence[str]) -> Encoded:
+        """The ids of all texts end to end; threads may call it at the same time."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
+        """The text of the ids, special tokens written out."""
+
+    @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary."""
+
+    @abstractmethod
+    def save(self, directory: Path, **special_tokens: str) -> None:
+        """Write the files that `load_tokenizer` reads.
+
+        `special_tokens` are further roles for tokenizer_config.json, as in bos_token="<s>". Raises WorkspaceError.
+        """
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """The ids of each text; `<|endoftext|>` and other special tokens in a text become their own ids."""
+        ids, lengths = self.encode_flat(texts)
+        return np.split(ids.astype(np.int32), np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """The ids of one text."""
+        return self.encode_batch([text])[0]
+
+
+class JsonTokenizer(Tokenizer):
+    """What a tokenizer.json describes, read by Hugging Face `tokenizers`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, eod_token: str) -> None:
         """`eod_token` ends a document; it must be in the vocabulary. Raises DataFormatError."""
@@ -27,51 +81,65 @@ class Tokenizer:
                 f"the token {eod_token!r} that ends a document is not in the vocabulary of {backend.get_vocab_size()} "
                 "entries: give data.tokenizer another vocabulary, or name its own token (eod_token)"
             )
-        self._backend = backend
-        self.eod_token = eod_token
-        self.eod_id: int = eod_id
-        self.vocab_size: int = _vocab_size(backend)
-        """Greatest id plus one: the rows that an embedding needs before padding."""
+        super().__init__(eod_token, eod_id, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
+        self.backend = backend
 
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """The ids of each text; `<|endoftext|>` and other special tokens in a text become their own ids."""
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-    def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """The ids of one text."""
-        return self.encode_batch([text])[0]
+    def encode_flat(self, texts: Sequence[str]) -> Encoded:
+        """The ids of all texts end to end."""
+        parts: list[npt.NDArray[np.int32]] = []
+        lengths: list[int] = []
+        for batch in text_batches(texts, _BATCH_CHARACTERS):
+            for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False):
+                parts.append(np.array(encoding.ids, np.int32))
+                lengths.append(len(parts[-1]))
+        return Encoded(np.concatenate(parts) if parts else np.zeros(0, np.int32), np.array(lengths, np.int64))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         """The text of the ids, special tokens written out."""
-        return str(self._backend.decode([int(token) for token in ids], skip_special_tokens=False))
+        return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary."""
+        found: int | None = self.backend.token_to_id(token)
+        return found
+
+    @property
+    def is_bpe(self) -> bool:
+        """Whether its model merges pairs, as gigatoken does."""
+        return isinstance(self.backend.model, tokenizers.models.BPE)
 
     def save(self, directory: Path, **special_tokens: str) -> None:
-        """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read.
-
-        `special_tokens` are further roles for tokenizer_config.json, as in bos_token="<s>". Raises WorkspaceError.
-        """
+        """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Raises WorkspaceError."""
         with workspace_errors(directory):
-            self._backend.save(str(directory / TOKENIZER_NAME))
-            if isinstance(self._backend.model, tokenizers.models.BPE):
-                self._backend.model.save(str(directory))  # vocab.json and merges.txt
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.eod_token,
-            **special_tokens,
-            "clean_up_tokenization_spaces": False,
-        }
-        write_json(directory / TOKENIZER_CONFIG_NAME, config)
+            self.backend.save(str(directory / TOKENIZER_NAME))
+            if self.is_bpe:
+                self.backend.model.save(str(directory))  # vocab.json and merges.txt
+        save_config(directory, self.eod_token, special_tokens)
+
+
+def save_config(directory: Path, eod_token: str, special_tokens: dict[str, str]) -> None:
+    """Write tokenizer_config.json, which names the roles of special tokens. Raises WorkspaceError."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eod_token,
+        **special_tokens,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(directory / TOKENIZER_CONFIG_NAME, config)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer whose tokenizer.json and tokenizer_config.json are in `directory`. Raises DataFormatError."""
+    """The tokenizer that was saved in `directory`. Raises DataFormatError."""
     path = Path(directory, TOKENIZER_CONFIG_NAME)
     try:
         eod_token = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(f"{path} is missing or damaged ({error}): build the tokenizer again") from error
-    return Tokenizer(read_backend(Path(directory, TOKENIZER_NAME)), eod_token)
+    if Path(directory, MODEL_NAME).exists():
+        from megacore.tokenizer.sentencepiece_model import SentencePieceModel  # only such a tokenizer needs it
+
+        return SentencePieceModel.read(Path(directory, MODEL_NAME))
+    return JsonTokenizer(read_backend(Path(directory, TOKENIZER_NAME)), eod_token)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -94,7 +162,3 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     the tensor-parallel size must divide it.
     """
     return -(-vocab_size // divisible_by) * divisible_by
-
-
-def _vocab_size(backend: tokenizers.Tokenizer) -> int:
-    return max(backend.get_vocab(with_added_tokens=True).values()) + 1

@@ -1,150 +1,284 @@
 """The tokenize stage: a corpus becomes one pair of token files."""
 
+import itertools
+import logging
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from megacore.artifact.files import workspace_errors
-from megacore.corpus.documents import JsonlDocuments, open_documents, read_sources
+from megacore.artifact.files import workspace_errors, write_json
+from megacore.corpus.blocks import Block, read_blocks
+from megacore.corpus.documents import read_sources
+from megacore.corpus.segments import segments as corpus_segments
 from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, token_dtype
+from megacore.data.indexed_dataset_writer import permute
+from megacore.data.members import TOKENS_NAMES
 from megacore.errors import DataFormatError
+from megacore.tokenizer.fast import SAMPLE_CHARACTERS, choose_encoder, take_sample
 from megacore.tokenizer.load import Tokenizer, load_tokenizer
+from megacore.tokenizer.pipeline import BlockEncoder, EncodedBlock, encode_blocks
+from megacore.tokenizer.records import DOCUMENTS_NAME, FileRecord, documents_record, portable
+from megacore.tokenizer.sentences import SentenceSplitter, SplitterChoice
 
-VERSION = 1
+if TYPE_CHECKING:
+    from megacore.corpus.segments import Segment
+
+VERSION = 2
 """Of the tokenize stage; raised when it produces something else."""
-TOKENS_NAME = "tokens_text_document"
-"""Name of the token files without .bin/.idx."""
-_BATCH_CHARACTERS = 1 << 20
-"""Text that is encoded in one call: enough to keep a thread busy, little enough to keep memory small."""
+TOKENS_NAME, SENTENCES_NAME = TOKENS_NAMES
+BLOCK_BYTES = 2 << 20
+"""Input that is encoded in one call: enough to keep a thread busy, little enough to stay in its cache."""
 _BLOCK_TOKENS = 1 << 24
+_SAMPLE_BLOCKS = 64
+_SHOWN_LINES = 3
+_logger = logging.getLogger(__name__)
 
-Encoded = list[npt.NDArray[np.int32]]
+Progress = Callable[[int], None]
+"""Called with the bytes of input of each part that is done."""
 
 
-def tokens_prefix(directory: str | Path) -> str:
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What decides the tokens beside corpus and tokenizer."""
+
+    append_eod: bool = True
+    """Whether the end-of-document token follows each document that has tokens."""
+    shuffle_seed: int | None = None
+    """Permutes the documents by `numpy.random.RandomState`; None leaves them in order."""
+    split_sentences: bool = False
+    """Whether each sentence is a sequence."""
+    keep_newlines: bool = False
+    """Whether sentences keep the white space that follows them."""
+    sentence_splitter: Literal["punkt", "rules"] = "punkt"
+    language: str = "english"
+    """Whose Punkt model divides sentences."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """Whether a line without a document ends the work or is counted."""
+    sentence_data: Path | None = None
+    """Directory with Punkt's models (`download_punkt`)."""
+
+    @property
+    def name(self) -> str:
+        """Name of the token files without .bin/.idx."""
+        return SENTENCES_NAME if self.split_sentences else TOKENS_NAME
+
+    @property
+    def splitter(self) -> SplitterChoice | None:
+        """How texts are divided, if they are."""
+        if not self.split_sentences:
+            return None
+        data = None if self.sentence_data is None else str(self.sentence_data)
+        return SplitterChoice(self.sentence_splitter, self.language, self.keep_newlines, data)
+
+
+def tokens_prefix(directory: str | Path, options: TokenizeOptions | None = None) -> str:
     """The prefix of the token files in a directory of the tokenize stage."""
-    return str(Path(directory, TOKENS_NAME))
+    return str(Path(directory, (options or TokenizeOptions()).name))
 
 
 def tokenize_corpus(
     corpus_directory: Path,
     tokenizer_directory: Path,
     directory: Path,
+    options: TokenizeOptions,
     *,
-    append_eod: bool,
-    shuffle_seed: int | None,
     workers: int | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Write the corpus as token files `tokens_text_document.{bin,idx}` into the empty `directory`.
+    """Write the corpus as token files and documents.json into the empty `directory`.
 
-    Documents are permuted by `numpy.random.RandomState(shuffle_seed)` unless it is None; each gets the end-of-document
-    token after it if `append_eod`; an empty one becomes a document entry without a sequence. The result does not
-    depend on `workers` (threads; None: one per core). Ready-made token files are linked after their ids were checked.
-    Returns counts: documents, empty_documents, sequences, tokens, vocab_size. Raises DataFormatError, WorkspaceError.
+    The files are `tokens_text_document.{bin,idx}`, or `tokens_text_sentence` when sentences are split. An empty
+    document becomes a document entry without a sequence. The result does not depend on `workers` (threads; None: one
+    per core). Ready-made token files are linked after their ids were checked, and stay in their order. Returns counts:
+    documents, empty_documents, sequences, tokens, vocab_size, skipped_lines. Raises DataFormatError, WorkspaceError,
+    and WorkerLostError when a process that splits sentences is killed.
     """
     tokenizer = load_tokenizer(tokenizer_directory)
     sources = read_sources(corpus_directory)
     if sources is not None and sources[0]["kind"] == "prefix":
-        counts = _link(sources[0]["prefix"], tokenizer, directory)
+        counts = _link(sources[0]["prefix"], tokenizer, directory, options)
+        origin = portable(sources[0]["prefix"], directory)
+        record_documents(directory, [], tokenizer, tokenizer_directory, options, prefix=origin)
     else:
-        documents = open_documents(corpus_directory)
-        counts = _write(documents, tokenizer, directory, append_eod, shuffle_seed, workers or os.cpu_count() or 1)
-    if not counts["tokens"]:
-        raise DataFormatError(
-            f"the {counts['documents']} documents of {corpus_directory} have no token: point data.source at text"
-        )
+        parts = corpus_segments(corpus_directory)
+        with Unshuffled(directory, options) as target:
+            counts, files = write_tokens(parts, tokenizer, target, options, workers=workers, progress=progress)
+            check_tokens(counts, corpus_directory)
+        record_documents(directory, files, tokenizer, tokenizer_directory, options)
+    check_tokens(counts, corpus_directory)
     return {**counts, "vocab_size": tokenizer.vocab_size}
 
 
-def _write(
-    documents: JsonlDocuments,
+def check_tokens(counts: dict[str, int], source: object) -> None:
+    """Raise DataFormatError when the documents of `source` gave no token."""
+    if not counts["tokens"]:
+        raise DataFormatError(
+            f"the {counts['documents']} documents of {source} have no token: point data.source at text"
+        )
+
+
+def write_tokens(
+    parts: "Sequence[Segment]",
     tokenizer: Tokenizer,
-    directory: Path,
-    append_eod: bool,
-    shuffle_seed: int | None,
-    workers: int,
-) -> dict[str, int]:
-    order = np.arange(len(documents))
-    if shuffle_seed is not None:
-        np.random.RandomState(shuffle_seed).shuffle(order)
+    prefix: str | Path,
+    options: TokenizeOptions,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    writer_done: Callable[[IndexedDatasetWriter], None] = lambda writer: None,
+) -> tuple[dict[str, int], list[FileRecord]]:
+    """Write the documents of `parts` in their order as the token files of `prefix`.
+
+    Returns counts (all but vocab_size) and a record of each part; `writer_done` is given the writer once its files
+    are whole.
+    """
+    workers = workers or len(os.sched_getaffinity(0))
     dtype = token_dtype(tokenizer.vocab_size)
-    eod = np.array([tokenizer.eod_id] if append_eod else [], np.int32)
-    with IndexedDatasetWriter(tokens_prefix(directory), dtype) as writer:
-        for batch in encode_stream(tokenizer, documents.read(order), workers):
-            for ids in batch:
-                writer.add_document(np.concatenate([ids, eod]) if ids.size else ids)
+    parts = [replace(part) for part in parts]  # the same file may be given twice: each has a record of its own
+    files = [FileRecord.of(part) for part in parts]
+    record_of = {id(part): file for part, file in zip(parts, files, strict=True)}
+    with ExitStack() as stack:
+        choice = options.splitter
+        splitter = None if choice is None else stack.enter_context(SentenceSplitter(choice, workers))
+        sample, blocks = _look_ahead(read_blocks(parts, BLOCK_BYTES))
+        encode = BlockEncoder(
+            encoder=choose_encoder(tokenizer, sample, workers),
+            eod_id=tokenizer.eod_id if options.append_eod else None,
+            vocab_size=tokenizer.vocab_size,
+            dtype=dtype,
+            on_bad_line=options.on_bad_line,
+            splitter=splitter,
+        )
+        with IndexedDatasetWriter(prefix, dtype) as writer:
+            for done in encode_blocks(blocks, encode, workers):
+                writer.add_batch(done.batch.ids, done.batch.lengths, done.batch.sequences)
+                _note(record_of[id(done.block.segment)], done)
+                if progress is not None:
+                    progress(done.block.size)
+    writer_done(writer)
+    return counts_of(writer, files), files
+
+
+def counts_of(writer: IndexedDatasetWriter, files: Sequence[FileRecord]) -> dict[str, int]:
+    """What was written, and how many lines were passed over; these are logged."""
+    skipped = [f"{file.path}:{line}" for file in files for line in file.skipped_lines[:_SHOWN_LINES]]
+    count = sum(len(file.skipped_lines) for file in files)
+    if count:
+        more = ", …" if count > _SHOWN_LINES else ""
+        _logger.warning("skipped %d lines without a document: %s%s", count, ", ".join(skipped[:_SHOWN_LINES]), more)
     return {
         "documents": writer.documents,
-        "empty_documents": writer.documents - writer.sequences,
+        "empty_documents": writer.empty_documents,
         "sequences": writer.sequences,
         "tokens": writer.tokens,
+        "skipped_lines": count,
     }
 
 
-def encode_stream(tokenizer: Tokenizer, texts: Iterable[str], workers: int) -> Iterator[Encoded]:
-    """The ids of each text in order, a batch at a time; `workers` threads encode, two batches each are in memory."""
-    pending: deque[Future[Encoded]] = deque()
-    with _one_thread_per_call(), ThreadPoolExecutor(workers, "megacore-tokenize") as pool:
+def record_documents(
+    directory: Path,
+    files: Sequence[FileRecord],
+    tokenizer: Tokenizer,
+    tokenizer_directory: Path | None,
+    options: TokenizeOptions,
+    **facts: Any,
+) -> None:
+    """Write documents.json: where the documents came from, and what was done to them. Raises WorkspaceError."""
+    content = documents_facts(files, tokenizer, tokenizer_directory, options, directory)
+    write_json(directory / DOCUMENTS_NAME, content | facts)
+
+
+def documents_facts(
+    files: Sequence[FileRecord],
+    tokenizer: Tokenizer,
+    tokenizer_path: Path | None,
+    options: TokenizeOptions,
+    directory: Path | None,
+) -> dict[str, Any]:
+    """The content of a documents.json in `directory` (None: anywhere); the tokenizer may also be a single file."""
+    return documents_record(
+        files,
+        {
+            "shuffle_seed": options.shuffle_seed,
+            "append_eod": options.append_eod,
+            "split_sentences": options.split_sentences,
+            "tokenizer": {
+                "directory": None if tokenizer_path is None else portable(tokenizer_path, directory),
+                "eod_id": tokenizer.eod_id,
+                "eod_token": tokenizer.eod_token,
+                "vocab_size": tokenizer.vocab_size,
+            },
+        },
+        directory,
+    )
+
+
+class Unshuffled:
+    """Where token files are written in reading order: their place, or one from which they are then permuted."""
+
+    def __init__(self, directory: Path, options: TokenizeOptions) -> None:
+        self._prefix = tokens_prefix(directory, options)
+        self._seed = options.shuffle_seed
+        self._folder = directory / f"unshuffled.tmp-{os.getpid()}"
+
+    def __enter__(self) -> str:
+        if self._seed is None:
+            return self._prefix
+        with workspace_errors(self._folder):
+            self._folder.mkdir()
+        return str(self._folder / "tokens")
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self._seed is None:
+            return
         try:
-            for batch in _batches(texts):
-                pending.append(pool.submit(tokenizer.encode_batch, batch))
-                if len(pending) == 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            if kind is None:
+                dataset = IndexedDataset(self._folder / "tokens")
+                order = np.arange(dataset.documents)
+                np.random.RandomState(self._seed).shuffle(order)
+                with IndexedDatasetWriter(self._prefix, dataset.dtype) as writer:
+                    permute(dataset, order, writer)
         finally:
-            for future in pending:
-                future.cancel()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text) + 1
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _look_ahead(blocks: Iterator[Block]) -> tuple[list[str], Iterable[Block]]:
+    """The first texts, and all the blocks."""
+    first: list[Block] = []
+    sample: list[str] = []
+    for block in itertools.islice(blocks, _SAMPLE_BLOCKS):
+        first.append(block)
+        sample += block.texts()[0]
+        if sum(map(len, sample)) >= SAMPLE_CHARACTERS:
+            break
+    return take_sample(sample), itertools.chain(first, blocks)
 
 
-@contextmanager
-def _one_thread_per_call() -> Iterator[None]:
-    """Keep `tokenizers` from using every core for each call: its pool knows no limit per call, our threads are it."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+def _note(file: FileRecord, done: EncodedBlock) -> None:
+    file.documents += len(done.batch.sequences)
+    file.skipped_lines += [line.line for line in done.bad]
 
 
-def _link(prefix: str, tokenizer: Tokenizer, directory: Path) -> dict[str, int]:
+def _link(prefix: str, tokenizer: Tokenizer, directory: Path, options: TokenizeOptions) -> dict[str, int]:
     """Link a checked pair of token files into `directory`."""
     dataset = IndexedDataset(prefix)
     _check_ids(dataset, tokenizer.vocab_size)
     for path_of in (bin_path, idx_path):
         with workspace_errors(directory):
-            path_of(tokens_prefix(directory)).symlink_to(path_of(prefix))
-    starts: npt.NDArray[Any] = dataset.document_indices
+            path_of(tokens_prefix(directory, options)).symlink_to(path_of(prefix))
+    starts = dataset.document_indices
     return {
         "documents": dataset.documents,
         "empty_documents": int(np.count_nonzero(starts[1:] == starts[:-1])),
         "sequences": len(dataset),
         "tokens": len(dataset.tokens),
+        "skipped_lines": 0,
     }
 
 

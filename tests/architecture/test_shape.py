@@ -93,8 +93,11 @@ def test_nothing_is_left_to_do() -> None:
 def test_stage_folders_are_spelled_in_one_place() -> None:
     assert FOLDERS == {
         "collect": "corpora",
+        "punkt": "corpora",
         "tokenizer": "tokenizers",
+        "tokenize-shard": "tokenized",
         "tokenize": "tokenized",
+        "blend": "tokenized",
         "index": "index",
         "train": "runs",
         "evaluate": "evaluations",

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,14 @@ def test_json_is_replaced_or_kept(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
     assert path.read_text() == '{\n  "a": 1\n}\n'
+    assert list(tmp_path.iterdir()) == [path], "half of a new value is left"
+
+
+def test_threads_may_prove_a_workspace_writable_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for workspace in pool.map(lambda _: Workspace.of(tmp_path), range(200)):
+            assert workspace.root == tmp_path
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_workspace_that_is_a_file_or_read_only(tmp_path: Path) -> None:

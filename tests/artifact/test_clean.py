@@ -1,12 +1,14 @@
 """Cleaning removes what nobody needs, and nothing else."""
 
+import fcntl
 import json
 import os
 import time
 from pathlib import Path
 
 from megacore.artifact import StageKey, Workspace, build_artifact, lock
-from megacore.artifact.clean import old_artifacts, remove, stale_temporaries
+from megacore.artifact.clean import old_artifacts, old_downloads, remove, stale_temporaries
+from megacore.artifact.workspace import DOWNLOADS
 
 DAY = 86400
 
@@ -67,7 +69,7 @@ def test_what_an_unfinished_training_reads_stays(tmp_path: Path) -> None:
     run = workspace.folder("train") / "feed"
     run.mkdir(parents=True)
     job = {
-        "tokens_prefix": str(made["tokenize"].directory / "tokens_text_document"),
+        "token_prefixes": [str(made["tokenize"].directory / "tokens_text_document")],
         "index_directory": made["index"].path,
         "tokenizer_directory": made["tokenizer"].path,
     }
@@ -75,3 +77,19 @@ def test_what_an_unfinished_training_reads_stays(tmp_path: Path) -> None:
     assert old_artifacts(workspace, 7) == []
     (run / "run.json").unlink()
     assert len(old_artifacts(workspace, 7)) == 3
+
+
+def test_old_downloads_go_unless_one_is_under_way(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    places = [workspace.folder("collect") / DOWNLOADS / name for name in ("fresh", "old", "under-way")]
+    for place in places:
+        place.mkdir(parents=True)
+        for name in ("part.jsonl", ".part.jsonl.lock"):
+            (place / name).write_text("x")
+            age(place / name, 0 if place.name == "fresh" else 30)
+    with open(places[2] / ".part.jsonl.lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        items = old_downloads(workspace, 7)
+    assert [item.path for item in items] == [places[1]]
+    remove(items)
+    assert [place.exists() for place in places] == [True, False, True]

@@ -218,7 +218,7 @@ def test_killed_run_leaves_no_file_of_that_name(tmp_path: Path, tokenizer: Path,
 def test_it_starts_without_heavy_packages_and_ends_with_the_errors_code(tmp_path: Path, gpt2: list[str]) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     script = (
-        "import sys; from megacore.cli import app, main\n"
+        "import os, sys; os._exit = sys.exit; from megacore.cli import main\n"
         "try: main()\n"
         "finally: print(sorted({'torch', 'transformers', 'datasets', 'nltk', 'pyarrow.parquet'} & set(sys.modules)))"
     )

@@ -132,3 +132,65 @@ def test_heads_are_a_multiple_of_their_groups() -> None:
 def test_loss_terms_are_not_negative(name: str) -> None:
     train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100}
     assert f"train.{name} is -0.1" in refusal(train=train | {name: -0.1})
+
+
+SOURCE = {"kind": "source_tree"}
+OTHER = {"kind": "jsonl", "files": ["a.jsonl"]}
+BLEND = [{"weight": 1, "source": SOURCE}, {"weight": 2, "source": OTHER}]
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"source": None}, "data.source is missing: give it a value, or give data.blend or data.split_blends instead"),
+        ({"blend": BLEND}, "data.source and data.blend are given together: keep one of them"),
+        (
+            {"source": None, "blend": [*BLEND, BLEND[0]]},
+            "data.blend[2] names the source of data.blend[0] again: give it the sum of their weights once",
+        ),
+        ({"source": None, "blend": [{"weight": 0, "source": SOURCE}]}, "data.blend.0.weight is 0"),
+        ({"source": None, "blend": [{"weight": 1, "source": {"kind": "s3"}}]}, "data.blend.0.source"),
+        (
+            {"source": None, "blend": [{"weight": 1, "source": {"kind": "jsonl", "fles": []}}]},
+            "unknown key data.blend.0.source.fles (did you mean files?)",
+        ),
+        (
+            {"source": None, "split": "1,1,1", "split_blends": dict.fromkeys(("train", "valid", "test"), BLEND)},
+            "data.split is '1,1,1' but data.split_blends says what each split holds: remove one of them",
+        ),
+        (
+            {"packing": "unpacked", "index_style": "neox"},
+            "data.packing is unpacked but data.index_style is neox, which is for samples cut from documents end to end",
+        ),
+        (
+            {"index_style": "neox", "add_extra_token": False},
+            "data.index_style is neox but data.add_extra_token is False, which GPT-NeoX does not have",
+        ),
+        (
+            {"append_eod": False, "reset_attention_mask": True},
+            "data.reset_attention_mask is true but data.append_eod is false, so that no document has an end",
+        ),
+        (
+            {"fim": {"rate": 0.5}},
+            "data.fim needs the tokens <fim_prefix>, <fim_middle>, <fim_suffix>: add them to "
+            "data.tokenizer.special_tokens",
+        ),
+        ({"dask_address": "tcp://a:8786"}, "data.dask_address is tcp://a:8786 but data.shard_runner is threads"),
+        ({"keep_newlines": True}, "data.keep_newlines is true but data.split_sentences is false"),
+    ],
+)
+def test_data_that_cannot_work(data: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(data=data)
+
+
+def test_sources_are_known_once_in_the_order_in_which_they_are_named() -> None:
+    blends = {"train": BLEND, "valid": BLEND[1:], "test": [{"weight": 1, "source": {"kind": "prefix", "prefix": "p"}}]}
+    config = make(data={"source": None, "split_blends": blends})
+    assert [source.kind for source in config.data.sources] == ["source_tree", "jsonl", "prefix"]
+    assert make(data={"source": None, "blend": BLEND}).data.sources == config.data.sources[:2]
+
+
+def test_documents_may_have_ends_already() -> None:
+    ready_made = {"kind": "prefix", "prefix": "p"}
+    config = make(data={"source": ready_made, "append_eod": False, "eod_mask_loss": True})
+    assert config.data.eod_mask_loss

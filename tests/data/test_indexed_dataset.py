@@ -133,18 +133,3 @@ def test_no_mutation_of_the_index_crashes_the_reader(
     except DataFormatError:
         return
     assert sum(len(dataset[i]) for i in range(len(dataset))) == len(dataset.tokens)
-
-
-def test_failed_writer_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(OverflowError), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
-        writer.add_document([1, 2**16])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_full_disk_is_a_workspace_error(tmp_path: Path) -> None:
-    from megacore.errors import WorkspaceError
-
-    (tmp_path / "a.bin").symlink_to("/dev/full")
-    with pytest.raises(WorkspaceError, match="free some space"), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
-        writer.add_document(np.zeros(1 << 20, np.uint16))
-    assert list(tmp_path.iterdir()) == []

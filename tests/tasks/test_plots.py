@@ -58,3 +58,16 @@ def test_short_count() -> None:
         "32B",
         "1T",
     ]
+
+
+def test_lengths_are_drawn(tmp_path: Path) -> None:
+    import numpy as np
+    from matplotlib.image import imread
+
+    from tasks._plots import LENGTHS_FILE, length_histogram
+
+    picture = length_histogram(np.array([1, 5, 40, 41], np.int32), tmp_path / LENGTHS_FILE, "tokens per document")
+    pixels = imread(picture)
+    assert pixels.shape[:2] == (624, 1040)
+    orange = (pixels[..., 0] > 0.7) & (pixels[..., 1] < 0.5) & (pixels[..., 2] < 0.3)
+    assert orange.sum() > 20

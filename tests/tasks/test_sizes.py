@@ -6,10 +6,12 @@ import pytest
 
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
+from megacore.data.members import TOKENS_NAMES
 from megacore.errors import ParallelLayoutError
 from megacore.plan.hardware import Hardware
 from tasks.index import wanted_samples
 from tasks.train import job_of, make_job, training_counts
+from tests.data._files import write_tokens
 from tests.tasks.conftest import make_config
 
 RAMP = {"start": 1, "increment": 1, "samples": 10}
@@ -24,6 +26,7 @@ def test_the_samples_of_a_run_are_those_of_its_batches(run_directory: Path) -> N
 
 
 def artifact(tmp_path: Path, **counts: int) -> Artifact:
+    write_tokens(tmp_path / TOKENS_NAMES[0], [3])
     return Artifact(stage="tokenize", key="ab" * 8, path=str(tmp_path), digest="f" * 64, counts=counts)
 
 

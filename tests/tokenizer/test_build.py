@@ -55,6 +55,45 @@ def test_trained_bpe_has_the_asked_size_and_loses_nothing(corpus: Path, tmp_path
     }
 
 
+def test_special_tokens_come_after_the_end_and_before_the_bytes(corpus: Path, tmp_path: Path) -> None:
+    special = ("<fim_prefix>", "<fim_middle>")
+    choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=300, special_tokens=special)
+    assert build_tokenizer(choice, [corpus], tmp_path / "out")["vocab_size"] == 300
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert [tokenizer.token_id(token) for token in ("<|endoftext|>", *special)] == [0, 1, 2]
+    assert tokenizer.encode("def<fim_prefix>x<fim_middle>").tolist().count(1) == 1
+    assert sorted(tokenizer.encode("!~").tolist())[0] == 3
+    assert fingerprint(choice) != fingerprint(train(300))
+    assert fingerprint(train(300)) == {"kind": "train-bpe", "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    ("special", "vocab_size", "message"),
+    [
+        (("<a>", "<a>"), 300, "name a token twice"),
+        (("<|endoftext|>",), 300, "name a token twice"),
+        (("a",), 300, "or a single byte"),
+        (("",), 300, "name a token twice"),
+        (("<a>", "<b>"), 258, "no room for 3 special tokens and 256 bytes: raise it to at least 259"),
+    ],
+)
+def test_special_tokens_are_checked(
+    corpus: Path, tmp_path: Path, special: tuple[str, ...], vocab_size: int, message: str
+) -> None:
+    choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=vocab_size, special_tokens=special)
+    with pytest.raises(DataFormatError, match=message):
+        build_tokenizer(choice, [corpus], tmp_path / "out")
+
+
+def test_training_uses_all_corpora(corpus: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with CorpusWriter(other) as writer:
+        writer.add("zyx " * 100, "test")
+    build_tokenizer(train(300), [corpus, other], tmp_path / "out")
+    assert len(load_tokenizer(tmp_path / "out").encode(" zyx")) == 1
+
+
 def test_training_is_deterministic(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     for name in ("out", "again"):

@@ -1,45 +1,37 @@
+import dataclasses
+import json
 import os
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megacore.config.source import PrefixSource
-from megacore.config.tokenizer import TrainBpeTokenizer
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.indexed_dataset import IndexedDataset
-from megacore.errors import DataFormatError
+from megacore.errors import DataFormatError, WorkspaceError
 from megacore.tokenizer import load_tokenizer, tokenize
-from megacore.tokenizer.build import build_tokenizer
-from megacore.tokenizer.tokenize import encode_stream, tokenize_corpus, tokens_prefix
+from megacore.tokenizer.pipeline import encode_blocks
+from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus, tokens_prefix
 from tests.data._files import write_tokens
+from tests.tokenizer._corpora import TEXTS, contents, documents, train_punkt, train_tokenizer, write_corpus
 
-TEXTS = ["", "first " * 9, "größe 💡", "a<|endoftext|>b", *(f"value_{i} = {i}\n" * (i % 7) for i in range(60))]
-
-
-def write_corpus(directory: Path, texts: list[str]) -> Path:
-    directory.mkdir()
-    with CorpusWriter(directory) as writer:
-        for text in texts:
-            writer.add(text, "test")
-    return directory
+SENTENCES = TokenizeOptions(split_sentences=True, sentence_splitter="rules")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("tokenize")
     corpus = write_corpus(root / "corpus", TEXTS)
-    (root / "tokenizer").mkdir()
-    build_tokenizer(TrainBpeTokenizer(kind="train-bpe", vocab_size=280), corpus, root / "tokenizer")
-    return corpus, root / "tokenizer"
+    return corpus, train_tokenizer(root / "tokenizer", corpus)
 
 
-def documents(directory: Path) -> list[list[int]]:
-    dataset = IndexedDataset(tokens_prefix(directory))
-    bounds = dataset.document_indices.tolist()
-    return [dataset.token_range(a, b).tolist() for a, b in pairwise(bounds)]
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
@@ -47,81 +39,228 @@ def documents(directory: Path) -> list[list[int]]:
 def test_documents_are_encoded_in_their_order(
     folders: tuple[Path, Path], tmp_path: Path, append_eod: bool, seed: int | None
 ) -> None:
-    counts = tokenize_corpus(*folders, tmp_path, append_eod=append_eod, shuffle_seed=seed)
+    counts = tokenize_corpus(*folders, tmp_path, TokenizeOptions(append_eod, seed))
     tokenizer = load_tokenizer(folders[1])
     order = list(range(len(TEXTS)))
     if seed is not None:
         order = np.random.RandomState(seed).permutation(len(TEXTS)).tolist()
     end = [tokenizer.eod_id] if append_eod else []
-    expected = [[*tokenizer.encode(TEXTS[i]).tolist(), *end] if TEXTS[i] else [] for i in order]
+    expected = [[[*tokenizer.encode(TEXTS[i]).tolist(), *end]] if TEXTS[i] else [] for i in order]
     assert documents(tmp_path) == expected
     empty = sum(not text for text in TEXTS)
     assert counts == {
         "documents": len(TEXTS),
         "empty_documents": empty,
         "sequences": len(TEXTS) - empty,
-        "tokens": sum(map(len, expected)),
+        "tokens": sum(len(ids) for document in expected for ids in document),
         "vocab_size": 280,
+        "skipped_lines": 0,
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "documents.json",
+        "tokens_text_document.bin",
+        "tokens_text_document.idx",
+    ]
+
+
+def test_files_do_not_depend_on_workers_and_blocks(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    for workers, size in ((1, 1 << 20), (1, 50), (2, 50), (5, 1)):
+        monkeypatch.setattr(tokenize, "BLOCK_BYTES", size)
+        directory = tmp_path / f"{workers}-{size}"
+        directory.mkdir()
+        tokenize_corpus(*folders, directory, TokenizeOptions(shuffle_seed=7), workers=workers)
+        written.append({path.name: path.read_bytes() for path in directory.iterdir()})
+    assert all(files == written[0] for files in written)
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_sentences_are_sequences(folders: tuple[Path, Path], tmp_path: Path, append_eod: bool) -> None:
+    texts = ["One ends. Two ends! Is it three?", "", " \n ", "Alone"]
+    corpus = write_corpus(tmp_path / "corpus", texts)
+    options = dataclasses.replace(SENTENCES, append_eod=append_eod)
+    tokenize_corpus(corpus, folders[1], tmp_path, options, workers=1)
+    tokenizer = load_tokenizer(folders[1])
+    expected = [
+        [tokenizer.encode(sentence).tolist() for sentence in sentences]
+        for sentences in (["One ends.", "Two ends!", "Is it three?"], [], [], ["Alone"])
+    ]
+    for document in expected:
+        if document and append_eod:
+            document[-1].append(tokenizer.eod_id)
+    assert documents(tmp_path, options) == expected
+    assert (tmp_path / "tokens_text_sentence.idx").exists()
+
+
+def test_punkt_in_processes_divides_as_in_this_one(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", ["Mr. Smith left. He was late.", "", "Dr. No came back. Why?"])
+    options = TokenizeOptions(split_sentences=True, sentence_data=train_punkt(tmp_path / "punkt"))
+    for workers in (1, 2):
+        (tmp_path / str(workers)).mkdir()
+        tokenize_corpus(corpus, folders[1], tmp_path / str(workers), options, workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert [len(document) for document in documents(tmp_path / "1", options)] == [2, 0, 2]
+
+
+def test_reading_ahead_is_bounded() -> None:
+    taken: list[int] = []
+
+    def blocks() -> Iterator[int]:
+        for number in range(40):
+            taken.append(number)
+            yield number
+
+    def encode(block: int) -> int:
+
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+        return block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        stream = encode_blocks(blocks(), encode, 2)  # type: ignore[arg-type]
+        assert next(stream) == 0  # type: ignore[comparison-overlap]
+        assert len(taken) == 4
+        stream.close()  # type: ignore[attr-defined]
+        assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+def test_documents_json_leads_back_to_lines(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    workspace = tmp_path / "workspace"
+    (workspace / "corpora").mkdir(parents=True)
+    corpus = write_corpus(workspace / "corpora" / "c", ["one", "two"])
+    with open(corpus / "corpus.jsonl", "a") as file:
+        file.write('\n{"other": 1}\n{"text": "three"}')
+    out = workspace / "tokenized" / "t"
+    out.mkdir(parents=True)
+    counts = tokenize_corpus(corpus, folders[1], out, TokenizeOptions(on_bad_line="skip", shuffle_seed=3))
+    assert (counts["documents"], counts["skipped_lines"]) == (3, 2)
+    record = json.loads((out / "documents.json").read_text())
+    path = "../../corpora/c/corpus.jsonl"
+    assert record == {
+        "format": 1,
+        "files": [{"path": path, "key": "text", "documents": 3, "skipped_lines": [3, 4], "first_line": 1}],
+        "shuffle_seed": 3,
+        "append_eod": True,
+        "split_sentences": False,
+        "tokenizer": {"directory": str(folders[1]), "eod_id": 0, "eod_token": "<|endoftext|>", "vocab_size": 280},
     }
 
 
-def test_files_do_not_depend_on_workers_and_batches(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_skipped_lines_are_logged(
+    folders: tuple[Path, Path], tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    contents = []
-    for workers, size in ((1, 1 << 20), (1, 50), (2, 50), (5, 1)):
-        monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", size)
-        directory = tmp_path / f"{workers}-{size}"
-        directory.mkdir()
-        tokenize_corpus(*folders, directory, append_eod=True, shuffle_seed=7, workers=workers)
-        contents.append([Path(f"{tokens_prefix(directory)}.{suffix}").read_bytes() for suffix in ("bin", "idx")])
-    assert all(content == contents[0] for content in contents)
+    corpus = write_corpus(tmp_path / "corpus", ["one"])
+    with open(corpus / "corpus.jsonl", "a") as file:
+        file.write("{\n" * 5)
+    tokenize_corpus(corpus, folders[1], out, TokenizeOptions(on_bad_line="skip"))
+    path = corpus / "corpus.jsonl"
+    assert f"skipped 5 lines without a document: {path}:2, {path}:3, {path}:4, …" in caplog.text
 
 
-def test_reading_ahead_is_bounded(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 1)
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    taken: list[str] = []
-    stream = encode_stream(load_tokenizer(folders[1]), (taken.append(text) or text for text in TEXTS * 10), 2)
-    next(stream)
-    assert len(taken) <= 5
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-    stream.close()
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_corpus_without_tokens_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, out: Path, texts: list[str]
+) -> None:
+    corpus = write_corpus(tmp_path / "corpus", texts)
+    with pytest.raises(DataFormatError, match=rf"the {len(texts)} documents of .* have no token"):
+        tokenize_corpus(corpus, folders[1], out, TokenizeOptions(shuffle_seed=1))
 
 
-def test_corpus_without_tokens_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus", ["", ""])
-    (tmp_path / "out").mkdir()
-    with pytest.raises(DataFormatError, match=r"the 2 documents of .* have no token"):
-        tokenize_corpus(corpus, folders[1], tmp_path / "out", append_eod=True, shuffle_seed=1)
-
-
-def test_bad_line_leaves_no_file(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{\n", r"corpus\.jsonl:6 is not JSON"),
+        ("\n", r"corpus\.jsonl:6 is blank"),
+        ('{"words": "x"}\n', r"corpus\.jsonl:6 has no key 'text', only words"),
+        ('{"text": 5}\n', r"corpus\.jsonl:6 has a int under 'text'"),
+        ('{"text": "\\ud800"}\n', r"corpus\.jsonl:6 is not JSON"),
+    ],
+)
+@pytest.mark.parametrize("seed", [None, 1])
+def test_bad_line_leaves_no_file(
+    folders: tuple[Path, Path], tmp_path: Path, out: Path, line: str, message: str, seed: int | None
+) -> None:
     corpus = write_corpus(tmp_path / "corpus", ["fine"] * 5)
     with open(corpus / "corpus.jsonl", "a") as file:
-        file.write("{\n")
-    (tmp_path / "out").mkdir()
-    with pytest.raises(DataFormatError, match=r"corpus\.jsonl:6 is not JSON"):
-        tokenize_corpus(corpus, folders[1], tmp_path / "out", append_eod=True, shuffle_seed=1)
-    assert list((tmp_path / "out").iterdir()) == []
+        file.write(line + '{"text": "after"}\n')
+    with pytest.raises(DataFormatError, match=message):
+        tokenize_corpus(corpus, folders[1], out, TokenizeOptions(shuffle_seed=seed))
+    assert list(out.iterdir()) == []
+    counts = tokenize_corpus(corpus, folders[1], out, TokenizeOptions(shuffle_seed=seed, on_bad_line="skip"))
+    assert (counts["documents"], counts["skipped_lines"]) == (6, 1)
 
 
-def test_ready_made_tokens_are_linked(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_full_disk_leaves_no_file(folders: tuple[Path, Path], out: Path) -> None:
+    (out / f"tokens_text_document.bin.tmp-{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
+        tokenize_corpus(*folders, out, TokenizeOptions())
+    assert list(out.iterdir()) == []
+
+
+def test_id_beyond_the_vocabulary_is_refused(
+    folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(folders[1])
+    tokenizer.vocab_size = 100
+    monkeypatch.setattr(tokenize, "load_tokenizer", lambda directory: tokenizer)
+    with pytest.raises(DataFormatError, match=r"the token id \d+, but its vocabulary has 100 entries"):
+        tokenize_corpus(*folders, out, TokenizeOptions())
+    assert list(out.iterdir()) == []
+
+
+def test_ready_made_tokens_are_linked(folders: tuple[Path, Path], tmp_path: Path, out: Path) -> None:
     prefix = write_tokens(tmp_path / "given", [9, 0, 30])
-    for name in ("corpus", "out"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "corpus").mkdir()
     collect(PrefixSource(kind="prefix", prefix=prefix), tmp_path / "corpus")
-    counts = tokenize_corpus(tmp_path / "corpus", folders[1], tmp_path / "out", append_eod=True, shuffle_seed=1)
-    assert counts == {"documents": 3, "empty_documents": 1, "sequences": 2, "tokens": 39, "vocab_size": 280}
-    assert documents(tmp_path / "out") == [list(range(9)), [], list(range(9, 39))]
-    assert Path(f"{tokens_prefix(tmp_path / 'out')}.bin").samefile(f"{prefix}.bin")
+    counts = tokenize_corpus(tmp_path / "corpus", folders[1], out, TokenizeOptions(shuffle_seed=1))
+    assert counts == {
+        "documents": 3,
+        "empty_documents": 1,
+        "sequences": 2,
+        "tokens": 39,
+        "vocab_size": 280,
+        "skipped_lines": 0,
+    }
+    assert documents(out) == [[list(range(9))], [], [list(range(9, 39))]]
+    assert Path(f"{tokens_prefix(out)}.bin").samefile(f"{prefix}.bin")
+    assert Path(os.path.normpath(out / json.loads((out / "documents.json").read_text())["prefix"])) == Path(prefix)
 
 
-def test_ready_made_tokens_of_another_vocabulary_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    for name in ("corpus", "out"):
-        (tmp_path / name).mkdir()
+def test_ready_made_tokens_of_another_vocabulary_are_refused(
+    folders: tuple[Path, Path], tmp_path: Path, out: Path
+) -> None:
+    (tmp_path / "corpus").mkdir()
     collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "given", [281])), tmp_path / "corpus")
     with pytest.raises(DataFormatError, match=r"given\.bin holds the token id 280, but the tokenizer has 280"):
-        tokenize_corpus(tmp_path / "corpus", folders[1], tmp_path / "out", append_eod=True, shuffle_seed=1)
-    assert list((tmp_path / "out").iterdir()) == []
+        tokenize_corpus(tmp_path / "corpus", folders[1], out, TokenizeOptions(shuffle_seed=1))
+    assert list(out.iterdir()) == []
+
+
+def test_progress_counts_the_input(folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "BLOCK_BYTES", 100)
+    sizes: list[int] = []
+    tokenize_corpus(*folders, out, TokenizeOptions(), progress=sizes.append)
+    assert len(sizes) > 3
+    assert sum(sizes) == (folders[0] / "corpus.jsonl").stat().st_size
+
+
+def test_large_vocabulary_is_stored_as_i32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", ["abc"])
+    tokenizer = load_tokenizer(train_tokenizer(tmp_path / "tokenizer", corpus, 257))
+    tokenizer.vocab_size = 65500
+    monkeypatch.setattr(tokenize, "load_tokenizer", lambda directory: tokenizer)
+    tokenize_corpus(corpus, tmp_path / "tokenizer", out, TokenizeOptions())
+    assert IndexedDataset(tokens_prefix(out)).dtype == np.dtype("<i4")
+
+
+def test_corpus_writer_and_tokens_agree_on_unicode(folders: tuple[Path, Path], tmp_path: Path, out: Path) -> None:
+    texts = ["\x00\u2028é", "👩‍👩‍👧‍👦", "\U0010ffff"]
+    (tmp_path / "corpus").mkdir()
+    with CorpusWriter(tmp_path / "corpus") as writer:
+        for text in texts:
+            writer.add(text, "test")
+    tokenize_corpus(tmp_path / "corpus", folders[1], out, TokenizeOptions(append_eod=False))
+    tokenizer = load_tokenizer(folders[1])
+    assert [tokenizer.decode(document[0]) for document in documents(out)] == texts

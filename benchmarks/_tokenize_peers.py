@@ -1,0 +1,98 @@
+"""The processes of benchmarks.tokenize: `megacore` with a clock at its phases, and the peers.
+
+python -m benchmarks._tokenize_peers megacore tokenize ...
+python -m benchmarks._tokenize_peers loop|hf CORPUS VOCAB MERGES OUTPUT
+"""
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK = 32 << 20
+
+
+def megacore(arguments: list[str]) -> None:
+    """The command, then the seconds of its phases; the process began at BENCHMARK_STARTED."""
+    times = {"start": float(os.environ["BENCHMARK_STARTED"])}
+    from megacore.cli import main
+    from megacore.tokenizer import files, tokenize
+
+    def clocked(function: Callable[..., Any], before: str | None, after: str | None) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if before:
+                times.setdefault(before, time.time())
+            result = function(*args, **options)
+            if after:
+                times[after] = time.time()
+            return result
+
+        return call
+
+    tokenize.read_blocks = clocked(tokenize.read_blocks, "first byte", None)
+    tokenize.choose_encoder = clocked(tokenize.choose_encoder, None, "encoder")
+    tokenize.IndexedDatasetWriter._finish = clocked(  # type: ignore[method-assign]
+        tokenize.IndexedDatasetWriter._finish, "encoded", None
+    )
+    files._publish = clocked(files._publish, None, "published")
+    sys.argv = ["megacore", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+    points = [times[name] for name in ("start", "first byte", "encoder", "encoded", "published")]
+    from benchmarks.tokenize import PHASES
+
+    spent = [after - before for before, after in itertools.pairwise(points)]
+    sys.stdout.write(f"phases {json.dumps(dict(zip(PHASES, spent, strict=True)))}\n")
+
+
+def loop(corpus: str, vocab: str, merges: str, output: str) -> None:
+    """The plain loop: parse, encode, write."""
+    import gigatoken
+    import numpy as np
+
+    tokenizer = gigatoken.Tokenizer.from_json(_backend(vocab, merges).to_str())
+    with open(output, "wb") as out:
+        for texts in _texts(corpus):
+            content = tokenizer.encode_batch(texts).layout.content.data
+            out.write(content.astype(np.uint16).data)
+
+
+def hf(corpus: str, vocab: str, merges: str, output: str) -> None:
+    """The same through `tokenizers`."""
+    import numpy as np
+
+    backend = _backend(vocab, merges)
+    with open(output, "wb") as out:
+        for texts in _texts(corpus, 1 << 20):
+            for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
+                out.write(np.array(encoding.ids, np.uint16).data)
+
+
+def _backend(vocab: str, merges: str) -> Any:
+    from megacore.tokenizer.build import read_gpt2_bpe
+
+    return read_gpt2_bpe(Path(vocab), Path(merges))
+
+
+def _texts(corpus: str, size: int = BLOCK) -> Iterator[list[str]]:
+    import orjson
+
+    with open(corpus, "rb") as file:
+        while data := file.read(size):
+            data += file.readline()
+            yield [orjson.loads(line)["text"] for line in data.splitlines()]
+
+
+if __name__ == "__main__":
+    kind, *rest = sys.argv[1:]
+    if kind == "megacore":
+        megacore(rest)
+    else:
+        {"loop": loop, "hf": hf}[kind](*rest)

@@ -1,0 +1,175 @@
+"""Tokenizing a corpus of JSON Lines with a byte-level BPE, whole processes from start to exit, beside its peers.
+
+    python -m benchmarks.tokenize [--input FILE] [--size-mb 300] [--rounds 5] [--workers 2]
+        [--vocab-file V --merge-file M] [--text FILE ...] [--contestants megacore loop hf megatron --megatron DIR]
+
+Without --input the corpus is made of the Python sources of this machine (standard library, then site-packages, sorted
+by path) and of the --text files, one document each, until it has --size-mb; it is the same on the same machine.
+Without GPT-2's two files a vocabulary of 32,000 is trained on 20 MB of the corpus.
+
+megacore is the command `megacore tokenize --append-eod`: oracle, hashes and fsync included. loop is orjson, gigatoken
+on 32 MB blocks and one write; hf is `encode_batch_fast` of `tokenizers` and megatron its tools/preprocess_data.py, both
+on the first 8 MB. Contestants take turns; MB/s is the median over the rounds, with the best in brackets.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MB = 1_000_000
+SLICE_MB = 8
+CONTESTANTS = ("megacore", "loop", "hf", "megatron")
+PHASES = ("start to first byte", "tokenizers and oracle", "encode and write", "sync and publish")
+
+
+@dataclass
+class Contestant:
+    """A command, the bytes of input it is given, and what each run took."""
+
+    name: str
+    command: list[str]
+    size: int
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    peak_mb: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Run it once, whole."""
+        environment = {**os.environ, "BENCHMARK_STARTED": repr(time.time())}
+        started = time.perf_counter()
+        process = subprocess.Popen(self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert process.stdout is not None
+        output = process.stdout.read().decode()
+        _, status, usage = os.wait4(process.pid, 0)
+        self.seconds.append(time.perf_counter() - started)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"{self.name} failed:\n{output}")
+        self.cpu.append(usage.ru_utime + usage.ru_stime)
+        self.peak_mb.append(usage.ru_maxrss * 1024 / MB)
+        phases = [line for line in output.splitlines() if line.startswith("phases ")]
+        self.phases += [json.loads(line.removeprefix("phases ")) for line in phases]
+
+
+def sources(texts: list[str]) -> Iterator[Path]:
+    """Every text of this machine, in a fixed order."""
+    yield from map(Path, texts)
+    for name in ("stdlib", "purelib"):
+        yield from sorted(Path(sysconfig.get_path(name)).rglob("*.py"))
+
+
+def make_corpus(path: Path, size: int, texts: list[str]) -> None:
+    """Write JSON Lines of at least `size` bytes."""
+    written = 0
+    with open(path, "w", encoding="utf-8") as file:
+        while written < size:
+            before = written
+            for source in sources(texts):
+                try:
+                    written += file.write(json.dumps({"text": source.read_text(encoding="utf-8")}) + "\n")
+                except (OSError, UnicodeDecodeError):
+                    continue
+                if written >= size:
+                    return
+            if written == before:
+                raise SystemExit("this machine has no Python sources: give --input or --text")
+
+
+def cut(corpus: Path, target: Path, size: int) -> Path:
+    """The first lines of the corpus, about `size` bytes."""
+    with open(corpus, "rb") as file:
+        data = file.read(size)
+        target.write_bytes(data + file.readline())
+    return target
+
+
+def train(corpus: Path, folder: Path) -> tuple[Path, Path]:
+    """vocab.json and merges.txt of a vocabulary trained on the beginning of the corpus."""
+    from megacore.tokenizer.build import train_bpe
+
+    lines = cut(corpus, folder / "training.jsonl", 20 * MB).read_bytes().splitlines()
+    train_bpe((json.loads(line)["text"] for line in lines), 32_000).model.save(str(folder))
+    return folder / "vocab.json", folder / "merges.txt"
+
+
+def contestants(options: argparse.Namespace, corpus: Path, folder: Path) -> list[Contestant]:
+    """The commands that are compared."""
+    vocab, merges = options.vocab_file, options.merge_file
+    if vocab is None or merges is None:
+        vocab, merges = train(corpus, folder)
+    files = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+    part = cut(corpus, folder / "slice.jsonl", SLICE_MB * MB)
+    peer = [sys.executable, "-m", "benchmarks._tokenize_peers"]
+    target = ["--output-prefix", str(folder / "out"), "--append-eod", "--workers", str(options.workers)]
+    found = {
+        "megacore": ([*peer, "megacore", "tokenize", *files, *target, "--overwrite", "--input", str(corpus)], corpus),
+        "loop": ([*peer, "loop", str(corpus), str(vocab), str(merges), str(folder / "loop.bin")], corpus),
+        "hf": ([*peer, "hf", str(part), str(vocab), str(merges), str(folder / "hf.bin")], part),
+    }
+    if options.megatron is not None:
+        script = [sys.executable, str(Path(options.megatron, "tools", "preprocess_data.py"))]
+        kind = ["--tokenizer-type", "GPT2BPETokenizer"]
+        found["megatron"] = ([*script, *kind, *files, *target, "--input", str(part)], part)
+    return [
+        Contestant(name, command, source.stat().st_size)
+        for name, (command, source) in found.items()
+        if name in options.contestants
+    ]
+
+
+def table(found: list[Contestant]) -> list[str]:
+    """Rows of Markdown."""
+    rows = ["| contestant | MB | seconds | MB/s (best) | CPU seconds | peak MB |", "| --- |" + " ---: |" * 5]
+    for each in found:
+        seconds = statistics.median(each.seconds)
+        size = each.size / MB
+        rows.append(
+            f"| {each.name} | {size:.0f} | {seconds:.2f} | {size / seconds:.1f} ({size / min(each.seconds):.1f}) "
+            f"| {statistics.median(each.cpu):.2f} | {max(each.peak_mb):.0f} |"
+        )
+    for each in found:
+        if each.phases:
+            rows += ["", f"| phase of {each.name} | seconds |", "| --- | ---: |"]
+            for phase in PHASES:
+                rows.append(f"| {phase} | {statistics.median(run[phase] for run in each.phases):.2f} |")
+    return rows
+
+
+def main() -> None:
+    """Make the corpus, compete, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, help="JSON Lines with the key text")
+    parser.add_argument("--text", nargs="+", default=[], help="text files that the corpus begins with")
+    parser.add_argument("--size-mb", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--vocab-file", type=Path)
+    parser.add_argument("--merge-file", type=Path)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["megacore", "loop", "hf"])
+    parser.add_argument("--megatron", help="a checkout of Megatron-LM that can be run")
+    parser.add_argument("--folder", help="where to write: a directory of a real disk")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        corpus = options.input or folder / "corpus.jsonl"
+        if options.input is None:
+            make_corpus(corpus, options.size_mb * MB, options.text)
+        found = contestants(options, corpus, folder)
+        for _ in range(options.rounds):
+            for each in found:
+                each.run()
+        sys.stdout.write("\n".join(table(found)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

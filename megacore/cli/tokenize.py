@@ -1,0 +1,196 @@
+"""`megacore tokenize`: documents to token files, as Megatron-LM's tools/preprocess_data.py writes them."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.tokenizer.files import Choice
+    from megacore.tokenizer.tokenize import TokenizeOptions
+
+Kind = Literal["gpt2-bpe", "bert-wordpiece", "sentencepiece", "hf"]
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "gpt2-bpe": ("--vocab-file", "--merge-file"),
+    "bert-wordpiece": ("--vocab-file",),
+    "sentencepiece": ("--tokenizer-file",),
+    "hf": ("--tokenizer-file",),
+}
+
+
+class TokenizeCommand(TyperCommand):
+    """Takes several values after one --input, as Megatron-LM's tools do, besides --input given several times."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments after `--input A B` was made `--input A --input B`."""
+        return super().parse_args(ctx, repeat_option(args, "--input"))
+
+
+def repeat_option(arguments: list[str], name: str) -> list[str]:
+    """Put `name` before each of the values that follow it."""
+    repeated: list[str] = []
+    inside = False
+    for position, argument in enumerate(arguments):
+        if argument.startswith("-"):
+            inside = argument == name
+        elif inside and arguments[position - 1] != name:
+            repeated.append(name)
+        repeated.append(argument)
+    return repeated
+
+
+def tokenize(
+    input: Annotated[list[str], typer.Option(help="JSON Lines (plain, .gz, .zst) or parquet files, or globs")],
+    output_prefix: Annotated[str, typer.Option(help="writes PREFIX_KEY_document.bin and .idx")],
+    tokenizer: Annotated[Kind, typer.Option(help="kind of tokenizer")] = "gpt2-bpe",
+    vocab_file: Annotated[str | None, typer.Option(help="vocab.json of GPT-2, or vocab.txt of BERT")] = None,
+    merge_file: Annotated[str | None, typer.Option(help="merges.txt of GPT-2")] = None,
+    tokenizer_file: Annotated[str | None, typer.Option(help="tokenizer.json (hf), or a SentencePiece .model")] = None,
+    eod_token: Annotated[str | None, typer.Option(help="hf: token that ends a document [<|endoftext|>]")] = None,
+    lower_case: Annotated[bool | None, typer.Option(help="bert-wordpiece: an uncased vocabulary [yes]")] = None,
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="end each document with that token")] = False,
+    json_key: Annotated[str, typer.Option(help="field or column that holds the text")] = "text",
+    split_sentences: Annotated[bool, typer.Option("--split-sentences", help="a sequence for each sentence")] = False,
+    keep_newlines: Annotated[bool, typer.Option("--keep-newlines", help="between sentences")] = False,
+    sentence_splitter: Annotated[
+        Literal["punkt", "rules"], typer.Option(help="nltk's model, or plain rules without a download")
+    ] = "punkt",
+    sentence_data: Annotated[
+        Path | None, typer.Option(help="directory of nltk data [nltk's own, else downloaded into the workspace]")
+    ] = None,
+    language: Annotated[str, typer.Option("--language", "--lang", help="whose punkt model")] = "english",
+    on_bad_line: Annotated[
+        Literal["stop", "skip"], typer.Option(help="what a line without a document does: end the run, or be counted")
+    ] = "stop",
+    workers: Annotated[int | None, typer.Option(min=1, help="threads [one per core]")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace token files of that name")] = False,
+) -> None:
+    """Turn documents into token files (.bin/.idx), in the order of the input."""
+    from megacore.tokenizer.files import Inputs, check_output, tokenize_files
+    from megacore.tokenizer.files import output_prefix as name_of
+    from megacore.tokenizer.tokenize import TokenizeOptions
+
+    started = time.monotonic()
+    given = {"--vocab-file": vocab_file, "--merge-file": merge_file, "--tokenizer-file": tokenizer_file}
+    choice = _choice(tokenizer, given, eod_token, lower_case)
+    options = TokenizeOptions(
+        append_eod=append_eod,
+        split_sentences=split_sentences,
+        keep_newlines=keep_newlines,
+        sentence_splitter=sentence_splitter,
+        language=language,
+        on_bad_line=on_bad_line,
+        sentence_data=sentence_data,
+    )
+    _check_sentences(options)
+    target = name_of(output_prefix, json_key, options)
+    check_output(target, overwrite=overwrite)
+    inputs = Inputs.find(input, json_key)
+    options = _with_punkt(options)
+    with _progress(inputs.size) as progress:
+        counts = tokenize_files(inputs, choice, target, options, workers=workers, progress=progress)
+        size = progress.done
+    seconds = time.monotonic() - started
+    skipped = f", {counts['skipped_lines']:,} lines skipped" if counts["skipped_lines"] else ""
+    sys.stdout.write(
+        f"{target}: {counts['documents']:,} documents, {counts['tokens']:,} tokens{skipped}, "
+        f"{size / 1e6:,.1f} MB in {seconds:.2f} s ({size / 1e6 / seconds:,.0f} MB/s)\n"
+    )
+
+
+def _choice(kind: Kind, given: dict[str, str | None], eod_token: str | None, lower_case: bool | None) -> "Choice":
+    """The tokenizer that the options describe. Raises ConfigError when some are missing or without effect."""
+    from megacore.config.tokenizer import (
+        BertWordPieceTokenizer,
+        Gpt2BpeTokenizer,
+        HfTokenizer,
+        SentencePieceTokenizer,
+    )
+
+    missing = [name for name in _NEEDS[kind] if not given[name]]
+    if missing:
+        raise ConfigError(f"--tokenizer {kind} needs {' and '.join(missing)}: give the path of the file")
+    extra = [name for name, value in given.items() if value is not None and name not in _NEEDS[kind]]
+    extra += ["--eod-token"] if eod_token is not None and kind != "hf" else []
+    extra += ["--lower-case"] if lower_case is not None and kind != "bert-wordpiece" else []
+    if extra:
+        raise ConfigError(f"--tokenizer {kind} does not use {' and '.join(extra)}: leave it out")
+    vocab, merges, file = (str(given[name]) for name in ("--vocab-file", "--merge-file", "--tokenizer-file"))
+    match kind:
+        case "gpt2-bpe":
+            return Gpt2BpeTokenizer(kind=kind, vocab_file=vocab, merge_file=merges)
+        case "bert-wordpiece":
+            return BertWordPieceTokenizer(kind=kind, vocab_file=vocab, lower_case=lower_case is not False)
+        case "sentencepiece":
+            return SentencePieceTokenizer(kind=kind, model_file=file)
+        case "hf":
+            return HfTokenizer(kind=kind, name=file, eod_token=eod_token or "<|endoftext|>")
+
+
+def _check_sentences(options: "TokenizeOptions") -> None:
+    """Raise ConfigError for options that only splitting uses."""
+    if options.split_sentences:
+        return
+    used = {
+        "--keep-newlines": options.keep_newlines,
+        "--sentence-splitter": options.sentence_splitter != "punkt",
+        "--sentence-data": options.sentence_data is not None,
+        "--language": options.language != "english",
+    }
+    without_effect = [name for name, is_used in used.items() if is_used]
+    if without_effect:
+        raise ConfigError(f"{' and '.join(without_effect)} without --split-sentences has no effect: give both, or none")
+
+
+def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":
+    """The options with the place of Punkt's model: as given, as nltk finds it, or in the workspace."""
+    from dataclasses import replace
+
+    if not options.split_sentences or options.sentence_splitter != "punkt" or options.sentence_data is not None:
+        return options
+    from megacore.artifact import StageKey, Workspace, build_artifact
+    from megacore.tokenizer.sentences import VERSION, download_punkt, find_punkt
+
+    found = find_punkt(options.language)
+    if found is None:
+        key = StageKey.of("punkt", VERSION, {"language": options.language})
+
+        def fill(directory: Path) -> dict[str, int]:
+            download_punkt(directory, options.language)
+            return {"bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())}
+
+        found = build_artifact(Workspace.of().folder("punkt"), key, fill)[0].directory
+    return replace(options, sentence_data=found)
+
+
+class _Progress:
+    """Counts bytes; a bar shows them when standard error is a terminal."""
+
+    def __init__(self, show: Callable[[int], None]) -> None:
+        self.done = 0
+        self._show = show
+
+    def __call__(self, size: int) -> None:
+        self.done += size
+        self._show(size)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[_Progress]:
+    if not sys.stderr.isatty():
+        yield _Progress(lambda size: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tokenize", total=total)
+        yield _Progress(lambda size: bar.update(task, advance=size))

@@ -1,0 +1,157 @@
+"""Files to token files outside of a workspace: what `megacore tokenize` does."""
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import StageKey
+from megacore.artifact.files import sync_directory, workspace_errors, write_json
+from megacore.artifact.manifest import FileEntry, Manifest, file_digest
+from megacore.config.source import JsonlSource
+from megacore.config.tokenizer import (
+    BertWordPieceTokenizer,
+    Gpt2BpeTokenizer,
+    HfTokenizer,
+    SentencePieceTokenizer,
+)
+from megacore.corpus.jsonl import list_files
+from megacore.corpus.segments import Segment, jsonl_segments
+from megacore.data.indexed_dataset import IndexedDatasetWriter
+from megacore.errors import ConfigError
+from megacore.tokenizer.build import fingerprint, open_tokenizer
+from megacore.tokenizer.records import DOCUMENTS_NAME
+from megacore.tokenizer.tokenize import (
+    VERSION,
+    Progress,
+    TokenizeOptions,
+    check_tokens,
+    documents_facts,
+    write_tokens,
+)
+
+Choice = Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer
+_SUFFIXES = (f".{DOCUMENTS_NAME}", ".manifest.json", ".bin", ".idx")
+"""In the order in which they appear: an `.idx` means that all are there."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files of a run, found before anything is written."""
+
+    segments: tuple[Segment, ...]
+    size: int | None
+    """Bytes of input, for a progress bar; None when some are compressed."""
+
+    @classmethod
+    def find(cls, patterns: Sequence[str], key: str) -> "Inputs":
+        """The files that paths and globs name, with the text under `key`. Raises DataFormatError."""
+        files = list_files(JsonlSource(kind="jsonl", files=tuple(patterns), key=key))
+        plain = all(Path(file.path).suffix not in (".gz", ".zst", ".parquet") for file in files)
+        size = sum(file.size for file in files) if plain else None
+        return cls(tuple(jsonl_segments([file.path for file in files], key)), size)
+
+
+def output_prefix(prefix: str, key: str, options: TokenizeOptions) -> str:
+    """What Megatron-LM calls the token files of `prefix`: PREFIX_KEY_document, or _sentence when these are split."""
+    return f"{prefix}_{key}_{'sentence' if options.split_sentences else 'document'}"
+
+
+def check_output(target: str, *, overwrite: bool) -> None:
+    """Refuse to replace token files unless that is meant. Raises ConfigError."""
+    existing = [f"{target}{suffix}" for suffix in (".bin", ".idx") if os.path.lexists(f"{target}{suffix}")]
+    if existing and not overwrite:
+        raise ConfigError(f"{' and '.join(existing)} exist already: give another --output-prefix, or --overwrite")
+
+
+def tokenize_files(
+    inputs: Inputs,
+    choice: Choice,
+    target: str,
+    options: TokenizeOptions,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, int]:
+    """Write `target`.bin and .idx with the documents of the inputs in order, and beside them two JSON files.
+
+    `.documents.json` says which line each document came from, `.manifest.json` what the files are made of and their
+    hashes. A failure at any moment leaves none of the four, or those that were there. Returns counts as
+    `tokenize_corpus`, and raises as it does.
+    """
+    started = time.monotonic()
+    folder = Path(f"{target}.tmp-{os.getpid()}")
+    with workspace_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    try:
+        tokenizer = open_tokenizer(choice, folder.parent / ".huggingface")
+        digests: dict[str, str] = {}
+
+        def done(writer: IndexedDatasetWriter) -> None:
+            digests.update(writer.sha256)
+
+        counts, files = write_tokens(
+            inputs.segments,
+            tokenizer,
+            folder / "tokens",
+            options,
+            workers=workers,
+            progress=progress,
+            writer_done=done,
+        )
+        counts["vocab_size"] = tokenizer.vocab_size
+        check_tokens(counts, ", ".join(dict.fromkeys(segment.path for segment in inputs.segments)))
+        record = documents_facts(files, tokenizer, _readable(choice), options, None)
+        write_json(folder / f"tokens.{DOCUMENTS_NAME}", record)
+        key = StageKey.of("tokenize", VERSION, _parameters(inputs, choice, options))
+        manifest = Manifest(
+            key.stage,
+            key.version,
+            key.key,
+            key.parameters,
+            key.inputs,
+            _entries(folder, target, digests),
+            counts,
+            round(time.monotonic() - started, 3),
+        )
+        write_json(folder / "tokens.manifest.json", asdict(manifest))
+        _publish(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return counts
+
+
+def _readable(choice: Choice) -> Path | None:
+    """The tokenizer's file, if a single one describes it and `tokenizers` reads it."""
+    path = Path(choice.name) if isinstance(choice, HfTokenizer) else None
+    return path if path is not None and path.exists() else None
+
+
+def _parameters(inputs: Inputs, choice: Choice, options: TokenizeOptions) -> dict[str, Any]:
+    values = asdict(options)
+    values["sentence_data"] = None if options.sentence_data is None else str(options.sentence_data)
+    files = [[segment.path, os.path.getsize(segment.path)] for segment in inputs.segments]
+    return {**values, "tokenizer": fingerprint(choice), "inputs": files, "json_key": inputs.segments[0].key}
+
+
+def _entries(folder: Path, target: str, digests: dict[str, str]) -> dict[str, FileEntry]:
+    entries = {}
+    for suffix in (".bin", ".idx", f".{DOCUMENTS_NAME}"):
+        path = folder / f"tokens{suffix}"
+        status = path.stat()
+        digest = digests.get(suffix) or file_digest(path)
+        entries[f"{Path(target).name}{suffix}"] = FileEntry(status.st_size, digest, status.st_mtime_ns)
+    return entries
+
+
+def _publish(folder: Path, target: str) -> None:
+    """Move the files to their names; an older index goes first, since it is not of the new tokens."""
+    with workspace_errors(folder):
+        Path(f"{target}.idx").unlink(missing_ok=True)
+        for suffix in _SUFFIXES:
+            os.replace(folder / f"tokens{suffix}", f"{target}{suffix}")
+        sync_directory(folder.parent)

@@ -1,0 +1,85 @@
+"""Blocks of documents through parsing, splitting and encoding, in threads, in their order."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megacore.errors import DataFormatError
+from megacore.tokenizer.assemble import TokenBatch, assemble
+from megacore.tokenizer.fast import Encoder
+
+if TYPE_CHECKING:
+    from megacore.corpus.blocks import BadLine, Block
+    from megacore.tokenizer.sentences import SentenceSplitter
+
+
+@dataclass(frozen=True)
+class BlockEncoder:
+    """What happens to each block; threads call it at the same time."""
+
+    encoder: Encoder
+    eod_id: int | None
+    vocab_size: int
+    dtype: np.dtype[Any]
+    on_bad_line: Literal["stop", "skip"]
+    splitter: "SentenceSplitter | None" = None
+
+    def __call__(self, block: "Block") -> "EncodedBlock":
+        """The block's tokens. Raises DataFormatError with file and line, WorkerLostError."""
+        texts, bad = block.texts()
+        if bad and self.on_bad_line == "stop":
+            raise DataFormatError(bad[0].reason)
+        pieces = None
+        if self.splitter is not None:
+            texts, pieces = self.splitter.split(texts)
+        encoded = self.encoder.encode_flat(texts)
+        batch = assemble(encoded, pieces, eod_id=self.eod_id, vocab_size=self.vocab_size, dtype=self.dtype)
+        return EncodedBlock(block, batch, bad)
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """A block and what became of it."""
+
+    block: "Block"
+    batch: TokenBatch
+    bad: "list[BadLine]"
+
+
+def encode_blocks(
+    blocks: "Iterable[Block]", encode: "Callable[[Block], EncodedBlock]", workers: int
+) -> Iterator[EncodedBlock]:
+    """Each block encoded, in order; `workers` threads work, and at most `workers` blocks more are in memory."""
+    pending: deque[Future[EncodedBlock]] = deque()
+    with _one_thread_per_call(), ThreadPoolExecutor(workers, "megacore-tokenize") as pool:
+        try:
+            for block in blocks:
+                pending.append(pool.submit(encode, block))
+                if len(pending) == 2 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+@contextmanager
+def _one_thread_per_call() -> Iterator[None]:
+    """Keep `tokenizers` from using every core for each call: its pool knows no limit per call, our threads are it."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

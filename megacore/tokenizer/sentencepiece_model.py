@@ -1,0 +1,75 @@
+"""A SentencePiece model (Kudo and Richardson 2018) as a tokenizer."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sentencepiece
+
+from megacore.artifact.files import workspace_errors, write_json
+from megacore.errors import DataFormatError
+from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_CONFIG_NAME, Encoded, Tokenizer
+
+
+class SentencePieceModel(Tokenizer):
+    """Reads a `.model`; a document ends with the model's own end of sentence, as Megatron-LM has it.
+
+    Control symbols such as `</s>` in a text are text: the library never makes them of it.
+    """
+
+    def __init__(self, model: bytes, name: str) -> None:
+        """`model` is the content of the file `name`. Raises DataFormatError."""
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.LoadFromSerializedProto(model)
+            pieces = processor.get_piece_size()
+        except Exception as error:  # the bindings raise RuntimeError, or what its parser throws
+            raise DataFormatError(f"{name} is not a SentencePiece model ({error}): give another .model") from error
+        eod_id = processor.eos_id()
+        if eod_id < 0:
+            raise DataFormatError(
+                f"{name} has no end of sentence among its {pieces} pieces, so nothing can end a document: "
+                "give a model that was trained with one (eos_id)"
+            )
+        super().__init__(str(processor.id_to_piece(eod_id)), eod_id, pieces)
+        self._processor = processor
+        self._model = model
+
+    @classmethod
+    def read(cls, path: Path) -> "SentencePieceModel":
+        """The model in a file. Raises DataFormatError."""
+        try:
+            return cls(path.read_bytes(), str(path))
+        except OSError as error:
+            raise DataFormatError(f"{path} cannot be read: {error.strerror}: give a SentencePiece .model") from error
+
+    def encode_flat(self, texts: Sequence[str]) -> Encoded:
+        """The ids of all texts end to end."""
+        encoded = self._processor.encode(list(texts), out_type=int, num_threads=1)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return Encoded(np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
+        """The text of the ids; control symbols have none."""
+        return str(self._processor.decode([int(token) for token in ids]))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a piece of the vocabulary."""
+        found = int(self._processor.piece_to_id(token))
+        return found if self._processor.id_to_piece(found) == token else None
+
+    def save(self, directory: Path, **special_tokens: str) -> None:
+        """Write tokenizer.model and tokenizer_config.json, which `AutoTokenizer` of transformers 5 reads as well.
+
+        There a control symbol in a text becomes its id. Raises WorkspaceError.
+        """
+        with workspace_errors(directory):
+            (directory / MODEL_NAME).write_bytes(self._model)
+        processor = self._processor
+        roles = {"bos_token": processor.bos_id(), "pad_token": processor.pad_id(), "unk_token": processor.unk_id()}
+        named = {role: str(processor.id_to_piece(token)) for role, token in roles.items() if token >= 0}
+        config = {"tokenizer_class": "SentencePieceBackend", "eos_token": self.eod_token, **named, **special_tokens}
+        write_json(directory / TOKENIZER_CONFIG_NAME, config)

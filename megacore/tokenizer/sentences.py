@@ -1,0 +1,256 @@
+"""Text into sentences: nltk's Punkt (Kiss and Strunk 2006), or plain rules that need no model."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.errors import DataFormatError, DownloadError, WorkerLostError
+from megacore.tokenizer.batches import text_batches
+
+VERSION = 1
+"""Of the punkt stage; raised when it produces something else."""
+PIECE_CHARACTERS = 1_000_000
+"""Texts beyond this are cut here first, as in Megatron-LM."""
+_MODELS = "tokenizers/punkt_tab"
+"""Where nltk keeps them below a directory of its data."""
+_BATCH_CHARACTERS = 1 << 18
+"""Text that a process divides at a time."""
+
+Split = Callable[[str], list[str]]
+
+_ABBREVIATIONS = frozenset(
+    """
+    al apr approx aug ave bros ca capt cf ch co col corp dec dept dr e.g ed eds eq eqs est etc ex feb fig figs gen gov
+    hon i.e inc jan jr jul jun lt ltd maj mar mr mrs ms mt no nos nov oct op p.m a.m pp prof rep rev sec sen sep sept
+    sgt sr st u.k u.n u.s univ viz vol vols vs
+    """.split()  # noqa: SIM905 (a list of strings would take a page)
+)
+_MARKS = ".!?…"
+_OPENERS = "\"'“‘«([¿¡"
+_END = re.compile(r"""[.!?…](?P<close>["'”’»)\]]*)(?P<space>\s+)|(?P<blank>\n[^\S\n]*\n\s*)""")
+_LAST_WORD = re.compile(r"\S*\Z")
+_LOOK_BACK = 24
+"""Characters before a full stop that are looked at: more than any abbreviation has."""
+
+
+@dataclass(frozen=True)
+class SplitterChoice:
+    """Which sentences a text has; small enough to be sent to another process."""
+
+    kind: Literal["punkt", "rules"]
+    language: str = "english"
+    keep_newlines: bool = False
+    """Whether the white space between two sentences stays, at the end of the first."""
+    data: str | None = None
+    """Directory with Punkt's models."""
+
+
+def make_splitter(choice: SplitterChoice) -> Split:
+    """The function that divides one text. Raises DataFormatError when the model is missing or damaged."""
+    split = _rules(choice.keep_newlines) if choice.kind == "rules" else _punkt(choice)
+
+    def split_pieces(text: str) -> list[str]:
+        pieces = (text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS))
+        return [sentence for piece in pieces for sentence in split(piece)]
+
+    return split_pieces
+
+
+def _rules(keep_newlines: bool) -> Split:
+    """A sentence ends at a blank line, and after . ! ? … (and closing quotes or brackets) before white space.
+
+    It does not end before a lower-case letter. Nor does a single full stop end it after an abbreviation of a short
+    English list, after a single letter, as in J. R. R. Tolkien, and after a number at the start of a line.
+    """
+
+    def split(text: str) -> list[str]:
+        body = text.rstrip()
+        sentences, start = [], 0
+        for match in _END.finditer(body):
+            if match["blank"] is None and not _is_end(match, body):
+                continue
+            stop = match.end() if keep_newlines else match.start("blank" if match["blank"] else "space")
+            sentences.append(body[start:stop])
+            start = match.end()
+        if keep_newlines:
+            return [sentence for sentence in (*sentences, text[start:]) if sentence]
+        return [sentence.strip() for sentence in (*sentences, body[start:]) if sentence.strip()]
+
+    return split
+
+
+def _is_end(match: "re.Match[str]", text: str) -> bool:
+    mark, after = match.start(), match.end()
+    if match["space"].count("\n") > 1:
+        return True
+    if text[after].islower():
+        return False
+    if text[mark] != "." or match["close"] or (mark and text[mark - 1] in _MARKS):
+        return True
+    words = text[max(0, mark - _LOOK_BACK) : mark]
+    found = _LAST_WORD.search(words)
+    word = found.group().lstrip(_OPENERS) if found else ""
+    if word.lower() in _ABBREVIATIONS or (len(word) == 1 and word.isalpha()):
+        return False
+    first_of_line = not words[: len(words) - len(word)].rpartition("\n")[2].strip() and (
+        "\n" in words or mark < _LOOK_BACK
+    )
+    return not (word.isdigit() and first_of_line)
+
+
+def _punkt(choice: SplitterChoice) -> Split:
+    from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer  # slow to import, and seldom needed
+
+    variables = PunktLanguageVars()
+    if choice.keep_newlines:
+        # The white space after a sentence belongs to it, as with Megatron-LM. That a match begins with a whole word
+        # changes nothing but the time that long words take, which would be quadratic.
+        context = rf"(?<!\S)\S*{variables._re_sent_end_chars}\s*"
+        after = rf"(?=(?P<after_tok>{variables._re_non_word_chars}|(?P<next_tok>\S+)))"
+        variables._re_period_context = re.compile(context + after, re.VERBOSE)
+    tokenizer = PunktSentenceTokenizer(_read_punkt(Path(choice.data or "."), choice.language), lang_vars=variables)
+    return lambda text: [str(sentence) for sentence in tokenizer.tokenize(text)]
+
+
+def _read_punkt(directory: Path, language: str) -> Any:
+    """The parameters in the four tables of a `punkt_tab` model. Raises DataFormatError."""
+    from nltk.tabdata import PunktDecoder
+    from nltk.tokenize.punkt import PunktParameters
+
+    folder = model_directory(directory, language)
+    decoder, parameters = PunktDecoder(), PunktParameters()
+    try:
+        with open(folder / "collocations.tab", encoding="utf-8") as file:
+            parameters.collocations = set(decoder.tab2tups(file))
+        with open(folder / "sent_starters.txt", encoding="utf-8") as file:
+            parameters.sent_starters = decoder.txt2set(file)
+        with open(folder / "abbrev_types.txt", encoding="utf-8") as file:
+            parameters.abbrev_types = decoder.txt2set(file)
+        with open(folder / "ortho_context.tab", encoding="utf-8") as file:
+            parameters.ortho_context = decoder.tab2intdict(file)
+    except (OSError, ValueError, IndexError) as error:
+        raise DataFormatError(f"the Punkt model in {folder} is damaged ({error}): download it again") from error
+    return parameters
+
+
+def model_directory(directory: Path, language: str) -> Path:
+    """Where below `directory` the model of a language is. Raises DataFormatError when there is none."""
+    root = directory / _MODELS
+    if (root / language).is_dir():
+        return root / language
+    known = ", ".join(sorted(path.name for path in root.iterdir() if path.is_dir())) if root.is_dir() else "none"
+    raise DataFormatError(
+        f"{directory} has no Punkt model of {language!r} (it has: {known}): name another data.language, or set "
+        "data.sentence_splitter to rules, which need no model"
+    )
+
+
+def download_punkt(directory: Path, language: str) -> None:
+    """Fill the empty `directory` with nltk's `punkt_tab` models.
+
+    Raises DownloadError when they cannot be fetched, DataFormatError when none is of the language.
+    """
+    from nltk.downloader import Downloader
+
+    try:
+        fetched = Downloader().download("punkt_tab", download_dir=str(directory), quiet=True, raise_on_error=True)
+    except Exception as error:  # nltk raises ValueError, URLError, PermissionError and its own
+        raise _unreachable(error) from error
+    if not fetched:
+        raise _unreachable("nltk gave no reason")
+    model_directory(directory, language)
+
+
+def find_punkt(language: str) -> Path | None:
+    """The directory of nltk's own search path (NLTK_DATA and so on) that has the model of a language."""
+    from nltk import data
+
+    for name in data.path:
+        if Path(name, _MODELS, language).is_dir():
+            return Path(name)
+    return None
+
+
+def _unreachable(reason: object) -> DownloadError:
+    return DownloadError(
+        f"nltk's Punkt models cannot be downloaded ({reason}): check the network, or set data.sentence_splitter to "
+        "rules (--sentence-splitter rules), which need no download"
+    )
+
+
+class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
+    """Divides texts in processes of their own, since a splitter is plain Python; in this one when it is for one."""
+
+    def __init__(self, choice: SplitterChoice, workers: int) -> None:
+        """Check that the model is there, then start. Raises DataFormatError."""
+        self._choice = choice
+        self._split = _splitter_of(choice)
+        self._pool: ProcessPoolExecutor | None = None
+        if workers > 1:
+            spawn = get_context("spawn")
+            self._pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_end_with_parent)
+
+    def split(self, texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
+        """All sentences, and how many each text has; threads may call it. Raises WorkerLostError."""
+        if self._pool is None:
+            parts = [self._split(text) for text in texts]
+        else:
+            try:
+                futures = [
+                    self._pool.submit(split_texts, self._choice, batch)
+                    for batch in text_batches(texts, _BATCH_CHARACTERS)
+                ]
+                parts = [part for future in futures for part in future.result()]
+            except BrokenExecutor as error:
+                raise WorkerLostError(
+                    "a process that divided text into sentences was killed, perhaps for want of memory: nothing was "
+                    "written; use fewer workers (data.workers, --workers), or free memory"
+                ) from error
+        counts = np.fromiter(map(len, parts), np.int64, len(parts))
+        return [sentence for part in parts for sentence in part], counts
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=kind is not None)
+
+    def __enter__(self) -> Self:
+        return self
+
+
+def split_texts(choice: SplitterChoice, texts: Sequence[str]) -> list[list[str]]:
+    """The sentences of each text; what a process of SentenceSplitter runs."""
+    split = _splitter_of(choice)
+    return [split(text) for text in texts]
+
+
+def _end_with_parent() -> None:
+    """Let an interrupt be the parent's affair, and leave no process behind when the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
+@cache
+def _splitter_of(choice: SplitterChoice) -> Split:
+    return make_splitter(choice)

@@ -1,0 +1,42 @@
+"""What decides the tokens of a corpus: shared by the stages that write them whole and in shards."""
+
+from typing import TYPE_CHECKING, Any
+
+from megacore.artifact import Artifact, StageKey
+from megacore.config import RunConfig
+
+if TYPE_CHECKING:
+    from megacore.tokenizer.tokenize import TokenizeOptions
+
+
+def tokenize_key(config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None) -> StageKey:
+    """The key of one source's token files; they do not depend on how the work was divided."""
+    from megacore.tokenizer.tokenize import VERSION
+
+    data = config.data
+    parameters: dict[str, Any] = {
+        "append_eod": data.append_eod,
+        "shuffle_seed": config.seed if data.shuffle_documents else None,
+        "on_bad_line": data.on_bad_line,
+    }
+    if data.split_sentences:
+        parameters["sentences"] = {"splitter": data.sentence_splitter, "keep_newlines": data.keep_newlines}
+    inputs = {"corpus": corpus, "tokenizer": tokenizer} | ({} if punkt is None else {"punkt": punkt})
+    return StageKey.of("tokenize", VERSION, parameters, **inputs)
+
+
+def tokenize_options(config: RunConfig, punkt: Artifact | None) -> "TokenizeOptions":
+    """What decides the tokens beside corpus and tokenizer."""
+    from megacore.tokenizer.tokenize import TokenizeOptions
+
+    data = config.data
+    return TokenizeOptions(
+        append_eod=data.append_eod,
+        shuffle_seed=config.seed if data.shuffle_documents else None,
+        split_sentences=data.split_sentences,
+        keep_newlines=data.keep_newlines,
+        sentence_splitter=data.sentence_splitter,
+        language=data.language,
+        on_bad_line=data.on_bad_line,
+        sentence_data=None if punkt is None else punkt.directory,
+    )

@@ -1,0 +1,204 @@
+import hashlib
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacore.data import indexed_dataset_writer
+from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megacore.data.indexed_dataset_writer import permute
+from megacore.errors import DataFormatError, WorkspaceError
+
+Documents = list[list[list[int]]]
+
+documents_of_sequences = st.lists(
+    st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=5), max_size=4), max_size=12
+)
+
+
+def write(prefix: Path, documents: Documents, batches: int | None = None) -> IndexedDatasetWriter:
+    """Documents of sequences, one at a time or in batches of so many."""
+    with IndexedDatasetWriter(prefix, "u2") as writer:
+        if batches is None:
+            for document in documents:
+                writer.add_document([i for ids in document for i in ids], [len(ids) for ids in document])
+        else:
+            for start in range(0, len(documents), batches):
+                part = documents[start : start + batches]
+                sequences = [ids for document in part for ids in document]
+                writer.add_batch(
+                    np.array([i for ids in sequences for i in ids], np.uint32),
+                    np.array([len(ids) for ids in sequences], np.int64),
+                    np.array([len(document) for document in part], np.int64),
+                )
+    return writer
+
+
+def contents(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def read(prefix: Path) -> Documents:
+    dataset = IndexedDataset(prefix)
+    starts = dataset.document_indices.tolist()
+    return [[dataset[i].tolist() for i in range(a, b)] for a, b in pairwise(starts)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=documents_of_sequences, batches=st.integers(1, 5))
+def test_batches_write_what_single_documents_write(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, batches: int
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    one = write(folder / "one", documents)
+    many = write(folder / "many", documents, batches)
+    assert contents(folder / "one") == contents(folder / "many")
+    assert read(folder / "many") == documents
+    counts = [(writer.documents, writer.empty_documents, writer.sequences, writer.tokens) for writer in (one, many)]
+    sequences = [len(ids) for document in documents for ids in document]
+    assert counts[0] == counts[1]
+    assert counts[0] == (len(documents), documents.count([]), len(sequences), sum(sequences))
+    for suffix, content in zip((".bin", ".idx"), contents(folder / "many"), strict=True):
+        assert many.sha256[suffix] == hashlib.sha256(content).hexdigest()
+
+
+def test_length_of_zero_is_an_empty_document(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+        writer.add_batch(np.arange(5), np.array([0, 3, 0, 2]))
+        writer.add_batch(np.arange(0), np.array([0]))
+    assert read(tmp_path / "a") == [[], [[0, 1, 2]], [], [[3, 4]], []]
+
+
+@pytest.mark.parametrize(("lengths", "sequences"), [([2], None), ([3], [2]), ([1, 2], [1])])
+def test_lengths_that_do_not_add_up_are_a_mistake(
+    tmp_path: Path, lengths: list[int], sequences: list[int] | None
+) -> None:
+    counts = None if sequences is None else np.array(sequences)
+    with pytest.raises(ValueError, match="3 ids in"), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+        writer.add_batch(np.arange(3), np.array(lengths), counts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(shards=st.lists(documents_of_sequences, min_size=1, max_size=4))
+def test_shards_merge_into_the_whole(tmp_path_factory: pytest.TempPathFactory, shards: list[Documents]) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    whole = write(folder / "whole", [document for shard in shards for document in shard])
+    with IndexedDatasetWriter(folder / "merged", "u2") as writer:
+        for number, shard in enumerate(shards):
+            write(folder / str(number), shard)
+            writer.append(IndexedDataset(folder / str(number)))
+    assert contents(folder / "merged") == contents(folder / "whole")
+    assert writer.sha256 == whole.sha256
+    assert (writer.documents, writer.empty_documents) == (whole.documents, whole.empty_documents)
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=documents_of_sequences, seed=st.integers(0, 2**32 - 1), gather=st.integers(1, 6))
+def test_permuted_files_are_those_of_permuted_documents(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, seed: int, gather: int
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    order = np.arange(len(documents))
+    np.random.RandomState(seed).shuffle(order)
+    write(folder / "expected", [documents[i] for i in order])
+    write(folder / "read", documents)
+    with pytest.MonkeyPatch.context() as patch, IndexedDatasetWriter(folder / "permuted", "u2") as writer:
+        patch.setattr(indexed_dataset_writer, "_GATHER_DOCUMENTS", gather)
+        patch.setattr(indexed_dataset_writer, "_COPY_BYTES", 8)
+        permute(IndexedDataset(folder / "read"), order, writer)
+    assert contents(folder / "permuted") == contents(folder / "expected")
+
+
+def test_shards_of_different_types_are_not_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]]])
+    with (
+        pytest.raises(DataFormatError, match="made with different tokenizers"),
+        IndexedDatasetWriter(tmp_path / "b", "i4") as writer,
+    ):
+        writer.append(IndexedDataset(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "bad"), [("u2", None, 2**16), ("u2", None, -1), ("u2", 300, 300), ("i4", 300, 301)]
+)
+def test_id_beyond_the_vocabulary_is_named_and_nothing_left(
+    tmp_path: Path, dtype: str, vocab_size: int | None, bad: int
+) -> None:
+    with (
+        pytest.raises(DataFormatError, match=f"document 3 has the token id {bad}, beyond"),
+        IndexedDatasetWriter(tmp_path / "a", dtype, vocab_size=vocab_size) as writer,
+    ):
+        writer.add_batch(np.array([9, 1, 2, bad, 3]), np.array([1, 0, 2, 2]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_leaves_the_older_pair(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1, 2]]])
+    before = contents(tmp_path / "a")
+    with pytest.raises(DataFormatError), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+        writer.add_batch(np.array([5, 2**16]), np.array([1, 1]))
+    assert contents(tmp_path / "a") == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_names_appear_last_and_the_index_after_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[str]] = []
+    replace = os.replace
+
+    def watch(source: Path, target: Path) -> None:
+        replace(source, target)
+        seen.append({path.name for path in tmp_path.iterdir() if ".tmp-" not in path.name})
+
+    monkeypatch.setattr(os, "replace", watch)
+    write(tmp_path / "a", [[[1]]])
+    assert seen == [{"a.bin"}, {"a.bin", "a.idx"}]
+
+
+def test_full_disk_is_a_workspace_error(tmp_path: Path) -> None:
+    (tmp_path / f"a.bin.tmp-{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(WorkspaceError, match="free some space"), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+        writer.add_document(np.zeros(1 << 20, np.uint16))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process beyond 4 kB."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_index_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(WorkspaceError, match="File too large: raise the limit"),
+        IndexedDatasetWriter(tmp_path / "a", "u2") as writer,
+    ):
+        writer.add_batch(np.ones(1000, np.uint16), np.ones(1000, np.int64))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
+    """A permutation of 64 MB goes through parts of it."""
+    lengths = np.full(4096, 8192)
+    with IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+        for _ in range(16):
+            writer.add_batch(np.zeros(lengths[:256].sum(), np.uint16), lengths[:256])
+    dataset = IndexedDataset(tmp_path / "a")
+    parts = list(accumulate(part.stop - part.start for part in indexed_dataset_writer._parts(lengths * 2)))
+    assert parts == [1024, 2048, 3072, 4096]
+    with IndexedDatasetWriter(tmp_path / "b", "u2") as writer:
+        permute(dataset, np.arange(4096)[::-1], writer)
+    assert writer.tokens == len(dataset.tokens)

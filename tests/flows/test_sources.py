@@ -1,0 +1,175 @@
+"""Several sources and several shards: each is a task of its own, and only what changed runs again."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tokenizers
+import yaml
+from tokenizers import decoders, models, pre_tokenizers
+
+from flows.prepare_data import prepare_data
+from flows.pretrain import pretrain
+from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.members import token_prefixes
+from megacore.errors import DataFormatError, WorkerLostError
+from megacore.tokenizer import shards
+from tasks import _pipeline
+from tests.flows.conftest import tiny_config
+
+Rows = dict[str, str]
+
+
+@pytest.fixture
+def place(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace of the test's own on the session's server, and a tokenizer that needs no training."""
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "workspace"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'workspace' / 'mlflow.db'}")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*alphabet, "<|endoftext|>"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """The outcome of each stage of the last run."""
+    seen: Rows = {}
+    report = _pipeline.Pipeline._report
+
+    def remember(pipeline: _pipeline.Pipeline) -> None:
+        seen.clear()
+        seen.update({row.stage: row.outcome for row in pipeline.rows})
+        report(pipeline)
+
+    monkeypatch.setattr(_pipeline.Pipeline, "_report", remember)
+    return seen
+
+
+def source(place: Path, name: str, documents: int, size: int = 200) -> dict[str, Any]:
+    path = place / f"{name}.jsonl"
+    lines = (json.dumps({"text": f"{name} {number} " + "word " * (size // 5)}) for number in range(documents))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {"kind": "jsonl", "files": [str(path)]}
+
+
+def write_conf(place: Path, **data: Any) -> str:
+    config = tiny_config(place)
+    del config["data"]["source"]
+    config["data"] |= {"tokenizer": {"kind": "hf", "name": str(place / "tokenizer.json")}, **data}
+    conf = place / "sources.yaml"
+    conf.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return str(conf)
+
+
+def test_only_what_changed_of_a_blend_runs_again(place: Path, rows: Rows) -> None:
+    members = [{"weight": 0.7, "source": source(place, "a", 60)}, {"weight": 0.3, "source": source(place, "b", 60)}]
+    prepare_data(write_conf(place, blend=members))
+    assert list(rows) == ["collect", "collect 2", "tokenizer", "tokenize", "tokenize 2", "blend", "index"]
+    assert set(rows.values()) == {"ran"}
+    members[0]["weight"] = 0.5
+    prepare_data(write_conf(place, blend=members))
+    assert rows == dict.fromkeys(rows, "cached") | {"index": "ran"}
+    members.append({"weight": 1, "source": source(place, "c", 60)})
+    prepare_data(write_conf(place, blend=members))
+    assert [stage for stage, outcome in rows.items() if outcome == "ran"] == [
+        "collect 3",
+        "tokenize 3",
+        "blend",
+        "index",
+    ]
+
+
+def test_a_blend_is_trained_on(place: Path, rows: Rows) -> None:
+    members = [{"weight": 3, "source": source(place, "a", 60)}, {"weight": 1, "source": source(place, "b", 60)}]
+    pretrain(write_conf(place, blend=members))
+    assert set(rows.values()) == {"ran"}
+    assert list(rows)[-3:] == ["evaluate", "convert", "publish"]
+
+
+def test_each_split_has_sources_of_its_own(place: Path, rows: Rows) -> None:
+    train = {"weight": 1, "source": source(place, "train", 60)}
+    held_out = {"weight": 1, "source": source(place, "held-out", 60)}
+    blends = {"train": [train], "valid": [held_out], "test": [held_out]}
+    prepare_data(write_conf(place, split_blends=blends, split=None))
+    assert list(rows) == ["collect", "collect 2", "tokenizer", "tokenize", "tokenize 2", "blend", "index"]
+
+
+def tokens_of(place: Path) -> tuple[bytes, bytes]:
+    (directory,) = (path for path in (place / "workspace" / "tokenized").iterdir() if not path.name.startswith("."))
+    (prefix,) = token_prefixes(directory)
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
+    place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = source(place, "large", 700, size=5000)
+    prepare_data(write_conf(place, source=given))
+    whole = tokens_of(place)
+    assert len(IndexedDataset(*token_prefixes(next((place / "workspace" / "tokenized").glob("[!.]*"))))) == 700
+
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(place / "sharded" / "workspace"))
+    calls: list[Any] = []
+    original: Callable[..., Any] = shards.tokenize_shard
+
+    def sometimes(shard: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(shard)
+        if broken and shard[0].start > 0 and shard[0].stop is not None and shard[0].start < 1_500_000:
+            raise DataFormatError("injected failure")
+        return original(shard, *args, **kwargs)
+
+    broken = True
+    monkeypatch.setattr(shards, "tokenize_shard", sometimes)
+    conf = write_conf(place, source=given, shard_mb=1)
+    with pytest.raises(DataFormatError, match="injected failure"):
+        prepare_data(conf)
+    assert len(calls) == 4
+    broken = False
+    calls.clear()
+    prepare_data(conf)
+    assert len(calls) == 1
+    assert tokens_of(place / "sharded") == whole
+
+
+@pytest.mark.parametrize("runner", ["processes", "dask"])
+def test_shards_run_in_other_processes(place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    given = source(place, "large", 500, size=5000)
+    prepare_data(write_conf(place, source=given))
+    whole = tokens_of(place)
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(place / runner / "workspace"))
+    prepare_data(write_conf(place, source=given, shard_mb=1, shard_runner=runner))
+    assert tokens_of(place / runner) == whole
+
+
+def kill_workers_once_they_start(stop: threading.Event) -> None:
+    """SIGKILL, as the kernel does when memory runs out, to the processes of the pool."""
+    while not stop.wait(0.02):
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "spawn_main" in " ".join(child.cmdline()):
+                    child.kill()
+
+
+def test_a_shard_whose_worker_is_killed_ends_the_stage_with_one_sentence(place: Path, rows: Rows) -> None:
+    given = source(place, "large", 500, size=5000)
+    stop = threading.Event()
+    killer = threading.Thread(target=kill_workers_once_they_start, args=(stop,))
+    killer.start()
+    try:
+        with pytest.raises(WorkerLostError, match=r"the worker of shard 1 of 3 died .*: the shards that are done"):
+            prepare_data(write_conf(place, source=given, shard_mb=1, shard_runner="processes"))
+    finally:
+        stop.set()
+        killer.join()
+    assert rows["tokenize"] == "failed"
+    assert not list((place / "workspace" / "tokenized").glob("[!.]*"))

@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from megacore.config.tokenizer import SentencePieceTokenizer
+from megacore.errors import DataFormatError
+from megacore.tokenizer import load_tokenizer
+from megacore.tokenizer.build import build_tokenizer, fingerprint
+from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
+from tests.tokenizer._corpora import documents, write_corpus
+
+TEXTS = ["", "hello world", "größe 💡 hello", "a</s>b <unk>", "  spaces   \n here "]
+
+
+def train(folder: Path, **options: object) -> SentencePieceTokenizer:
+    lines = [f"hello world number {number} größe\n" for number in range(50)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "m"), vocab_size=32, minloglevel=2, **options
+    )
+    return SentencePieceTokenizer(kind="sentencepiece", model_file=str(folder / "m.model"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_ids_are_the_librarys(tmp_path: Path, out: Path, model_type: str) -> None:
+    choice = train(tmp_path, model_type=model_type)
+    assert build_tokenizer(choice, [], out) == {"vocab_size": 32, "eod_id": 2, "eod_token": "</s>"}
+    processor = sentencepiece.SentencePieceProcessor(model_file=choice.model_file)
+    tokenizer = load_tokenizer(out)
+    assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [processor.encode(text) for text in TEXTS]
+    assert tokenizer.encode_batch([]) == []
+    assert tokenizer.decode(np.array(processor.encode("hello world"))) == "hello world"
+    assert (tokenizer.token_id("</s>"), tokenizer.token_id("no such piece")) == (2, None)
+    assert tokenizer.token_id("<unk>") == 0
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_transformers_reads_it_alike(tmp_path: Path, out: Path, model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    build_tokenizer(train(tmp_path, model_type=model_type), [], out)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    for text in ("hello world", "größe 💡 hello", "  spaces   \n here "):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == load_tokenizer(out).encode(text).tolist()
+    assert (theirs.eos_token, theirs.eos_token_id) == ("</s>", 2)
+
+
+def test_corpus_ends_its_documents_with_end_of_sentence(tmp_path: Path, out: Path) -> None:
+    build_tokenizer(train(tmp_path), [], out)
+    tokenizer = load_tokenizer(out)
+    corpus = write_corpus(tmp_path / "corpus", TEXTS)
+    (tmp_path / "tokens").mkdir()
+    tokenize_corpus(corpus, out, tmp_path / "tokens", TokenizeOptions(append_eod=True), workers=2)
+    expected = [[[*tokenizer.encode(text).tolist(), 2]] if text else [] for text in TEXTS]
+    assert documents(tmp_path / "tokens") == expected
+
+
+def test_model_without_an_end_is_refused(tmp_path: Path, out: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"m\.model has no end of sentence among its 32 pieces"):
+        build_tokenizer(train(tmp_path, eos_id=-1), [], out)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a model"])
+def test_other_files_are_refused(tmp_path: Path, out: Path, content: bytes | None) -> None:
+    path = tmp_path / "x.model"
+    if content is not None:
+        path.write_bytes(content)
+    choice = SentencePieceTokenizer(kind="sentencepiece", model_file=str(path))
+    with pytest.raises(DataFormatError, match=r"x\.model (is not a SentencePiece model|cannot be read)"):
+        build_tokenizer(choice, [], out)
+    assert list(out.iterdir()) == []
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    choice = train(tmp_path)
+    moved = choice.model_copy(update={"model_file": str(Path(choice.model_file).rename(tmp_path / "other.model"))})
+    before = fingerprint(moved)
+    assert set(before) == {"kind", "model"}
+    (tmp_path / "other.model").write_bytes(b"x")
+    assert fingerprint(moved) != before

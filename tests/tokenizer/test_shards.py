@@ -1,0 +1,93 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megacore.corpus.segments import divide, jsonl_segments, segments
+from megacore.errors import DataFormatError
+from megacore.tokenizer.shards import merge_shards, tokenize_shard
+from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
+from tests.tokenizer._corpora import TEXTS, train_tokenizer, write_corpus
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("shards")
+    corpus = write_corpus(root / "corpus", TEXTS)
+    with open(corpus / "corpus.jsonl", "a") as file:
+        file.write('\n{"text": 3}\n{"text": "the end"}')
+    tokenizer = train_tokenizer(root / "tokenizer", write_corpus(root / "training", TEXTS))
+    return corpus, tokenizer
+
+
+def tokenized_in_shards(corpus: Path, tokenizer: Path, folder: Path, size: int, options: TokenizeOptions) -> Path:
+    shards = []
+    for number, part in enumerate(divide(segments(corpus), size)):
+        shards.append(folder / f"shard-{number}")
+        shards[-1].mkdir()
+        tokenize_shard(part, tokenizer, shards[-1], options, workers=1)
+    (folder / "merged").mkdir()
+    merge_shards(shards, folder / "merged", tokenizer, options)
+    return folder / "merged"
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(1, 3000), seed=st.none() | st.integers(0, 99), sentences=st.booleans())
+def test_merged_shards_are_the_whole(
+    folders: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    size: int,
+    seed: int | None,
+    sentences: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    options = TokenizeOptions(
+        shuffle_seed=seed, split_sentences=sentences, sentence_splitter="rules", on_bad_line="skip"
+    )
+    (folder / "whole").mkdir()
+    counts = tokenize_corpus(*folders, folder / "whole", options, workers=1)
+    merged = tokenized_in_shards(*folders, folder, max(size, 400), options)
+    assert {path.name: path.read_bytes() for path in merged.iterdir()} == {
+        path.name: path.read_bytes() for path in (folder / "whole").iterdir()
+    }
+    assert counts["skipped_lines"] == 2
+
+
+def test_shard_without_tokens_is_no_error_but_a_whole_corpus_is(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", ["", ""])
+    for name in ("shard", "merged"):
+        (tmp_path / name).mkdir()
+    counts = tokenize_shard(segments(corpus), folders[1], tmp_path / "shard", TokenizeOptions())
+    assert (counts["documents"], counts["tokens"]) == (2, 0)
+    with pytest.raises(DataFormatError, match="the 2 documents of the 1 shards have no token"):
+        merge_shards([tmp_path / "shard"], tmp_path / "merged", folders[1], TokenizeOptions(shuffle_seed=1))
+
+
+def test_the_same_file_twice_has_two_records(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    path = write_corpus(tmp_path / "corpus", ["a", "b"]) / "corpus.jsonl"
+    (tmp_path / "shard").mkdir()
+    tokenize_shard(jsonl_segments([path, path], "text") * 2, folders[1], tmp_path / "shard", TokenizeOptions())
+    files = json.loads((tmp_path / "shard" / "documents.json").read_text())["files"]
+    assert [file["documents"] for file in files] == [2, 2, 2, 2]
+
+
+def test_shards_in_the_wrong_order_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    options = TokenizeOptions(on_bad_line="skip")
+    tokenized_in_shards(*folders, tmp_path, 500, options)
+    (tmp_path / "again").mkdir()
+    with pytest.raises(DataFormatError, match=r"a shard begins inside of .*corpus\.jsonl, but the one before it"):
+        merge_shards([tmp_path / "shard-1", tmp_path / "shard-0"], tmp_path / "again", folders[1], options)
+    assert list((tmp_path / "again").iterdir()) == []
+
+
+def test_damaged_shard_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    options = TokenizeOptions(on_bad_line="skip")
+    tokenized_in_shards(*folders, tmp_path, 500, options)
+    with open(tmp_path / "shard-1" / "tokens_text_document.bin", "ab") as file:
+        file.write(b"\0\0")
+    (tmp_path / "again").mkdir()
+    with pytest.raises(DataFormatError, match=r"shard-1.*\.bin has \d+ bytes"):
+        merge_shards([tmp_path / "shard-0", tmp_path / "shard-1"], tmp_path / "again", folders[1], options)
+    assert list((tmp_path / "again").iterdir()) == []
