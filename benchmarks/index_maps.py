@@ -104,7 +104,7 @@ def their_blend(samples: int, library: Any) -> Work:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds (wall and processor), peak memory and a digest of the results, in this process."""
-    library = load_library(options.library) if options.library else None
+    library = load_library(options.compiled) if options.compiled else None
     work = {
         "maps": lambda: our_maps(options.documents),
         "maps-megatron": lambda: their_maps(options.documents, library),
@@ -179,7 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=10_000_000, help="of the maps, in an epoch")
     parser.add_argument("--samples", type=int, default=50_000_000, help="of the blend")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--library", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -193,7 +193,7 @@ def main() -> None:
     sys.stdout.write("| --- |" + " ---: |" * 6 + "\n")
     with tempfile.TemporaryDirectory() as directory:
         if options.megatron:
-            arguments.append(f"--library={compile_library(options.megatron, Path(directory))}")
+            arguments.append(f"--compiled={compile_library(options.megatron, Path(directory))}")
         for names in (["maps"], ["blend", "blend-portable"]):
             reference = run(f"{names[0]}-megatron", arguments) if options.megatron else None
             for name in names:

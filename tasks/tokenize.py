@@ -4,7 +4,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import create_image_artifact
+from prefect.artifacts import create_markdown_artifact
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
@@ -70,8 +70,11 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
     what = "sentence" if config.data.split_sentences else "document"
     length_histogram(IndexedDataset(prefix).lengths, picture, f"{config.name}: tokens per {what}")
     encoded = base64.b64encode(picture.read_bytes()).decode("ascii")
-    create_image_artifact(
-        f"data:image/png;base64,{encoded}", key="token-lengths", description=f"tokens per {what} of {tokens.key}"
+    # As markdown: Prefect shows an image artifact's whole address below it, and this address is the image.
+    create_markdown_artifact(
+        f"![tokens per {what}](data:image/png;base64,{encoded})\n",
+        key="token-lengths",
+        description=f"tokens per {what} of {tokens.key}",
     )
 
 
