@@ -5,7 +5,7 @@ from typing import Any
 
 from megacore.artifact import StageKey
 from megacore.config import RunConfig
-from megacore.config.source import Source
+from megacore.config.source import Source, holds_tokens
 from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
 
@@ -35,7 +35,9 @@ def download(config: RunConfig, source: Source) -> StageResult:
 
 def needs_punkt(config: RunConfig) -> bool:
     """Whether sentences are divided by a model that must be downloaded."""
-    return config.data.split_sentences and config.data.sentence_splitter == "punkt"
+    data = config.data
+    text = not all(map(holds_tokens, data.sources))
+    return text and data.split_sentences and data.sentence_splitter == "punkt"
 
 
 def punkt_key(config: RunConfig) -> StageKey:

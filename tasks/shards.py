@@ -14,7 +14,7 @@ from megacore.artifact import Artifact, StageKey, lock
 from megacore.artifact.build import remove_tree
 from megacore.config import RunConfig
 from megacore.config.data import DataConfig
-from megacore.errors import ConfigError, MegacoreError, WorkerLostError
+from megacore.errors import ConfigError, WorkerLostError
 from megacore.launch.exit_reason import die_with_parent
 from tasks._cache import StageResult, build, stage_task
 from tasks._tokens import tokenize_key, tokenize_options
@@ -31,8 +31,8 @@ def shard_key(
     """The key of one shard: as of the whole, with the parts of the corpus's files that it reads."""
     whole = tokenize_key(config, corpus, tokenizer, punkt)
     parts = [[os.path.relpath(part.path, corpus.path), part.start, part.stop] for part in shard]
-    parameters = whole.parameters | {"shuffle_seed": None, "segments": parts}
-    return StageKey("tokenize-shard", whole.version, parameters, whole.inputs)
+    # All of the whole's parameters: no other whole shares its shards, which are deleted with it.
+    return StageKey("tokenize-shard", whole.version, whole.parameters | {"segments": parts}, whole.inputs)
 
 
 @stage_task("tokenize-shard", shard_key)
@@ -88,7 +88,7 @@ def tokenize_in_shards(
         inputs = {"config": config, "corpus": corpus, "tokenizer": tokenizer, "punkt": punkt}
         futures = [runner.submit(task, {**inputs, "shard": shard}) for shard in parts]
         outcomes = [_outcome(future, number, len(parts)) for number, future in enumerate(futures, 1)]
-    failures = [outcome for outcome in outcomes if isinstance(outcome, MegacoreError)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if failures:
         raise failures[0]
     done += [outcome.artifact for outcome in outcomes if isinstance(outcome, StageResult)]
@@ -96,18 +96,17 @@ def tokenize_in_shards(
     return dict(merge_shards([shard.directory for shard in done], directory, tokenizer.directory, options))
 
 
-def _outcome(future: PrefectFuture[StageResult], number: int, count: int) -> "StageResult | MegacoreError":
+def _outcome(future: PrefectFuture[StageResult], number: int, count: int) -> StageResult | Exception:
+    """What the shard's task returned or raised; a worker's death is told as such."""
     try:
         return future.result()
-    except MegacoreError as error:
-        return error
     except Exception as error:
         if isinstance(error, BrokenExecutor) or type(error).__name__ in ("KilledWorker", "CommClosedError"):
             return WorkerLostError(
                 f"the worker of shard {number} of {count} died ({type(error).__name__}: {error}): the shards that are "
                 "done are kept; give it more memory (a smaller data.shard_mb or data.shard_workers) and run it again"
             )
-        raise
+        return error
 
 
 def shard_runner(data: DataConfig) -> "TaskRunner[Any]":
@@ -141,6 +140,8 @@ def discard(shards: Sequence[Artifact]) -> None:
             remove_tree(shard.directory)
 
 
-def _threads(data: DataConfig) -> int:
-    """Threads of one shard: those that run beside it share the cores."""
-    return data.workers or max(1, (os.cpu_count() or 1) // data.shard_workers)
+def _threads(data: DataConfig) -> int | None:
+    """Threads of one shard: on this machine those that run beside it share the cores."""
+    if data.workers is not None or data.dask_address is not None:
+        return data.workers
+    return max(1, len(os.sched_getaffinity(0)) // data.shard_workers)

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperCommand
 
+from megacore.cli._variadic import VariadicCommand
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,25 +25,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-class TokenizeCommand(TyperCommand):
-    """Takes several values after one --input, as Megatron-LM's tools do, besides --input given several times."""
+class TokenizeCommand(VariadicCommand):
+    """Takes several values after one --input."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments after `--input A B` was made `--input A --input B`."""
-        return super().parse_args(ctx, repeat_option(args, "--input"))
-
-
-def repeat_option(arguments: list[str], name: str) -> list[str]:
-    """Put `name` before each of the values that follow it."""
-    repeated: list[str] = []
-    inside = False
-    for position, argument in enumerate(arguments):
-        if argument.startswith("-"):
-            inside = argument == name
-        elif inside and arguments[position - 1] != name:
-            repeated.append(name)
-        repeated.append(argument)
-    return repeated
+    variadic = ("--input",)
 
 
 def tokenize(
@@ -53,8 +38,8 @@ def tokenize(
     vocab_file: Annotated[str | None, typer.Option(help="vocab.json of GPT-2, or vocab.txt of BERT")] = None,
     merge_file: Annotated[str | None, typer.Option(help="merges.txt of GPT-2")] = None,
     tokenizer_file: Annotated[str | None, typer.Option(help="tokenizer.json (hf), or a SentencePiece .model")] = None,
-    eod_token: Annotated[str | None, typer.Option(help="hf: token that ends a document [<|endoftext|>]")] = None,
-    lower_case: Annotated[bool | None, typer.Option(help="bert-wordpiece: an uncased vocabulary [yes]")] = None,
+    eod_token: Annotated[str | None, typer.Option(help="hf: ends a document (default <|endoftext|>)")] = None,
+    lower_case: Annotated[bool | None, typer.Option(help="bert-wordpiece: an uncased vocabulary (default yes)")] = None,
     append_eod: Annotated[bool, typer.Option("--append-eod", help="end each document with that token")] = False,
     json_key: Annotated[str, typer.Option(help="field or column that holds the text")] = "text",
     split_sentences: Annotated[bool, typer.Option("--split-sentences", help="a sequence for each sentence")] = False,
@@ -63,13 +48,14 @@ def tokenize(
         Literal["punkt", "rules"], typer.Option(help="nltk's model, or plain rules without a download")
     ] = "punkt",
     sentence_data: Annotated[
-        Path | None, typer.Option(help="directory of nltk data [nltk's own, else downloaded into the workspace]")
+        Path | None,
+        typer.Option(help="of nltk's data (default: nltk's own, else downloaded into the workspace)"),
     ] = None,
     language: Annotated[str, typer.Option("--language", "--lang", help="whose punkt model")] = "english",
     on_bad_line: Annotated[
         Literal["stop", "skip"], typer.Option(help="what a line without a document does: end the run, or be counted")
     ] = "stop",
-    workers: Annotated[int | None, typer.Option(min=1, help="threads [one per core]")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="threads (default: one per core)")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace token files of that name")] = False,
 ) -> None:
     """Turn documents into token files (.bin/.idx), in the order of the input."""

@@ -7,7 +7,7 @@ from megacore.config.data import DataConfig
 from megacore.config.layouts import check_layout
 from megacore.config.model import ModelConfig
 from megacore.config.optim import OptimConfig
-from megacore.config.source import PrefixSource
+from megacore.config.source import holds_tokens
 from megacore.config.tokenizer import TrainBpeTokenizer
 from megacore.config.train import TrainConfig
 from megacore.train.batch_schedule import BatchSchedule
@@ -54,8 +54,13 @@ def _check_data(data: DataConfig) -> None:
             f"data.dask_address is {data.dask_address} but data.shard_runner is {data.shard_runner}: set it to dask, "
             "or remove the address"
         )
-    if data.keep_newlines and not data.split_sentences:
-        raise ValueError("data.keep_newlines is true but data.split_sentences is false: set both, or neither")
+    if not data.split_sentences:
+        for name, default in (("keep_newlines", False), ("sentence_splitter", "punkt"), ("language", "english")):
+            if getattr(data, name) != default:
+                raise ValueError(
+                    f"data.{name} is {getattr(data, name)} but data.split_sentences is false: set the latter to true, "
+                    "or leave the former out"
+                )
 
 
 def _refuse_beside(data: DataConfig, name: str, defaults: Mapping[str, object], reason: str) -> None:
@@ -70,7 +75,7 @@ def _refuse_beside(data: DataConfig, name: str, defaults: Mapping[str, object], 
 
 def _check_ends(data: DataConfig) -> None:
     """Raise ValueError for options that need tokens which the data will not have."""
-    if not data.append_eod and not any(isinstance(source, PrefixSource) for source in data.sources):
+    if not data.append_eod and not any(map(holds_tokens, data.sources)):
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(data, name):
                 raise ValueError(

@@ -93,6 +93,13 @@ Source = Annotated[
 ]
 
 
+def holds_tokens(source: Source) -> bool:
+    """Whether a source is a pair of ready-made token files instead of text."""
+    if isinstance(source, HttpSource):
+        return any(file.url.partition("?")[0].endswith((".bin", ".idx")) for file in source.files)
+    return isinstance(source, PrefixSource)
+
+
 class WeightedSource(Section):
     """A member of a blend."""
 

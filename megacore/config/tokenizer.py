@@ -1,5 +1,6 @@
 """How text becomes tokens."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -60,6 +61,14 @@ class HfTokenizer(Section):
     """Commit, tag or branch on the hub."""
     eod_token: str = keyed("<|endoftext|>")
     """The token that ends a document; it must be in the vocabulary."""
+
+    @property
+    def local_file(self) -> Path | None:
+        """The file that `name` means on this machine, or None when it names a repository of the hub."""
+        path = Path(self.name)
+        if path.is_dir():
+            return path / "tokenizer.json"
+        return path if path.exists() or path.suffix == ".json" or path.is_absolute() else None
 
 
 TokenizerChoice = Annotated[

@@ -167,6 +167,6 @@ def validation_samples(job: ConvertJob) -> npt.NDArray[np.int64]:
     if count == 0:
         raise DataFormatError(
             f"{job.index_directory} has no validation samples on which the export can be compared: "
-            f"give data.split {job.config.data.split!r} a larger second weight"
+            f"give data.split {job.config.data.split_weights!r} a larger second weight"
         )
     return np.maximum(dataset.gather(range(count)), 0)

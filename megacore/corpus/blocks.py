@@ -1,9 +1,11 @@
 """Documents of any corpus in blocks of bounded size: one thread reads, others parse."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -158,19 +160,21 @@ def _reader(form: Form) -> Callable[[Segment, int], Iterator[Block]]:
 
 
 class _LineNumbers:
-    """Numbers of lines by their place in one file, counted only once and only when somebody asks."""
+    """Numbers of lines by their place in one file, counted only when somebody asks, from the nearest place known."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._known = (0, 1)
+        self._known = [(0, 1)]
         self._lock = Lock()
 
     def at(self, offset: int) -> int:
         """The number, from 1, of the line that starts at `offset`."""
         with self._lock:
-            start, line = self._known if self._known[0] <= offset else (0, 1)
-            line += count_newlines(self._path, start, offset)
-            self._known = (offset, line)
+            place = bisect_right(self._known, offset, key=itemgetter(0))
+            start, line = self._known[place - 1]
+            if start < offset:
+                line += count_newlines(self._path, start, offset)
+                self._known.insert(place, (offset, line))
             return line
 
 

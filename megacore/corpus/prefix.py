@@ -10,8 +10,8 @@ from megacore.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 
 def fingerprint(source: PrefixSource) -> dict[str, Any]:
-    """Sizes and modification times of both files, and the sha256 of the index."""
-    files = [[file.size, file.mtime_ns] for file in _files(source)]
+    """Absolute paths, sizes and modification times of both files, and the sha256 of the index."""
+    files = [[file.path, file.size, file.mtime_ns] for file in _files(source)]
     return {"kind": source.kind, "files": files, "idx_sha256": file_digest(idx_path(source.prefix))}
 
 

@@ -146,8 +146,9 @@ def _too_small(
 ) -> str:
     samples = "as many as there are" if wanted is None else str(wanted)
     more = f"give it more of data.split (now {options.split})" if options.split else "name a larger one"
+    least = f"{options.seq_length} + {options.extra}" if _least_tokens(options, name) > options.extra + 1 else "a token"
     return (
         f"the {name} split of {dataset.prefix} has {sequences} of {len(dataset)} sequences with {tokens} tokens, but "
-        f"one sample takes {options.seq_length} + {options.extra} (samples wanted: {samples}): {more}, lower "
+        f"one sample takes {least} (samples wanted: {samples}): {more}, lower "
         "data.seq_length, or use more text"
     )

@@ -28,7 +28,8 @@ def expected_vocab_size(config: RunConfig) -> int:
         case TrainBpeTokenizer() as choice:
             return choice.vocab_size
         case HfTokenizer() as choice:
-            return HUB_VOCAB_SIZE if is_on_the_hub(choice) else _entries(_local_file(choice), "data.tokenizer.name")
+            file = choice.local_file
+            return HUB_VOCAB_SIZE if file is None else _entries(file, "data.tokenizer.name")
         case Gpt2BpeTokenizer() as choice:
             if not Path(choice.merge_file).is_file():
                 raise ConfigError(f"data.tokenizer.merge_file: {choice.merge_file} is no file: correct the path")
@@ -41,7 +42,7 @@ def expected_vocab_size(config: RunConfig) -> int:
 
 def is_on_the_hub(choice: TokenizerChoice) -> bool:
     """Whether a tokenizer is still to be downloaded."""
-    return isinstance(choice, HfTokenizer) and not _local_file(choice).is_file()
+    return isinstance(choice, HfTokenizer) and choice.local_file is None
 
 
 def _lines(file: Path, setting: str) -> int:
@@ -61,11 +62,6 @@ def _pieces(file: Path, setting: str) -> int:
         return int(SentencePieceProcessor(model_proto=file.read_bytes()).get_piece_size())
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"{setting}: the model {file} cannot be read ({error}): correct the path") from error
-
-
-def _local_file(choice: HfTokenizer) -> Path:
-    path = Path(choice.name)
-    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def _entries(file: Path, setting: str) -> int:

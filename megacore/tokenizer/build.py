@@ -25,7 +25,7 @@ from megacore.config.tokenizer import (
 from megacore.corpus.blocks import iterate_texts
 from megacore.errors import DataFormatError
 from megacore.tokenizer.hub import download_tokenizer
-from megacore.tokenizer.load import TOKENIZER_NAME, JsonTokenizer, Tokenizer, read_backend
+from megacore.tokenizer.load import JsonTokenizer, Tokenizer, read_backend
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
 
 VERSION = 1
@@ -53,7 +53,7 @@ def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
             return {"kind": choice.kind, "model": _digest(Path(choice.model_file))}
         case HfTokenizer():
             identity: dict[str, Any] = {"kind": choice.kind, "eod_token": choice.eod_token}
-            path = _local_file(choice)
+            path = choice.local_file
             if path is None:
                 return {**identity, "name": choice.name, "revision": choice.revision}
             return {**identity, "tokenizer": _digest(path)}
@@ -106,7 +106,7 @@ def open_tokenizer(
 
             return SentencePieceModel.read(Path(choice.model_file))
         case HfTokenizer():
-            path = _local_file(choice) or download_tokenizer(choice, cache_directory)
+            path = choice.local_file or download_tokenizer(choice, cache_directory)
             return _with_eod(read_backend(path), choice.eod_token, path)
 
 
@@ -214,14 +214,6 @@ def _with_eod(backend: tokenizers.Tokenizer, eod_token: str, path: Path) -> Toke
         raise DataFormatError(f"{path}: {error}") from error
     backend.add_special_tokens([eod_token])
     return tokenizer
-
-
-def _local_file(choice: HfTokenizer) -> Path | None:
-    """The file that `name` means on this machine, or None when it names a repository of the hub."""
-    path = Path(choice.name)
-    if path.is_dir():
-        return path / TOKENIZER_NAME
-    return path if path.exists() or path.suffix == ".json" or path.is_absolute() else None
 
 
 def _digest(path: Path) -> str:

@@ -79,7 +79,7 @@ def tokenize_files(
     """Write `target`.bin and .idx with the documents of the inputs in order, and beside them two JSON files.
 
     `.documents.json` says which line each document came from, `.manifest.json` what the files are made of and their
-    hashes. A failure at any moment leaves none of the four, or those that were there. Returns counts as
+    hashes. The index appears last, and one that was there goes first: files without it are not whole. Returns counts as
     `tokenize_corpus`, and raises as it does.
     """
     started = time.monotonic()

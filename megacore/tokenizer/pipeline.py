@@ -4,8 +4,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -57,7 +57,7 @@ def encode_blocks(
 ) -> Iterator[EncodedBlock]:
     """Each block encoded, in order; `workers` threads work, and at most `workers` blocks more are in memory."""
     pending: deque[Future[EncodedBlock]] = deque()
-    with _one_thread_per_call(), ThreadPoolExecutor(workers, "megacore-tokenize") as pool:
+    with _one_thread_per_call, ThreadPoolExecutor(workers, "megacore-tokenize") as pool:
         try:
             for block in blocks:
                 pending.append(pool.submit(encode, block))
@@ -70,16 +70,35 @@ def encode_blocks(
                 future.cancel()
 
 
-@contextmanager
-def _one_thread_per_call() -> Iterator[None]:
-    """Keep `tokenizers` from using every core for each call: its pool knows no limit per call, our threads are it."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+class _OneThreadPerCall:
+    """Keeps `tokenizers` from using every core for each call while anybody encodes: its pool knows no limit per call.
+
+    The setting is the process's environment; of several that encode at once the last one puts back what was there.
+    """
+
+    NAME = "TOKENIZERS_PARALLELISM"
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._users = 0
+        self._before: str | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._before = os.environ.get(self.NAME)
+                os.environ[self.NAME] = "false"
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if self._before is None:
+                del os.environ[self.NAME]
+            else:
+                os.environ[self.NAME] = self._before
+
+
+_one_thread_per_call = _OneThreadPerCall()

@@ -62,7 +62,8 @@ def read_files(directory: Path) -> list[FileRecord]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(f"{path} is missing or damaged ({error}): tokenize again") from error
     for file in files:
-        file.path = os.path.normpath(directory.absolute() / file.path)
+        if not os.path.isabs(file.path):
+            file.path = os.path.normpath(directory.absolute() / file.path)
     return files
 
 

@@ -1,6 +1,7 @@
 """A corpus tokenized in parts, which are then merged by streaming."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ def tokenize_shard(
 
     A shard may be without a token. Returns and raises as `tokenize_corpus`.
     """
+    options = replace(options, shuffle_seed=None)
     tokenizer = load_tokenizer(tokenizer_directory)
     prefix = tokens_prefix(directory, options)
     counts, files = write_tokens(segments, tokenizer, prefix, options, workers=workers, progress=progress)

@@ -104,7 +104,8 @@ def tokenize_corpus(
     if sources is not None and sources[0]["kind"] == "prefix":
         counts = _link(sources[0]["prefix"], tokenizer, directory, options)
         origin = portable(sources[0]["prefix"], directory)
-        record_documents(directory, [], tokenizer, tokenizer_directory, options, prefix=origin)
+        facts = {"prefix": origin, "append_eod": None, "shuffle_seed": None}  # what made them is not known here
+        record_documents(directory, [], tokenizer, tokenizer_directory, options, **facts)
     else:
         parts = corpus_segments(corpus_directory)
         with Unshuffled(directory, options) as target:

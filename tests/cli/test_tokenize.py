@@ -16,7 +16,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.cli.tokenize import repeat_option
+from megacore.cli._variadic import repeat_options
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.errors import ConfigError, DataFormatError, MegacoreError
 from megacore.tokenizer import Tokenizer, load_tokenizer
@@ -92,10 +92,10 @@ def test_several_inputs_keep_their_order(tmp_path: Path, tokenizer: Path, gpt2: 
 
 
 def test_one_flag_takes_several_values() -> None:
-    assert repeat_option(["--input", "a", "b", "--workers", "2", "--input", "c"], "--input") == [
+    assert repeat_options(["--input", "a", "b", "--workers", "2", "--input", "c"], ["--input"]) == [
         *("--input", "a", "--input", "b", "--workers", "2", "--input", "c")
     ]
-    assert repeat_option(["--input=a", "--input", "b", "c"], "--input") == [
+    assert repeat_options(["--input=a", "--input", "b", "c"], ["--input"]) == [
         *("--input=a", "--input", "b", "--input", "c")
     ]
 

@@ -176,7 +176,8 @@ BLEND = [{"weight": 1, "source": SOURCE}, {"weight": 2, "source": OTHER}]
             "data.tokenizer.special_tokens",
         ),
         ({"dask_address": "tcp://a:8786"}, "data.dask_address is tcp://a:8786 but data.shard_runner is threads"),
-        ({"keep_newlines": True}, "data.keep_newlines is true but data.split_sentences is false"),
+        ({"keep_newlines": True}, "data.keep_newlines is True but data.split_sentences is false"),
+        ({"language": "german"}, "data.language is german but data.split_sentences is false"),
     ],
 )
 def test_data_that_cannot_work(data: dict[str, Any], sentence: str) -> None:
@@ -190,7 +191,13 @@ def test_sources_are_known_once_in_the_order_in_which_they_are_named() -> None:
     assert make(data={"source": None, "blend": BLEND}).data.sources == config.data.sources[:2]
 
 
-def test_documents_may_have_ends_already() -> None:
-    ready_made = {"kind": "prefix", "prefix": "p"}
-    config = make(data={"source": ready_made, "append_eod": False, "eod_mask_loss": True})
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"kind": "prefix", "prefix": "p"},
+        {"kind": "http", "files": [{"url": "http://a/p.bin?v=1"}, {"url": "http://a/p.idx"}]},
+    ],
+)
+def test_documents_may_have_ends_already(source: dict[str, Any]) -> None:
+    config = make(data={"source": source, "append_eod": False, "eod_mask_loss": True})
     assert config.data.eod_mask_loss

@@ -1,4 +1,5 @@
 import gzip
+import random
 import threading
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megacore.corpus import blocks
 from megacore.corpus.blocks import BadLine, iterate_texts, read_blocks
 from megacore.corpus.documents import CorpusWriter
-from megacore.corpus.segments import Segment, jsonl_segments
+from megacore.corpus.segments import Segment, count_newlines, jsonl_segments
 from megacore.errors import DataFormatError
 from tests.corpus._files import lines, write_form
 
@@ -263,3 +265,23 @@ def test_texts_of_a_corpus_stop_at_a_bad_line_or_pass_it_over(tmp_path: Path) ->
     with pytest.raises(DataFormatError, match=r"corpus\.jsonl:7 is blank"):
         seen.extend(iterate_texts(tmp_path))
     assert list(iterate_texts(tmp_path, skip_bad_lines=True)) == [*TEXTS, "more"]
+
+
+def test_bad_lines_found_out_of_order_cost_one_pass_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\nbad\n' * 2000)
+    counted: list[int] = []
+
+    def count(path: str | Path, start: int, stop: int) -> int:
+        counted.append(stop - start)
+        return count_newlines(path, start, stop)
+
+    monkeypatch.setattr(blocks, "count_newlines", count)
+    read = list(read_blocks([Segment(str(path), "text")], 1000))
+    shuffled = list(enumerate(read))
+    random.Random(1).shuffle(shuffled)
+    found = {number: [line.line for line in block.texts()[1]] for number, block in shuffled}
+    assert [line for number in range(len(read)) for line in found[number]] == list(range(2, 4001, 2))
+    assert sum(counted) < 10 * path.stat().st_size

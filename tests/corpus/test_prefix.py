@@ -27,6 +27,13 @@ def test_there_is_no_text_to_read(tmp_path: Path) -> None:
         segments(tmp_path / "out")
 
 
+def test_files_that_were_moved_are_another_corpus(tmp_path: Path) -> None:
+    before = fingerprint(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3])))
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a{suffix}").rename(tmp_path / f"b{suffix}")
+    assert fingerprint(PrefixSource(kind="prefix", prefix=str(tmp_path / "b"))) != before
+
+
 @pytest.mark.parametrize("missing", [".bin", ".idx"])
 def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     prefix = write_tokens(tmp_path / "a", [3])

@@ -25,6 +25,9 @@ def test_vocabulary_size_from_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     local = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path)}})
     assert expected_vocab_size(local) == 3
+    gone = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path / "typo.json")}})
+    with pytest.raises(ConfigError, match=r"data\.tokenizer\.name: the vocabulary .*typo\.json cannot be read"):
+        expected_vocab_size(gone)
     assert expected_vocab_size(load_config("gpt2-tiny")) == 8192
     assert expected_vocab_size(load_config("gpt2-345m")) == 50_257
 
