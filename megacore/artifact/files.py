@@ -1,8 +1,10 @@
 """Writing that survives a crash: sync, then rename."""
 
 import errno
+import glob
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,14 @@ def write_json(path: Path, value: Any) -> None:
         sync_directory(path.parent)
 
 
+def remove_dead_temporaries(target: Path) -> None:
+    """Remove directories `<target>.tmp-<pid>` of processes that were killed."""
+    for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string of a JSON value: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
@@ -57,14 +67,17 @@ def workspace_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        elsewhere = "write elsewhere (MEGACORE_WORKSPACE names another workspace)"
         advice = {
-            "ENOSPC": "free some space (`megacore clean` removes stale temporaries) or set another workspace",
+            "ENOSPC": "free some space (`megacore clean` removes a workspace's stale temporaries) or write elsewhere",
             "EFBIG": "raise the limit on file sizes (`ulimit -f`)",
-            "EDQUOT": "raise the quota or set another workspace",
-            "EACCES": "make it writable or set MEGACORE_WORKSPACE to a directory that is",
-            "EPERM": "make it writable or set MEGACORE_WORKSPACE to a directory that is",
-            "EROFS": "set MEGACORE_WORKSPACE to a directory on a writable mount",
-            "ENOTDIR": "move the file that is in the way or set MEGACORE_WORKSPACE to a directory",
+            "EDQUOT": "raise the quota or write elsewhere",
+            "EACCES": f"make it writable or {elsewhere}",
+            "EPERM": f"make it writable or {elsewhere}",
+            "EROFS": elsewhere,
+            "ENOTDIR": f"move the file that is in the way or {elsewhere}",
+            "EISDIR": f"move the directory that is in the way or {elsewhere}",
+            "ENAMETOOLONG": "give it a shorter name",
         }
         code = errno.errorcode.get(error.errno or 0, "")
         if code not in advice:

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import sys
+from types import FrameType
 from typing import NoReturn
 
 import typer
@@ -30,15 +32,25 @@ app.command(cls=IndexCommand)(index)
 
 def main() -> None:
     """Entry point: a user's error is one sentence and an exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
     try:
         app(standalone_mode=True)
     except MegacoreError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(error.exit_code) from None
+    except MemoryError as error:
+        sys.stderr.write(f"error: this machine's memory does not suffice ({error}): ask for less\n")
+        raise SystemExit(1) from None
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
         _leave()
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """End as an error does: what was begun is removed on the way out."""
+    raise SystemExit(128 + number)
 
 
 def _leave() -> NoReturn:

@@ -5,9 +5,11 @@ from typing import Any, ClassVar
 
 from typer.core import TyperCommand
 
+from megacore.cli._names import options_named
+
 
 class VariadicCommand(TyperCommand):
-    """A command of which some options take several values, besides being given several times."""
+    """A command on files of which some options take several values, besides being given several times."""
 
     variadic: ClassVar[tuple[str, ...]] = ()
     """Their names, with both dashes."""
@@ -15,6 +17,11 @@ class VariadicCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments after `--name A B` was made `--name A --name B`."""
         return super().parse_args(ctx, repeat_options(args, self.variadic))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; its errors speak of options."""
+        with options_named():
+            return super().invoke(ctx)
 
 
 def repeat_options(arguments: list[str], names: Collection[str]) -> list[str]:

@@ -71,6 +71,7 @@ def index(
         drop_last_partial=drop_last_partial,
     )
     samples = _wanted(split, (train_samples, valid_samples, test_samples))
+    _check_weights_count(mixture, samples)
     if kind == "gpt":
         counts = _build_gpt(mixture, output, options, samples, short_seq_prob)
     else:
@@ -102,6 +103,17 @@ def _wanted(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | N
 
     weights = (1.0, 1.0, 1.0) if split is None else parse_split(split)
     return tuple(0 if count is None and weight == 0 else count for weight, count in zip(weights, samples, strict=True))
+
+
+def _check_weights_count(mixture: "Mixture", samples: tuple[int | None, ...]) -> None:
+    """Raise ConfigError for weights in a split of unlimited samples, all of which would be taken whatever they are."""
+    for name, wanted in zip(("train", "valid", "test"), samples, strict=True):
+        members = getattr(mixture, name)
+        if wanted is None and len(members) > 1 and members[0].weight is not None:
+            raise ConfigError(
+                f"the {name} split has weights but no --{name}-samples, so that every sample of each data set would be "
+                "taken whatever its weight: give a number (0 leaves the split empty), or leave the weights out"
+            )
 
 
 def _build_gpt(
@@ -155,7 +167,7 @@ def _new_directory(output: Path) -> Iterator[Path]:
 
     Raises WorkspaceError when `output` holds something already, or cannot be written.
     """
-    from megacore.artifact.files import sync_directory, sync_tree, workspace_errors
+    from megacore.artifact.files import remove_dead_temporaries, sync_directory, sync_tree, workspace_errors
 
     with workspace_errors(output):
         if output.is_dir() and any(output.iterdir()):
@@ -165,7 +177,7 @@ def _new_directory(output: Path) -> Iterator[Path]:
         parent = output.absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
         temporary = parent / f"{output.name}.tmp-{os.getpid()}"
-        _remove_dead(parent, output.name)
+        remove_dead_temporaries(output)
         temporary.mkdir()
         try:
             yield temporary
@@ -175,14 +187,6 @@ def _new_directory(output: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         sync_directory(parent)
-
-
-def _remove_dead(parent: Path, name: str) -> None:
-    """Remove what a process that was killed left behind."""
-    for path in parent.glob(f"{name}.tmp-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdecimal() and not Path("/proc", pid).exists() and Path("/proc").exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _summary(entry: Mapping[str, Any]) -> str:

@@ -76,6 +76,7 @@ def tokenize(
         sentence_data=sentence_data,
     )
     _check_sentences(options)
+    _check_names(output_prefix, json_key)
     target = name_of(output_prefix, json_key, options)
     check_output(target, overwrite=overwrite)
     inputs = Inputs.find(input, json_key)
@@ -120,19 +121,28 @@ def _choice(kind: Kind, given: dict[str, str | None], eod_token: str | None, low
             return HfTokenizer(kind=kind, name=file, eod_token=eod_token or "<|endoftext|>")
 
 
+def _check_names(output_prefix: str, json_key: str) -> None:
+    """Raise ConfigError for what cannot be part of a file's name."""
+    if not Path(output_prefix).name:
+        raise ConfigError(f"--output-prefix is {output_prefix!r}: give the beginning of a file's name")
+    if not json_key or "/" in json_key:
+        raise ConfigError(f"--json-key is {json_key!r}, which the token files' names cannot have: rename the field")
+
+
 def _check_sentences(options: "TokenizeOptions") -> None:
-    """Raise ConfigError for options that only splitting uses."""
-    if options.split_sentences:
-        return
+    """Raise ConfigError for options that only splitting, or only Punkt, uses."""
+    model = {"--sentence-data": options.sentence_data is not None, "--language": options.language != "english"}
     used = {
         "--keep-newlines": options.keep_newlines,
         "--sentence-splitter": options.sentence_splitter != "punkt",
-        "--sentence-data": options.sentence_data is not None,
-        "--language": options.language != "english",
+        **model,
     }
+    if options.split_sentences:
+        used = model if options.sentence_splitter == "rules" else {}
     without_effect = [name for name, is_used in used.items() if is_used]
     if without_effect:
-        raise ConfigError(f"{' and '.join(without_effect)} without --split-sentences has no effect: give both, or none")
+        needed = "with --sentence-splitter rules" if options.split_sentences else "without --split-sentences"
+        raise ConfigError(f"{' and '.join(without_effect)} {needed} has no effect: leave it out")
 
 
 def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":

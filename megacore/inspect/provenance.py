@@ -38,6 +38,8 @@ class OriginFile:
     """Lines that held no document, ascending; lines (in parquet files: rows) count from 1 in the file."""
     first_line: int | None
     """Line at which the part begins; None in a shard that begins inside of a file and is not merged yet."""
+    size: int | None = None
+    """Bytes of the whole file when it was read."""
 
     def line(self, number: int) -> int | None:
         """The line of the part's document `number`, counted from 0; None when its beginning is unknown."""
@@ -60,6 +62,8 @@ class Place:
     """From 1; in a parquet file the row."""
     key: str
     """Field or column that holds the text."""
+    size: int | None = None
+    """Bytes of the file when it was read; None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Origins:
         number = bisect_right(self._ends, read)
         file = self.files[number]
         line = file.line(read - (self._ends[number] - file.documents))
-        return None if line is None else Place(file.path, line, file.key)
+        return None if line is None else Place(file.path, line, file.key, file.size)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -171,6 +175,7 @@ def _origin_file(directory: Path, entry: dict[str, Any]) -> OriginFile:
         documents=int(entry["documents"]),
         skipped_lines=tuple(int(line) for line in entry["skipped_lines"]),
         first_line=None if entry["first_line"] is None else int(entry["first_line"]),
+        size=None if entry.get("size") is None else int(entry["size"]),
     )
     if file.documents < 0 or file.first_line == 0 or list(file.skipped_lines) != sorted(set(file.skipped_lines)):
         raise ValueError(f"its entry of {file.path} counts what cannot be")

@@ -1,5 +1,6 @@
 """Reading back one document from the file that it came from."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,15 @@ class SourceDocument:
 def read_document(place: Place) -> SourceDocument:
     """The document at a file and line, or row; memory is that of the line.
 
-    Raises DataFormatError for a file that is gone, or that no longer has such a line.
+    Raises DataFormatError for a file that is gone or has changed, or that no longer has such a line.
     """
     form = form_of(place.path)
+    size = os.path.getsize(place.path)
+    if place.size not in (None, size):
+        raise DataFormatError(
+            f"{place.path} has {size} bytes and had {place.size} when it was tokenized: line {place.line} may be "
+            "another text now"
+        )
     if form == "parquet":
         return SourceDocument(_row(place), None)
     pieces = _pieces(place.path) if form == "plain" else decompress(place.path, form)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import StageKey
-from megacore.artifact.files import sync_directory, workspace_errors, write_json
+from megacore.artifact.files import remove_dead_temporaries, sync_directory, workspace_errors, write_json
 from megacore.artifact.manifest import FileEntry, Manifest, file_digest
 from megacore.config.source import JsonlSource
 from megacore.config.tokenizer import (
@@ -61,7 +61,13 @@ def output_prefix(prefix: str, key: str, options: TokenizeOptions) -> str:
 
 
 def check_output(target: str, *, overwrite: bool) -> None:
-    """Refuse to replace token files unless that is meant. Raises ConfigError."""
+    """Refuse to replace token files unless that is meant, and what is none at all. Raises ConfigError."""
+    for path in (Path(f"{target}{suffix}") for suffix in _SUFFIXES):
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory: give another --output-prefix")
+    for folder in Path(target).absolute().parents:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file: give another --output-prefix")
     existing = [f"{target}{suffix}" for suffix in (".bin", ".idx") if os.path.lexists(f"{target}{suffix}")]
     if existing and not overwrite:
         raise ConfigError(f"{' and '.join(existing)} exist already: give another --output-prefix, or --overwrite")
@@ -86,6 +92,7 @@ def tokenize_files(
     folder = Path(f"{target}.tmp-{os.getpid()}")
     with workspace_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_dead_temporaries(Path(target))
         folder.mkdir()
     try:
         tokenizer = open_tokenizer(choice, folder.parent / ".huggingface")

@@ -28,11 +28,14 @@ class FileRecord:
     """Numbers in the file, from 1, of lines that hold no document."""
     first_line: int | None = 1
     """Where reading began; None in a shard that begins inside of a file, until it is merged."""
+    size: int | None = None
+    """Bytes of the whole file when it was read: another size tells that it has changed."""
 
     @classmethod
     def of(cls, segment: "Segment") -> "FileRecord":
         """The record of a segment before it is read."""
-        return cls(segment.path, segment.key, first_line=None if segment.start else 1)
+        first_line = None if segment.start else 1
+        return cls(segment.path, segment.key, first_line=first_line, size=os.path.getsize(segment.path))
 
 
 def documents_record(files: Sequence[FileRecord], facts: dict[str, Any], directory: Path | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Text into sentences: nltk's Punkt (Kiss and Strunk 2006), or plain rules that need no model."""
 
+import io
 import os
 import re
 import signal
@@ -166,7 +167,13 @@ def download_punkt(directory: Path, language: str) -> None:
     from nltk.downloader import Downloader
 
     try:
-        fetched = Downloader().download("punkt_tab", download_dir=str(directory), quiet=True, raise_on_error=True)
+        fetched = Downloader().download(
+            "punkt_tab",
+            download_dir=str(directory),
+            quiet=True,
+            raise_on_error=True,
+            print_error_to=io.StringIO(),  # the exception says it too
+        )
     except Exception as error:  # nltk raises ValueError, URLError, PermissionError and its own
         raise _unreachable(error) from error
     if not fetched:

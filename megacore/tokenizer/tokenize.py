@@ -118,6 +118,9 @@ def tokenize_corpus(
 
 def check_tokens(counts: dict[str, int], source: object) -> None:
     """Raise DataFormatError when the documents of `source` gave no token."""
+    if not counts["documents"]:
+        skipped = f": all {counts['skipped_lines']} lines were skipped" if counts["skipped_lines"] else ""
+        raise DataFormatError(f"{source} holds no document{skipped}: point data.source at text")
     if not counts["tokens"]:
         raise DataFormatError(
             f"the {counts['documents']} documents of {source} have no token: point data.source at text"

@@ -92,10 +92,10 @@ def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
         (["--data-prefix", "{a}x"], DataFormatError, "ax.idx does not exist"),
         (["--data-prefix", "{a}", "--split", "1,0,0", "--valid-samples", "3"], DataFormatError, "the valid split of"),
         (["--data-prefix", "{a}", "{b}", "--split", "1,1,1", "--train-samples", "99"], DataFormatError, "99 samples"),
-        (["--data-prefix", "{a}", "--split", "1,x"], ConfigError, "data.split is '1,x'"),
+        (["--data-prefix", "{a}", "--split", "1,x"], ConfigError, "--split is '1,x'"),
         (["--data-prefix", "{a}", "--seed", "-1"], ConfigError, "the seed of the shuffles is -1"),
         (["--data-prefix", "{a}", "--train-data-prefix", "{b}"], ConfigError, "leave one out"),
-        (["--train-data-prefix", "{b}", "--split", "1,1,1"], ConfigError, "leave data.split out"),
+        (["--train-data-prefix", "{b}", "--split", "1,1,1"], ConfigError, "leave --split out"),
         ([], ConfigError, "no token files are named"),
         (["--data-prefix", "{a}", "--index-style", "neox", "--packing", "unpacked"], ConfigError, "packing unpacked"),
         (["--data-prefix", "{a}", "{b}", "--kind", "bert"], ConfigError, "--kind bert takes one pair of token files"),
@@ -152,3 +152,15 @@ def test_values_after_an_option_are_its_own() -> None:
         *("--data-prefix", "-1", "--data-prefix", "a", "--data-prefix", "2", "--data-prefix", "b"),
         *("--seed", "3", "--data-prefix=c", "d"),
     ]
+
+
+def test_weights_need_a_number_of_samples(tmp_path: Path) -> None:
+    prefixes = [write_tokens(tmp_path / name, [40] * 20) for name in ("a", "b")]
+    arguments = ["index", "--data-prefix", "0.3", prefixes[0], "0.7", prefixes[1], "--seq-length", "16"]
+    command = [*arguments, "--split", "1,1,1", "--train-samples", "5", "--output", str(tmp_path / "maps")]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, ConfigError)
+    assert "the valid split has weights but no --valid-samples" in str(result.exception)
+    assert not (tmp_path / "maps").exists()
+    result = CliRunner().invoke(app, [*command, "--valid-samples", "2", "--test-samples", "0"])
+    assert result.exit_code == 0, result.output

@@ -73,7 +73,14 @@ def test_files_and_their_manifest(tmp_path: Path, tokenizer: Path, gpt2: list[st
         assert entry["mtime_ns"] == (prefix.parent / name).stat().st_mtime_ns
     files = json.loads(Path(f"{prefix}.documents.json").read_text())["files"]
     assert files == [
-        {"path": str(source), "key": "text", "documents": len(TEXTS), "skipped_lines": [], "first_line": 1}
+        {
+            "path": str(source),
+            "key": "text",
+            "documents": len(TEXTS),
+            "skipped_lines": [],
+            "first_line": 1,
+            "size": source.stat().st_size,
+        }
     ]
     tokens = manifest["counts"]["tokens"]
     assert f"{prefix}: {len(TEXTS)} documents, {tokens:,} tokens, 0.0 MB in " in result.output
@@ -165,7 +172,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, arguments: list[str
     ("content", "message"),
     [
         (None, r"a.jsonl cannot be read: No such file"),
-        ("", "the 0 documents of"),
+        ("", "holds no document"),
         ('{"text": ""}\n', "the 1 documents of"),
         ('{"text": "x"}\n\n', "a.jsonl:2 is blank"),
         ('{"text": "x"}\n{"text": "y"', "a.jsonl:2 is not JSON"),
@@ -232,3 +239,40 @@ def test_it_starts_without_heavy_packages_and_ends_with_the_errors_code(tmp_path
     bad = subprocess.run([*command, "--output-prefix", str(tmp_path / "bad")], cwd=ROOT, capture_output=True, text=True)
     assert bad.returncode == DataFormatError.exit_code
     assert bad.stderr == f"error: {source}:1 holds a JSON list, not an object with the key 'text'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json-key", "a/b"], "--json-key is 'a/b'"),
+        (["--output-prefix", ""], "--output-prefix is ''"),
+        (["--split-sentences", "--sentence-splitter", "rules", "--language", "german"], "--language with"),
+    ],
+)
+def test_options_that_cannot_work(tmp_path: Path, gpt2: list[str], arguments: list[str], message: str) -> None:
+    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+    command = ["tokenize", "--input", str(source), *gpt2, "--output-prefix", str(tmp_path / "out"), *arguments]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_what_is_in_the_way_is_named(tmp_path: Path, gpt2: list[str]) -> None:
+    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "out_text_document.bin").mkdir()
+    command = ["tokenize", "--input", str(source), *gpt2, "--overwrite", "--output-prefix"]
+    result = CliRunner().invoke(app, [*command, str(tmp_path / "out")])
+    assert "out_text_document.bin is a directory: give another --output-prefix" in str(result.exception)
+    result = CliRunner().invoke(app, [*command, str(source / "out")])
+    assert f"{source} is a file: give another --output-prefix" in str(result.exception)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, gpt2: list[str]) -> None:
+    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+    dead = tmp_path / "out_text_document.tmp-999999999"
+    dead.mkdir()
+    command = ["tokenize", "--input", str(source), *gpt2, "--output-prefix", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert not dead.exists()

@@ -68,3 +68,11 @@ def test_what_is_no_document_any_more(tmp_path: Path) -> None:
     for path, line, message in ((tmp_path / "a.jsonl", 2, "a.jsonl:2 is blank"), (tmp_path / "b", 1, "cannot be read")):
         with pytest.raises(DataFormatError, match=message):
             read_document(place(path, line))
+
+
+def test_a_file_of_another_size_is_not_taken_for_the_one_that_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert read_document(Place(str(path), 2, "text", 32)).text == "two"
+    with pytest.raises(DataFormatError, match=r"a\.jsonl has 32 bytes and had 48 when it was tokenized: line 2 may be"):
+        read_document(Place(str(path), 2, "text", 48))

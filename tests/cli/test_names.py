@@ -1,0 +1,21 @@
+import pytest
+
+from megacore.cli._names import options_named, with_options
+from megacore.config.data import DataConfig
+from megacore.errors import DataFormatError
+
+
+def test_keys_are_called_by_their_options() -> None:
+    assert with_options("set data.source.key, then check data.source") == "set --json-key, then check --input"
+    assert with_options("data.tokenizer.vocab_file of data.tokenizer") == "--vocab-file of --tokenizer"
+
+
+def test_the_type_of_an_error_stays() -> None:
+    with pytest.raises(DataFormatError, match=r"^lower --seq-length$"), options_named():
+        raise DataFormatError("lower data.seq_length")
+
+
+def test_keys_exist() -> None:
+    from megacore.cli import _names
+
+    assert {key.split(".")[1] for key in _names._OPTIONS} <= set(DataConfig.model_fields)
