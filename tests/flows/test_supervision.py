@@ -65,7 +65,12 @@ def start(conf: Path, workspace: Path, *overrides: str) -> "subprocess.Popen[byt
     for override in overrides:
         command += ["-o", override]
     log = open(workspace.with_suffix(".log"), "ab")  # noqa: SIM115 - it lives as long as the process
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=hear_interrupts)
+
+
+def hear_interrupts() -> None:
+    """A shell that starts tests in its background has them ignore SIGINT, and so all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def last_checkpoint(workspace: Path) -> int:
