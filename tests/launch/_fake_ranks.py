@@ -23,7 +23,10 @@ def launcher(directory: Path, behaviour: str, ranks: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     command = [sys.executable, __file__, str(directory), behaviour]
     children = [subprocess.Popen([*command, "--rank", str(rank)], start_new_session=True) for rank in range(ranks)]
-    return max(1 if child.wait() else 0 for child in children)
+    code = max(1 if child.wait() else 0 for child in children)
+    if behaviour == "orphaned-waiting":
+        time.sleep(LIFETIME)  # the launcher outlives its own children
+    return code
 
 
 def rank_main(directory: Path, behaviour: str, rank: int) -> None:
@@ -31,7 +34,7 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour.endswith("chained"):
         die_with_parent()
-    if behaviour == "orphaned" and os.fork():
+    if behaviour.startswith("orphaned") and os.fork():
         os._exit(0)  # the grandchild goes on without a parent
     temporary = directory / f"rank_{rank}.tmp"
     temporary.write_text(str(os.getpid()))

@@ -50,7 +50,7 @@ def test_missing_executable_is_said_in_the_log(tmp_path: Path) -> None:
     [
         ("polite", signal.SIGTERM),
         ("stubborn", signal.SIGTERM),
-        ("orphaned", "end of stdin"),
+        ("orphaned-waiting", "end of stdin"),
         ("stubborn", "end of stdin"),
         ("polite", signal.SIGINT),
     ],

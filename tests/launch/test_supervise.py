@@ -150,7 +150,7 @@ def start_driver(tmp_path: Path, behaviour: str) -> "subprocess.Popen[bytes]":
     [
         ("polite", signal.SIGKILL),
         ("stubborn", signal.SIGKILL),
-        ("orphaned", signal.SIGKILL),
+        ("orphaned-waiting", signal.SIGKILL),
         ("stubborn", signal.SIGTERM),
         ("polite", signal.SIGINT),
     ],
