@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megacore.models import GPTModel, build_model
+from megacore.models.inputs import ModelInput
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import partial_gradients, partitions
@@ -18,6 +19,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "groups": {"num_query_groups": 2},
     "sequence": {"sequence": True},
     "sequence and groups": {"sequence": True, "num_query_groups": 1},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "num_query_groups": 2,
+        "sequence": True,
+    },
+    "neox": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "parallel_residual": True,
+        "activation": "gelu",
+        "qk_layernorm": True,
+        "sequence": True,
+    },
+    "alibi": {"position_embedding_type": "alibi", "sliding_window": 5, "activation": "geglu", "kv_channels": 16},
     "losses": {"train": {"label_smoothing": 0.1, "z_loss": 0.01}},
 }
 """Whole models whose losses and gradients are compared with the serial ones."""
@@ -149,12 +168,13 @@ def _pass(chunks: list[GPTModel], tokens: Tensor) -> dict[str, Tensor]:
     """Two micro batches through the chunks, after draws that must not matter; the tables' gradients are summed."""
     found: dict[str, Tensor] = {}
     for number in range(2):
-        x = tokens
+        given, x = ModelInput(tokens, tokens.roll(-1, 1)), None
         for chunk in chunks:
             torch.rand(number + 3)
-            x = chunk.run(x, labels=tokens.roll(-1, 1) if chunk.has_head else None, dropout_seed=SEED + number)
-        found[f"loss {number}"] = x.detach()
-        x.mean().backward()
+            x = chunk.run(given, x, dropout_seed=SEED + number)
+        losses = x["lm_loss"].losses
+        found[f"loss {number}"] = losses.detach()
+        losses.mean().backward()
     for chunk in chunks:
         for name, grad in grads(chunk).items():
             found[name] = found[name] + grad if name in found else grad
@@ -163,7 +183,7 @@ def _pass(chunks: list[GPTModel], tokens: Tensor) -> dict[str, Tensor]:
 
 def _two_in_flight(own: GPTModel, tokens: Tensor) -> dict[str, Tensor]:
     """The same as `_pass` with both forward passes before the backward passes."""
-    losses = [own.run(tokens, labels=tokens.roll(-1, 1), dropout_seed=SEED + number) for number in range(2)]
+    losses = [own.loss(tokens, tokens.roll(-1, 1), dropout_seed=SEED + number) for number in range(2)]
     found = {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)}
     for loss in losses:
         loss.mean().backward()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
 from megacore.models.layers.attention import SelfAttention
 from megacore.models.layers.mlp import MLP
@@ -77,6 +78,9 @@ def _meshes() -> dict[str, Any]:
         mesh = ProcessMesh.build(RankLayout(**{axis: 2}))
         groups = (mesh.data_parallel, mesh.pipeline_parallel, mesh.tensor_parallel)
         found[axis] = (mesh.rank, mesh.world_size, [(group.rank, group.size, group.group is None) for group in groups])
+        found[f"{axis} copies"] = mesh.copies
+    shared = ProcessMesh.build(RankLayout(pipeline=2), shared_stages=((0,), (0, 1))).copies
+    found["copies"] = {stages: (group.rank, group.size) for stages, group in shared.items()}
     try:
         ProcessMesh.build(RankLayout(data=4))
     except ParallelLayoutError as error:
@@ -190,7 +194,8 @@ def mlp(tp: ParallelGroup) -> dict[bool, Found]:
     """6 -> 8 -> 6 on [2, 4, 6]."""
     found = {}
     for sequence in (False, True):
-        layer = MLP(6, 8, tp=tp, sequence_parallel=sequence, device="cpu").double()
+        model = ModelConfig(num_layers=1, hidden_size=6, num_attention_heads=1, ffn_hidden_size=8)
+        layer = MLP(model, tp=tp, sequence_parallel=sequence, device="cpu").double()
         _load(layer, **MLP_WEIGHTS)
         x, g = random("x", 2, 4, 6), random("g", 2, 4, 6)
         found[sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megacore.config.data import DataConfig
+from megacore.config.family import check_model
 from megacore.config.layouts import check_layout
-from megacore.config.model import ModelConfig
 from megacore.config.optim import OptimConfig
+from megacore.config.sentences import check_sentences
 from megacore.config.source import holds_tokens
 from megacore.config.tokenizer import TrainBpeTokenizer
 from megacore.config.train import TrainConfig
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 def check_sections(config: "RunConfig") -> None:
     """Raise ValueError for the first combination of values that cannot work."""
     _check_data(config.data)
-    _check_model(config.model, config.data.seq_length)
+    check_sentences(config)
+    check_model(config.family, config.model, config.data.seq_length)
     _check_rampup(config.train)
     _check_recompute(config.train)
     _check_warmup(config)
     _check_decay(config)
     _check_weight_decay(config.optim)
+    _check_zero_shot(config)
     ranks = config.launch.nproc_per_node
     check_layout(config, ranks if isinstance(ranks, int) else None)
 
@@ -118,25 +121,6 @@ def check_split(split: str) -> None:
         )
 
 
-def _check_model(model: ModelConfig, seq_length: int) -> None:
-    if model.hidden_size % model.num_attention_heads:
-        raise ValueError(
-            f"model.hidden_size {model.hidden_size} is not a multiple of model.num_attention_heads "
-            f"{model.num_attention_heads}: choose heads that divide it"
-        )
-    if model.num_attention_heads % model.query_groups:
-        raise ValueError(
-            f"model.num_attention_heads {model.num_attention_heads} is not a multiple of model.num_query_groups "
-            f"{model.num_query_groups}: choose groups that divide it"
-        )
-    positions = model.max_position_embeddings
-    if positions is not None and positions < seq_length:
-        raise ValueError(
-            f"data.seq_length {seq_length} exceeds model.max_position_embeddings {positions}: "
-            f"raise the latter to at least {seq_length}"
-        )
-
-
 def _check_rampup(train: TrainConfig) -> None:
     rampup, total = train.rampup_batch_size, train.global_batch_size
     if rampup is None:
@@ -223,4 +207,25 @@ def _check_weight_decay(optim: OptimConfig) -> None:
         raise ValueError(
             f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style} but neither optim.start_weight_decay "
             "nor optim.end_weight_decay is given: give one or both"
+        )
+
+
+def _check_zero_shot(config: "RunConfig") -> None:
+    zero_shot, seq_length = config.evaluate.zero_shot, config.data.seq_length
+    for name in ("wikitext", "lambada"):
+        if config.family != "gpt" and getattr(zero_shot, name) is not None:
+            raise ValueError(
+                f"evaluate.zero_shot.{name} is {getattr(zero_shot, name)} but family is {config.family}: only gpt "
+                "predicts a text from left to right: remove it"
+            )
+    stride = zero_shot.overlapping_eval
+    if stride is not None and zero_shot.wikitext is None:
+        raise ValueError(
+            f"evaluate.zero_shot.overlapping_eval is {stride} but there is no evaluate.zero_shot.wikitext, whose "
+            "windows it is of: give both, or neither"
+        )
+    if stride is not None and stride > seq_length:
+        raise ValueError(
+            f"evaluate.zero_shot.overlapping_eval {stride} exceeds data.seq_length {seq_length}, so that windows would "
+            f"leave tokens out: lower it to at most {seq_length}"
         )

@@ -24,6 +24,37 @@ class FimConfig(Section):
     """Stands before the suffix."""
 
 
+class MaskedLmConfig(Section):
+    """BERT's samples (Devlin et al. 2018): two segments of whole sentences, some tokens of which are predicted."""
+
+    masked_lm_prob: float = keyed(0.15, gt=0, lt=1)
+    """Share of the tokens that are predicted; of these 80 % become [MASK], 10 % another token, 10 % stay."""
+    whole_word_masking: bool = keyed(True)
+    """Whether the pieces of a word are predicted together."""
+    max_ngram: int = keyed(3, ge=1, le=10)
+    """Most consecutive words that are drawn together, each number n as likely as 1 / n (Megatron-LM); 1 draws single
+    words (Devlin et al. 2018)."""
+    short_seq_prob: float = keyed(0.1, ge=0, le=1)
+    """Share of samples with a shorter target length."""
+    sentence_task: Literal["sop", "nsp"] = keyed("sop")
+    """What the binary head predicts: whether the two segments have changed places (Lan et al. 2019), or whether the
+    second comes from another document (Devlin et al. 2018)."""
+
+
+class SpanCorruptionConfig(Section):
+    """T5's samples (Raffel et al. 2019): spans of whole sentences are replaced by sentinels and are to be written."""
+
+    noise_density: float = keyed(0.15, gt=0, lt=1)
+    """Share of the tokens that are replaced."""
+    mean_span_length: float | None = keyed(3.0, ge=1)
+    """Tokens of a replaced span, on average; null draws spans of 1 to 10 whole words as Megatron-LM does, by a
+    geometric distribution with p = 0.2 (Joshi et al. 2019)."""
+    short_seq_prob: float = keyed(0.1, ge=0, le=1)
+    """Share of samples with a shorter target length."""
+    decoder_seq_length: int = keyed(128, gt=1)
+    """Tokens of the decoder's sequence; a span that finds no room there stays in the text."""
+
+
 class DataConfig(Section):
     """From documents to samples. One of `source`, `blend` and `split_blends` says where the documents come from."""
 
@@ -38,7 +69,11 @@ class DataConfig(Section):
     split: str | None = keyed(None)
     """Weights of the train, validation and test split; null means 969,30,1, or no division with `split_blends`."""
     seq_length: int = keyed(gt=0)
-    """Tokens per sample (s)."""
+    """Tokens per sample (s); of T5, the encoder's."""
+    masked_lm: MaskedLmConfig = keyed(MaskedLmConfig())
+    """How BERT's samples are made; used with family bert only."""
+    span_corruption: SpanCorruptionConfig = keyed(SpanCorruptionConfig())
+    """How T5's samples are made; used with family t5 only."""
     append_eod: bool = keyed(True)
     """Whether <|endoftext|> is added after each document."""
     shuffle_documents: bool = keyed(True)

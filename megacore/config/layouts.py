@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megacore.config.t5_stages import T5Stages
+
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
 
@@ -169,12 +171,16 @@ def _refused_sequence(config: "RunConfig", layout: Layout) -> Refusal | None:
             "a sequence",
             "set parallel.sequence_parallel to false",
         )
-    if config.data.seq_length % layout.tensor:
-        return Refusal(
-            f"data.seq_length {config.data.seq_length} is not a multiple of parallel.tensor_model_parallel_size "
-            f"{layout.tensor}, which parallel.sequence_parallel divides it by",
-            "set parallel.sequence_parallel to false",
-        )
+    lengths = {"data.seq_length": config.data.seq_length}
+    if config.family == "t5":
+        lengths["data.span_corruption.decoder_seq_length"] = config.data.span_corruption.decoder_seq_length
+    for name, length in lengths.items():
+        if length % layout.tensor:
+            return Refusal(
+                f"{name} {length} is not a multiple of parallel.tensor_model_parallel_size {layout.tensor}, which "
+                "parallel.sequence_parallel divides it by",
+                "set parallel.sequence_parallel to false",
+            )
     return None
 
 
@@ -203,10 +209,19 @@ def _refused_vocabulary(config: "RunConfig", layout: Layout, padded_vocab_size: 
 
 
 def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
+    split = config.parallel.pipeline_model_parallel_split_rank
+    if split is not None and config.family != "t5":
+        return Refusal(
+            f"parallel.pipeline_model_parallel_split_rank is {split} but family is {config.family}, which has no "
+            "decoder beside an encoder",
+            "set it to null",
+        )
     if layout.virtual == 1:
         return None
     asked = f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual}"
     remedy = "set parallel.virtual_pipeline_model_parallel_size to 1"
+    if config.family == "t5":
+        return Refusal(f"{asked} but family is t5, whose stages have one chunk of one stack each", remedy)
     if layout.pipeline == 1:
         return Refusal(f"{asked} but parallel.pipeline_model_parallel_size is 1, so that there are no stages", remedy)
     if config.parallel.pipeline_schedule == "gpipe":
@@ -218,6 +233,10 @@ def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
 
 def _refused_layers(config: "RunConfig", layout: Layout) -> Refusal | None:
     layers, partition, chunks = config.model.num_layers, config.parallel.pipeline_partition, layout.chunks
+    if config.family == "t5":
+        split = config.parallel.pipeline_model_parallel_split_rank
+        problem = T5Stages(layers, config.model.decoder_layers, layout.pipeline, split, partition).problem()
+        return None if problem is None else Refusal(*problem)
     into = f"parallel.pipeline_model_parallel_size {layout.pipeline}"
     if layout.virtual > 1:
         into += f" x parallel.virtual_pipeline_model_parallel_size {layout.virtual} = {chunks} chunks"

@@ -1,38 +1,87 @@
 """The architecture."""
 
+from typing import Literal
+
 from megacore.config.base import Section, keyed
+
+Family = Literal["gpt", "bert", "t5"]
+PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative", "none"]
+Normalization = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "swiglu", "geglu", "geglu_tanh"]
+GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
+"""Activations of gated units (Shazeer 2020, arXiv:2002.05202), whose MLP has a third matrix."""
 
 
 class ModelConfig(Section):
-    """A GPT-2 decoder (Radford et al. 2019), as Megatron-LM builds it."""
+    """A transformer, as Megatron-LM builds it; the defaults are those of GPT-2 (Radford et al. 2019)."""
 
     num_layers: int = keyed(gt=0)
-    """Transformer layers."""
+    """Transformer layers; of T5, the encoder's."""
+    num_decoder_layers: int | None = keyed(None, gt=0)
+    """Layers of T5's decoder; null means num_layers."""
     hidden_size: int = keyed(gt=0)
     """Width of the residual stream (h)."""
     num_attention_heads: int = keyed(gt=0)
-    """Attention heads (n); head size d = hidden_size / num_attention_heads."""
+    """Attention heads (n)."""
     num_query_groups: int | None = keyed(None, gt=0)
     """Key-value heads (g; Ainslie et al. 2023), each shared by n / g query heads; null means one per query head."""
+    kv_channels: int | None = keyed(None, gt=0)
+    """Size of one attention head (d); null means hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = keyed(None, gt=0)
     """Width of the MLP's inner layer; null means 4 x hidden_size."""
+    activation: Activation = keyed("gelu_tanh")
+    """Of the MLP: GELU (Hendrycks and Gimpel 2016) in its tanh approximation or exact, ReLU, or a gated unit (Shazeer
+    2020) with SiLU, GELU or its approximation."""
+    normalization: Normalization = keyed("layernorm")
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019)."""
+    norm_position: Literal["pre", "post"] = keyed("pre")
+    """Whether norms stand before each branch or after each sum (Devlin et al. 2018); post is for BERT alone."""
+    parallel_residual: bool = keyed(False)
+    """Whether attention and MLP read the same input and are added together (GPT-J, GPT-NeoX); for GPT alone."""
+    position_embedding_type: PositionEmbedding = keyed("learned_absolute")
+    """A learned table; rotary (Su et al. 2021); ALiBi (Press et al. 2021), both for GPT alone; T5's relative bias
+    (Raffel et al. 2019), for T5 alone; or nothing."""
+    rotary_base: float = keyed(10000.0, gt=1.0)
+    """Base of the rotary frequencies."""
+    rotary_percent: float = keyed(1.0, gt=0.0, le=1.0)
+    """Share of each head that is rotated."""
+    relative_attention_num_buckets: int = keyed(32, gt=1)
+    """Buckets of distances of the relative bias."""
+    relative_attention_max_distance: int = keyed(128, gt=1)
+    """Distance in tokens from which on all share the last bucket of the relative bias."""
+    sliding_window: int | None = keyed(None, gt=0)
+    """Tokens that a token sees, itself included (Jiang et al. 2023); null means all before it; for GPT alone."""
+    qk_layernorm: bool = keyed(False)
+    """Whether queries and keys of each head are normalised (Dehghani et al. 2023); for GPT alone."""
+    add_bias_linear: bool = keyed(True)
+    """Whether linear layers have biases."""
+    untie_embeddings_and_output_weights: bool = keyed(False)
+    """Whether the output layer has weights of its own, instead of the token embeddings (Press and Wolf 2017)."""
+    bert_binary_head: bool = keyed(True)
+    """Whether BERT has a pooler and predicts how its two segments belong together."""
     max_position_embeddings: int | None = keyed(None, gt=0)
-    """Rows of the learned position table, in tokens; null means data.seq_length."""
+    """Longest sequence in tokens, and rows of the learned position table; null means data.seq_length."""
     hidden_dropout: float = keyed(0.1, ge=0.0, lt=1.0)
     """Probability of dropping an element after the embedding, the attention projection and the MLP."""
     attention_dropout: float = keyed(0.1, ge=0.0, lt=1.0)
     """Probability of dropping an attention weight."""
     init_method_std: float = keyed(0.02, gt=0.0)
-    """Standard deviation of the initial weights; projections into the residual use std / sqrt(2 x num_layers)."""
+    """Standard deviation of the initial weights; projections into the residual of a model with norm_position pre use
+    std / sqrt(2 x num_layers). T5's follow from widths (Raffel et al. 2019)."""
     layernorm_epsilon: float = keyed(1e-5, gt=0.0)
-    """Epsilon of every layer norm."""
+    """Epsilon of every norm."""
     make_vocab_size_divisible_by: int = keyed(128, gt=0)
     """The vocabulary is padded to a multiple of this, in tokens; a tensor-parallel size divides the result."""
 
     @property
     def head_dim(self) -> int:
-        """Size of one attention head (d)."""
-        return self.hidden_size // self.num_attention_heads
+        """Size of one attention head (d), resolved."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all heads together (n x d)."""
+        return self.num_attention_heads * self.head_dim
 
     @property
     def query_groups(self) -> int:
@@ -43,3 +92,18 @@ class ModelConfig(Section):
     def ffn_size(self) -> int:
         """Width of the MLP's inner layer, resolved."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP is a gated unit."""
+        return self.activation in GATED
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers of T5's decoder, resolved."""
+        return self.num_decoder_layers or self.num_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of each head that are rotated, an even number."""
+        return int(self.head_dim * self.rotary_percent) // 2 * 2

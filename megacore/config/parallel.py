@@ -25,6 +25,8 @@ class ParallelConfig(Section):
     pipeline_partition: Literal["balanced", "uniform"] | tuple[int, ...] = unkeyed("balanced")
     """Layers of each chunk: balanced counts embedding and head as well, uniform gives all the same number, a list says
     it for each of the pp x v chunks in the order of the model."""
+    pipeline_model_parallel_split_rank: int | None = unkeyed(None, gt=0)
+    """Pipeline stage at which T5's decoder begins; null divides the stages by cost."""
     use_distributed_optimizer: bool = unkeyed(False)
     """Whether main weights and moments are divided over data-parallel ranks (ZeRO-1; Rajbhandari et al. 2020)."""
     grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0)

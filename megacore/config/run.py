@@ -7,7 +7,7 @@ from pydantic import model_validator
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.checks import check_sections
 from megacore.config.data import DataConfig
-from megacore.config.model import ModelConfig
+from megacore.config.model import Family, ModelConfig
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.config.train import (
@@ -26,8 +26,8 @@ class RunConfig(Section):
 
     name: str = unkeyed(pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """Name of the run and of the exported model: lower case, digits, dots and dashes."""
-    family: Literal["gpt"] = keyed("gpt")
-    """Kind of model."""
+    family: Family = keyed("gpt")
+    """Kind of model: a causal decoder, BERT's encoder, or T5's encoder and decoder."""
     seed: int = keyed(1234, ge=0, lt=2**32)
     """Seeds the order of documents and samples, the initial weights and dropout."""
     verify: Literal["quick", "full"] = unkeyed("quick")

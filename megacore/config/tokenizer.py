@@ -8,18 +8,25 @@ from pydantic import Field
 from megacore.config.base import Section, keyed
 
 
-class TrainBpeTokenizer(Section):
+class _Vocabulary(Section):
+    """What every tokenizer may have."""
+
+    vocab_extra_ids: int = keyed(0, ge=0)
+    """Sentinels <extra_id_0>, <extra_id_1>, … to add at the end of the vocabulary, as T5 needs them."""
+
+
+class TrainBpeTokenizer(_Vocabulary):
     """A byte-level BPE trained on the corpus itself."""
 
     kind: Literal["train-bpe"] = keyed()
     """Which tokenizer this is."""
     vocab_size: int = keyed(8192, gt=256)
-    """Entries of the vocabulary, special tokens included."""
+    """Entries of the vocabulary, special tokens included, sentinels not."""
     special_tokens: tuple[str, ...] = keyed(())
     """Tokens beside <|endoftext|> that text is never divided into, as those of fill-in-the-middle."""
 
 
-class Gpt2BpeTokenizer(Section):
+class Gpt2BpeTokenizer(_Vocabulary):
     """GPT-2's byte-level BPE from its two files."""
 
     kind: Literal["gpt2-bpe"] = keyed()
@@ -30,7 +37,7 @@ class Gpt2BpeTokenizer(Section):
     """Path of merges.txt; its content, not its name, is part of the key."""
 
 
-class BertWordPieceTokenizer(Section):
+class BertWordPieceTokenizer(_Vocabulary):
     """BERT's WordPiece from its vocabulary."""
 
     kind: Literal["bert-wordpiece"] = keyed()
@@ -41,7 +48,18 @@ class BertWordPieceTokenizer(Section):
     """Whether text is lower-cased and stripped of accents, as for the uncased vocabularies."""
 
 
-class SentencePieceTokenizer(Section):
+class TrainWordPieceTokenizer(_Vocabulary):
+    """A WordPiece vocabulary trained on the corpus itself, with BERT's special tokens."""
+
+    kind: Literal["train-wordpiece"] = keyed()
+    """Which tokenizer this is."""
+    vocab_size: int = keyed(8192, gt=256)
+    """Entries of the vocabulary, special tokens included, sentinels not."""
+    lower_case: bool = keyed(True)
+    """Whether text is lower-cased and stripped of accents."""
+
+
+class SentencePieceTokenizer(_Vocabulary):
     """A SentencePiece model."""
 
     kind: Literal["sentencepiece"] = keyed()
@@ -50,7 +68,7 @@ class SentencePieceTokenizer(Section):
     """Path of the .model; its content, not its name, is part of the key."""
 
 
-class HfTokenizer(Section):
+class HfTokenizer(_Vocabulary):
     """A `tokenizer.json`, from a file or from the Hugging Face hub."""
 
     kind: Literal["hf"] = keyed()
@@ -72,6 +90,11 @@ class HfTokenizer(Section):
 
 
 TokenizerChoice = Annotated[
-    TrainBpeTokenizer | Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer,
+    TrainBpeTokenizer
+    | TrainWordPieceTokenizer
+    | Gpt2BpeTokenizer
+    | BertWordPieceTokenizer
+    | SentencePieceTokenizer
+    | HfTokenizer,
     Field(discriminator="kind"),
 ]

@@ -35,6 +35,8 @@ class TrainConfig(Section):
     attention computes between q, k, v and its output (Korthikanti et al. 2022)."""
     recompute_num_layers: int | None = unkeyed(None, gt=0)
     """Layers of each pipeline chunk that recompute, the first ones; null means all."""
+    pretrained_checkpoint: str | None = keyed(None)
+    """Checkpoint directory (iter_*) whose weights the run begins with; null draws initial weights."""
     rampup_batch_size: RampupBatchSize | None = keyed(None)
     """Grows the batch from a smaller one to global_batch_size; null means it is global_batch_size from the start."""
     label_smoothing: float = keyed(0.0, ge=0.0, lt=1.0)
@@ -85,24 +87,46 @@ class LaunchConfig(Section):
     """Seconds before a retry."""
 
 
+class ZeroShotConfig(Section):
+    """Scores of the best checkpoint on texts that it was not trained for; with family gpt alone."""
+
+    wikitext: str | None = keyed(None, min_length=1)
+    """Path of WikiText's test split, words divided by spaces; its content, not its name, is part of the key."""
+    lambada: str | None = keyed(None, min_length=1)
+    """Path of LAMBADA's test split, JSON Lines with the key text; its content, not its name, is part of the key."""
+    overlapping_eval: int | None = keyed(None, gt=0)
+    """Tokens between the starts of WikiText's windows of seq_length tokens; null lets them not overlap."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a text to score."""
+        return self.wikitext is not None or self.lambada is not None
+
+
 class EvaluateConfig(Section):
-    """Perplexity of the validation and the test split, for every kept checkpoint."""
+    """Perplexity of the validation and the test split, for every kept checkpoint, and zero-shot scores of the best."""
 
     micro_batch_size: int = unkeyed(16, gt=0)
     """Samples per forward pass and rank."""
     max_samples: int | None = keyed(None, gt=0)
     """Samples of each split that are scored, in the shuffled order; null means all."""
+    zero_shot: ZeroShotConfig = keyed(ZeroShotConfig())
+    """Texts that the model was not trained for."""
 
 
 class ExportConfig(Section):
     """Conversion to transformers and its gate."""
 
     parity_samples: int = keyed(8, gt=0)
-    """Validation samples on which exported and own logits, perplexity and greedy tokens are compared."""
+    """Validation samples on which exported and own logits and greedy tokens are compared."""
     parity_tolerance: float = keyed(1e-4, gt=0)
     """Largest absolute difference of fp32 logits that passes."""
+    max_test_samples: int | None = keyed(None, gt=0)
+    """Samples of the test split on which the perplexities of both are compared; null means all."""
+    dtype: Literal["float32", "bfloat16"] = keyed("float32")
+    """Type of the exported weights."""
     sample_prompt: str = keyed("def ")
-    """Prompt of the text that is shown at the end."""
+    """Prompt of the text that is shown at the end; without a mask BERT, and without a sentinel T5, fills its end."""
     sample_tokens: int = keyed(120, gt=0)
     """Length of that text, in tokens."""
 

@@ -1,13 +1,18 @@
-"""From a configuration to a model with its initial weights."""
+"""From a configuration to a model with its initial weights, or from a checkpoint's description to one without."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from megacore.config.model import Family
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
+from megacore.models.base import Model
 from megacore.models.gpt import GPTModel
 from megacore.models.init import initialize
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk
-from megacore.tokenizer import padded_vocab_size
 
 
 def build_model(
@@ -17,7 +22,7 @@ def build_model(
     *,
     device: torch.device | str = "cpu",
     chunk: ModelChunk | None = None,
-) -> GPTModel:
+) -> Model:
     """The model of a run, in fp32, with the initial weights of `config.seed`, the same for every layout.
 
     Args:
@@ -32,13 +37,13 @@ def build_model(
         ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
     """
     train = config.train
-    model = GPTModel(
-        config.model,
-        padded_vocab_size=padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by),
-        max_position_embeddings=config.max_position_embeddings,
-        layers=chunk.layers if chunk else None,
-        has_embedding=chunk is None or chunk.has_embedding,
-        has_head=chunk is None or chunk.has_head,
+    spec = ModelSpec.of(config, vocab_size)
+    options: dict[str, Any] = {"sentence_task": config.data.masked_lm.sentence_task} if config.family == "bert" else {}
+    model = _class_of(config.family)(
+        spec.model,
+        padded_vocab_size=spec.padded_vocab_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        chunk=chunk,
         recompute=train.recompute,
         recompute_num_layers=train.recompute_num_layers,
         label_smoothing=train.label_smoothing,
@@ -46,13 +51,44 @@ def build_model(
         tp=mesh.tensor_parallel,
         sequence_parallel=config.parallel.sequence_parallel,
         device=device,
+        **options,
     )
     if torch.device(device).type != "meta":
-        initialize(
-            model,
-            seed=config.seed,
-            std=config.model.init_method_std,
-            num_layers=config.model.num_layers,
-            vocab_size=vocab_size,
-        )
+        initialize(model, spec, seed=config.seed)
     return model
+
+
+def build_bare(spec: ModelSpec, mesh: ProcessMesh, *, device: torch.device | str = "meta") -> Model:
+    """A whole model for reading weights into, without initial weights and not for training.
+
+    Args:
+        spec: what the checkpoint says of it.
+        mesh: this process's groups; it gets its own part of each layer.
+        device: where the parameters are; on "meta" weights are assigned later.
+
+    Raises:
+        ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
+    """
+    model = _class_of(spec.family)(
+        spec.model,
+        padded_vocab_size=spec.padded_vocab_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        tp=mesh.tensor_parallel,
+        device=device,
+    )
+    return model.eval()
+
+
+def _class_of(family: Family) -> Callable[..., Model]:
+    """The class of a family; a model's file is read when it is needed."""
+    match family:
+        case "gpt":
+            return GPTModel
+        case "bert":
+            from megacore.models.bert import BertModel
+
+            return BertModel
+        case "t5":
+            from megacore.models.t5 import T5Model
+
+            return T5Model

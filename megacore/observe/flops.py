@@ -1,7 +1,7 @@
 """Floating-point operations of a training step and what share of the hardware's peak they use."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megacore.config.run import RunConfig
@@ -16,21 +16,33 @@ _MEASURING_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """What the operation count of a GPT depends on."""
+    """What the operation count of a model depends on."""
 
     num_layers: int
+    """Of T5, the encoder's."""
     hidden_size: int
     ffn_size: int
     seq_length: int
+    """Of T5, the encoder's."""
     vocab_size: int
     """Padded entries of the vocabulary."""
     key_value_size: int | None = None
-    """Width of the keys of all key-value heads (g x d); None means hidden_size."""
+    """Width of the keys of all key-value heads (g x d); None means that of the queries."""
+    query_size: int | None = None
+    """Width of all heads (n x d); None means hidden_size."""
+    mlp_matrices: int = 2
+    """Three for a gated unit."""
+    decoder_layers: int = 0
+    """Of T5."""
+    decoder_seq_length: int = 0
+    """Of T5; 0 where there is no decoder."""
+    head_layers: int = 0
+    """Square linear layers before the output layer: BERT's head has one."""
 
     @classmethod
     def of(cls, config: RunConfig, padded_vocab_size: int) -> "TransformerShape":
         """The shape of a configuration's model."""
-        model = config.model
+        model, t5 = config.model, config.family == "t5"
         return cls(
             model.num_layers,
             model.hidden_size,
@@ -38,29 +50,67 @@ class TransformerShape:
             config.data.seq_length,
             padded_vocab_size,
             model.query_groups * model.head_dim,
+            query_size=None if model.attention_size == model.hidden_size else model.attention_size,
+            mlp_matrices=3 if model.gated else 2,
+            decoder_layers=model.decoder_layers if t5 else 0,
+            decoder_seq_length=config.data.span_corruption.decoder_seq_length if t5 else 0,
+            head_layers=int(config.family == "bert"),
+        )
+
+    def part(self, layers: int, decoder_layers: int, *, head: bool) -> "TransformerShape":
+        """So many layers of the model, with its head or without."""
+        return replace(
+            self,
+            num_layers=layers,
+            decoder_layers=decoder_layers,
+            vocab_size=self.vocab_size if head else 0,
+            head_layers=self.head_layers if head else 0,
         )
 
     @property
     def layer_forward(self) -> int:
-        """Operations of one layer's matrix products, forward, for one sample of s tokens."""
-        s, h = self.seq_length, self.hidden_size
-        key_value = h if self.key_value_size is None else self.key_value_size
-        projections = 4 * s * h * (h + key_value) + 4 * s * h * self.ffn_size
-        return projections + self.attention_forward
+        """Operations of one layer's matrix products, forward, for one sample of s tokens; of T5, the encoder's."""
+        s, h, q = self.seq_length, self.hidden_size, self._query_size
+        key_value = q if self.key_value_size is None else self.key_value_size
+        return 4 * s * h * (q + key_value) + self._mlp_forward(s) + self.attention_forward
 
     @property
     def attention_forward(self) -> int:
         """The part of a layer's operations between q, k, v and attention's output."""
-        return 4 * self.seq_length**2 * self.hidden_size
+        return 4 * self.seq_length**2 * self._query_size
+
+    @property
+    def decoder_layer_forward(self) -> int:
+        """Operations of one layer of T5's decoder, forward, for one sample."""
+        s, d, h, q = self.seq_length, self.decoder_seq_length, self.hidden_size, self._query_size
+        self_attention, inter_attention = 8 * d * h * q, 4 * (d + s) * h * q
+        return self_attention + inter_attention + self._mlp_forward(d) + self.decoder_attention_forward
+
+    @property
+    def decoder_attention_forward(self) -> int:
+        """The part of them between q, k, v and the outputs of both attentions."""
+        return 4 * self.decoder_seq_length * (self.decoder_seq_length + self.seq_length) * self._query_size
 
     @property
     def logits_forward(self) -> int:
-        """Operations of the output layer, forward, for one sample."""
-        return 2 * self.seq_length * self.hidden_size * self.vocab_size
+        """Operations of the head, forward, for one sample."""
+        s, h = self.decoder_seq_length or self.seq_length, self.hidden_size
+        return 2 * s * h * (self.vocab_size + self.head_layers * h)
+
+    @property
+    def _query_size(self) -> int:
+        return self.hidden_size if self.query_size is None else self.query_size
+
+    def _mlp_forward(self, tokens: int) -> int:
+        return 2 * self.mlp_matrices * tokens * self.hidden_size * self.ffn_size
 
 
 def step_flops(
-    shape: TransformerShape, samples: int, recompute: Recompute, recomputed_layers: int | None = None
+    shape: TransformerShape,
+    samples: int,
+    recompute: Recompute,
+    recomputed_layers: int | None = None,
+    recomputed_decoder_layers: int | None = None,
 ) -> int:
     """Operations that the hardware makes for `samples` samples (Narayanan et al. 2021, appendix; arXiv:2104.04473).
 
@@ -72,11 +122,23 @@ def step_flops(
         shape: of the model.
         samples: of s tokens each.
         recompute: what is computed again in the backward pass.
-        recomputed_layers: how many layers of the whole model do that; None means all.
+        recomputed_layers: how many layers of the whole model do that, of T5 the encoder's; None means all.
+        recomputed_decoder_layers: how many of T5's decoder; None means all.
     """
     again = {"none": 0, "selective": shape.attention_forward, "full": shape.layer_forward}[recompute]
+    decoder_again = {
+        "none": 0,
+        "selective": shape.decoder_attention_forward,
+        "full": shape.decoder_layer_forward,
+    }[recompute]
     layers = shape.num_layers if recomputed_layers is None else recomputed_layers
-    return samples * (3 * (shape.num_layers * shape.layer_forward + shape.logits_forward) + layers * again)
+    decoder_layers = shape.decoder_layers if recomputed_decoder_layers is None else recomputed_decoder_layers
+    forward = (
+        shape.num_layers * shape.layer_forward
+        + shape.decoder_layers * shape.decoder_layer_forward
+        + shape.logits_forward
+    )
+    return samples * (3 * forward + layers * again + decoder_layers * decoder_again)
 
 
 @dataclass(frozen=True)

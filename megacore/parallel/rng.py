@@ -36,7 +36,7 @@ def micro_batch_seed(seed: int, first_sample: int) -> int:
     return stable_seed("micro batch", seed, first_sample)
 
 
-def seed_dropout(dropout_seed: int | None, number: int) -> None:
+def seed_dropout(dropout_seed: int | None, number: int, part: str | None = None) -> None:
     """Seed what a layer draws for one micro batch, just before it draws: recomputation then repeats it.
 
     Tensor-parallel ranks draw alike; `tensor_parallel_region` sets them apart where they hold different parts of an
@@ -45,9 +45,10 @@ def seed_dropout(dropout_seed: int | None, number: int) -> None:
     Args:
         dropout_seed: of the micro batch, see `micro_batch_seed`; a model that trains with dropout must be given one.
         number: the layer's index in the whole model, or `EMBEDDING`.
+        part: of the layer, where several draw by themselves.
     """
     assert dropout_seed is not None, "a model that trains with dropout needs the dropout_seed of its micro batch"
-    torch.manual_seed(stable_seed("dropout", dropout_seed, number))
+    torch.manual_seed(stable_seed("dropout", dropout_seed, number, *([] if part is None else [part])))
 
 
 @contextmanager

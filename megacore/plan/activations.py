@@ -26,60 +26,60 @@ class Activations:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch (b s)."""
+        """Tokens of a micro batch (b s); of T5, the encoder's."""
         return self.config.train.micro_batch_size * self.config.data.seq_length
 
     @property
+    def predictions(self) -> int:
+        """Rows of logits of a micro batch."""
+        return self._decoder_tokens if self.config.family == "t5" else self.tokens
+
+    @property
     def layer(self) -> int:
-        """Bytes that a layer keeps.
+        """Bytes that a layer keeps; of T5, one of the encoder.
 
         Norms, hidden dropout and the inputs of column-parallel layers are whole on every rank unless the sequence is
         divided; what lies between is divided.
         """
-        model, tensor = self.config.model, self.config.parallel.tensor_model_parallel_size
-        norms_and_inputs = 4 * self._hidden(self.element)
-        masks = 2 * self._hidden(self._mask)
-        groups = model.query_groups // tensor or model.query_groups  # fewer than ranks: gathered from all of them
-        key_value = 2 * groups * model.head_dim
-        divided = (2 * model.hidden_size + 2 * model.ffn_size) // tensor + key_value
-        return norms_and_inputs + masks + self.tokens * self.element * divided + self.attention
+        return self._layer(self.tokens) + self.attention
+
+    @property
+    def decoder_layer(self) -> int:
+        """Bytes that a layer of T5's decoder keeps."""
+        model, tokens = self.config.model, self._decoder_tokens
+        inner = model.attention_size // self._tensor
+        cross = 2 * self._hidden(self.element, tokens) + self._hidden(self._mask, tokens)
+        cross += self.element * inner * (2 * tokens + 2 * self.tokens)
+        return self._layer(tokens) + cross + self.decoder_attention
 
     @property
     def attention(self) -> int:
-        """Bytes of a layer between q, k, v and attention's output: none where it is fused.
+        """Bytes of a layer between q, k, v and attention's output: none where it is fused."""
+        return self._scores(self.tokens, self.config.data.seq_length)
 
-        On CPUs torch has no fused attention with dropout: softmax, mask and product are kept in fp32, [b, n/t, s, s]
-        each, and the masks of hidden dropout are as wide as activations instead of one byte.
-        """
-        model = self.config.model
-        if self.device_type == "cuda" or not model.attention_dropout:
-            return 0
-        heads = model.num_attention_heads // self.config.parallel.tensor_model_parallel_size
-        return 3 * 4 * self.tokens * heads * self.config.data.seq_length
+    @property
+    def decoder_attention(self) -> int:
+        """The same of a decoder's layer, for both of its attentions."""
+        lengths = self.config.data.span_corruption.decoder_seq_length, self.config.data.seq_length
+        return sum(self._scores(self._decoder_tokens, length) for length in lengths)
 
     @property
     def recomputed_layer(self) -> int:
         """Bytes that a layer keeps when the rest is computed again."""
-        match self.config.train.recompute:
-            case "none":
-                return self.layer
-            case "selective":
-                return self.layer - self.attention
-            case "full":
-                return self._hidden(self.element)
+        return self._recomputed(self.layer, self.attention, self.tokens)
 
     def chunk(self, chunk: ModelChunk) -> int:
         """Bytes that a chunk keeps, its losses and logits left out."""
-        layers, limit = len(chunk.layers), self.config.train.recompute_num_layers
-        recomputed = layers if limit is None else min(limit, layers)
-        total = recomputed * self.recomputed_layer + (layers - recomputed) * self.layer
+        total = self._layers(len(chunk.layers), self.recomputed_layer, self.layer)
+        if chunk.decoder_layers:
+            kept = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
+            total += self._layers(len(chunk.decoder_layers), kept, self.decoder_layer)
         if chunk.has_embedding:
-            total += self._hidden(self._mask)
+            total += self._hidden(self._mask, self.tokens)
         if chunk.has_head:
-            total += 2 * self._hidden(self.element)  # the final norm's input and output
-        if self.config.data.reset_attention_mask:
-            total += self.tokens * self.config.data.seq_length * self.element  # one bias [b, s, s] for all its layers
-        return total
+            # The final norm's input and output.
+            total += (2 + self._norm_copies) * self._hidden(self.element, self.predictions)
+        return total + self._biases(chunk)
 
     def peak(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> tuple[int, int]:
         """Most that a stage with these chunks keeps at a time, over the micro batches of its schedule.
@@ -96,7 +96,22 @@ class Activations:
         steps = [(1 if each.direction is Direction.FORWARD else -1, each.chunk) for each in passes]
         kept = max(accumulate(step * sizes[chunk] for step, chunk in steps))
         losses = max(accumulate(step * chunks[chunk].has_head for step, chunk in steps))
-        return kept + (self.layer - self.recomputed_layer), losses
+        return kept + self._working_set(chunks), losses
+
+    def _working_set(self, chunks: Sequence[ModelChunk]) -> int:
+        """What the layer that is computed again needs beside what it kept."""
+        encoder, decoder = (any(chunk.layers for chunk in chunks), any(chunk.decoder_layers for chunk in chunks))
+        again = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
+        return max((self.layer - self.recomputed_layer) * encoder, (self.decoder_layer - again) * decoder)
+
+    @property
+    def _tensor(self) -> int:
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def _decoder_tokens(self) -> int:
+        """Tokens of a micro batch in T5's decoder."""
+        return self.config.train.micro_batch_size * self.config.data.span_corruption.decoder_seq_length
 
     @property
     def _mask(self) -> int:
@@ -105,8 +120,74 @@ class Activations:
             return 0
         return 1 if self.device_type == "cuda" else self.element
 
-    def _hidden(self, element: int) -> int:
+    @property
+    def _norm_copies(self) -> int:
+        """Hidden states that a norm keeps besides its input: on CPUs torch's RMSNorm is made of several operations."""
+        return int(self.config.model.normalization == "rmsnorm" and self.device_type == "cpu")
+
+    def _layer(self, tokens: int) -> int:
+        """What a layer with self-attention keeps beside its scores."""
+        model, tensor = self.config.model, self._tensor
+        norms_and_inputs = (4 + 2 * self._norm_copies) * self._hidden(self.element, tokens)
+        masks = 2 * self._hidden(self._mask, tokens)
+        groups = model.query_groups // tensor or model.query_groups  # fewer than ranks: gathered from all of them
+        key_value = 2 * groups * model.head_dim
+        # Of a gated unit: the gate before and after its activation, the other half, and their product.
+        inner = 4 if model.gated else 1 if model.activation == "relu" else 2
+        divided = (2 * model.attention_size + inner * model.ffn_size) // tensor + key_value
+        if model.qk_layernorm:
+            divided += (1 + self._norm_copies) * (model.attention_size // tensor + key_value // 2)
+        if self.config.family == "t5" and model.hidden_dropout:  # within the MLP as well
+            copy = self.element if model.activation == "relu" else 0
+            masks += tokens * (self._mask + copy) * model.ffn_size // tensor
+        return norms_and_inputs + masks + tokens * self.element * divided
+
+    def _scores(self, tokens: int, keys: int) -> int:
+        """On CPUs torch has no fused attention with dropout or with a bias that is trained.
+
+        Softmax, mask and product are then kept in fp32, [b, n/t, s, keys] each, and the masks of hidden dropout are as
+        wide as activations instead of one byte.
+        """
+        model = self.config.model
+        trained = model.position_embedding_type == "relative"
+        if self.device_type == "cuda" or not (model.attention_dropout or trained):
+            return 0
+        kept = 3 if model.attention_dropout else 1
+        return kept * 4 * tokens * model.num_attention_heads // self._tensor * keys
+
+    def _recomputed(self, whole: int, attention: int, tokens: int) -> int:
+        match self.config.train.recompute:
+            case "none":
+                return whole
+            case "selective":
+                return whole - attention
+            case "full":
+                return self._hidden(self.element, tokens)
+
+    def _layers(self, layers: int, recomputed_layer: int, layer: int) -> int:
+        limit = self.config.train.recompute_num_layers
+        recomputed = layers if limit is None else min(limit, layers)
+        return recomputed * recomputed_layer + (layers - recomputed) * layer
+
+    def _biases(self, chunk: ModelChunk) -> int:
+        """What is added to the scores, once for all layers of a chunk."""
+        config, length = self.config, self.config.data.seq_length
+        heads = config.model.num_attention_heads // self._tensor
+        match config.model.position_embedding_type:
+            case "relative":
+                decoder = config.data.span_corruption.decoder_seq_length
+                whole = (len(chunk.layers) > 0) * self.tokens * length
+                whole += (len(chunk.decoder_layers) > 0) * self._decoder_tokens * decoder
+                return whole * heads * self.element
+            case "alibi":
+                samples = config.train.micro_batch_size if config.data.reset_attention_mask else 1
+                return samples * heads * length**2 * self.element
+        if config.data.reset_attention_mask:
+            return self.tokens * length * self.element  # one bias [b, s, s]
+        window = config.model.sliding_window
+        return length**2 * self.element if window is not None and window < length else 0
+
+    def _hidden(self, element: int, tokens: int) -> int:
         """Bytes of one rank's hidden states, [b, s, h], or [b, s/t, h] where the sequence is divided."""
-        parallel = self.config.parallel
-        parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        return element * self.tokens * self.config.model.hidden_size // parts
+        parts = self._tensor if self.config.parallel.sequence_parallel else 1
+        return element * tokens * self.config.model.hidden_size // parts

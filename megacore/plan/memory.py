@@ -1,12 +1,11 @@
-"""Bytes that a rank needs for training a GPT."""
+"""Bytes that a rank needs for training."""
 
 from dataclasses import dataclass
 
-from megacore import tokenizer
-from megacore.config.model import ModelConfig
 from megacore.config.run import RunConfig
-from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.activations import Activations
+from megacore.plan.parameters import chunk_parameters, padded_vocab_size
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
@@ -38,26 +37,6 @@ class MemoryEstimate:
     def total(self) -> int:
         """Bytes of everything."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.process
-
-
-def parameter_count(config: RunConfig, vocab_size: int) -> int:
-    """Parameters of the whole model, tied embeddings once, the vocabulary's padding included."""
-    model = config.model
-    embeddings = (padded_vocab_size(config, vocab_size) + config.max_position_embeddings) * model.hidden_size
-    return embeddings + model.num_layers * layer_parameters(model) + 2 * model.hidden_size
-
-
-def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
-    """Parameters of one layer on one of `tensor` ranks; norms and the biases of row-parallel layers are whole."""
-    hidden, ffn = model.hidden_size, model.ffn_size
-    query_key_value = (hidden + 2 * model.query_groups * model.head_dim) * (hidden + 1)
-    divided = query_key_value + hidden * hidden + ffn * (hidden + 1) + hidden * ffn
-    return divided // tensor + 6 * hidden
-
-
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding (v)."""
-    return tokenizer.padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
 
 
 def estimate_memory(
@@ -92,7 +71,7 @@ def estimate_stages(
     estimates = []
     for stage in range(stages):
         own = chunks[stage::stages]
-        parameters = sum(_chunk_parameters(config, vocab_size, chunk) for chunk in own)
+        parameters = sum(chunk_parameters(config, vocab_size, chunk, tensor) for chunk in own)
         main = -(-parameters // (data_parallel_size if parallel.use_distributed_optimizer else 1))
         activations, losses = kept.peak(own, stage, micro_batches)
         # Logits of half precision live only as long as their fp32 copy, or its gradient, is made.
@@ -104,21 +83,8 @@ def estimate_stages(
                 gradients=4 * parameters,
                 optimizer=8 * main,
                 activations=activations,
-                logits=kept.tokens * padded_vocab_size(config, vocab_size) // tensor * bytes_per_logit,
+                logits=kept.predictions * padded_vocab_size(config, vocab_size) // tensor * bytes_per_logit,
                 process=_PROCESS_BYTES[device_type],
             )
         )
     return tuple(estimates)
-
-
-def _chunk_parameters(config: RunConfig, vocab_size: int, chunk: ModelChunk) -> int:
-    """Parameters of a chunk on one tensor-parallel rank; a head without the embedding has word embeddings as well."""
-    hidden, tensor = config.model.hidden_size, config.parallel.tensor_model_parallel_size
-    count = len(chunk.layers) * layer_parameters(config.model, tensor)
-    if chunk.has_embedding or chunk.has_head:
-        count += padded_vocab_size(config, vocab_size) // tensor * hidden
-    if chunk.has_embedding:
-        count += config.max_position_embeddings * hidden
-    if chunk.has_head:
-        count += 2 * hidden
-    return count

@@ -1,18 +1,18 @@
 """What each pipeline stage of a configuration holds, when it works, and how long it waits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rich.table import Table
 
 from megacore.config.run import RunConfig
-from megacore.observe.flops import TransformerShape, step_flops
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
 from megacore.pipeline_parallel.simulate import Timeline, simulate
 from megacore.plan.hardware import Hardware
 from megacore.plan.layouts import layout_of
-from megacore.plan.memory import GIB, MemoryEstimate, estimate_stages, padded_vocab_size
+from megacore.plan.memory import GIB, MemoryEstimate, estimate_stages
+from megacore.plan.throughput import chunk_flops
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,25 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
 
 def _cost(config: RunConfig, vocab_size: int, chunk: ModelChunk) -> tuple[int, int]:
     """Operations of a forward and of a backward pass of one sample through a chunk."""
-    shape, train = TransformerShape.of(config, padded_vocab_size(config, vocab_size)), config.train
-    layers = len(chunk.layers)
-    part = replace(shape, num_layers=layers, vocab_size=shape.vocab_size if chunk.has_head else 0)
-    forward = step_flops(part, 1, "none") // 3
-    return forward, step_flops(part, 1, train.recompute, min(layers, train.recompute_num_layers or layers)) - forward
+    forward = chunk_flops(config, vocab_size, chunk, forward=True)
+    return forward, chunk_flops(config, vocab_size, chunk) - forward
 
 
 def _content(chunk: ModelChunk) -> str:
     """As in `embedding, 0-3`."""
-    first, *others = chunk.layers or (None,)
-    layers = [] if first is None else [f"{first}-{others[-1]}" if others else str(first)]
-    return ", ".join([*["embedding"] * chunk.has_embedding, *layers, *["head"] * chunk.has_head])
+    encoder, decoder = _numbers(chunk.layers), _numbers(chunk.decoder_layers)
+    parts = [encoder] if encoder else []
+    if decoder:
+        parts = [
+            *(f"encoder {part}" for part in parts),
+            *["embedding"] * (not chunk.has_embedding and chunk.has_decoder_embedding),
+            f"decoder {decoder}",
+        ]
+    return ", ".join([*["embedding"] * chunk.has_embedding, *parts, *["head"] * chunk.has_head])
+
+
+def _numbers(layers: range) -> str:
+    """As in `0-3`; empty where there are none."""
+    if not layers:
+        return ""
+    return str(layers.start) if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"

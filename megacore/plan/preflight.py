@@ -8,7 +8,8 @@ from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.layouts import layout_of
-from megacore.plan.memory import GIB, MemoryEstimate, estimate_memory, parameter_count
+from megacore.plan.memory import GIB, MemoryEstimate, estimate_memory
+from megacore.plan.parameters import parameter_count
 from megacore.plan.throughput import assumed_flops_per_second, training_days
 from megacore.plan.vocabulary import is_on_the_hub
 

@@ -1,12 +1,10 @@
 """How long a run takes, from the operations of its iterations and an assumed rate."""
 
-from dataclasses import replace
-
 from megacore.config.run import RunConfig
 from megacore.observe.flops import PEAK_TFLOPS, TransformerShape, peak_by_name, step_flops
-from megacore.pipeline_parallel.partition import chunks_of
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.plan.hardware import Hardware
-from megacore.plan.memory import padded_vocab_size
+from megacore.plan.parameters import padded_vocab_size
 from megacore.train.batch_schedule import BatchSchedule
 
 SECONDS_PER_DAY = 86_400.0
@@ -28,20 +26,37 @@ def training_flops(config: RunConfig, vocab_size: int) -> int:
     shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
     train = config.train
     consumed = BatchSchedule.of(config).consumed_after(train.train_iters)
-    iterations = step_flops(shape, consumed, train.recompute, recomputed_layers(config, vocab_size))
+    iterations = step_flops(shape, consumed, train.recompute, *recomputed_layers(config, vocab_size))
     samples = config.eval_rounds * train.eval_iters * train.global_batch_size
     return iterations + step_flops(shape, samples, "none") // 3
 
 
-def recomputed_layers(config: RunConfig, vocab_size: int) -> int:
+def recomputed_layers(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     """Layers of the whole model that recompute: the first `train.recompute_num_layers` of each chunk, or all.
 
-    Raises ParallelLayoutError when the layers cannot be divided over the chunks.
+    Those of T5's decoder are counted by themselves. Raises ParallelLayoutError when the layers cannot be divided over
+    the chunks.
     """
+    chunks = chunks_of(config, vocab_size)
+    encoder, decoder = zip(*(_recomputed(config, chunk) for chunk in chunks), strict=True)
+    return sum(encoder), sum(decoder)
+
+
+def chunk_flops(config: RunConfig, vocab_size: int, chunk: ModelChunk, *, forward: bool = False) -> int:
+    """Operations of a chunk for one training sample, over its tensor-parallel ranks, or of its forward pass alone."""
+    whole = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
+    shape = whole.part(len(chunk.layers), len(chunk.decoder_layers), head=chunk.has_head)
+    if forward:
+        return step_flops(shape, 1, "none") // 3
+    return step_flops(shape, 1, config.train.recompute, *_recomputed(config, chunk))
+
+
+def _recomputed(config: RunConfig, chunk: ModelChunk) -> tuple[int, int]:
+    """Layers of a chunk that recompute, of the encoder and of T5's decoder."""
     limit = config.train.recompute_num_layers
-    if limit is None:
-        return config.model.num_layers
-    return sum(min(limit, len(chunk.layers)) for chunk in chunks_of(config, vocab_size))
+    counts = len(chunk.layers), len(chunk.decoder_layers)
+    encoder, decoder = (count if limit is None else min(limit, count) for count in counts)
+    return encoder, decoder
 
 
 def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
@@ -49,14 +64,10 @@ def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
 
     Raises ParallelLayoutError when the layers cannot be divided over the stages.
     """
-    shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
-    recompute, limit = config.train.recompute, config.train.recompute_num_layers
     stages, chunks = config.parallel.pipeline_model_parallel_size, chunks_of(config, vocab_size)
     totals = [0] * stages
     for index, chunk in enumerate(chunks):
-        layers = len(chunk.layers)
-        part = replace(shape, num_layers=layers, vocab_size=shape.vocab_size if chunk.has_head else 0)
-        totals[index % stages] += step_flops(part, 1, recompute, layers if limit is None else min(limit, layers))
+        totals[index % stages] += chunk_flops(config, vocab_size, chunk)
     return tuple(totals)
 
 

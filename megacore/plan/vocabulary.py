@@ -11,6 +11,7 @@ from megacore.config.tokenizer import (
     SentencePieceTokenizer,
     TokenizerChoice,
     TrainBpeTokenizer,
+    TrainWordPieceTokenizer,
 )
 from megacore.errors import ConfigError
 
@@ -24,8 +25,13 @@ def expected_vocab_size(config: RunConfig) -> int:
     A tokenizer that is on the hub counts as GPT-2's. Raises ConfigError for a vocabulary file that is missing or
     damaged.
     """
-    match config.data.tokenizer:
-        case TrainBpeTokenizer() as choice:
+    return _own_entries(config.data.tokenizer) + config.data.tokenizer.vocab_extra_ids
+
+
+def _own_entries(tokenizer: TokenizerChoice) -> int:
+    """Entries without the sentinels that are added."""
+    match tokenizer:
+        case TrainBpeTokenizer() | TrainWordPieceTokenizer() as choice:
             return choice.vocab_size
         case HfTokenizer() as choice:
             file = choice.local_file

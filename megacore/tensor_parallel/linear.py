@@ -40,6 +40,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: width of the input, replicated on every rank.
         out_features: width of the whole output; each rank computes out_features / t of it.
+        bias: whether there is a b.
         tp: the ranks that share the layer; a group of one makes it `torch.nn.Linear`.
         sequence_parallel: the input is this rank's part of the sequence, the output is of the whole sequence.
         device: where the parameters are.
@@ -53,6 +54,7 @@ class ColumnParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
+        bias: bool = True,
         tp: ParallelGroup = ALONE,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
@@ -62,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         local = divide(out_features, tp, "the number of output features")
         self.weight = nn.Parameter(torch.empty(local, in_features, device=device))
-        self.bias = nn.Parameter(torch.empty(local, device=device))
+        self.bias = nn.Parameter(torch.empty(local, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features / t]."""
@@ -71,7 +73,7 @@ class ColumnParallelLinear(nn.Module):
     def partitions(self) -> dict[str, Partition]:
         """Both parameters are divided along their rows."""
         part = Partition(0, self.tp.rank, self.tp.size)
-        return {"weight": part, "bias": part}
+        return {"weight": part} if self.bias is None else {"weight": part, "bias": part}
 
 
 class RowParallelLinear(nn.Module):
@@ -83,6 +85,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: width of the whole input; each rank is given in_features / t of it.
         out_features: width of the output, replicated on every rank.
+        bias: whether there is a b.
         tp: the ranks that share the layer; a group of one makes it `torch.nn.Linear`.
         sequence_parallel: the output is this rank's part of the sequence.
         device: where the parameters are.
@@ -96,6 +99,7 @@ class RowParallelLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
+        bias: bool = True,
         tp: ParallelGroup = ALONE,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
@@ -105,7 +109,7 @@ class RowParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         local = divide(in_features, tp, "the number of input features")
         self.weight = nn.Parameter(torch.empty(out_features, local, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features / t] -> [..., out_features]; with sequence parallelism [b, s, …] -> [b, s/t, …]."""

@@ -8,7 +8,7 @@ import torch
 from megacore.models import build_model
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk
-from megacore.plan.memory import parameter_count
+from megacore.plan.parameters import parameter_count
 from megacore.tensor_parallel import partial_gradients
 from tests._tiny import tiny_config
 

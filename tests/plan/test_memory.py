@@ -1,55 +1,19 @@
+from dataclasses import replace
+
 import pytest
-import torch
 
 from megacore.config import RunConfig, load_config
 from megacore.models.build import build_model
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.activations import Activations
 from megacore.plan.memory import (
     MemoryEstimate,
     estimate_memory,
     estimate_stages,
-    layer_parameters,
-    padded_vocab_size,
-    parameter_count,
 )
-
-VOCAB_SIZE = 2000
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def tiny(dropout: float = 0.0, recompute: str = "none", **overrides: object) -> RunConfig:
-    values = {
-        "model.num_layers": 3,
-        "model.hidden_dropout": dropout,
-        "model.attention_dropout": dropout,
-        "data.seq_length": 128,
-        "train.micro_batch_size": 4,
-        "train.recompute": recompute,
-    }
-    return load_config("gpt2-tiny", {**values, **overrides})
-
-
-def saved_bytes(config: RunConfig, precision: str) -> int:
-    """What autograd really keeps after a forward pass, parameters excluded; the logits are not saved by autograd.
-
-    Each sample is one document where documents are kept apart.
-    """
-    model = build_model(config, VOCAB_SIZE, ProcessMesh.serial()).to(DTYPES[precision]).train()
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_length, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        documents = tokens if config.data.reset_attention_mask else None
-        loss = model.run(tokens, labels=tokens, documents=documents, dropout_seed=1)
-    assert loss.isfinite().all()
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
+from megacore.plan.parameters import chunk_parameters, layer_parameters, padded_vocab_size, parameter_count
+from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -120,6 +84,29 @@ def test_selective_recomputation_drops_what_fused_attention_never_keeps() -> Non
     kept = Activations(config, 4, "cpu")
     assert kept.layer - kept.recomputed_layer == kept.attention == 3 * 4 * b * (heads // 2) * s * s
     assert Activations(config, 4, "cuda").attention == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        LLAMA,
+        BERT,
+        BERT | {"model.norm_position": "post"},
+        BERT | {"model.bert_binary_head": False},
+        T5,
+        T5 | {"model.untie_embeddings_and_output_weights": True, "model.activation": "relu"},
+    ],
+)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3)])
+def test_parameters_of_every_family_are_counted(overrides: dict[str, object], tp: int, pp: int) -> None:
+    config = family(**overrides, **{"parallel.pipeline_model_parallel_size": pp})
+    mesh = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, tp))
+    for chunk in chunks_of(config, VOCAB_SIZE):
+        model = build_model(config, VOCAB_SIZE, mesh, device="meta", chunk=chunk)
+        held = sum(parameter.numel() for parameter in model.parameters())
+        assert chunk_parameters(config, VOCAB_SIZE, chunk, tp) == held
+    if tp == pp == 1:
+        assert parameter_count(config, VOCAB_SIZE) == held
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def test_stages_share_the_operations(recompute: str, pp: int, v: int, partition:
 
 def test_the_first_layers_of_each_chunk_recompute() -> None:
     some = {"train__recompute": "full", "train__recompute_num_layers": 2}
-    assert recomputed_layers(stages(1, **some), 8192) == 2
-    assert recomputed_layers(stages(4, **some, parallel__pipeline_partition="uniform"), 8192) == 8
-    assert recomputed_layers(stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1]), 8192) == 6
-    assert recomputed_layers(stages(2, train__recompute="full"), 8192) == 8
+    assert recomputed_layers(stages(1, **some), 8192) == (2, 0)
+    assert recomputed_layers(stages(4, **some, parallel__pipeline_partition="uniform"), 8192) == (8, 0)
+    assert recomputed_layers(stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1]), 8192) == (6, 0)
+    assert recomputed_layers(stages(2, train__recompute="full"), 8192) == (8, 0)
 
 
 def test_days_count_the_bubble_and_the_slowest_stage() -> None:

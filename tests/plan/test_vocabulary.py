@@ -55,3 +55,17 @@ def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
     )
     model.write_bytes(written.getvalue())
     assert expected_vocab_size(config) == 16
+
+
+def test_sentinels_are_counted(tmp_path: Path) -> None:
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("[PAD]\n[SEP]\n")
+    for choice, entries in (
+        ({"kind": "train-bpe", "vocab_size": 300}, 300),
+        ({"kind": "train-wordpiece", "vocab_size": 300}, 300),
+        ({"kind": "bert-wordpiece", "vocab_file": str(vocab)}, 2),
+        ({"kind": "hf", "name": "owner/name"}, 50_257),
+    ):
+        for extra in (0, 28):
+            config = load_config("gpt2-tiny", {"data.tokenizer": {**choice, "vocab_extra_ids": extra}})
+            assert expected_vocab_size(config) == entries + extra

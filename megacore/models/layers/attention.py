@@ -1,4 +1,4 @@
-"""Causal self-attention (Vaswani et al. 2017), divided by heads."""
+"""Attention (Vaswani et al. 2017), divided by heads: of a sequence to itself, and of a decoder to its encoder."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
+from megacore.models.layers.norm import make_norm, parameters_of
+from megacore.models.layers.rotary import rotate
+from megacore.models.layers.shared import Shared
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -14,8 +17,83 @@ from megacore.tensor_parallel.mappings import gather_within_tensor_parallel_regi
 from megacore.tensor_parallel.partition import divide
 
 
-class SelfAttention(nn.Module):
-    """Causal attention of n query heads and g key-value heads, each shared by n / g of them (Ainslie et al. 2023).
+class _Attention(nn.Module):
+    """What is common: the heads of this rank, the scores, and the projection of the result."""
+
+    part: str | None = None
+    """Under which name dropout is drawn."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        number: int,
+        *,
+        causal: bool,
+        scale: float | None,
+        recompute: bool,
+        tp: ParallelGroup,
+        sequence_parallel: bool,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self.causal = causal
+        self.scale = scale
+        self.recompute = recompute
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.head_dim = model.head_dim
+        self.heads = divide(model.num_attention_heads, tp, "model.num_attention_heads")
+        self.attention_dropout = model.attention_dropout
+        self.dense = RowParallelLinear(
+            model.attention_size,
+            model.hidden_size,
+            bias=model.add_bias_linear,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
+        )
+
+    def _context(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
+    ) -> Tensor:
+        """[b, n/t, s, d] of each head, the same for keys and values of each group -> [b, s, h]."""
+        if self.recompute and self.training and torch.is_grad_enabled():
+            context = checkpoint(
+                self._attend, query, key, value, dropout_seed, bias, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            context = self._attend(query, key, value, dropout_seed, bias)
+        return self.dense(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
+    ) -> Tensor:
+        """[b, n/t, s, d] -> [b, n/t, s, d]."""
+        if not (self.training and self.attention_dropout):
+            return self._scores(query, key, value, 0.0, bias)
+        seed_dropout(dropout_seed, self.number, self.part)
+        with tensor_parallel_region(self.tp, query):
+            return self._scores(query, key, value, self.attention_dropout, bias)
+
+    def _scores(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None) -> Tensor:
+        sharing = query.shape[1] // key.shape[1]
+        if bias is not None and sharing > 1:  # no fused kernel of torch's takes a bias and shared keys
+            key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=bias,
+            dropout_p=dropout,
+            is_causal=self.causal and bias is None and query.shape[2] == key.shape[2],
+            scale=self.scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+
+
+class SelfAttention(_Attention):
+    """Attention of n query heads and g key-value heads, each shared by n / g of them (Ainslie et al. 2023).
 
     With g = n one layer computes all three: the rows of query_key_value are [head][q, k, v][d], so that a part is
     whole heads. Else the rows of query are [head][d] and those of key_value [group][k, v][d]; with fewer groups than
@@ -24,6 +102,8 @@ class SelfAttention(nn.Module):
     Args:
         model: the architecture.
         number: the layer's index in the whole model.
+        causal: whether a token sees only itself and those before it.
+        scale: of the scores; None means 1 / sqrt(d).
         recompute: keep q, k and v alone for the backward pass, not what is computed of them.
         tp: the ranks that share the layer.
         sequence_parallel: input and output are this rank's part of the sequence.
@@ -38,47 +118,61 @@ class SelfAttention(nn.Module):
         model: ModelConfig,
         number: int,
         *,
+        causal: bool = True,
+        scale: float | None = None,
         recompute: bool,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
     ) -> None:
-        super().__init__()
-        self.number = number
-        self.recompute = recompute
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel
-        self.head_dim = model.head_dim
-        self.heads = divide(model.num_attention_heads, tp, "model.num_attention_heads")
+        super().__init__(
+            model,
+            number,
+            causal=causal,
+            scale=scale,
+            recompute=recompute,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
+        )
         self.groups = model.query_groups
         self.grouped = model.query_groups != model.num_attention_heads
-        self.attention_dropout = model.attention_dropout
-        hidden, inner = model.hidden_size, model.num_attention_heads * model.head_dim
 
         def column(rows: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(hidden, rows, tp=tp, sequence_parallel=sequence_parallel, device=device)
+            return ColumnParallelLinear(
+                model.hidden_size,
+                rows,
+                bias=model.add_bias_linear,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                device=device,
+            )
 
         if self.grouped:
             _check_groups(self.groups, tp)
-            self.query = column(inner)
+            self.query = column(model.attention_size)
             self.key_value = column(2 * self.groups * self.head_dim)
         else:
-            self.query_key_value = column(3 * inner)
-        self.dense = RowParallelLinear(inner, hidden, tp=tp, sequence_parallel=sequence_parallel, device=device)
+            self.query_key_value = column(3 * model.attention_size)
+        self.q_layernorm = make_norm(model, self.head_dim, device) if model.qk_layernorm else None
+        self.k_layernorm = make_norm(model, self.head_dim, device) if model.qk_layernorm else None
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None, bias: Tensor | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides.
+    def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        shared = shared or Shared()
+        query, key, value = self._project(x)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        if shared.rotary is not None:
+            query, key = rotate(query, shared.rotary), rotate(key, shared.rotary)
+        if shared.cache is not None:
+            key, value = shared.cache.append(self.number, key, value)
+        return self._context(query, key, value, dropout_seed, shared.bias)
 
-        `bias` [b, 1, s, s] is added to the scores instead of the causal mask.
-        """
-        query, key, value = (part.transpose(1, 2) for part in self._project(x))
-        if self.recompute and self.training and torch.is_grad_enabled():
-            context = checkpoint(
-                self._attend, query, key, value, dropout_seed, bias, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            context = self._attend(query, key, value, dropout_seed, bias)
-        return self.dense(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    def partial_gradients(self) -> frozenset[str]:
+        """Each rank's norms see its own heads."""
+        return parameters_of(self, "q_layernorm", "k_layernorm") if self.tp.size > 1 else frozenset()
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """This rank's queries [b, s, n/t, d], and the keys and values of their groups, each [b, s, g/t or 1, d]."""
@@ -95,30 +189,67 @@ class SelfAttention(nn.Module):
         key, value = mixed.view(*shape, -1, 2, self.head_dim).unbind(3)
         return query.view(*shape, self.heads, self.head_dim), key, value
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
-    ) -> Tensor:
-        """[b, n/t, s, d] of each head, the same for keys and values of each group -> [b, n/t, s, d]."""
-        if not (self.training and self.attention_dropout):
-            return _attention(query, key, value, 0.0, bias)
-        seed_dropout(dropout_seed, self.number)
-        with tensor_parallel_region(self.tp, query):
-            return _attention(query, key, value, self.attention_dropout, bias)
 
+class CrossAttention(_Attention):
+    """Attention of a decoder's tokens to the encoder's output, as many key-value heads as query heads.
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None) -> Tensor:
-    sharing = query.shape[1] // key.shape[1]
-    if bias is not None and sharing > 1:  # no fused kernel of torch's takes a bias and shared keys
-        key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=bias,
-        dropout_p=dropout,
-        is_causal=bias is None,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
+    The rows of query are [head][d], those of key_value [head][k, v][d].
+
+    Args:
+        model: the architecture.
+        number: the layer's index in the whole model.
+        scale: of the scores; None means 1 / sqrt(d).
+        recompute: keep q, k and v alone for the backward pass, not what is computed of them.
+        tp: the ranks that share the layer.
+        sequence_parallel: input, memory and output are this rank's part of their sequence.
+        device: where the parameters are.
+
+    Raises:
+        ParallelLayoutError: heads cannot be divided over the ranks.
+    """
+
+    part = "inter_attention"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        number: int,
+        *,
+        scale: float | None = None,
+        recompute: bool,
+        tp: ParallelGroup,
+        sequence_parallel: bool,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(
+            model,
+            number,
+            causal=False,
+            scale=scale,
+            recompute=recompute,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
+        )
+        self.query, self.key_value = (
+            ColumnParallelLinear(
+                model.hidden_size,
+                rows * model.attention_size,
+                bias=model.add_bias_linear,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                device=device,
+            )
+            for rows in (1, 2)
+        )
+
+    def forward(self, x: Tensor, dropout_seed: int | None, shared: Shared) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        assert shared.memory is not None
+        query, mixed = self.query(x), self.key_value(shared.memory)
+        key, value = mixed.view(*mixed.shape[:2], self.heads, 2, self.head_dim).transpose(1, 2).unbind(3)
+        query = query.view(*query.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+        return self._context(query, key, value, dropout_seed, shared.memory_bias)
 
 
 def _check_groups(groups: int, tp: ParallelGroup) -> None:

@@ -1,34 +1,92 @@
 """The position-wise feed-forward network."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.config.model import Activation, ModelConfig
 from megacore.parallel.mesh import ParallelGroup
-from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.rng import tensor_parallel_region
+from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The function of an activation, or of what gates a gated unit's other half."""
+    match activation:
+        case "gelu_tanh" | "geglu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "gelu" | "geglu":
+            return F.gelu(x)
+        case "swiglu":
+            return F.silu(x)
+        case "relu":
+            return F.relu(x)
 
 
 class MLP(nn.Module):
-    """Two linear layers around GELU in its tanh approximation (Hendrycks and Gimpel 2016), as GPT-2 has it."""
+    """Two linear layers around an activation; of a gated unit f(gate x) * (up x) is between (Shazeer 2020).
+
+    Args:
+        model: the architecture.
+        inner_dropout: probability of dropping an element between the layers, as T5 does; in training alone, and then
+            the caller seeds it.
+        tp: the ranks that share the layers.
+        sequence_parallel: input and output are this rank's part of the sequence.
+        device: where the parameters are.
+
+    Raises:
+        ParallelLayoutError: the inner width cannot be divided over the ranks.
+    """
 
     def __init__(
         self,
-        hidden_size: int,
-        ffn_hidden_size: int,
+        model: ModelConfig,
         *,
+        inner_dropout: float = 0.0,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.dense_h_to_4h = ColumnParallelLinear(
-            hidden_size, ffn_hidden_size, tp=tp, sequence_parallel=sequence_parallel, device=device
+        self.activation = model.activation
+        self.inner_dropout = inner_dropout
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        bias = model.add_bias_linear
+        column = partial(
+            ColumnParallelLinear,
+            model.hidden_size,
+            model.ffn_size,
+            bias=bias,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
         )
+        self.dense_h_to_4h_gate = column() if model.gated else None
+        self.dense_h_to_4h = column()
         self.dense_4h_to_h = RowParallelLinear(
-            ffn_hidden_size, hidden_size, tp=tp, sequence_parallel=sequence_parallel, device=device
+            model.ffn_size,
+            model.hidden_size,
+            bias=bias,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
-        inner = F.gelu(self.dense_h_to_4h(x), approximate="tanh")
+        inner = self._inner(x)
+        if self.training and self.inner_dropout:
+            with tensor_parallel_region(self.tp, inner):
+                inner = F.dropout(inner, self.inner_dropout)
         return self.dense_4h_to_h(inner)  # type: ignore[no-any-return]
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, f/t]."""
+        if self.dense_h_to_4h_gate is None:
+            return activate(self.dense_h_to_4h(x), self.activation)
+        layers = [(layer.weight, layer.bias) for layer in (self.dense_h_to_4h_gate, self.dense_h_to_4h)]
+        gate, up = column_parallel(x, layers, self.tp, self.sequence_parallel)
+        return activate(gate, self.activation) * up

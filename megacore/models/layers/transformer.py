@@ -1,4 +1,4 @@
-"""Transformer layers with the norm before each branch (pre-LN, Radford et al. 2019)."""
+"""Transformer layers, with norms before each branch (Radford et al. 2019) or after each sum (Vaswani et al. 2017)."""
 
 from contextlib import nullcontext
 
@@ -9,19 +9,35 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
-from megacore.models.layers.attention import SelfAttention
+from megacore.models.layers.attention import CrossAttention, SelfAttention
 from megacore.models.layers.mlp import MLP
-from megacore.models.masks import attention_bias
+from megacore.models.layers.norm import make_norm, parameters_of
+from megacore.models.layers.relative import RelativeBias
+from megacore.models.layers.shared import Shared
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "post_inter_attention_layernorm",
+    "output_layernorm",
+)
+
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); a decoder's with cross attention between.
+
+    With `norm_position` post it is norm(x + dropout(branch(x))); with `parallel_residual` both branches read x and are
+    added together.
 
     Args:
         model: the architecture.
         number: the layer's index in the whole model.
+        causal: whether a token sees only itself and those before it.
+        cross_attention: whether the layer looks at an encoder's output.
+        scale: of attention's scores; None means 1 / sqrt(d).
+        inner_dropout: see `MLP`.
         recompute: "full" keeps only the layer's input for the backward pass, which runs the layer once more with
             the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" leaves out only what attention
             computes between q, k, v and its output (Korthikanti et al. 2022, arXiv:2205.05198).
@@ -35,46 +51,88 @@ class TransformerLayer(nn.Module):
         model: ModelConfig,
         number: int,
         *,
+        causal: bool = True,
+        cross_attention: bool = False,
+        scale: float | None = None,
+        inner_dropout: float = 0.0,
         recompute: Recompute,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        hidden = model.hidden_size
         self.number = number
         self.recompute = recompute
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.hidden_dropout = model.hidden_dropout
-        self.input_layernorm = nn.LayerNorm(hidden, eps=model.layernorm_epsilon, device=device)
+        self.parallel_residual = model.parallel_residual
+        self.post_norm = model.norm_position == "post"
+        attention = recompute == "selective"
+
+        def norm() -> nn.Module:
+            return make_norm(model, model.hidden_size, device)
+
+        self.input_layernorm = None if self.post_norm else norm()
         self.self_attention = SelfAttention(
             model,
             number,
-            recompute=recompute == "selective",
+            causal=causal,
+            scale=scale,
+            recompute=attention,
             tp=tp,
             sequence_parallel=sequence_parallel,
             device=device,
         )
-        self.post_attention_layernorm = nn.LayerNorm(hidden, eps=model.layernorm_epsilon, device=device)
-        self.mlp = MLP(hidden, model.ffn_size, tp=tp, sequence_parallel=sequence_parallel, device=device)
+        self.post_attention_layernorm = norm()
+        self.inter_attention = (
+            CrossAttention(
+                model,
+                number,
+                scale=scale,
+                recompute=attention,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                device=device,
+            )
+            if cross_attention
+            else None
+        )
+        self.post_inter_attention_layernorm = norm() if cross_attention else None
+        self.mlp = MLP(
+            model, inner_dropout=inner_dropout, tp=tp, sequence_parallel=sequence_parallel, device=device
+        )
+        self.output_layernorm = norm() if self.post_norm else None
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None, bias: Tensor | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides; `bias` see `SelfAttention`."""
+    def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         if self.recompute == "full" and self.training and torch.is_grad_enabled():
-            return checkpoint(self._both, x, dropout_seed, bias, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-        return self._both(x, dropout_seed, bias)
+            return checkpoint(self._all, x, dropout_seed, shared, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self._all(x, dropout_seed, shared)
 
     def partial_gradients(self) -> frozenset[str]:
         """With sequence parallelism each rank's norms see its own positions."""
-        norms = ("input_layernorm", "post_attention_layernorm") if self.sequence_parallel else ()
-        return frozenset(f"{norm}.{kind}" for norm in norms for kind in ("weight", "bias"))
+        return parameters_of(self, *_NORMS) if self.sequence_parallel else frozenset()
 
-    def _both(self, x: Tensor, dropout_seed: int | None, bias: Tensor | None) -> Tensor:
+    def _all(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
         if self.training and self.hidden_dropout:
             seed_dropout(dropout_seed, self.number)
-        x = self._add(x, self.self_attention(self.input_layernorm(x), dropout_seed, bias))
-        return self._add(x, self.mlp(self.post_attention_layernorm(x)))
+        if self.input_layernorm is None:
+            return self._post_norm(x, dropout_seed, shared)
+        attended = self.self_attention(self.input_layernorm(x), dropout_seed, shared)
+        if self.parallel_residual:
+            return self._add(self._add(x, attended), self.mlp(self.post_attention_layernorm(x)))
+        x = self._add(x, attended)
+        normed = self.post_attention_layernorm(x)
+        if self.inter_attention is not None and self.post_inter_attention_layernorm is not None:
+            x = self._add(x, self.inter_attention(normed, dropout_seed, shared))
+            normed = self.post_inter_attention_layernorm(x)
+        return self._add(x, self.mlp(normed))
+
+    def _post_norm(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
+        assert self.output_layernorm is not None
+        x = self.post_attention_layernorm(self._add(x, self.self_attention(x, dropout_seed, shared)))
+        return self.output_layernorm(self._add(x, self.mlp(x)))  # type: ignore[no-any-return]
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
         """X + dropout(branch)."""
@@ -85,14 +143,21 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Consecutive layers, under their indices in the whole model, and the final norm where the last of them is.
+    """Consecutive layers, under their indices in the whole stack, and the final norm where the last of them is.
 
     Args:
         model: the architecture.
         layers: the indices.
-        final_layernorm: whether the norm is here.
+        final_layernorm: whether the norm is here; a stack with norms after sums has none.
         recompute: what the first `recompute_num_layers` of the layers (None: all) compute once more.
         recompute_num_layers: see there.
+        causal: whether a token sees only itself and those before it.
+        cross_attention: whether the layers look at an encoder's output.
+        relative_bias: whether the stack has T5's table of relative positions, `relative_attention_bias`; whoever makes
+            its `Shared` adds that to the scores.
+        scale: of attention's scores; None means 1 / sqrt(d).
+        inner_dropout: see `MLP`.
+        first_number: of the stack's first layer among all layers of the model, under which dropout is drawn.
         tp: the ranks that share each layer.
         sequence_parallel: activations between layers are of this rank's part of the sequence.
         device: where the parameters are.
@@ -104,8 +169,14 @@ class Transformer(nn.Module):
         layers: range,
         *,
         final_layernorm: bool,
-        recompute: Recompute,
-        recompute_num_layers: int | None,
+        recompute: Recompute = "none",
+        recompute_num_layers: int | None = None,
+        causal: bool = True,
+        cross_attention: bool = False,
+        relative_bias: bool = False,
+        scale: float | None = None,
+        inner_dropout: float = 0.0,
+        first_number: int = 0,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -115,32 +186,42 @@ class Transformer(nn.Module):
         recomputed = layers if recompute_num_layers is None else layers[:recompute_num_layers]
         self.layers = nn.ModuleDict(
             {
-                str(number): TransformerLayer(
+                str(index): TransformerLayer(
                     model,
-                    number,
-                    recompute=recompute if number in recomputed else "none",
+                    first_number + index,
+                    causal=causal,
+                    cross_attention=cross_attention,
+                    scale=scale,
+                    inner_dropout=inner_dropout,
+                    recompute=recompute if index in recomputed else "none",
                     tp=tp,
                     sequence_parallel=sequence_parallel,
                     device=device,
                 )
-                for number in layers
+                for index in layers
             }
         )
-        self.final_layernorm = (
-            nn.LayerNorm(model.hidden_size, eps=model.layernorm_epsilon, device=device) if final_layernorm else None
+        self.relative_attention_bias = (
+            RelativeBias(
+                model.relative_attention_num_buckets,
+                model.relative_attention_max_distance,
+                model.num_attention_heads,
+                bidirectional=not causal,
+                tp=tp,
+                device=device,
+            )
+            if relative_bias
+            else None
         )
+        has_norm = final_layernorm and model.norm_position == "pre"
+        self.final_layernorm = make_norm(model, model.hidden_size, device) if has_norm else None
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None, *, documents: Tensor | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides.
-
-        `documents` [b, s] are numbers of documents; a token sees none but its own. All layers share one mask.
-        """
-        bias = None if documents is None else attention_bias(documents, x.dtype)
+    def forward(self, x: Tensor, dropout_seed: int | None = None, *, shared: Shared | None = None) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         for layer in self.layers.values():
-            x = layer(x, dropout_seed, bias)
+            x = layer(x, dropout_seed, shared)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def partial_gradients(self) -> frozenset[str]:
         """With sequence parallelism each rank's norm sees its own positions."""
-        here = self.sequence_parallel and self.final_layernorm is not None
-        return frozenset({"final_layernorm.weight", "final_layernorm.bias"} if here else ())
+        return parameters_of(self, "final_layernorm") if self.sequence_parallel else frozenset()

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacore.config.spec import SpecialTokens
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
-from megacore.models.masks import MaskRules, attention_bias
+from megacore.models.inputs import MaskRules, ModelInput
+from megacore.models.layers.attention_bias import attention_bias
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 from tests._tiny import tiny_config
@@ -48,7 +50,16 @@ def test_masks_are_those_of_the_loop(rows: list[list[int]]) -> None:
     assert given.loss_mask is not None
     assert given.position_ids is not None
     assert given.documents is not None
-    bias = attention_bias(given.documents, torch.float32)
+    size = batch.shape[1] - 1
+    bias = attention_bias(
+        queries=size,
+        keys=size,
+        causal=True,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        documents=given.documents,
+    )
+    assert bias is not None
     assert bias.shape == (len(rows), 1, batch.shape[1] - 1, batch.shape[1] - 1)
     assert set(bias.unique().tolist()) <= {0.0, -torch.inf}
     for number, row in enumerate(rows):
@@ -96,9 +107,15 @@ def test_padding_is_looked_for_where_it_can_be(values: dict[str, object], padded
     assert MaskRules.of(data_config(**values), EOD).padded == padded
 
 
-def gradients(model: GPTModel, losses: Iterator[Tensor]) -> dict[str, Tensor]:
+def losses(model: GPTModel, given: ModelInput) -> Tensor:
+    found = model.run(given)
+    assert isinstance(found, dict)
+    return found["lm_loss"].losses
+
+
+def gradients(model: GPTModel, given: Iterator[Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
-    for loss in losses:
+    for loss in given:
         loss.sum().backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
@@ -110,15 +127,13 @@ def test_documents_of_a_sample_are_learnt_as_if_each_were_alone(recompute: str, 
     model = build_model(config, 32, ProcessMesh.serial()).double()
     batch = torch.tensor([[5, 6, 7, EOD, 8, 9, EOD, 10, 11, 12, 13, 14, 15]])
     given = rules(padded=False, eod_mask_loss=False).read(batch)
-    together = model.run(given.tokens, labels=given.labels, position_ids=given.position_ids, documents=given.documents)
+    together = losses(model, given)
     alone = [model.loss(batch[:, a:b], batch[:, a + 1 : b + 1]) for a, b in ((0, 4), (4, 7), (7, 12))]
     torch.testing.assert_close(together, torch.cat(alone, 1))
     expected = gradients(model, iter([torch.cat(alone, 1)]))
     found = gradients(
         model,
-        iter(
-            [model.run(given.tokens, labels=given.labels, position_ids=given.position_ids, documents=given.documents)]
-        ),
+        iter([losses(model, given)]),
     )
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -131,15 +146,15 @@ def test_a_mask_of_one_document_is_the_causal_one() -> None:
     tokens = torch.arange(12)[None]
     documents, positions = torch.zeros_like(tokens), torch.arange(12)[None]
     plain = model.loss(tokens, tokens)
-    masked = model.run(tokens, labels=tokens, documents=documents, position_ids=positions)
+    masked = losses(model, ModelInput(tokens, tokens, position_ids=positions, documents=documents))
     torch.testing.assert_close(masked, plain)
 
 
 def test_losses_are_of_the_labels_that_count() -> None:
     config = _runs.config(data={"eod_mask_loss": True, "add_extra_token": False})
-    stage = Stage(config, 32, ProcessMesh.serial(), eod_id=EOD)
+    stage = Stage(config, 32, ProcessMesh.serial(), special_tokens=SpecialTokens(eod=EOD))
     batches = [torch.tensor([[1, EOD, 2, 5, -1], [4, 4, EOD, -1, -1]]), torch.full((1, 5), -1)]
-    total, count = stage.loss_sum(iter(batches), [2, 1]).tolist()
+    ((total, count),) = stage.loss_sum(iter(batches), [2, 1]).tolist()
     model = stage.chunks[0].eval()
     with torch.no_grad():
         losses = model.loss(batches[0][:, :-1].clamp(min=0), batches[0][:, 1:].clamp(min=0)).double()

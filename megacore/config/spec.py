@@ -1,0 +1,71 @@
+"""A model by itself, apart from the run that trained it: what a checkpoint says of its weights."""
+
+from typing import Self
+
+from megacore.config.base import Section, keyed, unkeyed
+from megacore.config.model import Family, ModelConfig
+from megacore.config.run import RunConfig
+
+
+class SpecialTokens(Section):
+    """Ids of the tokens that have a role; null where the vocabulary has none for it."""
+
+    eod: int | None = keyed(None, ge=0)
+    """Ends a document."""
+    pad: int | None = keyed(None, ge=0)
+    """Fills what is left of a sequence; T5's decoder begins with it."""
+    cls: int | None = keyed(None, ge=0)
+    """Begins BERT's sequence."""
+    sep: int | None = keyed(None, ge=0)
+    """Ends a segment of BERT's sequence, or a sequence of T5's."""
+    mask: int | None = keyed(None, ge=0)
+    """Stands for a token that BERT predicts."""
+    unk: int | None = keyed(None, ge=0)
+    """Stands for what the vocabulary cannot spell."""
+    sentinels: tuple[int, ...] = keyed(())
+    """Stand for T5's spans, the first span's first."""
+
+
+class ModelSpec(Section):
+    """Everything that is needed to build a model and to read its weights from a checkpoint of any layout."""
+
+    family: Family = keyed()
+    """Kind of model."""
+    model: ModelConfig = keyed()
+    """The architecture; max_position_embeddings is given."""
+    vocab_size: int = keyed(gt=0)
+    """Entries of the vocabulary, before padding."""
+    special_tokens: SpecialTokens = keyed(SpecialTokens())
+    """Ids of the tokens that have a role."""
+    tokenizer_directory: str | None = unkeyed(None)
+    """Where the tokenizer was when the checkpoint was written; null where it came without one."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        vocab_size: int,
+        special_tokens: SpecialTokens | None = None,
+        tokenizer_directory: str | None = None,
+    ) -> Self:
+        """The model that a run trains."""
+        model = config.model.model_copy(update={"max_position_embeddings": config.max_position_embeddings})
+        return cls(
+            family=config.family,
+            model=model,
+            vocab_size=vocab_size,
+            special_tokens=special_tokens or SpecialTokens(),
+            tokenizer_directory=tokenizer_directory,
+        )
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest sequence in tokens."""
+        assert self.model.max_position_embeddings is not None
+        return self.model.max_position_embeddings
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding (v)."""
+        divisible_by = self.model.make_vocab_size_divisible_by
+        return -(-self.vocab_size // divisible_by) * divisible_by

@@ -1,0 +1,80 @@
+"""Small models of every family, and what autograd keeps of them."""
+
+import gc
+
+import torch
+
+from megacore.config import RunConfig, load_config
+from megacore.config.spec import SpecialTokens
+from megacore.models.build import build_model
+from megacore.models.inputs import input_rules
+from megacore.parallel.mesh import ProcessMesh
+
+VOCAB_SIZE = 2000
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LLAMA = {
+    "model.position_embedding_type": "rope",
+    "model.normalization": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.add_bias_linear": False,
+    "model.untie_embeddings_and_output_weights": True,
+    "model.qk_layernorm": True,
+    "model.num_query_groups": 2,
+    "model.kv_channels": 64,
+}
+SENTENCES = {"data.append_eod": False, "data.split_sentences": True, "data.sentence_splitter": "rules"}
+BERT = {"family": "bert", "model.activation": "gelu", **SENTENCES}
+SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+T5 = {
+    "family": "t5",
+    "model.position_embedding_type": "relative",
+    "model.normalization": "rmsnorm",
+    "model.activation": "geglu_tanh",
+    "model.add_bias_linear": False,
+    "model.num_decoder_layers": 2,
+    "data.span_corruption.decoder_seq_length": 64,
+    **SENTENCES,
+}
+
+
+def tiny(dropout: float = 0.0, recompute: str = "none", **overrides: object) -> RunConfig:
+    values = {
+        "model.num_layers": 3,
+        "model.hidden_dropout": dropout,
+        "model.attention_dropout": dropout,
+        "data.seq_length": 128,
+        "train.micro_batch_size": 4,
+        "train.recompute": recompute,
+    }
+    return load_config("gpt2-tiny", {**values, **overrides})
+
+
+def family(**overrides: object) -> RunConfig:
+    """A tiny model of any family, with the special tokens that they ask for."""
+    special = {"kind": "train-bpe", "vocab_size": VOCAB_SIZE, "special_tokens": SPECIAL, "vocab_extra_ids": 100}
+    return tiny(**{"data.tokenizer": special, "launch.nproc_per_node": "auto", **overrides})
+
+
+def saved_bytes(config: RunConfig, precision: str) -> int:
+    """What autograd really keeps after a forward pass, parameters excluded; the logits are not saved by autograd."""
+    model = build_model(config, VOCAB_SIZE, ProcessMesh.serial()).to(DTYPES[precision]).train()
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor.detach()  # with the output of its own node the graph would never be freed
+
+    samples, length = config.train.micro_batch_size, config.data.seq_length
+    decoder = config.data.span_corruption.decoder_seq_length
+    width = {"gpt": length + 1, "bert": 3 * length + 1, "t5": length + decoder}[config.family]
+    given = input_rules(config, SpecialTokens(eod=0, pad=0)).read(torch.ones(samples, width, dtype=torch.int64))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = model.run(given, dropout_seed=1)
+    assert all(term.losses.isfinite().all() for term in losses.values())
+    # A layer that is computed again holds what all layers share by itself, unseen by the hooks.
+    gc.collect()
+    for found in gc.get_objects():
+        if type(found) is torch.Tensor and found.shape[1:] == (1, 128, 128):
+            pack(found)
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)

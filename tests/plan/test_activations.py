@@ -1,0 +1,18 @@
+"""Estimates of activations against what autograd keeps, for every family; GPT-2's are in test_memory."""
+
+import pytest
+
+from megacore.plan.memory import estimate_memory
+from tests.plan._models import BERT, LLAMA, T5, VOCAB_SIZE, family, saved_bytes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "overrides",
+    [LLAMA, BERT, BERT | {"model.norm_position": "post"}, T5, T5 | {"model.activation": "relu"}],
+    ids=["llama", "bert", "bert post", "t5 gated", "t5 relu"],
+)
+def test_activations_of_every_family(overrides: dict[str, object], dropout: float) -> None:
+    config = family(**overrides | {"model.hidden_dropout": dropout, "model.attention_dropout": dropout})
+    estimate = estimate_memory(config, VOCAB_SIZE, "fp32", "cpu").activations
+    assert estimate == pytest.approx(saved_bytes(config, "fp32"), rel=0.1)
