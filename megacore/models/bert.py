@@ -1,0 +1,238 @@
+"""BERT (Devlin et al. 2018, arXiv:1810.04805) with Megatron-LM's parameter names, norms after or before each branch."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.config.model import ModelConfig
+from megacore.config.train import Recompute
+from megacore.models.base import Model
+from megacore.models.inputs import ModelInput
+from megacore.models.layers.attention_bias import attention_bias
+from megacore.models.layers.embedding import Embedding
+from megacore.models.layers.mlp import activate
+from megacore.models.layers.norm import make_norm, parameters_of
+from megacore.models.layers.shared import Shared
+from megacore.models.layers.transformer import Transformer
+from megacore.models.losses import LM_LOSS, SENTENCE_LOSSES, Losses, LossTerm
+from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.pipeline_parallel.copies import WORD_EMBEDDINGS
+from megacore.pipeline_parallel.partition import ModelChunk
+from megacore.tensor_parallel import ColumnParallelLinear, Partition, column_parallel, vocab_parallel_cross_entropy
+from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
+from megacore.tensor_parallel.partition import divide
+
+SEGMENTS = 2
+"""Rows of the table of token types."""
+ANSWERS = 2
+"""Of the binary head: the segments are in their order, or are not."""
+
+
+class BertModel(Model):
+    """An encoder that predicts masked tokens and how two segments belong together, or a chunk of one.
+
+    Parameters are fp32 and uninitialised; `megacore.models.build_model` builds one with its initial weights. Names
+    are those of the whole model, whatever the chunk. A chunk with the head but without the embedding holds a copy of
+    the table of tokens, which is the decoder of the masked LM's head.
+
+    Args:
+        model: the architecture.
+        padded_vocab_size: rows of the embedding (v).
+        max_position_embeddings: the longest sequence it takes, in tokens.
+        chunk: the part of the model; None is all of it.
+        recompute: what the backward pass computes once more, see `TransformerLayer`.
+        recompute_num_layers: in how many of the chunk's layers, the first ones; None is all.
+        label_smoothing: see `vocab_parallel_cross_entropy`; of the masked LM, in training alone.
+        z_loss: likewise.
+        sentence_task: what the binary head predicts, which names its loss.
+        tp: the ranks that share each layer.
+        sequence_parallel: whether activations between layers are divided along the sequence.
+        device: where the parameters are; "meta" allocates nothing.
+
+    Raises:
+        ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        padded_vocab_size: int,
+        max_position_embeddings: int,
+        chunk: ModelChunk | None = None,
+        recompute: Recompute = "none",
+        recompute_num_layers: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        sentence_task: Literal["sop", "nsp"] = "sop",
+        tp: ParallelGroup = ALONE,
+        sequence_parallel: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        chunk = chunk or ModelChunk(range(model.num_layers), has_embedding=True, has_head=True)
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.padded_vocab_size = padded_vocab_size
+        self.max_position_embeddings = max_position_embeddings
+        self.has_embedding = chunk.has_embedding
+        self.has_head = chunk.has_head
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.sentence_loss = SENTENCE_LOSSES[sentence_task] if model.bert_binary_head else None
+        self.loss_names = (LM_LOSS,) if self.sentence_loss is None else (LM_LOSS, self.sentence_loss)
+        if chunk.has_embedding or chunk.has_head:
+            self.embedding = Embedding(
+                model,
+                padded_vocab_size,
+                max_position_embeddings,
+                tokentypes=SEGMENTS,
+                table_only=not chunk.has_embedding,
+                tp=tp,
+                sequence_parallel=self.sequence_parallel,
+                device=device,
+            )
+        self.encoder = Transformer(
+            model,
+            chunk.layers,
+            final_layernorm=chunk.has_head,
+            recompute=recompute,
+            recompute_num_layers=recompute_num_layers,
+            causal=False,
+            tp=tp,
+            sequence_parallel=self.sequence_parallel,
+            device=device,
+        )
+        if chunk.has_head:
+            self.lm_head = MaskedLmHead(model, padded_vocab_size, tp, self.sequence_parallel, device)
+            if model.bert_binary_head:
+                self.pooler = Pooler(model.hidden_size, tp, self.sequence_parallel, device)
+                self.binary_head = ColumnParallelLinear(model.hidden_size, ANSWERS, device=device)
+
+    @property
+    def shared_parameters(self) -> frozenset[str]:
+        """Parameters that another chunk holds too; the gradients of both are summed."""
+        return frozenset({WORD_EMBEDDINGS} if self.has_embedding != self.has_head else ())
+
+    def forward(self, given: ModelInput) -> tuple[Tensor, Tensor | None]:
+        """The whole model's logits: of each token, [b, s, v], gathered over the ranks; of the binary head, [b, 2]."""
+        logits, answers = self._heads(self._hidden(given, None, None))
+        return gather_from_tensor_parallel_region(logits, self.tp), answers
+
+    def run(
+        self, given: ModelInput | None, hidden: Tensor | None = None, *, dropout_seed: int | None = None
+    ) -> Tensor | Losses:
+        """What this chunk makes of one micro batch.
+
+        Args:
+            given: the micro batch; every chunk needs to know where padding is.
+            hidden: what the chunk before returned; None for a chunk with the embedding.
+            dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for training with dropout.
+
+        Returns:
+            Activations [b, s, h], with sequence parallelism [b, s/t, h]; from a chunk with the head the losses of the
+            labels [b, s] and of the samples [b], for which the logits are not gathered.
+        """
+        assert given is not None
+        hidden = self._hidden(given, hidden, dropout_seed)
+        return self._losses(hidden, given) if self.has_head else hidden
+
+    def _hidden(self, given: ModelInput, hidden: Tensor | None, dropout_seed: int | None) -> Tensor:
+        if self.has_embedding:
+            hidden = self.embedding(
+                given.tokens, dropout_seed, position_ids=given.position_ids, tokentypes=given.tokentypes
+            )
+        assert hidden is not None
+        length = given.tokens.shape[1]
+        bias = attention_bias(
+            queries=length,
+            keys=length,
+            causal=False,
+            dtype=hidden.dtype,
+            device=hidden.device,
+            documents=given.documents,
+            present=given.present,
+        )
+        return self.encoder(hidden, dropout_seed, shared=Shared(bias=bias))  # type: ignore[no-any-return]
+
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[b, s, h] -> logits [b, s, v/t] and [b, 2]."""
+        answers = self.binary_head(self.pooler(hidden)) if self.sentence_loss is not None else None
+        output = (self.embedding.word_embeddings.weight, self.lm_head.bias)
+        return column_parallel(self.lm_head(hidden), [output], self.tp, self.sequence_parallel)[0], answers
+
+    def _losses(self, hidden: Tensor, given: ModelInput) -> Losses:
+        logits, answers = self._heads(hidden)
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            given.labels,
+            self.tp,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+            z_loss=self.z_loss if self.training else 0.0,
+        )
+        found = {LM_LOSS: LossTerm(losses, given.loss_mask)}
+        if self.sentence_loss is not None:
+            assert answers is not None
+            assert given.sentence_labels is not None
+            found[self.sentence_loss] = LossTerm(
+                F.cross_entropy(answers.to(losses.dtype), given.sentence_labels, reduction="none")
+            )
+        return found
+
+
+class MaskedLmHead(nn.Module):
+    """What stands between the encoder and the decoder to the vocabulary: norm(activation(dense(x))).
+
+    It is whole on every rank, and with sequence parallelism works on the rank's part of the sequence. `bias` is the
+    decoder's and divided with its rows.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        padded_vocab_size: int,
+        tp: ParallelGroup,
+        sequence_parallel: bool,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.activation = model.activation
+        self.dense = ColumnParallelLinear(model.hidden_size, model.hidden_size, device=device)
+        self.layernorm = make_norm(model, model.hidden_size, device)
+        self.bias = nn.Parameter(torch.empty(divide(padded_vocab_size, tp, "the padded vocabulary of"), device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        return self.layernorm(activate(self.dense(x), self.activation))  # type: ignore[no-any-return]
+
+    def partitions(self) -> dict[str, Partition]:
+        """The decoder's bias is divided as its weight is."""
+        return {"bias": Partition(0, self.tp.rank, self.tp.size)}
+
+    def partial_gradients(self) -> frozenset[str]:
+        """With sequence parallelism each rank's head sees its own positions."""
+        return parameters_of(self, "dense", "layernorm") if self.sequence_parallel else frozenset()
+
+
+class Pooler(nn.Module):
+    """tanh(dense(x)) of the first token, [CLS]; the same on every rank."""
+
+    def __init__(
+        self, hidden_size: int, tp: ParallelGroup, sequence_parallel: bool, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.dense = ColumnParallelLinear(hidden_size, hidden_size, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h], with sequence parallelism [b, s/t, h] -> [b, h]."""
+        first = x[:, 0]
+        if self.sequence_parallel:
+            # The first rank has the first token: each gets all ranks' first, and the gradient goes there alone.
+            first = gather_from_tensor_parallel_region(first, self.tp)[:, : x.shape[2]]
+        return torch.tanh(self.dense(first))

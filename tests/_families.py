@@ -1,0 +1,211 @@
+"""Tiny models of every family in float64, with weights that are not all alike, the same for every layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.config.model import Family, ModelConfig
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.models.base import Model
+from megacore.models.bert import BertModel
+from megacore.models.gpt import GPTModel
+from megacore.models.inputs import BertRules, ModelInput, T5Rules
+from megacore.models.losses import Losses
+from megacore.models.t5 import T5Model
+from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.pipeline_parallel.partition import ModelChunk
+from megacore.tensor_parallel import partitions
+
+VOCAB = 64
+"""Entries of the vocabulary, which nothing is added to."""
+LENGTH, DECODER_LENGTH = 12, 8
+"""Tokens of a sequence, and of one of T5's decoder."""
+LAYERS = 2
+
+LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+NEOX: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.25,
+    "activation": "gelu",
+    "parallel_residual": True,
+    "untie_embeddings_and_output_weights": True,
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "llama tied, one group": LLAMA | {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
+    "llama with biases, wide heads": LLAMA | {"add_bias_linear": True, "kv_channels": 12, "num_query_groups": None},
+    "llama geglu, long base": LLAMA | {"activation": "geglu_tanh", "rotary_base": 500000.0},
+    "mistral": LLAMA | {"sliding_window": 5},
+    "qwen3": LLAMA | {"qk_layernorm": True, "kv_channels": 12},
+    "neox": NEOX,
+    "neox serial": NEOX | {"parallel_residual": False, "rotary_percent": 1.0},
+}
+"""By name, options of GPT that are a model of transformers."""
+MPT: dict[str, Any] = {"position_embedding_type": "alibi", "activation": "gelu", "add_bias_linear": False}
+BERTS: dict[str, dict[str, Any]] = {
+    "bert": {"norm_position": "post", "activation": "gelu"},
+    "bert gelu_new": {"norm_position": "post"},
+    "bert masked lm": {"norm_position": "post", "activation": "gelu", "bert_binary_head": False},
+    "megatron bert": {"activation": "gelu"},
+}
+_T5: dict[str, Any] = {
+    "position_embedding_type": "relative",
+    "normalization": "rmsnorm",
+    "add_bias_linear": False,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 9,
+}
+T5S: dict[str, dict[str, Any]] = {
+    "t5 v1.0": _T5 | {"activation": "relu"},
+    "t5 v1.1": _T5
+    | {
+        "activation": "geglu_tanh",
+        "ffn_hidden_size": 48,
+        "kv_channels": 12,
+        "num_decoder_layers": 3,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
+    **{name: ("gpt", values) for name, values in DECODERS.items()},
+    "alibi": ("gpt", MPT),
+    "groups of norms": ("gpt", LLAMA | {"qk_layernorm": True, "num_query_groups": 1, "normalization": "layernorm"}),
+    **{name: ("bert", values) for name, values in BERTS.items()},
+    **{name: ("t5", values) for name, values in T5S.items()},
+}
+"""Every model, by name."""
+
+
+def spec(name: str, **values: Any) -> ModelSpec:
+    """The model of a variant; `values` replace the configuration's."""
+    family, options = VARIANTS[name]
+    model = ModelConfig(
+        **{
+            "num_layers": LAYERS,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "max_position_embeddings": LENGTH,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "make_vocab_size_divisible_by": 8,
+            **options,
+            **values,
+        }
+    )
+    return ModelSpec(family=family, model=model, vocab_size=VOCAB, special_tokens=SpecialTokens(eod=1, pad=0))
+
+
+def model(of: ModelSpec, tp: ParallelGroup = ALONE, *, chunk: ModelChunk | None = None, **options: Any) -> Model:
+    """A chunk of the model in which every parameter is far from zero, and from one, the same for every layout."""
+    classes = {"gpt": GPTModel, "bert": BertModel, "t5": T5Model}
+    own: Model = classes[of.family](
+        of.model,
+        padded_vocab_size=of.padded_vocab_size,
+        max_position_embeddings=of.max_position_embeddings,
+        chunk=chunk,
+        tp=tp,
+        **options,
+    ).double()
+    parts = partitions(own)
+    with torch.no_grad():
+        for name, parameter in own.named_parameters():
+            shape = parts[name].global_shape(tuple(parameter.shape)) if name in parts else tuple(parameter.shape)
+            generator = torch.Generator().manual_seed(sum(place * byte for place, byte in enumerate(name.encode())))
+            drawn = 0.2 * torch.randn(shape, dtype=torch.float64, generator=generator)
+            if name.endswith("layernorm.weight"):
+                drawn += 1
+            parameter.copy_(parts[name].shard(drawn) if name in parts else drawn)
+    return own
+
+
+def chunks(of: ModelSpec) -> list[ModelChunk]:
+    """The model in pieces of one layer."""
+    if of.family != "t5":
+        last = of.model.num_layers - 1
+        return [ModelChunk(range(n, n + 1), n == 0, n == last) for n in range(last + 1)]
+    encoder, last = of.model.num_layers, of.model.decoder_layers - 1
+    return [
+        *(ModelChunk(range(n, n + 1), n == 0, False) for n in range(encoder)),
+        *(ModelChunk(range(0), False, n == last, range(n, n + 1)) for n in range(last + 1)),
+    ]
+
+
+def given(of: ModelSpec) -> ModelInput:
+    """Three samples; those of BERT and T5 have padding and labels that do not count."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int, lengths: tuple[int, ...] = ()) -> Tensor:
+        found = torch.randint(2, VOCAB, (3, length), generator=generator)
+        for row, count in enumerate(lengths):
+            found[row, count:] = -1
+        return found
+
+    if of.family == "gpt":
+        tokens = ids(LENGTH + 1)
+        mask = torch.rand(3, LENGTH, generator=generator) < 0.7
+        return ModelInput(tokens[:, :-1], tokens[:, 1:], loss_mask=mask)
+    lengths = (LENGTH, LENGTH - 3, 5)
+    tokens = ids(LENGTH, lengths)
+    if of.family == "t5":
+        return T5Rules(LENGTH, 0).read(torch.cat([tokens, ids(DECODER_LENGTH, (DECODER_LENGTH, 5, 3))], 1))
+    predicted = torch.rand(3, LENGTH, generator=generator) < 0.4
+    labels = ids(LENGTH, lengths).where(predicted, -1)
+    segments = (torch.arange(LENGTH) >= 3).long().expand(3, -1).where(tokens >= 0, -1)
+    return BertRules().read(torch.cat([tokens, labels, segments, torch.tensor([[0], [1], [1]])], 1))
+
+
+def total(losses: Tensor | Losses) -> Tensor:
+    """What is minimised."""
+    assert isinstance(losses, dict)
+    return torch.stack([term.mean() for term in losses.values()]).sum()
+
+
+def logits(own: Model, what: ModelInput) -> list[Tensor]:
+    """Everything that the whole model predicts: of tokens [b, s, v], and of BERT's binary head [b, 2]."""
+    if isinstance(own, GPTModel):
+        return [own(what.tokens)]
+    found = own(what)
+    return [part for part in found if part is not None] if isinstance(found, tuple) else [found]
+
+
+def backward(parts: list[Model], what: ModelInput, dropout_seed: int | None = None) -> dict[str, Tensor]:
+    """The losses, and every gradient, of one micro batch that passes through the chunks as through a pipeline.
+
+    Gradients of parameters that several chunks hold are summed.
+    """
+    inputs: list[Tensor | None] = [None]
+    outputs: list[Any] = []
+    for part in parts:
+        outputs.append(part.run(what, inputs[-1], dropout_seed=dropout_seed))
+        if part is not parts[-1]:
+            inputs.append(outputs[-1].detach().requires_grad_())
+    total(outputs[-1]).backward()
+    for output, sent in zip(reversed(outputs[:-1]), reversed(inputs), strict=False):
+        assert sent is not None
+        output.backward(sent.grad)
+    found = {f"losses of {name}": term.losses.detach() for name, term in outputs[-1].items()}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            assert parameter.grad is not None, name
+            found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    return found
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference between two tensors, relative to the largest value.
+
+    Gradients that vanish, as those of BERT's key biases, are compared as they are.
+    """
+    assert ours.shape == theirs.shape, f"{tuple(ours.shape)} against {tuple(theirs.shape)}"
+    ours, theirs = ours.detach(), theirs.detach()
+    return float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-6)

@@ -1,0 +1,222 @@
+"""T5 against transformers, and divided over ranks and chunks against whole."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.convert.forms import form_of
+from megacore.models import build_model
+from megacore.models.base import Model
+from megacore.models.init import initialize
+from megacore.models.losses import LM_LOSS
+from megacore.models.t5 import T5Model
+from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
+from megacore.pipeline_parallel.copies import DECODER_BIAS, ENCODER_BIAS, WORD_EMBEDDINGS
+from megacore.pipeline_parallel.partition import ModelChunk
+from megacore.tensor_parallel import partitions
+from tests import _families
+from tests._families import DECODER_LENGTH, LENGTH, T5S
+from tests._tiny import tiny_config
+from tests.models._against import (
+    NEAR,
+    assert_dropout_repeats,
+    assert_equal,
+    assert_ranks_agree,
+    in_transformers,
+)
+
+
+@pytest.mark.parametrize("name", T5S)
+def test_against_transformers(name: str) -> None:
+    ours, theirs = in_transformers(name)
+    given = _families.given(_families.spec(name))
+    assert given.present is not None
+    found = theirs(given.tokens, attention_mask=given.present.long(), labels=given.labels.where(given.loss_mask, -100))
+    assert_equal(name, ours, theirs, given, [found.logits], found.loss, NEAR)
+
+
+@pytest.mark.parametrize("name", T5S)
+def test_chunks_against_the_whole(family_alone: dict[str, Any], name: str) -> None:
+    assert_ranks_agree([family_alone], family_alone, name, "plain", "chunks")
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")])
+@pytest.mark.parametrize("name", T5S)
+def test_two_ranks_against_one(
+    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], name: str, kind: str, parts: str
+) -> None:
+    assert_ranks_agree(family_ranks, family_alone, name, kind, parts)
+
+
+@pytest.mark.parametrize("kind", ["plain", "sequence"])
+def test_dropout_repeats(family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], kind: str) -> None:
+    for rank in (*family_ranks, *([family_alone] if kind == "plain" else [])):
+        assert_dropout_repeats(rank, "t5 v1.1", kind)
+
+
+def test_dropout_is_where_the_original_has_it_and_drawn_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside attention's weights: both embeddings, every branch, inside every MLP, and the output of both stacks."""
+    drawn: list[Tensor] = []
+    dropout = F.dropout
+
+    def recorded(x: Tensor, p: float) -> Tensor:
+        found = dropout(x, p)
+        drawn.append(found == 0)
+        return found
+
+    of = _families.spec("t5 v1.0", hidden_dropout=0.1)
+    model, given = _families.model(of), _families.given(of)
+    monkeypatch.setattr(F, "dropout", recorded)
+    model.run(given, dropout_seed=1)
+    encoder, decoder = [LENGTH] * (1 + 2 * 3 + 1), [DECODER_LENGTH] * (1 + 2 * 4 + 1)
+    assert [mask.shape[1] for mask in drawn] == encoder + decoder
+    flat = [tuple(mask[0].flatten()[:128].tolist()) for mask in drawn]
+    assert len(set(flat)) == len(flat)
+
+
+def test_what_is_in_padding_does_not_matter() -> None:
+    of = _families.spec("t5 v1.0")
+    model, given = _families.model(of), _families.given(of)
+    expected = model(given)
+    given.tokens[~given.present] = 5
+    found = model(given)
+    assert torch.equal(found, expected)
+    assert given.decoder_tokens is not None
+    given.decoder_tokens[:, 5:] = 7
+    assert torch.equal(model(given)[:, :5], expected[:, :5])
+    assert not torch.allclose(model(given)[:, 5:], expected[:, 5:], rtol=1e-3)
+
+
+def test_a_decoders_chunk_hands_on_the_encoders_output() -> None:
+    of = _families.spec("t5 v1.1")
+    given = _families.given(of)
+    parts = [_families.model(of, chunk=chunk) for chunk in _families.chunks(of)]
+    hidden: list[Tensor] = []
+    for part in parts[:-1]:
+        hidden.append(part.run(given, hidden[-1] if hidden else None))  # type: ignore[arg-type]
+    assert [found.shape[1] for found in hidden] == [LENGTH] * 2 + [LENGTH + DECODER_LENGTH] * 2
+    for found in hidden[2:]:
+        assert torch.equal(found[:, :LENGTH], hidden[1])
+
+
+def test_recomputation_counts_layers_of_the_encoder_first() -> None:
+    def recomputed(chunk: ModelChunk | None, layers: int | None) -> list[str]:
+        model = _families.model(_families.spec("t5 v1.1"), chunk=chunk, recompute="full", recompute_num_layers=layers)
+        return [name for name, module in model.named_modules() if getattr(module, "recompute", None) == "full"]
+
+    encoder = [f"encoder.layers.{layer}" for layer in range(2)]
+    decoder = [f"decoder.layers.{layer}" for layer in range(3)]
+    assert recomputed(None, None) == encoder + decoder
+    assert recomputed(None, 1) == encoder[:1]
+    assert recomputed(None, 3) == encoder + decoder[:1]
+    assert recomputed(ModelChunk(range(0), False, False, range(1, 3)), 1) == decoder[1:2]
+
+
+def test_chunks_share_the_table_and_the_biases_of_their_stack() -> None:
+    def shared(name: str, *arguments: Any) -> frozenset[str]:
+        return _families.model(_families.spec(name), chunk=ModelChunk(*arguments)).shared_parameters
+
+    for name in T5S:
+        last = 2 if name == "t5 v1.0" else 3
+        tied = {WORD_EMBEDDINGS} if name == "t5 v1.0" else set()
+        assert shared(name, range(2), True, True, range(last)) == frozenset()
+        assert shared(name, range(2), True, False) == {WORD_EMBEDDINGS}
+        assert shared(name, range(1), True, False) == {WORD_EMBEDDINGS, ENCODER_BIAS}
+        assert shared(name, range(1, 2), False, False) == {ENCODER_BIAS}
+        assert shared(name, range(0), False, True, range(last)) == {WORD_EMBEDDINGS}
+        assert shared(name, range(0), False, False, range(1)) == {WORD_EMBEDDINGS, DECODER_BIAS}
+        assert shared(name, range(0), False, True, range(1, last)) == {DECODER_BIAS} | tied
+
+
+def test_a_decoders_chunk_in_between_has_no_table() -> None:
+    model = _families.model(_families.spec("t5 v1.1"), chunk=ModelChunk(range(0), False, False, range(1, 2)))
+    assert isinstance(model, T5Model)
+    assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"decoder"}
+    assert not [name for name, _ in model.named_parameters() if "final_layernorm" in name]
+
+
+@pytest.mark.parametrize("name", T5S)
+def test_initial_weights_spread_as_in_transformers(name: str) -> None:
+    """But for a head of its own, which has the spread that a matrix has in Mesh TensorFlow."""
+    transformers = pytest.importorskip("transformers")
+    wide = {"hidden_size": 256, "ffn_hidden_size": 128, "kv_channels": 32, "relative_attention_num_buckets": 64}
+    of = _families.spec(name, **wide, relative_attention_max_distance=128)
+    ours = _families.model(of)
+    initialize(ours, of, seed=3)
+    weights = dict(form_of(of)[1].key_map(of).forward({key: value.detach() for key, value in ours.named_parameters()}))
+    theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**form_of(of)[1].write_config(of)))
+    for key, value in weights.items():
+        if value.dim() == 1:
+            assert (value == 1).all(), key
+            continue
+        spread = 256**-0.5 if key == "lm_head.weight" else float(theirs.get_parameter(key).detach().std())
+        assert abs(float(value.std()) / spread - 1) < 8 / (2 * value.numel()) ** 0.5, key
+        assert abs(float(value.mean()) / spread) < 5 / value.numel() ** 0.5, key
+
+
+@pytest.mark.parametrize("name", ["bert", "t5 v1.1"])
+def test_initial_weights_are_the_same_in_every_layout(name: str) -> None:
+    def initial(tp: ParallelGroup, chunk: ModelChunk | None = None) -> Model:
+        model = _families.model(of, tp, chunk=chunk)
+        initialize(model, of, seed=3)
+        return model
+
+    of = _families.spec(name)
+    whole = initial(ALONE).state_dict()
+    for chunk in (None, *_families.chunks(of)):
+        for rank in range(2):
+            part = initial(ParallelGroup(None, rank, 2), chunk)
+            divided = partitions(part)
+            for key, value in part.state_dict().items():
+                expected = divided[key].shard(whole[key]) if key in divided else whole[key]
+                assert torch.equal(value, expected), key
+
+
+def test_the_run_decides_the_model() -> None:
+    config = tiny_config().model_copy(update={"family": "t5", "model": _families.spec("t5 v1.1").model})
+    model = build_model(config, 60, ProcessMesh.serial())
+    assert isinstance(model, T5Model)
+    assert model.embedding is not None
+    assert model.embedding.word_embeddings.weight.shape == (64, 32)
+
+
+def test_parameters_have_megatrons_names() -> None:
+    model = _families.model(_families.spec("t5 v1.1", num_layers=1, num_decoder_layers=1))
+    layer = {
+        "input_layernorm.weight": (32,),
+        "self_attention.query_key_value.weight": (144, 32),
+        "self_attention.dense.weight": (32, 48),
+        "post_attention_layernorm.weight": (32,),
+        "mlp.dense_h_to_4h_gate.weight": (48, 32),
+        "mlp.dense_h_to_4h.weight": (48, 32),
+        "mlp.dense_4h_to_h.weight": (32, 48),
+    }
+    cross = {
+        "inter_attention.query.weight": (48, 32),
+        "inter_attention.key_value.weight": (96, 32),
+        "inter_attention.dense.weight": (32, 48),
+        "post_inter_attention_layernorm.weight": (32,),
+    }
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
+        "embedding.word_embeddings.weight": (64, 32),
+        **{f"encoder.layers.0.{name}": shape for name, shape in layer.items()},
+        "encoder.relative_attention_bias.weight": (8, 4),
+        "encoder.final_layernorm.weight": (32,),
+        **{f"decoder.layers.0.{name}": shape for name, shape in (layer | cross).items()},
+        "decoder.relative_attention_bias.weight": (8, 4),
+        "decoder.final_layernorm.weight": (32,),
+        "output_layer.weight": (64, 32),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_fp32_losses_near_the_exact_ones(dtype: torch.dtype) -> None:
+    of = _families.spec("t5 v1.1")
+    exact, found = _families.model(of).run(_families.given(of)), _families.model(of).to(dtype).run(_families.given(of))
+    assert isinstance(exact, dict)
+    assert isinstance(found, dict)
+    assert found[LM_LOSS].losses.dtype == torch.float32
+    torch.testing.assert_close(found[LM_LOSS].losses.double(), exact[LM_LOSS].losses, rtol=0.03, atol=0.05)
