@@ -15,13 +15,17 @@ from torch import Tensor
 
 from benchmarks._variants import SAMPLES, SEQ_LENGTH, VARIANTS, VOCAB_SIZE, Variant
 from megacore.config.run import RunConfig
+from megacore.config.spec import SpecialTokens
 from megacore.engine.native import NativeEngine
+from megacore.models.losses import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
+from megacore.pipeline_parallel.copies import shared_stages
 
 Step = Callable[[], object]
+TOKENS = SpecialTokens(eod=VOCAB_SIZE - 1)
 
 
 def tokens() -> Tensor:
@@ -37,8 +41,13 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
     )
-    mesh = ProcessMesh.build(layout, timers=timers) if variant.ranks > 1 else ProcessMesh(timers=timers)
-    engine = NativeEngine(Stage(config, VOCAB_SIZE, mesh, eod_id=VOCAB_SIZE - 1), config, precision)
+    shared = shared_stages(config, VOCAB_SIZE)
+    mesh = (
+        ProcessMesh.build(layout, shared_stages=shared, timers=timers)
+        if variant.ranks > 1
+        else ProcessMesh(timers=timers)
+    )
+    engine = NativeEngine(Stage(config, VOCAB_SIZE, mesh, special_tokens=TOKENS), config, precision)
     replicas = mesh.data_parallel
     batches = tokens().split(variant.micro_batch_size)[replicas.rank :: replicas.size]
 
@@ -58,10 +67,13 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), eod_id=VOCAB_SIZE - 1).chunks[0]
+            stage = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS)
+            (self.model,), self.rules = stage.chunks, stage.rules
 
         def forward(self, batch: Tensor) -> Tensor:
-            return self.model.loss(batch[:, :-1], batch[:, 1:]).mean()
+            losses = self.model.run(self.rules.read(batch))
+            assert isinstance(losses, dict)
+            return losses[LM_LOSS].mean()
 
     wrapped = DistributedDataParallel(Loss())
     optimizer = AdamW(wrapped.parameters(), lr=1e-4, weight_decay=0.01, fused=True)

@@ -70,7 +70,7 @@ def ours(dataset: GPTDataset, size: int) -> list[Contestant]:
     """The ways that there are here."""
     count = len(dataset) // size * size
     batches = [np.arange(first, first + size) for first in range(0, count, size)]
-    out = empty_batch(size, dataset.seq_length)
+    out = empty_batch(size, dataset.width)
 
     def gather() -> int:
         for indices in batches:

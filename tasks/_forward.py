@@ -26,11 +26,14 @@ from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
 OFFSET_FILE = "mlflow_offset.json"
 """In the run directory: how many bytes of events.jsonl which MLflow run has."""
 EVENTS_FILE = "events.jsonl"
+SENTENCE_LOSSES = ("sop_loss", "nsp_loss")
+"""Of BERT's binary head, of which a run has at most one."""
 CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "step": (
         "train",
         (
             "lm_loss",
+            *SENTENCE_LOSSES,
             "lr",
             "grad_norm",
             "loss_scale",
@@ -46,7 +49,7 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "global_batch_size",
         ),
     ),
-    "evaluation": ("valid", ("lm_loss", "ppl")),
+    "evaluation": ("valid", ("lm_loss", "ppl", *SENTENCE_LOSSES)),
 }
 """By kind of event: the group of its metrics in MLflow and the fields that become metrics."""
 BY_TOKENS = "_by_tokens"

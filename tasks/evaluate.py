@@ -23,6 +23,7 @@ def evaluate_key(
 ) -> StageKey:
     """The key of the perplexities."""
     parameters = key_parameters(config.evaluate)
+    del parameters["zero_shot"]  # of a stage of its own
     return StageKey.of("evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index)
 
 
@@ -56,6 +57,7 @@ def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) 
     rows.sort(key=lambda row: row["iteration"])
     best = min(rows, key=lambda row: row["valid_loss"])
     write_json(directory / REPORT, {"checkpoints": rows, "unigram": unigram})
+    sentence_losses = {name: value for name, value in best.items() if name.endswith(("_sop_loss", "_nsp_loss"))}
     return {
         "checkpoints": len(rows),
         "best": best["checkpoint"],
@@ -64,6 +66,7 @@ def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) 
         "test_ppl": best["test_ppl"],
         "unigram_valid_ppl": unigram["valid"],
         "unigram_test_ppl": unigram["test"],
+        **sentence_losses,
     }
 
 

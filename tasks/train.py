@@ -10,7 +10,7 @@ from prefect import get_run_logger
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import workspace_errors
-from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.artifact.manifest import MANIFEST_NAME, file_digest
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
@@ -42,10 +42,43 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
         "samples": sample_parameters(config) | reading_parameters(config),
         "model": key_parameters(config.model),
         "optim": key_parameters(config.optim),
-        "train": key_parameters(config.train),
+        "train": key_parameters(config.train) | {"pretrained_checkpoint": pretrained_digest(config)},
         "precision": Hardware.detect().resolve_precision(config.train.precision),
     }
     return StageKey.of("train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer)
+
+
+def pretrained_digest(config: RunConfig) -> str | None:
+    """Identity of the weights that the run begins with; None where it draws its own.
+
+    Raises ConfigError when the checkpoint is not there.
+    """
+    from megacore.checkpoint.format import MARKER_NAME
+
+    if config.train.pretrained_checkpoint is None:
+        return None
+    marker = Path(config.train.pretrained_checkpoint) / MARKER_NAME
+    if not marker.is_file():
+        raise ConfigError(
+            f"train.pretrained_checkpoint is {config.train.pretrained_checkpoint}, which has no {MARKER_NAME}: give "
+            "the directory of a complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
+        )
+    return file_digest(marker)
+
+
+def check_pretrained(config: RunConfig) -> None:
+    """Refuse, before anything runs, a pretrained checkpoint that is not there or of another architecture.
+
+    Whether it has the tokenizer's vocabulary is seen when training starts. Raises ConfigError, CheckpointError.
+    """
+    from megacore.checkpoint.spec import check_same_model, read_spec
+    from megacore.config.spec import ModelSpec
+
+    if pretrained_digest(config) is None:
+        return
+    path = Path(str(config.train.pretrained_checkpoint))
+    there = read_spec(path)
+    check_same_model(path, there, ModelSpec.of(config, there.vocab_size))
 
 
 def reading_parameters(config: RunConfig) -> dict[str, Any]:
@@ -199,7 +232,7 @@ def job_of(
         index_directory=index.path,
         tokenizer_directory=tokenizer.path,
         vocab_size=tokenizer.counts["vocab_size"],
-        eod_id=tokenizer.counts["eod_id"],
+        special_tokens=tokenizer.counts["special_tokens"],
         run_directory=str(directory),
         exit_directory=str(directory / "exit"),
         ranks=ranks,

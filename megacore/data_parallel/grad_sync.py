@@ -69,7 +69,7 @@ class GradSync:
         config: ParallelConfig,
         *,
         partial: frozenset[str] = frozenset(),
-        shared: frozenset[str] = frozenset(),
+        shared: Mapping[str, ParallelGroup] | None = None,
     ) -> None:
         """Allocate the buckets and hook into autograd.
 
@@ -78,11 +78,12 @@ class GradSync:
             mesh: this process's groups; over a group of one nothing is communicated.
             config: size and type of what travels, and whether each replica keeps only its shard of the sum.
             partial: parameters whose gradient is a part on each tensor-parallel rank (sequence parallelism).
-            shared: parameters that first and last pipeline stage both hold (tied embeddings).
+            shared: of parameters that other pipeline stages hold too (tied embeddings), the group of `mesh.copies`
+                over which their gradients are summed.
         """
         self.parameters = dict(parameters)
         self.mesh = mesh
-        self.shared = shared
+        self.shared = shared or {}
         self.replicas = mesh.data_parallel.size
         """Ranks over which `finish` sums: the mean is left to the optimizer, which scales gradients anyway."""
         self.sharded = config.use_distributed_optimizer and self.replicas > 1
@@ -141,7 +142,8 @@ class GradSync:
         """Buckets of parameters that are summed over the same groups."""
         kinds: dict[tuple[ParallelGroup, ...], dict[str, int]] = {}
         for name, parameter in self.parameters.items():
-            groups = [self.mesh.tensor_parallel] * (name in partial) + [self.mesh.embedding] * (name in self.shared)
+            groups = [self.mesh.tensor_parallel] if name in partial else []
+            groups += [self.shared[name]] if name in self.shared else []
             kinds.setdefault(tuple(group for group in groups if group.size > 1), {})[name] = parameter.numel()
         return [
             self._bucket(planned, groups)
@@ -210,12 +212,16 @@ class GradSync:
         return Pending(self.mesh.data_parallel, (), lambda: bucket.reduced.copy_(total.wait()))
 
     def _sum_extra(self) -> None:
-        """Sum over tensor-parallel ranks what is a part on each, over stages what both of them hold."""
-        for depth in range(2):
+        """Sum over tensor-parallel ranks what is a part on each, then over stages what several of them hold.
+
+        All ranks take the groups in the mesh's order, so that none of them waits for another's.
+        """
+        for groups in ((self.mesh.tensor_parallel,), tuple(self.mesh.copies.values())):
             pending = [
-                start_all_reduce(bucket.reduced, bucket.extra[depth])
+                start_all_reduce(bucket.reduced, group)
+                for group in groups
                 for bucket in self.buckets
-                if depth < len(bucket.extra)
+                if group in bucket.extra
             ]
             for work in pending:
                 work.wait()

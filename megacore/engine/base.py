@@ -1,6 +1,6 @@
 """What the training loop asks of an engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,10 @@ class Update:
     """Outcome of one iteration, the same on every rank."""
 
     losses: tuple[float, ...]
-    """Mean loss of each micro batch of the global batch, in the order of its samples, in nats per token."""
+    """What was minimised of each micro batch of the global batch, in the order of its samples: the sum of its mean
+    losses, in nats."""
+    terms: Mapping[str, float]
+    """Mean over the global batch of each of these losses, by name; `lm_loss` first, in nats per token."""
     grad_norm: float
     """Global gradient norm before clipping, unscaled."""
     applied: bool
@@ -25,7 +28,7 @@ class Update:
 
     @property
     def loss(self) -> float:
-        """Mean over the global batch."""
+        """Mean of what was minimised over the global batch."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -58,11 +61,16 @@ class Engine(Protocol):
         """Whether this rank needs the samples: pipeline stages in between do for masks alone."""
         ...
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        ...
+
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
         """Accumulate the gradient of one global batch.
 
         Args:
-            batches: ids on the engine's device, [b, s + 1], of each of this rank's micro batches; -1 is padding.
+            batches: ids on the engine's device, [b, width], of each of this rank's micro batches; -1 is padding.
             seeds: of the dropout of each micro batch; their number is the number of micro batches.
         """
         ...
@@ -72,14 +80,14 @@ class Engine(Protocol):
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Sum of the losses of all labels that count, and their number, without dropout or gradients.
+        """Of each loss the sum over all that counts, and its number, without dropout or gradients.
 
         Args:
-            batches: ids on the engine's device, [b, s + 1], of each of this rank's micro batches.
+            batches: ids on the engine's device, [b, width], of each of this rank's micro batches.
             sizes: b of each of them.
 
         Returns:
-            fp64 [2]; zeros on all pipeline stages but the last.
+            fp64 [terms, 2], in the order of `loss_names`; zeros on all pipeline stages but the last.
         """
         ...
 

@@ -40,13 +40,14 @@ class NativeEngine:
         self._stage = stage
         self._mesh = stage.mesh
         self._clip_grad = config.optim.clip_grad
+        shared = stage.shared_parameters
         self._syncs = [
             GradSync(
                 dict(chunk.named_parameters()),
                 stage.mesh,
                 config.parallel,
                 partial=partial_gradients(chunk),
-                shared=chunk.shared_parameters,
+                shared={name: shared[name] for name, _ in chunk.named_parameters() if name in shared},
             )
             for chunk in stage.chunks
         ]
@@ -76,12 +77,17 @@ class NativeEngine:
         return self._stage.reads_tokens
 
     @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        return self._stage.loss_names
+
+    @property
     def loss_scale(self) -> float:
         """Factor on the loss before backward: 1 but for fp16."""
         return self._scaler.scale if self._scaler else 1.0
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
-        """Accumulate the gradient of one global batch: ids [b, s + 1] for each seed."""
+        """Accumulate the gradient of one global batch: ids [b, width] for each seed."""
         for sync in self._syncs:
             sync.zero()
         self._micro_batches = len(seeds)
@@ -100,31 +106,34 @@ class NativeEngine:
             scale = self.loss_scale
             norm = self._optimizer.grad_norm(scale=scale)
             # One transfer to the host per iteration: a bad gradient has to be seen before the weights are touched.
-            *losses, grad_norm = torch.cat([self._global_losses(), norm.view(1)]).tolist()
+            *means, grad_norm = torch.cat([self._global_means(), norm.view(1)]).tolist()
             applied = math.isfinite(grad_norm)
             if self._scaler:
                 self._scaler.update(overflow=not applied)
             if applied:
                 self._optimizer.step(lr, weight_decay, norm=norm, max_norm=self._clip_grad, scale=scale)
         fatal = not applied and (self._scaler is None or self._scaler.exhausted)
-        return Update(tuple(losses), grad_norm, applied, fatal)
+        names = self.loss_names
+        rows = [means[first : first + len(names)] for first in range(0, len(means), len(names))]
+        terms = {name: sum(term) / len(rows) for name, term in zip(names, zip(*rows, strict=True), strict=True)}
+        return Update(tuple(map(sum, rows)), terms, grad_norm, applied, fatal)
 
-    def _global_losses(self) -> Tensor:
-        """Losses of all micro batches of the global batch, fp32, in the order of its samples: [m x dp].
+    def _global_means(self) -> Tensor:
+        """Mean losses of all micro batches of the global batch, fp32, in the order of its samples: [m x dp x terms].
 
         One small all-reduce brings them from the last pipeline stages to every rank.
         """
         mesh, replicas = self._mesh, self._mesh.data_parallel
-        losses = torch.zeros(self._micro_batches, replicas.size, device=self.device)
+        means = torch.zeros(self._micro_batches, replicas.size, len(self.loss_names), device=self.device)
         if mesh.is_last_stage and mesh.tensor_parallel.rank == 0:
-            losses[:, replicas.rank] = torch.stack(self._losses)
+            means[:, replicas.rank] = torch.stack(self._losses)
         if mesh.world_size > 1:
             with mesh.time("world wait"):
-                dist.all_reduce(losses)
-        return losses.view(-1)
+                dist.all_reduce(means)
+        return means.view(-1)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Sum of the losses of all labels that count, and their number, without dropout: fp64 [2]."""
+        """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""
         return self._stage.loss_sum(batches, sizes)
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:

@@ -17,7 +17,8 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
     """Write test and validation perplexity of every checkpoint of the job to `job.output`, atomically.
 
     Under `checkpoints` the file maps each path to iteration, test_loss, test_ppl, test_samples, valid_loss, valid_ppl
-    and valid_samples; under `unigram` lies the perplexity of the train split's token frequencies on the same tokens.
+    and valid_samples, and of a model with a binary head to test_sop_loss and valid_sop_loss, or nsp_loss; under
+    `unigram` lies the perplexity of the train split's token frequencies on the same tokens.
     Losses are in nats per token; of each split `evaluate.max_samples` are scored, or all.
 
     Raises:

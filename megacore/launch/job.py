@@ -8,34 +8,19 @@ from pydantic import ValidationError
 from megacore.artifact.files import write_json
 from megacore.config.base import Section
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConfigError
 
 
-class Job(Section):
-    """What every process of a stage needs to know."""
+class RankJob(Section):
+    """What every process of any job needs to know."""
 
-    config: RunConfig
-    """The merged, validated configuration."""
-    token_prefixes: tuple[str, ...]
-    """Paths of the token files without .bin/.idx, in the order of `config.data.sources`."""
-    index_directory: str
-    """Directory of the index maps."""
-    tokenizer_directory: str
-    """Directory with tokenizer.json."""
-    vocab_size: int
-    """Entries of the tokenizer's vocabulary, before padding."""
-    eod_id: int
-    """Id of the token that ends a document."""
-    run_directory: str
-    """Directory of the run: run.json, events.jsonl, checkpoints."""
     exit_directory: str
     """Where each rank writes why it ended."""
     ranks: int
     """Processes of this job."""
     threads_per_rank: int
     """CPU threads of each process."""
-    attempt: int = 1
-    """How often this run was started, this time included."""
 
     def write(self, path: Path) -> None:
         """Write the job as JSON, atomically."""
@@ -48,6 +33,32 @@ class Job(Section):
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValidationError) as error:
             raise ConfigError(f"{path} is not a job written by this version of megacore: {error}") from error
+
+
+class Job(RankJob):
+    """What every process of a run's stage needs to know."""
+
+    config: RunConfig
+    """The merged, validated configuration."""
+    token_prefixes: tuple[str, ...]
+    """Paths of the token files without .bin/.idx, in the order of `config.data.sources`."""
+    index_directory: str
+    """Directory of the index maps."""
+    tokenizer_directory: str
+    """Directory with tokenizer.json."""
+    vocab_size: int
+    """Entries of the tokenizer's vocabulary, before padding."""
+    special_tokens: SpecialTokens
+    """Ids of the tokens that have a role."""
+    run_directory: str
+    """Directory of the run: run.json, events.jsonl, checkpoints."""
+    attempt: int = 1
+    """How often this run was started, this time included."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model by itself."""
+        return ModelSpec.of(self.config, self.vocab_size, self.special_tokens, self.tokenizer_directory)
 
 
 class TrainJob(Job):

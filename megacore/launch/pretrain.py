@@ -14,7 +14,7 @@ def pretrain(job: TrainJob) -> None:
         ConfigError: the job cannot run as configured on this machine.
         DataFormatError: tokens or index maps are missing or damaged.
         TrainingError: a loss is not finite, or memory does not suffice.
-        CheckpointError: the newest checkpoint is of another model.
+        CheckpointError: the newest checkpoint, or the pretrained one, is of another model or damaged.
         WorkspaceError: the run directory cannot be written.
     """
     from megacore.data.build import open_split
@@ -34,15 +34,14 @@ def pretrain(job: TrainJob) -> None:
         configure_logging(mesh.rank)
         precision = resolve_precision(config.train.precision, device.type)
         with memory_errors(config, mesh.rank, TrainState()):
-            stage = Stage(config, job.vocab_size, mesh, eod_id=job.eod_id, device=device)
+            stage = Stage(config, job.vocab_size, mesh, special_tokens=job.special_tokens, device=device)
             engine = NativeEngine(stage, config, precision)
         splits = [
             open_split(
                 job.token_prefixes,
                 job.index_directory,
                 name,
-                config.data,
-                seed=config.seed,
+                config,
                 tokenizer_directory=job.tokenizer_directory,
             )
             for name in ("train", "valid")
@@ -50,7 +49,8 @@ def pretrain(job: TrainJob) -> None:
         board = config.tracking.tensorboard
         with Recorder(run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board) as recorder:
             peak = peak_tflops(device, precision)
-            Trainer(config, engine, mesh, Datasets(*splits), recorder, run_directory, peak=peak).run()
+            data = Datasets(*splits)
+            Trainer(config, engine, mesh, data, recorder, run_directory, spec=job.spec, peak=peak).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

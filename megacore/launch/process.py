@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megacore.errors import ParallelLayoutError
-from megacore.launch.job import Job
+from megacore.launch.job import Job, RankJob
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
+from megacore.pipeline_parallel.copies import shared_stages
 from megacore.plan.layouts import layout_of
 
 
@@ -29,6 +30,17 @@ def choose_device() -> torch.device:
     return device
 
 
+def started_ranks(job: RankJob) -> int:
+    """Number of processes of this job. Raises ParallelLayoutError when the job is for another number."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != job.ranks:
+        raise ParallelLayoutError(
+            f"the job is for {job.ranks} ranks and {world_size} were started: "
+            f"start it with --nproc-per-node {job.ranks}"
+        )
+    return world_size
+
+
 @contextmanager
 def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     """Join the job's other ranks and leave them when the body has succeeded; a failed rank just ends.
@@ -39,25 +51,21 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
         ParallelLayoutError: another number of processes was started than the job says, or they cannot share the
             model and its batch.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != job.ranks:
-        raise ParallelLayoutError(
-            f"the job is for {job.ranks} ranks and {world_size} were started: "
-            f"start it with --nproc-per-node {job.ranks}"
-        )
+    world_size = started_ranks(job)
     layout = layout_of(job.config, world_size, job.vocab_size)
-    _set_up_arithmetic(job.threads_per_rank)
+    set_up_arithmetic(job.threads_per_rank)
     device = choose_device()
     timers = Timers(device)
     if world_size == 1:
         yield ProcessMesh(timers=timers), device
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    yield ProcessMesh.build(layout, device_type=device.type, timers=timers), device
+    shared = shared_stages(job.config, job.vocab_size)
+    yield ProcessMesh.build(layout, shared_stages=shared, device_type=device.type, timers=timers), device
     dist.destroy_process_group()
 
 
-def _set_up_arithmetic(threads: int) -> None:
+def set_up_arithmetic(threads: int) -> None:
     """Threads, and the same bits for the same input."""
     torch.set_num_threads(threads)
     # Moments of rare tokens decay into denormals, on which a CPU is many times slower.

@@ -10,9 +10,9 @@ from typing import NoReturn, TypeVar
 
 from megacore.errors import MegacoreError
 from megacore.launch.exit_reason import die_with_parent, reported_exit
-from megacore.launch.job import Job
+from megacore.launch.job import RankJob
 
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=RankJob)
 
 
 def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] | None = None) -> None:

@@ -8,14 +8,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megacore.config.run import RunConfig
+from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.models.build import build_model
-from megacore.models.masks import MaskRules
-from megacore.parallel.mesh import ProcessMesh
+from megacore.models.inputs import input_rules
+from megacore.models.losses import Losses
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.pipeline_parallel.copies import copied_parameters
 from megacore.pipeline_parallel.executor import Executor
-from megacore.pipeline_parallel.partition import chunks_of
-from megacore.pipeline_parallel.schedules import Pass, Pipeline, build_schedule, forward_only
-from megacore.plan.memory import parameter_count
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline, build_schedule, forward_only
+from megacore.plan.parameters import parameter_count
 from megacore.tensor_parallel import Partition, partitions
 
 
@@ -28,7 +31,7 @@ class Stage:
         vocab_size: int,
         mesh: ProcessMesh,
         *,
-        eod_id: int,
+        special_tokens: SpecialTokens,
         device: torch.device | str = "cpu",
     ) -> None:
         """Build the chunks with their initial weights, the same for every layout.
@@ -37,7 +40,7 @@ class Stage:
             config: the run.
             vocab_size: entries of the tokenizer, before padding.
             mesh: this process's groups.
-            eod_id: id of the token that ends a document.
+            special_tokens: ids of the tokens that have a role.
             device: where the parameters are.
 
         Raises:
@@ -46,12 +49,13 @@ class Stage:
         self.mesh = mesh
         self.parameter_count = parameter_count(config, vocab_size)
         """Parameters of the whole model."""
-        self.rules = MaskRules.of(config.data, eod_id)
-        self._config = config
+        self.rules = input_rules(config, special_tokens)
+        self._config, self._vocab_size = config, vocab_size
         stages = mesh.pipeline_parallel
         virtual = config.parallel.virtual_pipeline_model_parallel_size if stages.size > 1 else 1
-        parts = chunks_of(config, vocab_size)[stages.rank :: stages.size] if stages.size > 1 else [None]
-        self.chunks = [build_model(config, vocab_size, mesh, device=device, chunk=part) for part in parts]
+        self._parts = chunks_of(config, vocab_size) if stages.size > 1 else []
+        own: list[ModelChunk | None] = [*self._parts[stages.rank :: stages.size]] or [None]
+        self.chunks = [build_model(config, vocab_size, mesh, device=device, chunk=part) for part in own]
         self.device = torch.device(device)
         self._pipeline = Pipeline(stages.size, virtual)
         self._passes: dict[int, tuple[Pass, ...]] = {}
@@ -67,19 +71,38 @@ class Stage:
         return {name: part for chunk in self.chunks for name, part in partitions(chunk).items()}
 
     @property
+    def shared_parameters(self) -> dict[str, ParallelGroup]:
+        """Those that other pipeline stages hold too, with the stages' group; the mesh was built with all of them."""
+        if not self._parts:
+            return {}
+        copied, rank = copied_parameters(self._config, self._vocab_size), self.mesh.pipeline_parallel.rank
+        return {name: self.mesh.copies[stages] for name, stages in copied.items() if rank in stages}
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        return self.chunks[0].loss_names
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding."""
         return self.chunks[0].padded_vocab_size
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: stages in between do for masks alone, else they take hidden states."""
-        return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.reset_attention_mask
+        """Whether this rank needs the samples: stages in between take hidden states, and some need masks as well."""
+        return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.for_every_stage
 
-    def hidden_shape(self, samples: int) -> torch.Size:
-        """Shape of the hidden states between two stages: [b, s, h], or [b, s/t, h] with sequence parallelism."""
-        length = self._config.data.seq_length
-        if self._config.parallel.sequence_parallel:
+    def hidden_shape(self, samples: int, chunk: int) -> torch.Size:
+        """Shape of the hidden states that one of the model's chunks takes: [b, s(/t), h].
+
+        T5's decoder hands on what the encoder returned and its own: [b, (s_e + s_d)(/t), h].
+        """
+        data, parallel = self._config.data, self._config.parallel
+        length = data.seq_length
+        if self._parts[chunk - 1].decoder_layers:
+            length += data.span_corruption.decoder_seq_length
+        if parallel.sequence_parallel:
             length //= self.mesh.tensor_parallel.size
         return torch.Size((samples, length, self._config.model.hidden_size))
 
@@ -94,30 +117,30 @@ class Stage:
         """Forward and backward of all micro batches of an iteration.
 
         Args:
-            batches: ids [b, s + 1] of each micro batch, on this rank's device; empty unless `reads_tokens`.
+            batches: ids [b, width] of each micro batch, on this rank's device; empty unless `reads_tokens`.
             seeds: of the dropout of each micro batch.
             syncs: of each chunk; its last backward pass lets gradients travel.
-            scale: factor on the mean loss of a micro batch.
+            scale: factor on the loss of a micro batch, the sum of its mean losses.
 
         Returns:
-            The mean loss of the labels of each micro batch that count, 0-dimensional, on the last stage; nothing on
+            The mean losses of each micro batch in the order of `loss_names`, [terms], on the last stage; nothing on
             the others.
         """
         work = _Training(self, batches, seeds, syncs, scale)
-        shape = self.hidden_shape(self._config.train.micro_batch_size)
-        self._executor().run(self._training_passes(len(seeds)), work, lambda _: shape)
+        samples = self._config.train.micro_batch_size
+        self._executor().run(self._training_passes(len(seeds)), work, lambda message: self._shape(message, samples))
         return work.losses
 
     @torch.inference_mode()
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Sum of the losses of all labels that count, and their number, without dropout.
+        """Of each loss the sum over all that counts, and its number, without dropout.
 
         Args:
-            batches: ids [b, s + 1] of each micro batch, on this rank's device; empty unless `reads_tokens`.
+            batches: ids [b, width] of each micro batch, on this rank's device; empty unless `reads_tokens`.
             sizes: samples (b) of each micro batch.
 
         Returns:
-            fp64 [2]; zeros on all stages but the last.
+            fp64 [terms, 2], in the order of `loss_names`; zeros on all stages but the last.
         """
         work = _Scoring(self, batches)
         for chunk in self.chunks:
@@ -128,12 +151,16 @@ class Stage:
                 if sizes
                 else ((),) * self._pipeline.stages
             )
-            shapes = [self.hidden_shape(size) for size in sizes]
-            self._executor().run(passes[self.mesh.pipeline_parallel.rank], work, shapes.__getitem__)
+            own = passes[self.mesh.pipeline_parallel.rank]
+            self._executor().run(own, work, lambda message: self._shape(message, sizes[message.micro_batch]))
         finally:
             for chunk in self.chunks:
                 chunk.train()
         return work.total
+
+    def _shape(self, message: Message, samples: int) -> torch.Size:
+        """Of hidden states, or of their gradient, which goes back to the chunk before the one that took them."""
+        return self.hidden_shape(samples, message.chunk + (message.direction is Direction.BACKWARD))
 
     def _training_passes(self, micro_batches: int) -> tuple[Pass, ...]:
         """This rank's passes, made once for each number of micro batches: a ramp-up of the batch has several."""
@@ -158,30 +185,17 @@ class _Work:
         readers = [
             number
             for number, model in enumerate(stage.chunks)
-            if model.has_embedding or model.has_head or stage.rules.reset_attention_mask
+            if model.has_embedding or model.has_head or stage.rules.for_every_stage
         ]
         shares = tee(batches, len(readers)) if len(readers) > 1 else (batches,)
         self._batches = dict(zip(readers, shares, strict=False))
 
-    def _run(self, chunk: int, hidden: Tensor | None, dropout_seed: int | None) -> tuple[Tensor, Tensor | None]:
-        """What a chunk makes of its next micro batch, and from a chunk with the head which of the losses count."""
-        model = self._stage.chunks[chunk]
+    def _run(self, chunk: int, hidden: Tensor | None, dropout_seed: int | None) -> Tensor | Losses:
+        """What a chunk makes of its next micro batch: hidden states, or from a chunk with the head the losses."""
         batch = next(self._batches[chunk]) if chunk in self._batches else None
         with self._time("forward-compute"):
-            if batch is None:
-                assert hidden is not None
-                return model.run(hidden, dropout_seed=dropout_seed), None
-            given = self._stage.rules.read(batch)
-            source = given.tokens if model.has_embedding else hidden
-            assert source is not None
-            output = model.run(
-                source,
-                labels=given.labels if model.has_head else None,
-                dropout_seed=dropout_seed,
-                position_ids=given.position_ids,
-                documents=given.documents,
-            )
-            return output, given.loss_mask
+            given = None if batch is None else self._stage.rules.read(batch)
+            return self._stage.chunks[chunk].run(given, hidden, dropout_seed=dropout_seed)
 
 
 class _Training(_Work):
@@ -199,13 +213,13 @@ class _Training(_Work):
         self.losses: list[Tensor] = []
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
-        """The hidden states that leave the chunk, or the scaled mean loss."""
-        output, counts = self._run(chunk, hidden, self._seeds[micro_batch])
-        if not self._stage.chunks[chunk].has_head:
+        """The hidden states that leave the chunk, or the scaled sum of the mean losses."""
+        output = self._run(chunk, hidden, self._seeds[micro_batch])
+        if isinstance(output, Tensor):
             return output
-        loss = output.mean() if counts is None else (output * counts).sum() / counts.sum().clamp(min=1)
-        self.losses.append(loss.detach())
-        return loss * self._scale
+        means = torch.stack([output[name].mean() for name in self._stage.loss_names])
+        self.losses.append(means.detach())
+        return means.sum() * self._scale
 
     def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:
         """Gradients of the chunk's parameters, added to the main gradients, and of its input."""
@@ -217,16 +231,19 @@ class _Training(_Work):
 class _Scoring(_Work):
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
         super().__init__(stage, batches)
-        self.total = torch.zeros(2, dtype=torch.float64, device=stage.device)
+        self.total = torch.zeros(len(stage.loss_names), 2, dtype=torch.float64, device=stage.device)
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
-        """The hidden states that leave the chunk, or the losses, which are added up."""
-        output, counts = self._run(chunk, hidden, None)
-        if self._stage.chunks[chunk].has_head:
-            losses = output.double() if counts is None else output.double() * counts
-            self.total[0] += losses.sum()
-            self.total[1] += output.numel() if counts is None else counts.sum()
-        return output
+        """The hidden states that leave the chunk, or what all losses add up to by now."""
+        output = self._run(chunk, hidden, None)
+        if isinstance(output, Tensor):
+            return output
+        for sums, name in zip(self.total, self._stage.loss_names, strict=True):
+            losses, counts = output[name]
+            exact = losses.double()
+            sums[0] += exact.sum() if counts is None else (exact * counts).sum()
+            sums[1] += losses.numel() if counts is None else counts.sum()
+        return self.total
 
     def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:
         """Never called: the schedule has forward passes alone."""

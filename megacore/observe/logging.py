@@ -4,8 +4,9 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from typing import Any
 
 logger = logging.getLogger("megacore")
 """Parent of the library's loggers; a library user configures it as any other."""
@@ -13,7 +14,7 @@ logger = logging.getLogger("megacore")
 
 @dataclass(frozen=True)
 class StepReport:
-    """Means over one log interval; the fields are those of a step event."""
+    """Means over one log interval; the fields are those of a step event, where each further loss has its own name."""
 
     iteration: int
     train_iters: int
@@ -42,6 +43,15 @@ class StepReport:
     """Of an iteration, on this rank: waiting for other ranks while nothing is computed."""
     memory_mb: float
     """Peak of this rank in MiB: allocated on the GPU, resident on a CPU."""
+    further_losses: Mapping[str, float] = field(default_factory=dict)
+    """By name, the means of what else is minimised, as `sop_loss`, in nats per sample."""
+
+    @property
+    def event(self) -> dict[str, Any]:
+        """The values of a step event."""
+        values = asdict(self)
+        further = values.pop("further_losses")
+        return {**values, **further}
 
 
 def configure_logging(rank: int) -> None:
@@ -66,6 +76,7 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
         f"learning rate: {report.lr:.3E}",
         f"global batch size: {report.global_batch_size:5d}",
         f"lm loss: {report.lm_loss:.6E}",
+        *(f"{spoken(name)}: {loss:.6E}" for name, loss in report.further_losses.items()),
         f"loss scale: {report.loss_scale:.1f}",
         f"grad norm: {report.grad_norm:.3f}",
         f"number of skipped iterations: {report.skipped_iterations:3d}",
@@ -85,10 +96,17 @@ def time_line(milliseconds: Mapping[str, float]) -> str:
     return "time (ms) | " + " | ".join(f"{phase}: {value:.1f}" for phase, value in milliseconds.items())
 
 
-def validation_line(iteration: int, loss: float) -> str:
-    """Result of one validation."""
-    values = f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}"
-    return f" validation loss at iteration {iteration} | {values} | "
+def validation_line(iteration: int, losses: Mapping[str, float]) -> str:
+    """Result of one validation: the losses by name, `lm_loss` first."""
+    lm_loss, *further = losses.items()
+    values = [f"lm loss value: {lm_loss[1]:.6E}", f"lm loss PPL: {perplexity(lm_loss[1]):.6E}"]
+    values += [f"{spoken(name)} value: {loss:.6E}" for name, loss in further]
+    return f" validation loss at iteration {iteration} | {' | '.join(values)} | "
+
+
+def spoken(name: str) -> str:
+    """A loss as log lines and TensorBoard name it: `sop loss` for `sop_loss`."""
+    return name.replace("_", " ")
 
 
 def perplexity(loss: float) -> float:

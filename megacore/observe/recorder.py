@@ -1,13 +1,12 @@
 """One account of a run in three forms: events, log lines, TensorBoard."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megacore.observe.events import EventReader, EventWriter
-from megacore.observe.logging import StepReport, logger, perplexity, step_line, time_line, validation_line
+from megacore.observe.logging import StepReport, logger, perplexity, spoken, step_line, time_line, validation_line
 from megacore.observe.tensorboard import TensorBoardWriter
 
 EVENTS_NAME = "events.jsonl"
@@ -56,10 +55,11 @@ class Recorder:
             return
         logger.info(step_line(report))
         logger.info(time_line(milliseconds))
-        self._events.write("step", **asdict(report))
+        self._events.write("step", **report.event)
         if self._board:
             values = {
                 "lm loss": report.lm_loss,
+                **{spoken(name): loss for name, loss in report.further_losses.items()},
                 "learning-rate": report.lr,
                 "grad-norm": report.grad_norm,
                 "loss-scale": report.loss_scale,
@@ -70,26 +70,34 @@ class Recorder:
             self._board.scalars(values, report.iteration)
 
     def evaluation(
-        self, iteration: int, loss: float, *, samples: int, consumed_samples: int, consumed_tokens: int
+        self,
+        iteration: int,
+        losses: Mapping[str, float],
+        *,
+        samples: int,
+        consumed_samples: int,
+        consumed_tokens: int,
     ) -> None:
-        """Record one validation."""
+        """Record one validation: its losses by name, `lm_loss` first."""
         if not self._events:
             return
-        line = validation_line(iteration, loss)
+        line = validation_line(iteration, losses)
         logger.info("-" * len(line))
         logger.info(line)
         logger.info("-" * len(line))
+        ppl = perplexity(losses["lm_loss"])
         self._events.write(
             "evaluation",
             iteration=iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_tokens,
-            lm_loss=loss,
-            ppl=perplexity(loss),
+            **losses,
+            ppl=ppl,
             samples=samples,
         )
         if self._board:
-            self._board.scalars({"lm loss validation": loss, "lm loss validation ppl": perplexity(loss)}, iteration)
+            tags = {f"{spoken(name)} validation": loss for name, loss in losses.items()}
+            self._board.scalars(tags | {"lm loss validation ppl": ppl}, iteration)
 
     def close(self) -> None:
         """Close the files."""

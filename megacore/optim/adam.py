@@ -163,7 +163,7 @@ class MainWeightAdamW:
             name
             for name in sync.parameters
             if (name in self._partitions or self._mesh.tensor_parallel.rank == 0)
-            and (name not in sync.shared or self._mesh.is_first_stage)
+            and (name not in sync.shared or sync.shared[name].rank == 0)
         )
         for bucket in sync.buckets:
             for run in bucket.layout.runs(bucket.shard, own):

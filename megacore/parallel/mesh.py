@@ -1,5 +1,6 @@
 """The one description of who works with whom: built at launch, passed explicitly, global nowhere."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -54,8 +55,9 @@ class ProcessMesh:
     """Ranks that hold the other parts of the same layers."""
     model_parallel: ParallelGroup = ALONE
     """Ranks that hold the other parts of this replica: pipeline x tensor."""
-    embedding: ParallelGroup = ALONE
-    """The first and the last pipeline stage, which both hold the tied word embeddings; alone on all other stages."""
+    copies: Mapping[tuple[int, ...], ParallelGroup] = field(default_factory=dict)
+    """Groups of pipeline stages that hold the same parameters, as tied embeddings, by the stages; those that this rank
+    belongs to."""
     channels: tuple[dist.ProcessGroup, ...] = ()
     """Four groups over the pipeline's ranks, for messages whose order must not depend on each other's (see
     `pipeline_parallel.p2p`); all the same where the back end matches messages by tag."""
@@ -68,11 +70,20 @@ class ProcessMesh:
         return cls()
 
     @classmethod
-    def build(cls, layout: RankLayout, *, device_type: str = "cpu", timers: Timers | None = None) -> "ProcessMesh":
+    def build(
+        cls,
+        layout: RankLayout,
+        *,
+        shared_stages: Sequence[tuple[int, ...]] = (),
+        device_type: str = "cpu",
+        timers: Timers | None = None,
+    ) -> "ProcessMesh":
         """This process's mesh; every rank of the default process group calls it.
 
         Args:
             layout: sizes of the axes; their product is the number of processes.
+            shared_stages: sets of pipeline stages that hold the same parameters, in one order on all ranks (see
+                `pipeline_parallel.copies`).
             device_type: "cpu" (gloo) or "cuda" (NCCL).
             timers: take the time that this rank waits for others, by group.
 
@@ -101,9 +112,7 @@ class ProcessMesh:
             model_parallel=_group(layout.groups("pipeline", "tensor"), "model", timers)
             if pipeline and layout.tensor > 1
             else axes["pipeline" if pipeline else "tensor"],
-            embedding=_group([[g[0], g[-1]] for g in layout.groups("pipeline")], "embedding", timers)
-            if pipeline
-            else ALONE,
+            copies=_copies(layout, shared_stages, timers),
             channels=_channels(layout, device_type) if pipeline else (),
             timers=timers,
         )
@@ -136,6 +145,18 @@ def _group(members: list[list[int]], name: str, timers: Timers | None) -> Parall
         if dist.get_rank() in ranks:
             own = ParallelGroup(group, ranks.index(dist.get_rank()), len(ranks), name, timers)
     return own
+
+
+def _copies(
+    layout: RankLayout, shared_stages: Sequence[tuple[int, ...]], timers: Timers | None
+) -> dict[tuple[int, ...], ParallelGroup]:
+    """This rank's groups among those of `shared_stages`; all ranks make all of them, in one order."""
+    pipelines = layout.groups("pipeline")
+    groups = {
+        stages: _group([[ranks[stage] for stage in stages] for ranks in pipelines], "embedding", timers)
+        for stages in shared_stages
+    }
+    return {stages: group for stages, group in groups.items() if group.size > 1}
 
 
 def _with_memory(group: ParallelGroup) -> ParallelGroup:

@@ -9,7 +9,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.p2p import Mailbox
-from megacore.pipeline_parallel.schedules import Direction, Pass, Pipeline
+from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline
 
 _InFlight = dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]
 
@@ -42,13 +42,13 @@ class Executor:
         self._dtype, self._device = dtype, device
         self._stage = mesh.pipeline_parallel.rank
 
-    def run(self, passes: Sequence[Pass], work: StageWork, shape: Callable[[int], torch.Size]) -> None:
+    def run(self, passes: Sequence[Pass], work: StageWork, shape: Callable[[Message], torch.Size]) -> None:
         """Make all passes of this stage.
 
         Args:
             passes: of this stage, in order.
             work: what a pass computes.
-            shape: of the hidden states of a micro batch, by its number.
+            shape: of a message that this stage receives.
         """
         receives = (self._pipeline.receive(self._stage, each) for each in passes)
         mailbox = Mailbox(

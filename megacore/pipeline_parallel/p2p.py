@@ -26,7 +26,7 @@ class Mailbox:
         self,
         mesh: ProcessMesh,
         expected: Iterable[Message],
-        shape: Callable[[int], torch.Size],
+        shape: Callable[[Message], torch.Size],
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -37,7 +37,7 @@ class Mailbox:
         Args:
             mesh: this process's groups.
             expected: everything that this stage receives, in the order of its passes.
-            shape: of the message of a micro batch, by its number.
+            shape: of a message.
             dtype: of every message.
             device: where messages are received.
             backlog: messages that may be on their way at a time; None where the schedule bounds them. Needed for
@@ -85,7 +85,7 @@ class Mailbox:
             message = next(self._expected, None)
             if message is None:
                 return
-            tensor = torch.empty(self._shape(message.micro_batch), dtype=self._dtype, device=self._device)
+            tensor = torch.empty(self._shape(message), dtype=self._dtype, device=self._device)
             work = dist.irecv(tensor, group=self._channel(message), group_src=message.source, tag=message.number)
             assert work is not None
             self._posted.append((message, tensor, work))

@@ -4,22 +4,19 @@ The slowest stage sets the pace of all, so layers are divided by what they cost,
 over a large vocabulary costs as much as several layers.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, permutations
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import log
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from megacore.config.run import RunConfig
+from megacore.config.t5_stages import T5Stages
+from megacore.config.train import Recompute
 from megacore.errors import ParallelLayoutError
 from megacore.observe.flops import TransformerShape, step_flops
+from megacore.pipeline_parallel.balance import partition
 from megacore.tokenizer import padded_vocab_size
-
-_ROUNDING = 1e-9
-"""Sums of costs that differ by less, relative to the cost of the whole model, count as equal."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +24,18 @@ class ModelChunk:
     """A part of the model that is on one stage as a whole."""
 
     layers: range
-    """Transformer layers, by their number in the model; may be empty beside the head."""
+    """Transformer layers, by their number in the model; of T5, the encoder's. May be empty beside the head."""
     has_embedding: bool
     """Whether it takes tokens; else the hidden states of the chunk before."""
     has_head: bool
     """Whether it has the final norm and the output layer, and gives losses; else hidden states."""
+    decoder_layers: range = range(0)
+    """Layers of T5's decoder; a chunk has these or the encoder's, and both only when it is the whole model."""
+
+    @property
+    def has_decoder_embedding(self) -> bool:
+        """Whether it takes the decoder's tokens: T5's first chunk with layers of the decoder."""
+        return len(self.decoder_layers) > 0 and self.decoder_layers.start == 0
 
 
 def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
@@ -45,20 +49,26 @@ def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
         vocab_size: entries of the vocabulary, without padding.
 
     Raises:
-        ParallelLayoutError: what `gpt_chunks` refuses.
+        ParallelLayoutError: what `gpt_chunks` or `t5_chunks` refuses.
     """
-    parallel, train = config.parallel, config.train
-    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+    model, parallel, train = config.model, config.parallel, config.train
+    padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
     shape = TransformerShape.of(config, padded)
-    layer = replace(shape, num_layers=1, vocab_size=0)
-    return gpt_chunks(
-        config.model.num_layers,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        parallel.pipeline_partition,
-        layer_cost=step_flops(layer, 1, "none" if train.recompute_num_layers else train.recompute),
-        head_cost=step_flops(replace(shape, num_layers=0), 1, "none"),
-    )
+    recompute: Recompute = "none" if train.recompute_num_layers else train.recompute
+    stages, style = parallel.pipeline_model_parallel_size, parallel.pipeline_partition
+    layer_cost = step_flops(shape.part(1, 0, head=False), 1, recompute)
+    head_cost = step_flops(shape.part(0, 0, head=True), 1, "none")
+    if config.family == "t5":
+        return t5_chunks(
+            T5Stages(
+                model.num_layers, model.decoder_layers, stages, parallel.pipeline_model_parallel_split_rank, style
+            ),
+            encoder_cost=layer_cost,
+            decoder_cost=step_flops(shape.part(0, 1, head=False), 1, recompute),
+            head_cost=head_cost,
+        )
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    return gpt_chunks(model.num_layers, stages, virtual, style, layer_cost=layer_cost, head_cost=head_cost)
 
 
 def gpt_chunks(
@@ -103,130 +113,62 @@ def gpt_chunks(
     return [ModelChunk(range(*bounds), index == 0, index == last) for index, bounds in enumerate(ends)]
 
 
-def partition(
-    stacks: Sequence[Sequence[float]], stages: int, *, chunks: int = 1, first: float = 0.0, last: float = 0.0
-) -> list[tuple[range, ...]]:
-    """Divide stacks of layers, one after another, over `stages` x `chunks` parts of consecutive layers.
+def t5_chunks(
+    asked: T5Stages, *, encoder_cost: float = 1.0, decoder_cost: float = 1.0, head_cost: float = 0.0
+) -> list[ModelChunk]:
+    """The chunks of an encoder and a decoder of equal layers each, by their stage.
 
-    Part c is on stage c mod `stages`. The largest stage's cost is as small as can be, and the stages then as even as
-    can be (by the sum of squares); the same then for parts; among equals earlier parts have fewer layers, because
-    earlier stages keep the activations of more micro batches. With one chunk per stage this is exact; with several no
-    move of one layer between two parts improves it, which is exact too when all layers cost the same.
+    Where the split is left open, it is the one with the cheapest largest stage, and among those the one whose stages
+    are most even (by the sum of squares).
 
     Args:
-        stacks: the cost of each layer of each stack, as in an encoder's and a decoder's.
-        stages: pp.
-        chunks: parts per stage (v).
-        first: cost of what the first part holds beside layers.
-        last: cost of what the last part holds beside layers; if it has any, the last part may be without layers.
-
-    Returns:
-        Of each part, the layers of each stack by their number in the stack, empty ranges included.
+        asked: layers of both stacks, stages, and how they are divided.
+        encoder_cost: of one layer of the encoder, in any unit.
+        decoder_cost: of one layer of the decoder, in that unit.
+        head_cost: of final norm, output layer and loss.
 
     Raises:
-        ParallelLayoutError: fewer layers than parts.
+        ParallelLayoutError: no division of this kind can work.
     """
-    costs, parts = [cost for stack in stacks for cost in stack], stages * chunks
-    if len(costs) < parts:
-        raise ParallelLayoutError(f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1")
-    problem = _Problem.of(costs, stages, chunks, first, last)
-    sizes = problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
-    starts = list(accumulate((len(stack) for stack in stacks), initial=0))[:-1]
+    problem = asked.problem()
+    if problem is not None:
+        raise ParallelLayoutError(": ".join(part for part in problem if part))
+    if asked.stages == 1:
+        return [ModelChunk(range(asked.encoder), True, True, range(asked.decoder))]
+
+    def sizes(split: int) -> list[int]:
+        last = [decoder_cost] * (asked.decoder - 1) + [decoder_cost + head_cost]
+        return [
+            *_t5_sizes(asked, [encoder_cost] * asked.encoder, range(split)),
+            *_t5_sizes(asked, last, range(split, asked.stages)),
+        ]
+
+    def rating(split: int) -> tuple[float, float, int]:
+        layers = [encoder_cost] * split + [decoder_cost] * (asked.stages - split)
+        costs = [size * cost for size, cost in zip(sizes(split), layers, strict=True)]
+        costs[-1] += head_cost
+        return max(costs), sum(cost**2 for cost in costs), split
+
+    split = min(asked.splits(), key=rating)
+    found = sizes(split)
+    encoder, decoder = _ranges(found[:split]), _ranges(found[split:])
     return [
-        tuple(
-            range(min(max(begin - start, 0), len(stack)), min(max(end - start, 0), len(stack)))
-            for start, stack in zip(starts, stacks, strict=True)
-        )
-        for begin, end in pairwise(accumulate(sizes, initial=0))
+        *(ModelChunk(layers, layers.start == 0, False) for layers in encoder),
+        *(ModelChunk(range(0), False, layers.stop == asked.decoder, layers) for layers in decoder),
     ]
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Costs to divide, relative to the cost of the whole model."""
+def _t5_sizes(asked: T5Stages, costs: Sequence[float], stages: range) -> Sequence[int]:
+    """Layers of each of the stages of one stack, whose layers have these costs."""
+    if isinstance(asked.style, tuple):
+        return asked.style[stages.start : stages.stop]
+    if asked.style == "uniform":
+        return [len(costs) // len(stages)] * len(stages)
+    return [len(layers) for (layers,) in partition([costs], len(stages))]
 
-    sums: tuple[float, ...]
-    """Cost of the first 0, 1, 2, ... layers."""
-    stages: int
-    extra: tuple[float, ...]
-    """What each part costs beside layers."""
-    least: tuple[int, ...]
-    """Layers that each part needs."""
 
-    @classmethod
-    def of(cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float) -> "_Problem":
-        """The problem that `partition` describes."""
-        parts, total = stages * chunks, (sum(costs) + first + last) or 1.0
-        extra, least = [0.0] * parts, [1] * parts
-        extra[0] += first / total
-        extra[-1] += last / total
-        if last > 0 and parts > 1:
-            least[-1] = 0
-        sums = tuple(accumulate((cost / total for cost in costs), initial=0.0))
-        return cls(sums, stages, tuple(extra), tuple(least))
-
-    def consecutive(self) -> tuple[int, ...]:
-        """Layers of each part with the smallest largest part and, given that, the smallest sum of squares.
-
-        Dynamic programming from the last part back: `best[i]` is for layers i to the end in the parts from here on.
-        """
-        sums = np.array(self.sums)
-        count = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
-        segment = sums[None, :] - sums[:, None]
-
-        def costs(part: int, limit: float) -> npt.NDArray[np.float64]:
-            """Of a part from layer i (rows) to before layer j (columns); infinite where that is not allowed."""
-            cost = segment + self.extra[part]
-            return np.where((count >= self.least[part]) & (cost <= limit), cost, np.inf)
-
-        nothing = np.where(np.arange(len(sums)) == len(sums) - 1, 0.0, np.inf)
-        best = nothing
-        for part in reversed(range(len(self.extra))):
-            best = np.maximum(costs(part, np.inf), best[None, :]).min(axis=1)
-        limit = best[0] + _ROUNDING
-        squares = [nothing]
-        for part in reversed(range(len(self.extra))):
-            squares.append((costs(part, limit) ** 2 + squares[-1][None, :]).min(axis=1))
-        sizes, start = [], 0
-        for part, after in enumerate(reversed(squares[:-1])):
-            total = costs(part, limit)[start] ** 2 + after
-            end = int(np.flatnonzero(total <= total.min() + _ROUNDING)[0])
-            sizes.append(end - start)
-            start = end
-        return tuple(sizes)
-
-    def spread(self) -> tuple[int, ...]:
-        """Layers of each part as if all cost the same: each goes to the smallest part of the smallest stage."""
-        layers, sizes = len(self.sums) - 1, list(self.least)
-        for _ in range(layers - sum(sizes)):
-            parts = [size * self.sums[-1] / layers + extra for size, extra in zip(sizes, self.extra, strict=True)]
-            stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
-            sizes[min(range(len(sizes)), key=lambda part: (stages[part % self.stages], parts[part], -part))] += 1
-        return tuple(sizes)
-
-    def improved(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Move one layer from a part to another, those between handing theirs on, as long as that helps."""
-        while (better := min(self._neighbours(sizes), key=self._rating)) != sizes:
-            sizes = better
-        return sizes
-
-    def _neighbours(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The division itself and those that one move leads to."""
-        yield sizes
-        for giver, taker in permutations(range(len(sizes)), 2):
-            if sizes[giver] > self.least[giver]:
-                yield tuple(size - (part == giver) + (part == taker) for part, size in enumerate(sizes))
-
-    def _rating(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """How good a division is; less is better, in this order."""
-        ends = accumulate(sizes, initial=0)
-        parts = [
-            self.sums[end] - self.sums[begin] + extra
-            for (begin, end), extra in zip(pairwise(ends), self.extra, strict=True)
-        ]
-        stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
-        values = (max(stages), sum(cost**2 for cost in stages), max(parts), sum(cost**2 for cost in parts))
-        return *(round(value / _ROUNDING) for value in values), *sizes
+def _ranges(sizes: Sequence[int]) -> list[range]:
+    return [range(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
 
 
 def _check_layers(num_layers: int, stages: int, chunks: int, style: str) -> None:

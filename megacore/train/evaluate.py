@@ -1,6 +1,6 @@
 """Loss over a fixed set of samples, shared among the ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Dataset
 from megacore.errors import DataFormatError
+from megacore.models.losses import LM_LOSS
 from megacore.observe.logging import perplexity
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.step import loaded, reader
@@ -18,12 +19,18 @@ from megacore.train.step import loaded, reader
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over every target token of some samples that counts."""
+    """Mean losses over everything in some samples that counts."""
 
-    loss: float
-    """Nats per token."""
+    losses: Mapping[str, float]
+    """By name, `lm_loss` first, in nats."""
     samples: int
     tokens: int
+    """Target tokens."""
+
+    @property
+    def loss(self) -> float:
+        """The language model's, in nats per token."""
+        return self.losses[LM_LOSS]
 
     @property
     def ppl(self) -> float:
@@ -31,16 +38,26 @@ class Evaluation:
         return perplexity(self.loss)
 
 
-class LossSum(Protocol):
-    """Sum of the losses of all labels that count, and their number (see `megacore.engine.base.Engine.loss_sum`)."""
+class Scored(Protocol):
+    """This rank's part of what is evaluated: an engine or a stage."""
 
-    def __call__(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Ids [b, s + 1] of micro batches and their b -> fp64 [2], zeros on all pipeline stages but the last."""
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses, `lm_loss` first."""
+        ...
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether this rank needs the samples."""
+        ...
+
+    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Ids [b, width] of micro batches and their b -> fp64 [terms, 2] (see `megacore.engine.base.Engine`)."""
         ...
 
 
 def evaluate(
-    loss_sum: LossSum,
+    model: Scored,
     dataset: Dataset,
     *,
     samples: int,
@@ -48,10 +65,10 @@ def evaluate(
     mesh: ProcessMesh,
     device: torch.device,
 ) -> Evaluation:
-    """Mean loss of the first `samples` samples; each is scored once, whatever the layout.
+    """Mean losses of the first `samples` samples; each is scored once, whatever the layout.
 
     Args:
-        loss_sum: of this rank's part of the model.
+        model: this rank's part of it.
         dataset: one split.
         samples: at least 1 and at most the data set's length.
         micro_batch_size: samples per forward pass; the last pass may have fewer.
@@ -63,18 +80,19 @@ def evaluate(
     """
     replicas = mesh.data_parallel
     batches = batches_of_rank(samples, micro_batch_size, replicas.rank, replicas.size)
-    with PrefetchingIterator(reader(dataset, device), batches) as read:
-        total = loss_sum(loaded(read, device, mesh), [len(batch) for batch in batches])
+    with PrefetchingIterator(reader(dataset, device), batches if model.reads_tokens else ()) as read:
+        total = model.loss_sum(loaded(read, device, mesh), [len(batch) for batch in batches])
     for group in (replicas, mesh.pipeline_parallel):
         if group.size > 1:
             dist.all_reduce(total, group=group.group)
-    loss, tokens = total.tolist()
+    sums = dict(zip(model.loss_names, total.tolist(), strict=True))
+    tokens = int(sums[LM_LOSS][1])
     if tokens == 0:
         raise DataFormatError(
             f"none of {samples} samples has a token to predict: each is a document of one token or of padding alone; "
             "use longer documents, or data.packing packed"
         )
-    return Evaluation(loss / tokens, samples, int(tokens))
+    return Evaluation({name: loss / max(count, 1) for name, (loss, count) in sums.items()}, samples, tokens)
 
 
 def batches_of_rank(samples: int, micro_batch_size: int, rank: int, size: int) -> list[range]:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.format import Marker, complete_checkpoints, iteration_of, read_state
+from megacore.checkpoint.format import Marker, complete_checkpoints, iteration_of, read_state, verify
 from megacore.checkpoint.load import latest_complete, load_checkpoint, names_of_all
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.data.sampler import PrefetchingIterator, micro_batches
 from megacore.data.samples import Batch, Dataset
 from megacore.engine.base import Engine, Update
@@ -29,6 +31,8 @@ from megacore.train.state import TrainState
 from megacore.train.step import Stepper, reader
 
 CHECKPOINTS_NAME = "checkpoints"
+WEIGHTS_PREFIX = "model."
+"""Of the names of a checkpoint's weights."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Trainer:
         recorder: Recorder,
         run_directory: Path,
         *,
+        spec: ModelSpec,
         peak: float | None = None,
     ) -> None:
         """Put the parts together.
@@ -62,6 +67,7 @@ class Trainer:
             datasets: train and validation split.
             recorder: where the run's account goes.
             run_directory: with the run's checkpoints, if any.
+            spec: the model by itself, which every checkpoint names.
             peak: this rank's peak rate in TFLOP/s for MFU, None where it is not known.
 
         Raises:
@@ -72,6 +78,7 @@ class Trainer:
         self._mesh = mesh
         self._data = datasets
         self._recorder = recorder
+        self._spec = spec
         self._checkpoints = run_directory / CHECKPOINTS_NAME
         self._ranks = RankGroup(None)
         self._timers = mesh.timers or Timers(engine.device)
@@ -93,7 +100,7 @@ class Trainer:
 
         Raises:
             TrainingError: a loss or gradient is not finite, or memory does not suffice.
-            CheckpointError: the newest checkpoint is of another model.
+            CheckpointError: the newest checkpoint, or the pretrained one, is of another model or damaged.
             WorkspaceError: a checkpoint or an event cannot be written.
         """
         with memory_errors(self._config, self._mesh.rank, self.state):
@@ -116,6 +123,8 @@ class Trainer:
             restored = TrainState.from_json(saved["train"])
             vars(self.state).update(vars(restored))
             logger.info("resumed from %s at iteration %d", path, self.state.iteration)
+        elif self._config.train.pretrained_checkpoint is not None:
+            self._begin_with(Path(self._config.train.pretrained_checkpoint))
         self._recorder.event(
             "start",
             iteration=self.state.iteration,
@@ -127,6 +136,19 @@ class Trainer:
             resumed_from=None if path is None else iteration_of(path),
             train_iters=self._config.train.train_iters,
         )
+
+    def _begin_with(self, path: Path) -> None:
+        """Take the weights of a pretrained checkpoint, whatever layout wrote it; the optimizer starts afresh."""
+
+        def check() -> None:
+            verify(path)
+            check_same_model(path, read_spec(path), self._spec)
+
+        self._ranks.on_first(check)
+        weights = {name: tensor for name, tensor in self._engine.tensors().items() if name.startswith(WEIGHTS_PREFIX)}
+        load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
+        self._engine.load_state(self._engine.state())  # brings the weights into the model
+        logger.info("began with the weights of %s", path)
 
     def _find_checkpoint(self) -> Path | None:
         """On the first rank: clear what a crash left, and report what it kept from being reported."""
@@ -142,6 +164,9 @@ class Trainer:
         return latest_complete(self._checkpoints, log=self._recorder.warning)
 
     def _upcoming(self) -> Iterator[range]:
+        """Samples of this rank's micro batches; none on pipeline stages that do not read them."""
+        if not self._engine.reads_tokens:
+            return iter(())
         train, replicas = self._config.train, self._mesh.data_parallel
         return micro_batches(
             self.state.consumed_samples,
@@ -185,7 +210,7 @@ class Trainer:
         if samples == 0:
             return None
         result = evaluate(
-            self._engine.loss_sum,
+            self._engine,
             data,
             samples=samples,
             micro_batch_size=train.micro_batch_size,
@@ -194,7 +219,7 @@ class Trainer:
         )
         self._recorder.evaluation(
             self.state.iteration,
-            result.loss,
+            result.losses,
             samples=result.samples,
             consumed_samples=self.state.consumed_samples,
             consumed_tokens=self._consumed_tokens,
@@ -213,7 +238,11 @@ class Trainer:
             self._checkpoints,
             self.state.iteration,
             self._engine.tensors(),
-            {"train": self.state.to_json(), "engine": self._engine.state()},
+            {
+                "train": self.state.to_json(),
+                "engine": self._engine.state(),
+                MODEL_KEY: self._spec.model_dump(mode="json"),
+            },
             validation_loss=validation_loss,
         )
         seconds = time.monotonic() - started

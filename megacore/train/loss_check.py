@@ -59,7 +59,7 @@ class LossCheck:
             return
         self._look_for_spikes(update.losses, state)
         state.applied_iterations += 1
-        state.interval.losses.append(update.loss)
+        state.interval.add(update.terms)
         recent = update.loss if state.recent_loss is None else state.recent_loss
         state.recent_loss = _MEMORY * recent + (1.0 - _MEMORY) * update.loss
 

@@ -10,6 +10,7 @@ import torch
 
 from megacore.config.run import RunConfig
 from megacore.engine.base import Update
+from megacore.models.losses import LM_LOSS
 from megacore.observe.flops import TransformerShape, step_flops
 from megacore.observe.logging import StepReport
 from megacore.observe.timers import Timers, exposed_communication
@@ -40,7 +41,7 @@ class RateMeter:
         self._schedule = LrSchedule.of(config)
         recomputed = recomputed_layers(config, shape.vocab_size)
         # Of one sample, on one rank: a ramp-up changes the batch.
-        self._hardware_tflop = step_flops(shape, 1, config.train.recompute, recomputed) / ranks / 1e12
+        self._hardware_tflop = step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12
         self._model_tflop = step_flops(shape, 1, "none") / ranks / 1e12
         self._peak = peak
         self._iteration = self._consumed_samples = 0
@@ -79,7 +80,7 @@ class RateMeter:
             ms_per_iteration=seconds * 1000.0,
             lr=self._schedule.at(state.applied_iterations),
             global_batch_size=len(update.losses) * self._config.train.micro_batch_size,
-            lm_loss=state.interval.mean_loss,
+            lm_loss=state.interval.mean(LM_LOSS),
             loss_scale=loss_scale,
             grad_norm=update.grad_norm,
             skipped_iterations=state.interval.skipped_iterations,
@@ -90,6 +91,7 @@ class RateMeter:
             mfu=None if self._peak is None else self._model_tflop * samples / seconds / self._peak,
             exposed_communication_ms=exposed_communication(milliseconds),
             memory_mb=peak_memory_mb(device),
+            further_losses={name: state.interval.mean(name) for name in update.terms if name != LM_LOSS},
         )
         self.start(state.iteration, state.consumed_samples)
         return report, milliseconds

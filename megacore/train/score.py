@@ -18,6 +18,7 @@ from megacore.data.unigram import UnigramModel
 from megacore.engine.native import DTYPES
 from megacore.engine.precision import resolve_precision
 from megacore.launch.job import EvaluateJob
+from megacore.models.losses import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
@@ -35,7 +36,7 @@ class Scorer:
         self._device = device
         # A GPU computes as in training; on a CPU fp32 costs little and differs from no other machine.
         precision = resolve_precision(job.config.train.precision, device.type) if device.type == "cuda" else "fp32"
-        self._stage = Stage(job.config, job.vocab_size, mesh, eod_id=job.eod_id, device=device)
+        self._stage = Stage(job.config, job.vocab_size, mesh, special_tokens=job.special_tokens, device=device)
         parameters = self._stage.named_parameters
         self._weights = {name: parameter.data for name, parameter in parameters.items()}
         """fp32, as a checkpoint holds them."""
@@ -43,7 +44,14 @@ class Scorer:
         for parameter in parameters.values():
             parameter.data = parameter.data.to(DTYPES[precision])
         self._splits = {
-            name: one_epoch(job.token_prefixes, job.index_directory, name, job.config.data, Path(job.output).parent)
+            name: one_epoch(
+                job.token_prefixes,
+                job.index_directory,
+                name,
+                job.config,
+                Path(job.output).parent,
+                tokenizer_directory=job.tokenizer_directory,
+            )
             for name in ("test", "valid")
         }
 
@@ -65,6 +73,7 @@ class Scorer:
                 f"{name}_loss": evaluation.loss,
                 f"{name}_ppl": evaluation.ppl,
                 f"{name}_samples": evaluation.samples,
+                **{f"{name}_{term}": loss for term, loss in evaluation.losses.items() if term != LM_LOSS},
             }
         logger.info(
             "iteration %d | test loss: %.6E | test PPL: %.4f | validation loss: %.6E | validation PPL: %.4f",
@@ -79,7 +88,9 @@ class Scorer:
     def unigram(self) -> dict[str, float]:
         """Perplexity of the train split's token frequencies on the very tokens that `score` predicts, by split."""
         job = self._job
-        tokens = train_tokens(job.token_prefixes, job.index_directory, job.config.data)
+        tokens = train_tokens(
+            job.token_prefixes, job.index_directory, job.config, tokenizer_directory=job.tokenizer_directory
+        )
         model = UnigramModel(tokens, job.vocab_size)
         return {name: model.perplexity(self._targets(dataset)) for name, dataset in self._splits.items()}
 
@@ -102,7 +113,7 @@ class Scorer:
 
     def _evaluate(self, dataset: Dataset) -> Evaluation:
         return evaluate(
-            self._stage.loss_sum,
+            self._stage,
             dataset,
             samples=self._samples(dataset),
             micro_batch_size=self._config.evaluate.micro_batch_size,

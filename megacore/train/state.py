@@ -1,30 +1,37 @@
 """Where a run stands: everything the loop needs to go on, apart from the engine's own state."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from megacore.errors import CheckpointError
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 @dataclass
 class LogInterval:
     """What was gathered since the last log line."""
 
-    losses: list[float] = field(default_factory=list)
-    """Loss of each applied iteration: kept apart, so that a run resumed within an interval adds them up alike."""
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    """By name, each loss of each applied iteration: kept apart, so that a run resumed within an interval adds them up
+    alike."""
     skipped_iterations: int = 0
     nan_iterations: int = 0
 
-    @property
-    def mean_loss(self) -> float:
-        """Mean over the interval's applied iterations, NaN without any."""
-        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
+    def add(self, losses: Mapping[str, float]) -> None:
+        """Take note of an applied iteration's losses, by name."""
+        for name, loss in losses.items():
+            self.losses.setdefault(name, []).append(loss)
+
+    def mean(self, name: str) -> float:
+        """Mean of a loss over the interval's applied iterations, NaN without any."""
+        losses = self.losses.get(name, [])
+        return sum(losses) / len(losses) if losses else float("nan")
 
     def clear(self) -> None:
         """Begin a new interval."""
-        self.losses, self.skipped_iterations, self.nan_iterations = [], 0, 0
+        self.losses, self.skipped_iterations, self.nan_iterations = {}, 0, 0
 
 
 @dataclass

@@ -42,7 +42,7 @@ class Stepper:
         A skipped iteration consumes its samples but does not advance the schedules.
 
         Args:
-            batches: this rank's micro batches, [b, s + 1] each; empty on ranks that read no tokens.
+            batches: this rank's micro batches, [b, width] each; empty on ranks that read no tokens.
             state: where the run stands; changed in place.
 
         Raises:
@@ -77,7 +77,7 @@ def reader(dataset: Dataset, device: torch.device) -> Callable[[Indices], Batch]
 
     def gather(indices: Indices) -> Batch:
         with torch.cuda.device(device):  # a new thread starts on the first GPU
-            shape = len(indices), dataset.seq_length + 1
+            shape = len(indices), dataset.width
             out: Batch = torch.empty(shape, dtype=torch.int64, pin_memory=True).numpy()
         return dataset.gather(indices, out)
 
@@ -85,7 +85,7 @@ def reader(dataset: Dataset, device: torch.device) -> Callable[[Indices], Batch]
 
 
 def loaded(batches: Iterator[Batch], device: torch.device, mesh: ProcessMesh) -> Iterator[Tensor]:
-    """Token ids [b, s + 1] of each batch on the device, without waiting for the copy."""
+    """Ids [b, width] of each batch on the device, without waiting for the copy."""
     while True:
         with mesh.time("batch-generator"):
             batch = next(batches, None)

@@ -67,7 +67,7 @@ def held(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorShard]:
         if name.split(".")[0] in {"embedding", *stages}
     }
     config = ParallelConfig(use_distributed_optimizer=sharded, grad_reduce_bucket_mb=3e-4)
-    shared = frozenset({"embedding"}) if mesh.pipeline_parallel.size > 1 else frozenset()
+    shared = {"embedding": mesh.copies[0, 1]} if mesh.copies else {}
     sync = GradSync(parameters, mesh, config, shared=shared)
     return MainWeightAdamW([sync], OptimConfig(lr=1.0), torch.float32, partitions).tensors()
 
@@ -84,7 +84,10 @@ def rectangles(tensor: Tensor | TensorShard, whole: Tensor) -> Iterator[tuple[Te
 
 def run(root: str) -> dict[str, Any]:
     """Write under every layout, read under every other and serially; what went wrong."""
-    meshes = {name: ProcessMesh.build(layout) for name, (layout, _) in LAYOUTS.items()}
+    meshes = {
+        name: ProcessMesh.build(layout, shared_stages=((0, 1),) if layout.pipeline > 1 else ())
+        for name, (layout, _) in LAYOUTS.items()
+    }
     wanted, wrong, most = values(), [], 0
     for writer, (_, sharded) in LAYOUTS.items():
         still_alive()

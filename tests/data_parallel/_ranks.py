@@ -138,11 +138,13 @@ def reloaded(mesh: ProcessMesh) -> dict[str, Tensor]:
 def axes() -> dict[str, Any]:
     """Four ranks: gradients that other axes share, with and without a distributed optimizer."""
     tensor = ProcessMesh.build(RankLayout(data=2, tensor=2), timers=Timers(torch.device("cpu")))
-    pipeline = ProcessMesh.build(RankLayout(data=2, pipeline=2))
+    pipeline = ProcessMesh.build(RankLayout(data=2, pipeline=2), shared_stages=((0, 1),))
     found = replicas()
     for way in ("whole", "sharded", "bf16"):
         found[f"tensor, {way}"] = by_hand(tensor, WAYS[way], TENSOR, partial=frozenset({"norm"}))
-        found[f"pipeline, {way}"] = by_hand(pipeline, WAYS[way], stage(pipeline), shared=frozenset({"embedding"}))
+        found[f"pipeline, {way}"] = by_hand(
+            pipeline, WAYS[way], stage(pipeline), shared={"embedding": pipeline.copies[0, 1]}
+        )
     return found
 
 
@@ -170,7 +172,7 @@ def drawn(name: str, axes: list[int], shape: tuple[int, ...]) -> Tensor:
 
 
 def by_hand(
-    mesh: ProcessMesh, config: ParallelConfig, shapes: dict[str, tuple[int, ...]], **kinds: frozenset[str]
+    mesh: ProcessMesh, config: ParallelConfig, shapes: dict[str, tuple[int, ...]], **kinds: Any
 ) -> dict[str, Any]:
     """Hand gradients to the sinks, and make one step: reduced gradients, the norm, the weights."""
     parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megacore.config.parallel import ParallelConfig
 from megacore.data_parallel.buckets import BucketLayout, plan_buckets
 from megacore.data_parallel.grad_sync import GradSync
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.mesh import ALONE, ProcessMesh
 from tests.data_parallel import _ranks
 from tests.data_parallel._modules import Mixed, total_gradients
 
@@ -143,7 +143,7 @@ def test_nothing_is_communicated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         SERIAL,
         ParallelConfig(use_distributed_optimizer=True, grad_reduce_dtype="bf16", grad_reduce_bucket_mb=1e-4),
         partial=frozenset({"bias"}),
-        shared=frozenset({"tied"}),
+        shared={"tied": ALONE},
     )
     assert not sync.sharded
     expected = total_gradients([3])

@@ -22,7 +22,7 @@ TOKENS = torch.randint(0, _runs.VOCAB_SIZE, (4, 2, _runs.SEQ_LENGTH + 1), genera
 
 def engine(precision: str, run: RunConfig | None = None) -> NativeEngine:
     run = run or _runs.config()
-    return NativeEngine(Stage(run, _runs.VOCAB_SIZE, ProcessMesh.serial(), eod_id=_runs.EOD_ID), run, precision)
+    return NativeEngine(Stage(run, _runs.VOCAB_SIZE, ProcessMesh.serial(), special_tokens=_runs.TOKENS), run, precision)
 
 
 def weight(own: NativeEngine, name: str) -> Tensor:
@@ -111,8 +111,8 @@ def test_fp16_gives_up_after_some_iterations_at_the_minimum_scale() -> None:
 def test_evaluation_has_no_dropout_and_no_gradient() -> None:
     own = engine("fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5}))
     first, second = (own.loss_sum(iter(TOKENS), [2, 2, 2, 2]) for _ in range(2))
-    assert (first.shape, first.dtype) == ((2,), torch.float64)
-    assert first[1] == TOKENS[..., 1:].numel()
+    assert (first.shape, first.dtype) == ((1, 2), torch.float64)
+    assert first[0, 1] == TOKENS[..., 1:].numel()
     assert torch.equal(first, second)
     assert not first.requires_grad
     assert all(chunk.training for chunk in own._stage.chunks)

@@ -47,9 +47,17 @@ def test_an_unknown_peak_is_said() -> None:
 
 
 def test_the_validation_line() -> None:
-    assert validation_line(1000, math.log(200.0)) == (
-        " validation loss at iteration 1000 | lm loss value: 5.298317E+00 | lm loss PPL: 2.000000E+02 | "
-    )
+    line = " validation loss at iteration 1000 | lm loss value: 5.298317E+00 | lm loss PPL: 2.000000E+02 | "
+    assert validation_line(1000, {"lm_loss": math.log(200.0)}) == line
+    both = {"lm_loss": math.log(200.0), "sop_loss": 0.5}
+    assert validation_line(1000, both) == f"{line}sop loss value: 5.000000E-01 | "
+
+
+def test_further_losses_follow_the_first() -> None:
+    report = dataclasses.replace(REPORT, further_losses={"nsp_loss": 0.25})
+    assert " | lm loss: 9.440000E+00 | nsp loss: 2.500000E-01 | loss scale: 262144.0 | " in step_line(report)
+    assert report.event == {**REPORT.event, "nsp_loss": 0.25}
+    assert set(REPORT.event) == {field.name for field in dataclasses.fields(StepReport)} - {"further_losses"}
 
 
 def test_a_hopeless_loss_has_infinite_perplexity() -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def account(directory: Path, rank: int, *, board: bool = False) -> None:
     with Recorder(directory, attempt=1, rank=rank, tensorboard=board) as recorder:
         recorder.event("start", ranks=2)
         recorder.step(REPORT, {"update": 1.0})
-        recorder.evaluation(100, 5.0, samples=640, consumed_samples=6400, consumed_tokens=6553600)
+        recorder.evaluation(100, {"lm_loss": 5.0}, samples=640, consumed_samples=6400, consumed_tokens=6553600)
         recorder.warning("look here")
 
 
@@ -31,6 +32,24 @@ def test_rank_0_writes_events_and_lines(tmp_path: Path, caplog: pytest.LogCaptur
     assert events[2]["ppl"] == pytest.approx(148.413, abs=1e-3)
     assert "validation loss at iteration 100" in caplog.text
     assert "look here" in caplog.text
+
+
+def test_further_losses_are_values_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    both = {"lm_loss": 5.0, "sop_loss": 0.5}
+    with (
+        caplog.at_level(logging.INFO, "megacore"),
+        Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder,
+    ):
+        recorder.step(replace(REPORT, further_losses={"sop_loss": 0.75}), {})
+        recorder.evaluation(100, both, samples=1, consumed_samples=1, consumed_tokens=1)
+    step, evaluation = (
+        json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+    assert (step["lm_loss"], step["sop_loss"]) == (REPORT.lm_loss, 0.75)
+    assert {name: evaluation[name] for name in both} == both
+    assert evaluation["ppl"] == pytest.approx(148.413, abs=1e-3)
+    assert "sop loss: 7.500000E-01" in caplog.text
+    assert "sop loss value: 5.000000E-01" in caplog.text
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

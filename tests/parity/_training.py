@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.config.load import parse_config
+from megacore.config.model import Family
 from megacore.config.run import RunConfig
+from megacore.config.spec import SpecialTokens
 from megacore.data.sampler import micro_batch_indices
 from megacore.engine.native import NativeEngine
 from megacore.models.stage import Stage
@@ -17,12 +19,22 @@ from megacore.optim.lr_schedule import LrSchedule
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.parallel.rng import micro_batch_seed
+from megacore.pipeline_parallel.copies import shared_stages
 from tests._dist import still_alive
 
 STEPS = 20
 SEQ_LENGTH = 32
 VOCAB = 256
 EOD_ID = 7
+MASK_ID = 5
+DECODER_LENGTH = 12
+TOKENS = SpecialTokens(eod=EOD_ID, pad=0, mask=MASK_ID)
+SENTENCES = {"split_sentences": True, "append_eod": False}
+DATA: dict[Family, dict[str, Any]] = {
+    "gpt": {},
+    "bert": SENTENCES,
+    "t5": SENTENCES | {"span_corruption": {"decoder_seq_length": DECODER_LENGTH}},
+}
 GLOBAL_BATCH = 8
 
 
@@ -36,6 +48,7 @@ class Case:
     optim: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    family: Family = "gpt"
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,10 @@ class Result:
 
     losses: list[float]
     grad_norms: list[float]
-    validation: float
-    """Sum of the losses of the first batch after the last step, on this rank's pipeline stage and replica."""
+    terms: dict[str, list[float]]
+    """Each of the losses by name."""
+    validation: list[float]
+    """Sum of each of the losses of the first batch after the last step, on this rank's pipeline stage and replica."""
     differing: list[str]
     """Parameters whose first bits are not those of the serial model."""
 
@@ -55,11 +70,13 @@ def config(case: Case) -> RunConfig:
     return parse_config(
         {
             "name": "parity",
+            "family": case.family,
             "seed": 11,
             "data": {
                 "source": {"kind": "source_tree"},
-                "tokenizer": {"kind": "train-bpe", "vocab_size": 512},
+                "tokenizer": {"kind": "hf", "name": "any"},
                 "seq_length": SEQ_LENGTH,
+                **DATA[case.family],
                 **case.data,
             },
             "model": {
@@ -87,8 +104,8 @@ def config(case: Case) -> RunConfig:
     )
 
 
-def samples() -> Tensor:
-    """Ids [steps x batch, s + 1]: arithmetic sequences with noise, so that there is something to learn.
+def samples(family: Family = "gpt") -> Tensor:
+    """Rows of ids [steps x batch, width]: arithmetic sequences with noise, so that there is something to learn.
 
     Ends of documents are among them.
     """
@@ -97,17 +114,41 @@ def samples() -> Tensor:
     start = torch.randint(VOCAB, (count, 1), generator=generator)
     step = torch.randint(1, 6, (count, 1), generator=generator)
     noise = torch.randint(0, 3, (count, SEQ_LENGTH + 1), generator=generator)
-    return (start + step * torch.arange(SEQ_LENGTH + 1) + noise) % VOCAB
+    sequences = (start + step * torch.arange(SEQ_LENGTH + 1) + noise) % VOCAB
+    if family == "gpt":
+        return sequences
+    few = 8 + sequences[:, :SEQ_LENGTH] % 16  # so that less is to be learnt
+    return masked(few, generator) if family == "bert" else corrupted(few, generator)
+
+
+def masked(sequences: Tensor, generator: torch.Generator) -> Tensor:
+    """BERT's rows: two segments, every sixth token masked, and padding at the end of some."""
+    positions = torch.arange(SEQ_LENGTH)
+    ends = torch.randint(SEQ_LENGTH // 2, SEQ_LENGTH + 1, (len(sequences), 1), generator=generator)
+    predicted = (positions % 6 == 1) & (positions < ends)
+    tokens = sequences.masked_fill(predicted, MASK_ID).masked_fill(positions >= ends, -1)
+    labels = sequences.masked_fill(~predicted, -1)
+    segments = (positions >= ends // 2).long().masked_fill(positions >= ends, -1)
+    swapped = torch.randint(2, (len(sequences), 1), generator=generator)
+    return torch.cat([tokens, labels, segments, swapped], 1)
+
+
+def corrupted(sequences: Tensor, generator: torch.Generator) -> Tensor:
+    """T5's rows: the decoder writes every other token of the beginning; both sides have padding in some."""
+    ends = torch.randint(SEQ_LENGTH // 2, SEQ_LENGTH + 1, (len(sequences), 1), generator=generator)
+    labels = sequences[:, : 2 * DECODER_LENGTH : 2]
+    padding = torch.arange(DECODER_LENGTH) >= ends // 2
+    return torch.cat([sequences.masked_fill(torch.arange(SEQ_LENGTH) >= ends, -1), labels.masked_fill(padding, -1)], 1)
 
 
 def train(case: Case) -> Result:
     """Train as one rank of the default group, or alone."""
     own = config(case)
-    mesh = _mesh(own)
-    stage = Stage(own, VOCAB, mesh, eod_id=EOD_ID)
+    mesh = mesh_of(own)
+    stage = Stage(own, VOCAB, mesh, special_tokens=TOKENS)
     engine = NativeEngine(stage, own, own.train.precision)
     differing = _differing(engine, own)
-    schedule, data = LrSchedule.of(own), samples()
+    schedule, data = LrSchedule.of(own), samples(case.family)
     updates = []
     for step in range(case.steps):
         indices = _micro_batches(own, mesh, step)
@@ -118,7 +159,11 @@ def train(case: Case) -> Result:
     validation = engine.loss_sum(_read(data, indices), [len(each) for each in indices])
     assert all(update.applied for update in updates)
     return Result(
-        [update.loss for update in updates], [update.grad_norm for update in updates], float(validation[0]), differing
+        [update.loss for update in updates],
+        [update.grad_norm for update in updates],
+        {name: [update.terms[name] for update in updates] for name in stage.loss_names},
+        validation[:, 0].tolist(),
+        differing,
     )
 
 
@@ -131,7 +176,7 @@ def train_all(cases: dict[str, Case]) -> dict[str, Result]:
     return results
 
 
-def _mesh(own: RunConfig) -> ProcessMesh:
+def mesh_of(own: RunConfig) -> ProcessMesh:
     if not dist.is_initialized():
         return ProcessMesh.serial()
     parallel = own.parallel
@@ -140,7 +185,7 @@ def _mesh(own: RunConfig) -> ProcessMesh:
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
     )
-    return ProcessMesh.build(layout)
+    return ProcessMesh.build(layout, shared_stages=shared_stages(own, VOCAB))
 
 
 def _micro_batches(own: RunConfig, mesh: ProcessMesh, step: int) -> list[list[int]]:
@@ -157,7 +202,7 @@ def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:
 
 def _differing(engine: NativeEngine, own: RunConfig) -> list[str]:
     """Names of this rank's initial weights that are not a part of the serial model's, bit for bit."""
-    serial = dict(Stage(own, VOCAB, ProcessMesh.serial(), eod_id=EOD_ID).named_parameters)
+    serial = dict(Stage(own, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS).named_parameters)
     found = []
     for name, tensor in engine.tensors().items():
         if not name.startswith("model."):

@@ -1,7 +1,10 @@
-"""Losses and gradient norms of 20 optimizer steps in every layout against the serial run.
+"""Losses and gradient norms of some optimizer steps in every layout against the serial run.
 
 Weights are not compared: gradients that are zero in theory become Adam steps of rounding noise.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,6 +28,39 @@ M4 = {"micro_batch_size": 2}
 """Four micro batches."""
 M8 = {"micro_batch_size": 1}
 FP16 = {"loss_scale": {"initial": 1024.0}}
+FEW = 8
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+"""The same elements are dropped whatever the stages; tensor-parallel ranks drop others."""
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "num_query_groups": 2,
+    "ffn_hidden_size": 96,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+T5 = {
+    "num_layers": 2,
+    "position_embedding_type": "relative",
+    "normalization": "rmsnorm",
+    "add_bias_linear": False,
+    "activation": "relu",
+}
+T5_V11 = T5 | {"activation": "geglu_tanh", "untie_embeddings_and_output_weights": True, "kv_channels": 16}
+
+
+def llama(parallel: dict[str, Any], **values: Any) -> Case:
+    return Case(parallel, model=LLAMA, steps=FEW, **values)
+
+
+def bert(parallel: dict[str, Any], **model: Any) -> Case:
+    return Case(parallel, model=SMALL | model, optim={"lr": 3e-3}, steps=FEW, family="bert")
+
+
+def t5(parallel: dict[str, Any], model: dict[str, Any] = T5, **values: Any) -> Case:
+    return Case(parallel, model=model, optim={"lr": 3e-3}, steps=FEW, family="t5", **values)
+
 
 TWO_RANKS = {
     "tp2": Case(TP2),
@@ -47,6 +83,19 @@ TWO_RANKS = {
     "tp2 sp fp16": Case(TP2 | SP, {"precision": "fp16"}, SMALL, FP16),
     "pp2 fp16": Case(PP2, {"precision": "fp16"}, SMALL, FP16),
     "dp2 distributed optimizer fp16": Case(ZERO1, {"precision": "fp16"}, SMALL, FP16),
+    "llama tp2": llama(TP2),
+    "llama tp2 sp": llama(TP2 | SP),
+    "llama pp2": llama(PP2, train=M4),
+    "llama dp2 distributed optimizer": llama(ZERO1),
+    "bert tp2 sp": bert(TP2 | SP),
+    "bert pp2": bert(PP2, norm_position="post", activation="gelu"),
+    "bert pp2, dropout": bert(PP2, **DROPOUT),
+    "bert dp2": bert({}, norm_position="post", activation="gelu"),
+    "t5 tp2": t5(TP2),
+    "t5 tp2 sp": t5(TP2 | SP, T5_V11),
+    "t5 pp2": t5(PP2),
+    "t5 pp2, dropout and full recomputation": t5(PP2, T5 | DROPOUT, train={"recompute": "full"}),
+    "t5 dp2 distributed optimizer": t5(ZERO1, T5_V11),
 }
 FOUR_RANKS = {
     "tp4": Case(TP4),
@@ -66,6 +115,14 @@ FOUR_RANKS = {
     "dp4": Case(train=M4),
     "tp2 pp2 sp bf16": Case(TP2 | PP2 | SP, {"precision": "bf16"}, SMALL),
     "tp2 pp2 sp fp16": Case(TP2 | PP2 | SP, {"precision": "fp16"}, SMALL, FP16),
+    "bert tp2 pp2 sp": bert(TP2 | PP2 | SP),
+    "t5 pp4, two stages each": t5(PP4 | {"pipeline_model_parallel_split_rank": 2}),
+    "t5 pp4, gpipe, one stage of the encoder": t5(
+        PP4 | GPIPE | {"pipeline_model_parallel_split_rank": 1}, T5_V11 | {"num_decoder_layers": 3}
+    ),
+    "t5 tp2 pp2": t5(TP2 | PP2, T5_V11),
+    "t5 tp2 pp2 sp": t5(TP2 | PP2 | SP),
+    "t5 dp2 pp2, distributed optimizer": t5(PP2 | ZERO1),
 }
 TOLERANCES = {"fp32": (1e-5, 1e-5), "bf16": (5e-4, 2e-2), "fp16": (1e-4, 2e-3)}
 """Relative, of losses and of gradient norms: sums in another order are rounded to 2^-8 or 2^-11 elsewhere."""
@@ -87,10 +144,11 @@ def serial() -> dict[str, Result]:
 
 
 def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
-    key = repr((case.model, case.optim, case.data, case.train.get("precision"), case.train.get("z_loss")))
+    precision, z_loss = case.train.get("precision"), case.train.get("z_loss")
+    key = repr((case.model, case.optim, case.data, precision, z_loss, case.steps, case.family))
     if key not in serial:
         kept = {name: value for name, value in case.train.items() if not name.startswith("recompute")}
-        serial[key] = train(Case(train=kept, model=case.model, optim=case.optim, data=case.data))
+        serial[key] = train(replace(case, parallel={}, train=kept))
     expected = serial[key]
     loss_tolerance, norm_tolerance = TOLERANCES[case.train.get("precision", "fp32")]
     assert expected.losses[-1] < expected.losses[0]
@@ -98,17 +156,20 @@ def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[
         result = rank[name]
         assert result.differing == []
         assert result.losses == pytest.approx(expected.losses, rel=loss_tolerance)
+        assert result.terms == {
+            name: pytest.approx(losses, rel=loss_tolerance) for name, losses in expected.terms.items()
+        }
         assert result.grad_norms == pytest.approx(expected.grad_norms, rel=norm_tolerance)
-    assert sum_over_layout(case, [rank[name].validation for rank in ranks]) == pytest.approx(
-        expected.validation, rel=loss_tolerance
-    )
+    sums = sum_over_layout(case, [rank[name].validation for rank in ranks])
+    assert sums == pytest.approx(expected.validation, rel=loss_tolerance)
     assert all(rank[name].losses == ranks[0][name].losses for rank in ranks)
     assert all(rank[name].grad_norms == ranks[0][name].grad_norms for rank in ranks)
 
 
-def sum_over_layout(case: Case, validations: list[float]) -> float:
+def sum_over_layout(case: Case, validations: list[list[float]]) -> list[float]:
     """Each replica scores its samples, on its last stage, on every tensor-parallel rank alike."""
-    return sum(validations) / case.parallel.get("tensor_model_parallel_size", 1)
+    tensor = case.parallel.get("tensor_model_parallel_size", 1)
+    return [sum(term) / tensor for term in zip(*validations, strict=True)]
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

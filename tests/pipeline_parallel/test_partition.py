@@ -5,8 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from megacore.config.t5_stages import T5Stages
 from megacore.errors import ParallelLayoutError
-from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, gpt_chunks, partition
+from megacore.pipeline_parallel.balance import partition
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, gpt_chunks, t5_chunks
 from tests._tiny import tiny_config
 
 
@@ -192,3 +194,53 @@ def test_layers_that_recompute_cost_more() -> None:
     # Their forward pass is made twice: the head is 0.92 of them.
     assert sizes_of(config_with(2, layers=4)) == (3, 1)
     assert sizes_of(config_with(2, layers=4, recompute="full")) == (2, 2)
+
+
+def both_stacks(chunks: Sequence[ModelChunk]) -> list[tuple[int, int]]:
+    return [(len(chunk.layers), len(chunk.decoder_layers)) for chunk in chunks]
+
+
+@pytest.mark.parametrize("head", [0.0, 0.6, 5.0])
+@pytest.mark.parametrize("decoder_cost", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize(("encoder", "decoder"), [(6, 6), (2, 9), (7, 1)])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_two_stacks_are_divided_as_well_as_brute_force_does(
+    encoder: int, decoder: int, stages: int, decoder_cost: float, head: float
+) -> None:
+    asked = T5Stages(encoder, decoder, stages)
+    sizes = both_stacks(t5_chunks(asked, decoder_cost=decoder_cost, head_cost=head))
+
+    def costs(split: int) -> Iterator[float]:
+        for first in divisions(encoder, split, empty_last=False):
+            for second in divisions(decoder, stages - split, empty_last=False):
+                loads = [*first, *(size * decoder_cost for size in second)]
+                loads[-1] += head
+                yield max(loads)
+
+    best = min(cost for split in range(1, stages) for cost in costs(split))
+    loads = [first + second * decoder_cost for first, second in sizes]
+    loads[-1] += head
+    assert max(loads) == pytest.approx(best)
+    assert all((first == 0) != (second == 0) for first, second in sizes)
+
+
+def test_a_stage_of_t5_has_one_stack_and_the_first_of_each_embeds() -> None:
+    assert t5_chunks(T5Stages(5, 4, 4, split=3)) == [
+        ModelChunk(range(1), True, False),
+        ModelChunk(range(1, 3), False, False),
+        ModelChunk(range(3, 5), False, False),
+        ModelChunk(range(0), False, True, range(4)),
+    ]
+    chunks = t5_chunks(T5Stages(2, 4, 3, split=1))
+    assert [chunk.has_decoder_embedding for chunk in chunks] == [False, True, False]
+    (whole,) = t5_chunks(T5Stages(2, 3, 1))
+    assert whole == ModelChunk(range(2), True, True, range(3))
+    assert whole.has_decoder_embedding
+
+
+def test_uniform_and_listed_stages_of_t5() -> None:
+    assert both_stacks(t5_chunks(T5Stages(6, 3, 3, style="uniform"))) == [(3, 0), (3, 0), (0, 3)]
+    assert both_stacks(t5_chunks(T5Stages(4, 4, 3, split=1, style="uniform"))) == [(4, 0), (0, 2), (0, 2)]
+    assert both_stacks(t5_chunks(T5Stages(5, 4, 4, style=(2, 3, 3, 1)))) == [(2, 0), (3, 0), (0, 3), (0, 1)]
+    with pytest.raises(ParallelLayoutError, match=r"5 and .*num_decoder_layers 3 cannot be divided evenly over"):
+        t5_chunks(T5Stages(5, 3, 3, style="uniform"))

@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
@@ -17,10 +18,12 @@ from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
+from megacore.pipeline_parallel.copies import shared_stages
 from megacore.train.loop import Datasets, Trainer
 
 VOCAB_SIZE = 61
 EOD_ID = 0
+TOKENS = SpecialTokens(eod=EOD_ID)
 SEQ_LENGTH = 16
 SAMPLES = 400
 
@@ -87,7 +90,7 @@ def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> Trai
         "index_directory": str(data / "index"),
         "tokenizer_directory": str(data),
         "vocab_size": VOCAB_SIZE,
-        "eod_id": EOD_ID,
+        "special_tokens": {"eod": EOD_ID},
         "run_directory": str(run_directory),
         "exit_directory": str(run_directory / "exit"),
         "ranks": 1,
@@ -106,17 +109,18 @@ def mesh(run: RunConfig | None = None) -> ProcessMesh:
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
     )
-    return ProcessMesh.build(layout)
+    return ProcessMesh.build(layout, shared_stages=shared_stages(run or config(), VOCAB_SIZE))
 
 
 def trainer(run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder) -> Trainer:
     """A trainer with its initial weights, on this process."""
-    engine = NativeEngine(Stage(run, VOCAB_SIZE, own, eod_id=EOD_ID), run, run.train.precision)
+    engine = NativeEngine(Stage(run, VOCAB_SIZE, own, special_tokens=TOKENS), run, run.train.precision)
     splits = [
         GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
         for name in ("train", "valid")
     ]
-    return Trainer(run, engine, own, Datasets(*splits), recorder, run_directory, peak=1.0)
+    spec = ModelSpec.of(run, VOCAB_SIZE, TOKENS)
+    return Trainer(run, engine, own, Datasets(*splits), recorder, run_directory, spec=spec, peak=1.0)
 
 
 def train(run: RunConfig, data: Path, run_directory: Path, attempt: int = 1) -> None:

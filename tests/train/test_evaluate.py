@@ -28,18 +28,26 @@ def losses(tokens: Tensor) -> Tensor:
     return tokens[:, 1:].float() + 0.01 * torch.arange(tokens.shape[1] - 1)
 
 
-def loss_sum(batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-    """What an engine would add up."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for size, tokens in zip(sizes, batches, strict=True):
-        assert len(tokens) == size
-        total += torch.stack([losses(tokens).double().sum(), torch.tensor(tokens[:, 1:].numel())])
-    return total
+class Model:
+    """What an engine would add up; the second loss is of each sample, its first token."""
+
+    loss_names = ("lm_loss", "sop_loss")
+
+    def __init__(self, *, reads_tokens: bool = True) -> None:
+        self.reads_tokens = reads_tokens
+
+    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+        total = torch.zeros(2, 2, dtype=torch.float64)
+        for size, tokens in zip(sizes, batches, strict=True):
+            assert len(tokens) == size
+            total[0] += torch.stack([losses(tokens).double().sum(), torch.tensor(tokens[:, 1:].numel())])
+            total[1] += torch.stack([tokens[:, 0].double().sum(), torch.tensor(size)])
+        return total
 
 
 def score(data: Path, mesh: ProcessMesh) -> Evaluation:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
-    return evaluate(loss_sum, dataset, samples=13, micro_batch_size=4, mesh=mesh, device=torch.device("cpu"))
+    return evaluate(Model(), dataset, samples=13, micro_batch_size=4, mesh=mesh, device=torch.device("cpu"))
 
 
 def score_on_ranks(data: Path) -> Evaluation:
@@ -56,9 +64,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_mean_is_over_all_targets_whatever_the_number_of_ranks(data: Path) -> None:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
     expected = float(losses(torch.from_numpy(dataset.gather(range(13)))).double().mean())
+    first = float(torch.from_numpy(dataset.gather(range(13)))[:, 0].double().mean())
     serial = score(data, ProcessMesh.serial())
+    assert serial.losses == pytest.approx({"lm_loss": expected, "sop_loss": first}, rel=1e-12)
     assert serial.loss == pytest.approx(expected, rel=1e-12)
     assert (serial.samples, serial.tokens) == (13, 13 * _runs.SEQ_LENGTH)
     for result in run_distributed(2, score_on_ranks, data):
-        assert result.loss == pytest.approx(expected, rel=1e-12)
+        assert result.losses == pytest.approx(serial.losses, rel=1e-12)
         assert result.tokens == serial.tokens
+
+
+def test_a_stage_that_reads_no_tokens_reads_none(data: Path) -> None:
+    """It is told how many samples each micro batch has all the same."""
+    dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
+    told: list[list[int]] = []
+
+    class Between(Model):
+        def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+            assert next(batches, None) is None
+            told.append(list(sizes))
+            return torch.ones(2, 2, dtype=torch.float64)
+
+    mesh, device = ProcessMesh.serial(), torch.device("cpu")
+    evaluate(Between(reads_tokens=False), dataset, samples=6, micro_batch_size=4, mesh=mesh, device=device)
+    assert told == [[4, 2]]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.data.build import open_split
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
@@ -55,13 +56,13 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
     run = _runs.config(data=DATA[request.param])
     prefixes = write(tmp_path, run)
     mesh = ProcessMesh.serial()
-    engine = NativeEngine(Stage(run, _runs.VOCAB_SIZE, mesh, eod_id=_runs.EOD_ID), run, "fp32")
+    engine = NativeEngine(Stage(run, _runs.VOCAB_SIZE, mesh, special_tokens=_runs.TOKENS), run, "fp32")
     splits = [
-        open_split(prefixes, tmp_path / "index", name, run.data, seed=run.seed, tokenizer_directory=tmp_path)
-        for name in ("train", "valid")
+        open_split(prefixes, tmp_path / "index", name, run, tokenizer_directory=tmp_path) for name in ("train", "valid")
     ]
     with Recorder(tmp_path / "run", attempt=1, rank=0, tensorboard=False) as recorder:
-        Trainer(run, engine, mesh, Datasets(*splits), recorder, tmp_path / "run", peak=1.0).run()
+        spec = ModelSpec.of(run, _runs.VOCAB_SIZE, _runs.TOKENS)
+        Trainer(run, engine, mesh, Datasets(*splits), recorder, tmp_path / "run", spec=spec, peak=1.0).run()
     values = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes).model_dump()
     checkpoint = str(tmp_path / "run/checkpoints/iter_0000006")
     return EvaluateJob(**values, checkpoints=(checkpoint,), output=str(tmp_path / "scores.json"))
@@ -77,7 +78,7 @@ def documents_of(job: EvaluateJob, name: str) -> list[list[int]]:
         directory = Path(job.run_directory, "one", Path(prefix).name)
         directory.mkdir(parents=True, exist_ok=True)
         build_index_maps(Mixture.single(prefix), directory, options, (0, None, None))
-        dataset = open_split([prefix], directory, name, job.config.data, seed=0, tokenizer_directory=directory)
+        dataset = open_split([prefix], directory, name, job.config, tokenizer_directory=directory)
         for sample in dataset.gather(range(len(dataset))).tolist():
             tokens = [token for token in sample if token >= 0]
             while tokens:

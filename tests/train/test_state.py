@@ -1,6 +1,7 @@
 """The loop's state as JSON."""
 
 import json
+import math
 
 import pytest
 
@@ -9,7 +10,7 @@ from megacore.train.state import LogInterval, TrainState
 
 
 def test_a_state_survives_json() -> None:
-    state = TrainState(7, 56, 5, 1.0 / 7.0, LogInterval([2.5, 1.0 / 3.0], 1, 1))
+    state = TrainState(7, 56, 5, 1.0 / 7.0, LogInterval({"lm_loss": [2.5, 1.0 / 3.0], "sop_loss": [0.5, 0.1]}, 1, 1))
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
@@ -23,7 +24,10 @@ def test_a_state_of_another_version_or_form_is_refused() -> None:
 
 def test_the_mean_is_over_applied_iterations() -> None:
     interval = LogInterval()
-    assert interval.mean_loss != interval.mean_loss  # NaN
-    interval.losses += [1.0, 2.0]
+    assert math.isnan(interval.mean("lm_loss"))
+    for step in ({"lm_loss": 1.0, "sop_loss": 0.5}, {"lm_loss": 2.0, "sop_loss": 0.75}):
+        interval.add(step)
     interval.skipped_iterations += 1
-    assert interval.mean_loss == 1.5
+    assert (interval.mean("lm_loss"), interval.mean("sop_loss")) == (1.5, 0.625)
+    interval.clear()
+    assert interval == LogInterval()

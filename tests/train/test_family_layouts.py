@@ -1,0 +1,86 @@
+"""Runs of BERT and T5 that go on in one layout after the other: their checkpoints hold one copy of everything."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.checkpoint.load import tensor_shapes
+from megacore.config.model import Family
+from megacore.config.spec import ModelSpec
+from megacore.data.samples import Batch, Indices
+from megacore.engine.native import NativeEngine
+from megacore.models.stage import Stage
+from megacore.observe.recorder import Recorder
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.loop import Datasets, Trainer
+from tests._dist import run_distributed, still_alive
+from tests.parity import _training as parity
+from tests.train import _runs
+
+T5 = {"position_embedding_type": "relative", "normalization": "rmsnorm", "add_bias_linear": False}
+MODELS: dict[Family, dict[str, Any]] = {"bert": {"num_layers": 2}, "t5": T5 | {"num_layers": 2}}
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"pipeline_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"use_distributed_optimizer": True},
+)
+
+
+class Rows:
+    """The rows of the parity tests."""
+
+    seq_length = parity.SEQ_LENGTH
+
+    def __init__(self, family: Family) -> None:
+        self._rows = parity.samples(family).numpy()
+        self.width = self._rows.shape[1]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
+        return self._rows[list(indices)]
+
+
+def train(family: Family, parallel: dict[str, Any], train_iters: int, directory: Path, attempt: int = 1) -> None:
+    case = parity.Case(
+        parallel,
+        train={"train_iters": train_iters, "log_interval": 1},
+        model=MODELS[family],
+        optim={"lr_decay_iters": 20},
+        family=family,
+    )
+    own = parity.config(case)
+    mesh = parity.mesh_of(own) if parallel else ProcessMesh.serial()
+    engine = NativeEngine(Stage(own, parity.VOCAB, mesh, special_tokens=parity.TOKENS), own, "fp32")
+    data, spec = Datasets(Rows(family), Rows(family)), ModelSpec.of(own, parity.VOCAB, parity.TOKENS)
+    with Recorder(directory, attempt=attempt, rank=mesh.rank, tensorboard=False) as recorder:
+        Trainer(own, engine, mesh, data, recorder, directory, spec=spec).run()
+
+
+def change_layouts(root: Path) -> None:
+    for family in MODELS:
+        for number, parallel in enumerate(LAYOUTS, 1):
+            still_alive()
+            train(family, parallel, 2 * number, root / family, attempt=number)
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("changing")
+    run_distributed(2, change_layouts, root)
+    return root
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_run_goes_on_in_other_layouts(family: Family, changing: Path, tmp_path: Path) -> None:
+    train(family, {}, 6, tmp_path)
+    for kind in ("step", "evaluation"):
+        found = {event["iteration"]: event for event in _runs.events(changing / family, kind)}
+        for event in _runs.events(tmp_path, kind):
+            again = found[event["iteration"]]
+            for name in {"lm_loss", "sop_loss", "grad_norm"} & event.keys():
+                assert again[name] == pytest.approx(event[name], rel=1e-4)
+    last = "checkpoints/iter_0000006"
+    assert tensor_shapes(changing / family / last) == tensor_shapes(tmp_path / last)

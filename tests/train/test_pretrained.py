@@ -1,0 +1,112 @@
+"""Runs that begin with the weights of another checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.checkpoint.load import read_state, read_tensors
+from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.spec import read_spec
+from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
+from megacore.errors import CheckpointError
+from megacore.models.build import build_model
+from megacore.parallel.mesh import ProcessMesh
+from tests._dist import run_distributed, still_alive
+from tests.train import _runs
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {"use_distributed_optimizer": True, "grad_reduce_bucket_mb": 0.01},
+}
+
+
+def config(pretrained: Path | None, parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    values = _runs.config().train.model_dump() | {"train_iters": 2, "eval_interval": 100} | train
+    return _runs.config(
+        train=values | {"pretrained_checkpoint": pretrained and str(pretrained)},
+        parallel=parallel or {},
+        launch={"nproc_per_node": 2 if parallel else 1},
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    _runs.write_data(directory, _runs.config())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights alone, of another seed and without an optimizer, as conversion writes them."""
+    other = _runs.config().model_copy(update={"seed": 77})
+    model = build_model(other, _runs.VOCAB_SIZE, ProcessMesh.serial())
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    spec = ModelSpec.of(other, _runs.VOCAB_SIZE)
+    return save_checkpoint(tmp_path_factory.mktemp("imported"), 0, weights, {"model": spec.model_dump(mode="json")})
+
+
+def train_everywhere(data: Path, imported: Path, root: Path) -> None:
+    for name, parallel in LAYOUTS.items():
+        for precision in ("fp32", "bf16"):
+            still_alive()
+            _runs.train(config(imported, parallel, precision=precision), data, root / name / precision)
+
+
+def first_loss(run_directory: Path) -> float:
+    return _runs.losses(run_directory)[1]
+
+
+@pytest.fixture(scope="module")
+def serial(data: Path, imported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("serial")
+    _runs.train(config(imported), data, directory)
+    return directory
+
+
+def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(data: Path, imported: Path, serial: Path) -> None:
+    still = config(imported, train_iters=1)
+    still = still.model_copy(update={"optim": still.optim.model_copy(update={"lr": 0.0, "min_lr": 0.0})})
+    _runs.train(still, data, serial / "still")
+    tensors = read_tensors(serial / "still/checkpoints/iter_0000001")
+    for name, weight in read_tensors(imported).items():
+        assert torch.equal(tensors[name], weight), name
+    state = read_state(serial / "still/checkpoints/iter_0000001")
+    assert (state["engine"]["optimizer_steps"], state["train"]["consumed_samples"]) == (1, 8)
+    fresh = serial / "fresh"
+    _runs.train(config(None), data, fresh)
+    assert first_loss(fresh) != first_loss(serial)
+    start = _runs.events(serial, "start")[0]
+    assert (start["iteration"], start["resumed_from"]) == (0, None)
+
+
+def test_every_layout_and_precision_begins_alike(data: Path, imported: Path, serial: Path, tmp_path: Path) -> None:
+    run_distributed(2, train_everywhere, data, imported, tmp_path)
+    for name in LAYOUTS:
+        assert _runs.losses(tmp_path / name / "fp32") == pytest.approx(_runs.losses(serial), rel=1e-5)
+        assert _runs.losses(tmp_path / name / "bf16") == pytest.approx(_runs.losses(serial), rel=1e-2)
+
+
+def test_a_resumed_run_goes_on_with_its_own_weights(data: Path, imported: Path, tmp_path: Path) -> None:
+    _runs.train(config(imported, train_iters=3), data, tmp_path / "resumed")
+    _runs.train(config(imported, train_iters=6), data, tmp_path / "resumed", attempt=2)
+    _runs.train(config(imported, train_iters=6), data, tmp_path / "whole")
+    assert _runs.losses(tmp_path / "resumed") == _runs.losses(tmp_path / "whole")
+    assert read_spec(tmp_path / "whole/checkpoints/iter_0000006") == ModelSpec.of(
+        config(imported), _runs.VOCAB_SIZE, _runs.TOKENS
+    )
+
+
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(data: Path, imported: Path, tmp_path: Path) -> None:
+    other = _runs.config(
+        model={"activation": "relu"}, train=_runs.config().train.model_dump() | {"pretrained_checkpoint": str(imported)}
+    )
+    with pytest.raises(CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"):
+        _runs.train(other, data, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        _runs.train(config(tmp_path / "nothing"), data, tmp_path / "none")
+    assert not (tmp_path / "other/checkpoints").exists()
