@@ -5,18 +5,19 @@ from pathlib import Path
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 
-# -ffp-contract=off: a fused multiply-add would round otherwise than the reference does.
-setup(
-    ext_modules=[
-        Pybind11Extension(
-            "megacore.data._index_helpers",
-            ["megacore/data/_index_helpers.cpp"],
-            depends=sorted(map(str, Path("megacore/data").glob("_*.h"))),
-            cxx_std=17,
-            extra_compile_args=["-O3", "-ffp-contract=off"],
-        ),
-        Pybind11Extension(
-            "megacore.data._gather", ["megacore/data/_gather.cpp"], cxx_std=17, extra_compile_args=["-O3"]
-        ),
-    ]
-)
+HEADERS = sorted(map(str, Path("megacore/data").glob("_*.h")))
+
+
+def extension(name: str) -> Pybind11Extension:
+    """A compiled module of megacore.data."""
+    return Pybind11Extension(
+        f"megacore.data.{name}",
+        [f"megacore/data/{name}.cpp"],
+        depends=HEADERS,
+        cxx_std=17,
+        # A fused multiply-add would round otherwise than the reference does.
+        extra_compile_args=["-O3", "-ffp-contract=off"],
+    )
+
+
+setup(ext_modules=[extension(name) for name in ("_index_helpers", "_gather", "_sentence_samples")])

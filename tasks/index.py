@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
+from megacore.config.base import key_parameters
 from megacore.config.source import WeightedSource
 from megacore.data.members import token_prefixes
 from megacore.train.batch_schedule import BatchSchedule
@@ -27,6 +28,7 @@ def index_split(config: RunConfig) -> str | None:
 
 def index_options(config: RunConfig) -> "IndexOptions":
     """What decides the maps beside the tokens and the wanted samples."""
+    from megacore.data.build import sentence_options
     from megacore.data.index_maps import IndexOptions
 
     data = config.data
@@ -38,6 +40,7 @@ def index_options(config: RunConfig) -> "IndexOptions":
         packing=data.packing,
         add_extra_token=data.add_extra_token,
         drop_last_partial=data.drop_last_partial,
+        sentences=sentence_options(config),
     )
 
 
@@ -71,6 +74,10 @@ def sample_parameters(config: RunConfig) -> dict[str, Any]:
         "add_extra_token": data.add_extra_token,
         "drop_last_partial": data.drop_last_partial,
     }
+    if config.family == "bert":
+        parameters["masked_lm"] = key_parameters(data.masked_lm) | {"pairs": config.model.bert_binary_head}
+    elif config.family == "t5":
+        parameters["span_corruption"] = key_parameters(data.span_corruption)
     if data.split_blends is not None:
         blends = data.split_blends
         by_split = {"train": blends.train, "valid": blends.valid, "test": blends.test}
@@ -88,17 +95,22 @@ def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[
 def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
     """The key of the maps: what decides them, so that more iterations within an epoch change nothing."""
     from megacore.data.index_maps import VERSION, index_plan
+    from megacore.data.sentence_maps import sentence_plan
 
-    plan = index_plan(mixture(config, tokens), index_options(config), wanted_samples(config))
+    plan_of = index_plan if config.family == "gpt" else sentence_plan
+    plan = plan_of(mixture(config, tokens), index_options(config), wanted_samples(config))
     return StageKey.of("index", VERSION, sample_parameters(config) | {"plan": plan}, tokens=tokens)
 
 
 @stage_task("index", index_key)
 def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
-    """Build the document, sample and shuffle index of each split."""
+    """Build the document, sample and shuffle index of each split, or its sentence map."""
     from megacore.data.index_maps import build_index_maps
+    from megacore.data.sentence_maps import build_sentence_maps
+
+    build_maps = build_index_maps if config.family == "gpt" else build_sentence_maps
 
     def fill(directory: Path) -> dict[str, Any]:
-        return build_index_maps(mixture(config, tokens), directory, index_options(config), wanted_samples(config))
+        return build_maps(mixture(config, tokens), directory, index_options(config), wanted_samples(config))
 
     return build(config, index_key(config, tokens), fill)

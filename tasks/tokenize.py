@@ -19,7 +19,7 @@ def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
     from megacore.tokenizer.build import VERSION, fingerprint
 
     parameters = fingerprint(config.data.tokenizer)
-    inputs = corpora if config.data.tokenizer.kind == "train-bpe" else ()
+    inputs = corpora if config.data.tokenizer.kind.startswith("train-") else ()
     roles = ["corpus", *(f"corpus_{number}" for number in range(1, len(inputs)))]
     return StageKey.of("tokenizer", VERSION, parameters, **dict(zip(roles, inputs, strict=False)))
 
@@ -27,6 +27,8 @@ def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
 @stage_task("tokenizer", tokenizer_key)
 def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageResult:
     """Train the tokenizer on all corpora, or take the given vocabulary."""
+    from megacore.config.spec import SpecialTokens
+    from megacore.data.vocabulary import check_roles
     from megacore.tokenizer.build import build_tokenizer
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -34,7 +36,10 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
         directories = [corpus.directory for corpus in corpora]
         return build_tokenizer(config.data.tokenizer, directories, directory, skip_bad_lines=skip)
 
-    return build(config, tokenizer_key(config, corpora), fill)
+    result = build(config, tokenizer_key(config, corpora), fill)
+    special = SpecialTokens.model_validate(result.artifact.counts["special_tokens"])
+    check_roles(special, config.family, config.data)
+    return result
 
 
 @stage_task("tokenize", tokenize_key)

@@ -42,7 +42,7 @@ def show_sample(found: dict[str, Any], *, full: bool) -> None:
     _heading(f"{found['split']} sample {found['sample']:,} of {found['path']}")
     _line(
         f"sample {found['member_sample']:,} of data set {found['member']}, {found['prefix']} "
-        f"(row {found['row']:,} of its sample index)"
+        f"(row {found['row']:,} of its {found['map']})"
     )
     padding = f", {found['padding']:,} padding" if found["padding"] > 0 else ""
     _line(f"{counted(found['tokens'], 'token')} from {counted(len(found['parts']), 'sequence')}{padding}")
@@ -51,6 +51,8 @@ def show_sample(found: dict[str, Any], *, full: bool) -> None:
         _show_part(number, part, full)
     if len(shown) < len(found["parts"]):
         _line(f"\n… {len(found['parts']) - len(shown):,} more: --full shows all")
+    if found["made"] is not None:
+        _show_made(found["made"], full)
     if found["documents_json"] is None:
         _line("\nwhere the documents came from is unknown: there is no documents.json beside the token files")
     if found["tokenizer"] is None:
@@ -133,6 +135,23 @@ def _show_part(number: int, part: dict[str, Any], full: bool) -> None:
     else:
         _line(f"  which has {len(source['text']):,} characters and begins:")
     _indented(_cut(source["text"], full))
+
+
+def _show_made(made: dict[str, Any], full: bool) -> None:
+    """Print what a model of sentences reads of a sample, and what it is to predict."""
+    _heading("\nthe model reads")
+    _indented(_cut(made["reads"], full))
+    if "writes" in made:
+        _heading("and writes")
+        _indented(_cut(made["writes"], full))
+        return
+    words = [
+        entry["token"] if entry["read"] == "[MASK]" else f"{entry['token']} (reads {entry['read']})"
+        for entry in made["predicts"]
+    ]
+    _heading(f"and predicts {counted(len(words), 'token')}")
+    _indented(_cut(", ".join(words), full))
+    _line(f"sentence label {made['sentence_label']}")
 
 
 def _cut(value: str, full: bool, *, more: bool = False) -> str:

@@ -14,7 +14,7 @@ from megacore.cli._variadic import VariadicCommand
 from megacore.errors import ConfigError, WorkspaceError
 
 if TYPE_CHECKING:
-    from megacore.data.index_options import IndexOptions, Mixture
+    from megacore.data.index_options import Mixture, SentenceOptions
 
 _PREFIX_OPTIONS = ("--data-prefix", "--train-data-prefix", "--valid-data-prefix", "--test-data-prefix")
 _DEFAULT_SHORT = 0.1
@@ -56,7 +56,9 @@ def index(
 ) -> None:
     """Build the index maps of token files: which samples there are, in which order, and how data sets are blended."""
     from megacore.config.data import DEFAULT_SPLIT
+    from megacore.data.index_maps import build_index_maps
     from megacore.data.index_options import IndexOptions
+    from megacore.data.sentence_maps import build_sentence_maps
 
     mixture = _mixture(data_prefix, {"train": train_data_prefix, "valid": valid_data_prefix, "test": test_data_prefix})
     if split is None and not mixture.whole:
@@ -69,13 +71,13 @@ def index(
         packing=packing,
         add_extra_token=add_extra_token,
         drop_last_partial=drop_last_partial,
+        sentences=_sentences(kind, short_seq_prob),
     )
     samples = _wanted(split, (train_samples, valid_samples, test_samples))
     _check_weights_count(mixture, samples)
-    if kind == "gpt":
-        counts = _build_gpt(mixture, output, options, samples, short_seq_prob)
-    else:
-        counts = _build_sentences(kind, mixture, output, options, samples, short_seq_prob)
+    build = build_index_maps if kind == "gpt" else build_sentence_maps
+    with _new_directory(output) as directory:
+        counts = build(mixture, directory, options, samples)
     for name, entry in counts.items():
         sys.stdout.write(f"{name}: {_summary(entry)}\n")
     sys.stdout.write(f"wrote {output}\n")
@@ -116,49 +118,16 @@ def _check_weights_count(mixture: "Mixture", samples: tuple[int | None, ...]) ->
             )
 
 
-def _build_gpt(
-    mixture: "Mixture",
-    output: Path,
-    options: "IndexOptions",
-    samples: tuple[int | None, ...],
-    short_seq_prob: float | None,
-) -> dict[str, Any]:
-    from megacore.data.index_maps import build_index_maps
+def _sentences(kind: Literal["gpt", "bert", "t5"], short_seq_prob: float | None) -> "SentenceOptions | None":
+    """How samples are made of sentences; None for gpt. Raises ConfigError."""
+    from megacore.data.index_options import SentenceOptions
 
-    if short_seq_prob is not None:
-        raise ConfigError("--short-seq-prob is for samples of sentences: give it with --kind bert or t5")
-    with _new_directory(output) as directory:
-        return build_index_maps(mixture, directory, options, samples)
-
-
-def _build_sentences(
-    kind: Literal["bert", "t5"],
-    mixture: "Mixture",
-    output: Path,
-    options: "IndexOptions",
-    samples: tuple[int | None, ...],
-    short_seq_prob: float | None,
-) -> dict[str, Any]:
-    from megacore.data.index_options import IndexOptions
-    from megacore.data.sentence_maps import build_sentence_maps
-
-    if not mixture.is_single or options.split is None:
-        raise ConfigError(f"--kind {kind} takes one pair of token files: give --data-prefix PREFIX")
-    if options != IndexOptions(split=options.split, seq_length=options.seq_length, seed=options.seed):
-        raise ConfigError(
-            f"--index-style, --packing, --no-add-extra-token and --no-drop-last-partial are for --kind gpt, not {kind}"
-        )
-    with _new_directory(output) as directory:
-        return build_sentence_maps(
-            mixture.prefixes[0],
-            directory,
-            kind,
-            split=options.split,
-            seq_length=options.seq_length,
-            seed=options.seed,
-            samples=samples,
-            short_sequence_probability=_DEFAULT_SHORT if short_seq_prob is None else short_seq_prob,
-        )
+    if kind == "gpt":
+        if short_seq_prob is not None:
+            raise ConfigError("--short-seq-prob is for samples of sentences: give it with --kind bert or t5")
+        return None
+    short = _DEFAULT_SHORT if short_seq_prob is None else short_seq_prob
+    return SentenceOptions(kind, minimum_sentences=2 if kind == "bert" else 1, short_seq_prob=short)
 
 
 @contextmanager
@@ -190,11 +159,10 @@ def _new_directory(output: Path) -> Iterator[Path]:
 
 
 def _summary(entry: Mapping[str, Any]) -> str:
-    text = f"{entry['samples']:,} samples"
-    if "documents" in entry:
-        return f"{text} of {entry['documents']:,} documents"
-    text += f" of {entry['sequences']:,} sequences with {entry['tokens']:,} tokens"
+    text = f"{entry['samples']:,} samples of "
+    text += f"{entry['documents']:,} documents, " if "documents" in entry else ""
+    text += f"{entry['sequences']:,} sequences with {entry['tokens']:,} tokens"
     if "members" in entry:
         return text + "".join(f"\n  {member['prefix']}: {member['drawn']:,} drawn" for member in entry["members"])
     epochs = f"{entry['epochs']} epoch{'' if entry['epochs'] == 1 else 's'}"
-    return f"{text}, {epochs}{', the last one shuffled by itself' if entry['separate_final_epoch'] else ''}"
+    return f"{text}, {epochs}{', the last one shuffled by itself' if entry.get('separate_final_epoch') else ''}"

@@ -102,33 +102,55 @@ py::tuple build_exhaustive_blend(const Array<std::int64_t>& sizes, bool portable
     return run_blend(std::move(weights), std::move(limits), total, portable);
 }
 
+// Calls use(map) without Python's lock, once everything that it is built from is checked.
+template <typename Use>
+void with_sentence_map(const Array<std::int64_t>& document_starts, const Array<std::int32_t>& lengths,
+                       const megacore::SentenceMapOptions& options, Use use) {
+    require(document_starts.ndim() == 1 && document_starts.size() > 0 && lengths.ndim() == 1,
+            "document_starts and lengths must be one-dimensional, document_starts with the end of the last document");
+    require(options.max_samples >= 0 && options.max_epochs >= 0, "max_samples and max_epochs must not be negative");
+    require(options.max_length >= 2 && options.max_length <= std::numeric_limits<std::int32_t>::max(),
+            "max_length must be at least 2");
+    require(options.short_probability == 0 || (options.short_probability > 1e-9 && options.short_probability <= 1),
+            "short_probability must be 0, or at most 1 and above 1e-9");
+    require(options.min_sentences >= 1, "min_sentences must be positive");
+    const std::int64_t* starts = document_starts.data();
+    const std::int64_t documents = document_starts.size() - 1;
+    require(starts[0] >= 0 && starts[documents] <= lengths.size(), "document_starts is out of range");
+    py::gil_scoped_release release;
+    for (std::int64_t k = 0; k < documents; ++k) require(starts[k] <= starts[k + 1], "document_starts is falling");
+    megacore::SentenceMap map(starts, documents, lengths.data(), options);
+    use(map);
+}
+
 template <typename T>
 Array<T> build_sentence_map(const Array<std::int64_t>& document_starts, const Array<std::int32_t>& lengths,
                             std::int64_t max_samples, std::int64_t max_epochs, std::int64_t max_length,
                             double short_probability, std::int64_t min_sentences, std::uint32_t seed) {
-    require(document_starts.ndim() == 1 && document_starts.size() >= 1 && lengths.ndim() == 1,
-            "document_starts and lengths must be one-dimensional, document_starts with the end of the last document");
-    require(max_samples >= 0 && max_epochs >= 0, "max_samples and max_epochs must not be negative");
-    require(max_length >= 2 && max_length <= std::numeric_limits<std::int32_t>::max(), "max_length must be at least 2");
-    require(short_probability == 0 || (short_probability > 1e-9 && short_probability <= 1),
-            "short_probability must be 0, or at most 1 and above 1e-9");
-    require(min_sentences >= 1, "min_sentences must be positive");
-    const std::int64_t* starts = document_starts.data();
-    const std::int64_t documents = document_starts.size() - 1;
-    require(starts[0] >= 0 && starts[documents] <= lengths.size(), "document_starts is out of range");
     auto rows = std::make_unique<std::vector<T>>();
-    {
-        py::gil_scoped_release release;
-        for (std::int64_t k = 0; k < documents; ++k) require(starts[k] <= starts[k + 1], "document_starts is falling");
-        megacore::SentenceMap map(starts, documents, lengths.data(),
-                                  {max_samples, max_epochs, max_length, short_probability, min_sentences, seed});
-        *rows = map.build<T>();
-    }
+    with_sentence_map(document_starts, lengths,
+                      {max_samples, max_epochs, max_length, short_probability, min_sentences, seed},
+                      [&rows](megacore::SentenceMap& map) { *rows = map.build<T>(); });
     const auto count = static_cast<py::ssize_t>(rows->size() / 3);
     const T* data = rows->data();
     py::capsule owner(rows.get(), [](void* vector) { delete static_cast<std::vector<T>*>(vector); });
     rows.release();
     return Array<T>({count, static_cast<py::ssize_t>(3)}, data, owner);
+}
+
+// (epochs, samples) of the map that the same values give.
+std::pair<std::int64_t, std::int64_t> count_sentence_map(const Array<std::int64_t>& document_starts,
+                                                         const Array<std::int32_t>& lengths, std::int64_t max_samples,
+                                                         std::int64_t max_epochs, std::int64_t max_length,
+                                                         double short_probability, std::int64_t min_sentences,
+                                                         std::uint32_t seed) {
+    std::pair<std::int64_t, std::int64_t> counts;
+    with_sentence_map(document_starts, lengths,
+                      {max_samples, max_epochs, max_length, short_probability, min_sentences, seed},
+                      [&counts](megacore::SentenceMap& map) {
+                          counts = map.count([](std::int64_t, std::int64_t, std::int64_t) {});
+                      });
+    return counts;
 }
 
 template <typename T>
@@ -153,6 +175,9 @@ PYBIND11_MODULE(_index_helpers, module) {
         .def("shuffle", &shuffle<std::int64_t>, py::arg("values").noconvert());
     define_sized<std::int32_t>(module, "build_sample_index_int32", "build_sentence_map_uint32");
     define_sized<std::int64_t>(module, "build_sample_index_int64", "build_sentence_map_uint64");
+    module.def("count_sentence_map", &count_sentence_map, py::arg("document_starts").noconvert(),
+               py::arg("lengths").noconvert(), py::arg("max_samples"), py::arg("max_epochs"), py::arg("max_length"),
+               py::arg("short_probability"), py::arg("min_sentences"), py::arg("seed"));
     module.def("build_blend", &build_blend, py::arg("weights").noconvert(), py::arg("size"),
                py::arg("portable") = false);
     module.def("build_exhaustive_blend", &build_exhaustive_blend, py::arg("sizes").noconvert(),

@@ -47,3 +47,13 @@ def build_sentence_map_uint64(
     min_sentences: int,
     seed: int,
 ) -> npt.NDArray[np.uint64]: ...
+def count_sentence_map(
+    document_starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int32],
+    max_samples: int,
+    max_epochs: int,
+    max_length: int,
+    short_probability: float,
+    min_sentences: int,
+    seed: int,
+) -> tuple[int, int]: ...

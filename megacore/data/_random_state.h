@@ -1,6 +1,6 @@
-// numpy.random.RandomState(seed), as far as its shuffle goes: MT19937 with its legacy seeding, and the draws of a
-// Fisher-Yates shuffle from the end. The draws do not depend on what is shuffled: they are made a block ahead, so that
-// the elements they will exchange are on their way from memory when their turn comes.
+// numpy.random.RandomState(seed), as far as it is used here: MT19937 with its legacy seeding, random_sample, randint, and
+// the draws of a Fisher-Yates shuffle from the end. These do not depend on what is shuffled: they are made a block
+// ahead, so that the elements they will exchange are on their way from memory when their turn comes.
 #pragma once
 
 #include <algorithm>
@@ -99,6 +99,26 @@ class RandomState {
             }
             steps = coming;
         }
+    }
+
+    // random_sample(): in [0, 1), 53 bits.
+    double uniform() {
+        const std::uint32_t high = generator_.next() >> 5;
+        const std::uint32_t low = generator_.next() >> 6;
+        return (high * 67108864.0 + low) / 9007199254740992.0;
+    }
+
+    // randint(count): in [0, count).
+    std::int64_t below(std::int64_t count) {
+        const auto maximum = static_cast<std::uint64_t>(count - 1);
+        if (count < 2) return 0;
+        if (maximum > 0xffffffffULL) return static_cast<std::int64_t>(draw_wide(maximum));
+        const std::uint32_t mask = 0xffffffffU >> __builtin_clz(static_cast<std::uint32_t>(maximum));
+        std::uint32_t value;
+        do {
+            value = generator_.next() & mask;
+        } while (value > maximum);
+        return value;
     }
 
   private:

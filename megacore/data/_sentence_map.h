@@ -36,13 +36,25 @@ class SentenceMap {
     template <typename T>
     std::vector<T> build() {
         std::vector<T> rows;
-        const std::vector<std::int64_t> usable = usable_documents();
-        for (std::int64_t epoch = 0; epoch < options_.max_epochs; ++epoch) {
-            if (static_cast<std::int64_t>(rows.size() / 3) >= options_.max_samples || usable.empty()) break;
-            for (const std::int64_t document : usable) add_document(document, rows);
-        }
+        count([&rows](std::int64_t first, std::int64_t end, std::int64_t target) {
+            rows.push_back(static_cast<T>(first));
+            rows.push_back(static_cast<T>(end));
+            rows.push_back(static_cast<T>(target));
+        });
         shuffle(rows);
         return rows;
+    }
+
+    // (epochs, samples), after add(first sentence, end sentence, target length) of each sample, unshuffled.
+    template <typename Add>
+    std::pair<std::int64_t, std::int64_t> count(Add add) {
+        const std::vector<std::int64_t> usable = usable_documents();
+        std::int64_t samples = 0;
+        std::int64_t epoch = 0;
+        for (; epoch < options_.max_epochs && samples < options_.max_samples && !usable.empty(); ++epoch) {
+            for (const std::int64_t document : usable) samples += add_document(document, add);
+        }
+        return {epoch, samples};
     }
 
   private:
@@ -67,24 +79,25 @@ class SentenceMap {
         return false;
     }
 
-    template <typename T>
-    void add_document(std::int64_t document, std::vector<T>& rows) {
+    template <typename Add>
+    std::int64_t add_document(std::int64_t document, Add& add) {
         const std::int64_t end = starts_[document + 1];
         std::int64_t first = starts_[document];
         std::int64_t target = draw_target();
         std::int64_t tokens = 0;
+        std::int64_t samples = 0;
         for (std::int64_t sentence = first; sentence < end; ++sentence) {
             tokens += lengths_[sentence];
             const std::int64_t left = end - sentence - 1;
             const bool full = tokens >= target && left > 1 && sentence + 1 - first >= options_.min_sentences;
             if (!full && left > 0) continue;
-            rows.push_back(static_cast<T>(first));
-            rows.push_back(static_cast<T>(sentence + 1));
-            rows.push_back(static_cast<T>(target));
+            add(first, sentence + 1, target);
+            ++samples;
             first = sentence + 1;
             target = draw_target();
             tokens = 0;
         }
+        return samples;
     }
 
     std::int64_t draw_target() {

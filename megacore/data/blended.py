@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.gpt_dataset import GPTDataset, check_form, check_range, load_map
+from megacore.data.gpt_dataset import check_form, check_range, load_map
 from megacore.data.index_directory import BLEND_MAP_NAMES, map_path
-from megacore.data.samples import Batch, Indices, as_array, empty_batch
+from megacore.data.samples import Batch, Indices, MemberDataset, as_array, empty_batch
 from megacore.errors import DataFormatError
 
 
@@ -20,11 +20,10 @@ class BlendedDataset:
     Raises DataFormatError for maps that are missing or damaged, or name members that are not there.
     """
 
-    def __init__(
-        self, members: Sequence[GPTDataset], index_directory: str | Path, split_name: str, seq_length: int
-    ) -> None:
-        """Open the split's blend in `index_directory`; `members` in the order of its numbers."""
-        self.seq_length = seq_length
+    def __init__(self, members: Sequence[MemberDataset], index_directory: str | Path, split_name: str) -> None:
+        """Open the split's blend in `index_directory`; `members`, at least one, in the order of its numbers."""
+        self.seq_length = members[0].seq_length
+        self.width = members[0].width
         self._members = list(members)
         self._paths = [map_path(index_directory, split_name, name) for name in BLEND_MAP_NAMES]
         self._dataset_index, self._sample_index = (load_map(path) for path in self._paths)
@@ -41,9 +40,9 @@ class BlendedDataset:
         return len(self._dataset_index)
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, s + 1], in `out` if it is given. Raises IndexError, DataFormatError."""
+        """Samples as one batch [b, width], in `out` if it is given. Raises IndexError, DataFormatError."""
         wanted = check_indices(indices, len(self), self._paths[0])
-        out = empty_batch(len(wanted), self.seq_length) if out is None else out
+        out = empty_batch(len(wanted), self.width) if out is None else out
         try:
             gather_members(self._members, self._dataset_index[wanted], self._sample_index[wanted], out)
         except IndexError as error:
@@ -54,9 +53,10 @@ class BlendedDataset:
 class ConcatDataset:
     """Data sets one after the other, each sample once; of nothing it is empty."""
 
-    def __init__(self, members: Sequence[GPTDataset], seq_length: int) -> None:
+    def __init__(self, members: Sequence[MemberDataset], seq_length: int, width: int) -> None:
         """`members` in order."""
         self.seq_length = seq_length
+        self.width = width
         self._members = list(members)
         self._starts = np.fromiter(accumulate(map(len, members), initial=0), np.int64, len(members) + 1)
 
@@ -64,9 +64,9 @@ class ConcatDataset:
         return int(self._starts[-1])
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, s + 1], in `out` if it is given. Raises IndexError, DataFormatError."""
+        """Samples as one batch [b, width], in `out` if it is given. Raises IndexError, DataFormatError."""
         wanted = check_indices(indices, len(self), "this split")
-        out = empty_batch(len(wanted), self.seq_length) if out is None else out
+        out = empty_batch(len(wanted), self.width) if out is None else out
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         gather_members(self._members, numbers, wanted - self._starts[numbers], out)
         return out
@@ -82,7 +82,7 @@ def check_indices(indices: Indices, limit: int, owner: str | Path) -> npt.NDArra
 
 
 def gather_members(
-    members: Sequence[GPTDataset], numbers: npt.NDArray[Any], samples: npt.NDArray[np.int64], out: Batch
+    members: Sequence[MemberDataset], numbers: npt.NDArray[Any], samples: npt.NDArray[np.int64], out: Batch
 ) -> None:
     """Read sample `samples[i]` of member `numbers[i]` into row i of `out`: one call for each member that has any."""
     for number in np.unique(numbers):

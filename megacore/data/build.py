@@ -1,23 +1,29 @@
 """Opens the samples of a split, whatever the index directory holds: one data set, a blend, or several as a whole."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.config.data import DataConfig
+from megacore.config.run import RunConfig
 from megacore.data.blended import BlendedDataset, ConcatDataset
+from megacore.data.fim import FimDataset
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_directory import IndexDescription, member_directory, read_description
-from megacore.data.samples import Dataset
+from megacore.data.index_options import SentenceOptions
+from megacore.data.masked_lm_dataset import MaskedLmDataset
+from megacore.data.samples import Dataset, MemberDataset
+from megacore.data.t5_dataset import T5Dataset
+from megacore.data.vocabulary import Vocabulary
 from megacore.errors import DataFormatError
+from megacore.tokenizer import load_tokenizer
 
 
 def open_split(
     token_prefixes: Sequence[str],
     index_directory: str | Path,
     split_name: str,
-    config: DataConfig,
+    config: RunConfig,
     *,
-    seed: int,
     tokenizer_directory: str | Path,
 ) -> Dataset:
     """The samples of a split in the order in which they are read, the training split's with fill-in-the-middle.
@@ -26,26 +32,24 @@ def open_split(
         token_prefixes: token files without .bin/.idx, in the order of the index directory's members.
         index_directory: where the maps are.
         split_name: "train", "valid" or "test".
-        config: how samples are made.
-        seed: of the run.
-        tokenizer_directory: of the tokenizer that the tokens were made with; fill-in-the-middle reads it.
+        config: of the run: its family, its seed, and how samples are made.
+        tokenizer_directory: of the tokenizer that the tokens were made with; fill-in-the-middle and samples of
+            sentences need to know it.
 
     Raises:
-        ConfigError: fill-in-the-middle has no special tokens in this vocabulary.
+        ConfigError: the vocabulary lacks special tokens that the samples have.
         DataFormatError: tokens or maps are missing, damaged, or do not belong together.
     """
-    description = describe(token_prefixes, index_directory, config)
-    dataset = _open(token_prefixes, index_directory, split_name, description)
-    if config.fim is None or split_name != "train":
+    opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
+    dataset = opener.split(index_directory, split_name)
+    if config.data.fim is None or split_name != "train":
         return dataset
-    from megacore.data.fim import FimDataset
-    from megacore.tokenizer import load_tokenizer
-
-    capacity = config.seq_length + description.options.extra
-    return FimDataset(dataset, load_tokenizer(tokenizer_directory), config.fim, seed=seed, capacity=capacity)
+    capacity = config.data.seq_length + opener.description.options.extra
+    tokenizer = load_tokenizer(tokenizer_directory)
+    return FimDataset(dataset, tokenizer, config.data.fim, seed=config.seed, capacity=capacity)
 
 
-def describe(token_prefixes: Sequence[str], index_directory: str | Path, config: DataConfig) -> IndexDescription:
+def describe(token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig) -> IndexDescription:
     """What the index directory holds, for these tokens and this configuration. Raises DataFormatError."""
     description = read_description(index_directory)
     if len(token_prefixes) != len(description.members):
@@ -53,42 +57,121 @@ def describe(token_prefixes: Sequence[str], index_directory: str | Path, config:
             f"{index_directory} was built for {len(description.members)} pairs of token files, not for "
             f"{len(token_prefixes)} ({', '.join(token_prefixes)}): build the index maps again"
         )
-    options = description.options
-    for name in ("seq_length", "packing", "add_extra_token"):
-        built, wanted = getattr(options, name), getattr(config, name)
-        if built != wanted:
+    options, data = description.options, config.data
+    if options.kind != config.family:
+        raise DataFormatError(
+            f"{index_directory} was built for family {options.kind}, not {config.family}: build the index maps again"
+        )
+    names = ("seq_length", "packing", "add_extra_token")
+    pairs = {f"data.{name}": (getattr(options, name), getattr(data, name)) for name in names}
+    wanted = sentence_options(config)
+    if options.sentences is not None and wanted is not None:
+        for name in ("minimum_sentences", "short_seq_prob"):
+            pairs[name] = getattr(options.sentences, name), getattr(wanted, name)
+    for name, (built, value) in pairs.items():
+        if built != value:
             raise DataFormatError(
-                f"{index_directory} was built for data.{name} {built}, not {wanted}: build the index maps again"
+                f"{index_directory} was built for {name} {built}, not {value}: build the index maps again"
             )
     return description
 
 
-def open_member(
-    prefix: str | Path, directory: str | Path, split_name: str, description: IndexDescription
-) -> GPTDataset:
-    """A split of one pair of token files, whose maps are in `directory`. Raises DataFormatError."""
-    options = description.options
-    return GPTDataset(
-        prefix,
-        directory,
-        split_name,
-        options.seq_length,
-        packing=options.packing,
-        add_extra_token=options.add_extra_token,
-        keeps_partial=options.keeps_partial(split_name),
-    )
+def sentence_options(config: RunConfig) -> SentenceOptions | None:
+    """How the samples of a run are made of sentences; None where they are made of tokens."""
+    match config.family:
+        case "bert":
+            minimum = 2 if config.model.bert_binary_head else 1
+            return SentenceOptions("bert", minimum, config.data.masked_lm.short_seq_prob)
+        case "t5":
+            return SentenceOptions("t5", 1, config.data.span_corruption.short_seq_prob)
+        case _:
+            return None
 
 
-def _open(
-    token_prefixes: Sequence[str], index_directory: str | Path, split_name: str, description: IndexDescription
-) -> Dataset:
-    if description.single:
-        return open_member(token_prefixes[0], index_directory, split_name, description)
-    numbers = description.blends.get(split_name, ())
-    if not numbers:  # the split has no data sets
-        return ConcatDataset((), description.options.seq_length)
-    members = [
-        open_member(token_prefixes[number], member_directory(index_directory, number), split_name, description)
-        for number in numbers
-    ]
-    return BlendedDataset(members, index_directory, split_name, description.options.seq_length)
+@dataclass(frozen=True)
+class MemberOpener:
+    """Opens data sets of one run, each of one pair of token files."""
+
+    token_prefixes: Sequence[str]
+    """In the order of the members."""
+    config: RunConfig
+    """How samples are made."""
+    description: IndexDescription
+    """Of the run's maps."""
+    vocabulary: Vocabulary | None
+    """Of samples of sentences."""
+
+    @classmethod
+    def of(
+        cls,
+        token_prefixes: Sequence[str],
+        index_directory: str | Path,
+        config: RunConfig,
+        tokenizer_directory: str | Path,
+    ) -> "MemberOpener":
+        """For the maps in `index_directory`. Raises ConfigError, DataFormatError."""
+        description = describe(token_prefixes, index_directory, config)
+        vocabulary = None
+        if config.family != "gpt":
+            vocabulary = Vocabulary.load(tokenizer_directory, config.family, config.data)
+        return cls(token_prefixes, config, description, vocabulary)
+
+    @property
+    def width(self) -> int:
+        """Ids of a row."""
+        data = self.config.data
+        match self.config.family:
+            case "bert":
+                return 3 * data.seq_length + 1
+            case "t5":
+                return data.seq_length + data.span_corruption.decoder_seq_length
+            case _:
+                return data.seq_length + 1
+
+    def split(self, index_directory: str | Path, split_name: str) -> Dataset:
+        """All members of a split, as their maps in `index_directory` say. Raises DataFormatError."""
+        if self.description.single:
+            return self.member(0, index_directory, split_name)
+        numbers = self.description.blends.get(split_name, ())
+        if not numbers:  # the split has no data sets
+            return self.joined(())
+        members = [self.member(number, member_directory(index_directory, number), split_name) for number in numbers]
+        return BlendedDataset(members, index_directory, split_name)
+
+    def joined(self, members: Sequence[MemberDataset]) -> Dataset:
+        """Data sets one after the other."""
+        return ConcatDataset(members, self.config.data.seq_length, self.width)
+
+    def member(self, number: int, directory: str | Path, split_name: str) -> MemberDataset:
+        """A split of one pair of token files, whose maps are in `directory`. Raises DataFormatError."""
+        prefix, options, data = self.token_prefixes[number], self.description.options, self.config.data
+        if self.vocabulary is None:
+            return GPTDataset(
+                prefix,
+                directory,
+                split_name,
+                options.seq_length,
+                packing=options.packing,
+                add_extra_token=options.add_extra_token,
+                keeps_partial=options.keeps_partial(split_name),
+            )
+        if self.config.family == "bert":
+            return MaskedLmDataset(
+                prefix,
+                directory,
+                split_name,
+                seq_length=data.seq_length,
+                vocabulary=self.vocabulary,
+                config=data.masked_lm,
+                seed=self.config.seed,
+                binary_head=self.config.model.bert_binary_head,
+            )
+        return T5Dataset(
+            prefix,
+            directory,
+            split_name,
+            seq_length=data.seq_length,
+            vocabulary=self.vocabulary,
+            config=data.span_corruption,
+            seed=self.config.seed,
+        )

@@ -62,6 +62,7 @@ class FimDataset:
             ConfigError: the vocabulary lacks one of the special tokens.
         """
         self.seq_length = dataset.seq_length
+        self.width = dataset.width
         self._dataset, self._tokenizer, self._fim = dataset, tokenizer, fim
         self._seed, self._capacity = seed, capacity
         self._prefix, self._middle, self._suffix = _special_ids(tokenizer, fim)

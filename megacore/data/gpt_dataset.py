@@ -11,7 +11,7 @@ from megacore.data._gather import Gatherer
 from megacore.data.index_directory import MAP_NAMES, map_path
 from megacore.data.index_options import Packing
 from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.samples import Batch, Indices, as_array, empty_batch
+from megacore.data.samples import Batch, Indices, Rows, as_array, empty_batch
 from megacore.errors import DataFormatError
 
 _MAP_DTYPES = ("<i4", "<u4", "<i8")
@@ -48,6 +48,7 @@ class GPTDataset:
             keeps_partial: whether the last sample may be shorter.
         """
         self.seq_length = seq_length
+        self.width = seq_length + 1
         self.tokens = IndexedDataset(prefix)
         self._wanted = f"{seq_length} + {int(add_extra_token)}"
         self._paths = [map_path(index_directory, split_name, name) for name in MAP_NAMES]
@@ -73,21 +74,11 @@ class GPTDataset:
         sample: npt.NDArray[np.int64] = self.gather((index,))[0]
         return sample
 
-    def gather(self, indices: Indices, out: Batch | None = None, rows: npt.NDArray[np.int64] | None = None) -> Batch:
-        """Samples as one batch, shape [b, s + 1].
-
-        Args:
-            indices: of the samples, in shuffled order.
-            out: filled and returned instead of a new array; C-contiguous.
-            rows: of `out`, for each index; None means the first ones.
-
-        Raises:
-            IndexError: the split has no such sample.
-            DataFormatError: the maps do not belong to the tokens.
-        """
+    def gather(self, indices: Indices, out: Batch | None = None, rows: Rows | None = None) -> Batch:
+        """Samples as one batch [b, s + 1]; see `MemberDataset`."""
         wanted = as_array(indices)
         if out is None:
-            out = empty_batch(len(wanted), self.seq_length)
+            out = empty_batch(len(wanted), self.width)
         try:
             wrong = self._gatherer.gather(wanted, out, rows)
         except IndexError as error:

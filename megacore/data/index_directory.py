@@ -5,9 +5,12 @@
     member-NN/{train,valid,test}_{document,sample,shuffle}_index.npy      each data set of a blend
     {train,valid,test}_dataset_index.npy (i16), …_dataset_sample_index.npy (i64)      how these are blended
 
-`index.json`: format 1; the options seq_length, seed, split, style, packing, add_extra_token, drop_last_partial;
-`members`, each with its prefix (relative to the directory) and its weight in the splits it takes part in; `blends`,
-for each split the numbers of the members in the order in which the dataset index counts them; `samples` per split.
+Where samples are made of whole sentences, `{train,valid,test}_sentence_index.npy` is in place of the three.
+
+`index.json`: format 1; the options seq_length, seed, split, style, packing, add_extra_token, drop_last_partial, and
+for samples of sentences `sentences` (kind, minimum_sentences, short_seq_prob); `members`, each with its prefix
+(relative to the directory) and its weight in the splits it takes part in; `blends`, for each split the numbers of the
+members in the order in which the dataset index counts them; `samples` per split.
 """
 
 import json
@@ -21,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors, write_json
-from megacore.data.index_options import IndexOptions, Mixture
+from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
 from megacore.data.splits import SPLIT_NAMES
 from megacore.errors import ConfigError, DataFormatError
 
 FORMAT = 1
 INDEX_NAME = "index.json"
 MAP_NAMES = ("document", "sample", "shuffle")
+SENTENCE_MAP_NAME = "sentence"
 BLEND_MAP_NAMES = ("dataset", "dataset_sample")
 
 
@@ -62,6 +66,11 @@ class IndexDescription:
     """Of each split."""
     single: bool
     """Whether there is one data set, with its maps directly in the directory and nothing to blend."""
+
+    @property
+    def counting_map(self) -> str:
+        """Name of the map that has an entry for each sample of a data set."""
+        return MAP_NAMES[-1] if self.options.sentences is None else SENTENCE_MAP_NAME
 
 
 def map_path(directory: str | Path, split_name: str, map_name: str) -> Path:
@@ -100,7 +109,7 @@ def write_description(
             weights[numbers[member.prefix]][name] = member.weight
     content = {
         "format": FORMAT,
-        **asdict(options),
+        **{name: value for name, value in asdict(options).items() if name != "sentences" or value is not None},
         "single": mixture.is_single,
         "members": [
             {"prefix": os.path.relpath(prefix, directory), "splits": weights[number]}
@@ -127,7 +136,7 @@ def read_description(directory: str | Path) -> IndexDescription:
         )
         blends = {name: tuple(map(int, numbers)) for name, numbers in content["blends"].items()}
         samples = {name: int(count) for name, count in content["samples"].items()}
-        options = IndexOptions(**{name: content[name] for name in IndexOptions.__dataclass_fields__})
+        options = _options(content)
         description = IndexDescription(options, members, blends, samples, bool(content["single"]))
         _check(description)
     except FileNotFoundError as error:
@@ -144,6 +153,12 @@ def read_description(directory: str | Path) -> IndexDescription:
     ) as error:
         raise DataFormatError(f"{path} is damaged ({error!r}): build the index maps again") from error
     return description
+
+
+def _options(content: Mapping[str, Any]) -> IndexOptions:
+    plain = {name: content[name] for name in IndexOptions.__dataclass_fields__ if name != "sentences"}
+    sentences = content.get("sentences")
+    return IndexOptions(**plain, sentences=None if sentences is None else SentenceOptions(**sentences))
 
 
 def _weights(splits: Mapping[str, Any]) -> dict[str, float | None]:

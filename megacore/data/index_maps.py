@@ -13,7 +13,6 @@ i64 from 2^30 samples on; a blend rounds otherwise (see `member_sizes`) and numb
 here. GPT-NeoX never uses the last entry of a shuffle index and starts over where it ends; here it counts as a sample.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
 from megacore.data import _index_helpers as helpers
-from megacore.data.blends import build_blend, build_exhaustive_blend
+from megacore.data.blend_maps import write_blend
 from megacore.data.epochs import EXTRA_TOKENS, EpochPlan, plan_epochs
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
@@ -34,14 +33,12 @@ from megacore.data.index_directory import (
     map_path,
     member_directory,
     read_description,
-    save_array,
     save_maps,
     write_description,
 )
-from megacore.data.index_options import IndexOptions, IndexStyle, Member, Mixture, Packing
+from megacore.data.index_options import IndexOptions, IndexStyle, Member, Mixture, Packing, SentenceOptions
 from megacore.data.index_plans import INT32_MAX, MemberPlan, SplitPlan, plan_splits
 from megacore.data.indexed_dataset import IndexedDataset
-from megacore.errors import DataFormatError
 
 __all__ = [
     "BLEND_MAP_NAMES",
@@ -55,6 +52,7 @@ __all__ = [
     "IndexOptions",
     "Member",
     "Mixture",
+    "SentenceOptions",
     "build_index_maps",
     "build_split",
     "index_plan",
@@ -110,7 +108,9 @@ def build_index_maps(
     for name, plan in plans.items():
         by_number = {entry.pop("number"): entry for entry in built[name]}
         members = [by_number[member.number] for member in plan.members]
-        counts[name] = members[0] if mixture.is_single else _blend_split(plan, members, mixture, directory)
+        counts[name] = (
+            members[0] if mixture.is_single else write_blend(directory, mixture, name, plan.division, members)
+        )
     write_description(directory, mixture, options, {name: entry["samples"] for name, entry in counts.items()})
     return counts
 
@@ -194,7 +194,7 @@ def _plan_values(plan: SplitPlan, mixture: Mixture) -> dict[str, Any]:
         {"epochs": member.epochs.epochs, "separate_final_epoch": member.epochs.separate_final_epoch}
         for member in plan.members
     ]
-    return members[0] if mixture.is_single else {"size": plan.size, "members": members}
+    return members[0] if mixture.is_single else {"size": plan.division.size, "members": members}
 
 
 def _build_member(
@@ -220,39 +220,4 @@ def _build_member(
         "samples": len(maps.shuffle_index),
         "epochs": plan.epochs,
         "separate_final_epoch": plan.separate_final_epoch,
-    }
-
-
-def _blend_split(
-    plan: SplitPlan, members: list[dict[str, Any]], mixture: Mixture, directory: str | Path
-) -> dict[str, Any]:
-    """Write how a split's members are blended; returns its counts. Raises DataFormatError when one has too little."""
-    sizes = [member["samples"] for member in members]
-    if plan.size is None:
-        dataset_index, sample_index = build_exhaustive_blend(sizes)
-    elif plan.weights is None and plan.size > sum(sizes):
-        raise DataFormatError(
-            f"{plan.size} samples are wanted of the {plan.name} split, but one pass over its data sets has "
-            f"{sum(sizes)}: give them weights, so that they are gone through as often as needed, or ask for fewer"
-        )
-    else:
-        dataset_index, sample_index = build_blend(plan.weights or sizes, plan.size)
-    drawn = np.bincount(dataset_index, minlength=len(members)).tolist()
-    for member, count, size in zip(mixture.of(plan.name), drawn, sizes, strict=True):
-        if count > size:
-            raise DataFormatError(
-                f"the {plan.name} blend draws {count} samples from {member.prefix}, which has {size}: ask for fewer"
-            )
-    dataset_name, sample_name = BLEND_MAP_NAMES
-    save_array(map_path(directory, plan.name, dataset_name), dataset_index)
-    save_array(map_path(directory, plan.name, sample_name), sample_index)
-    entries = [
-        {"prefix": os.path.basename(member.prefix), **entry, "drawn": count}
-        for member, entry, count in zip(mixture.of(plan.name), members, drawn, strict=True)
-    ]
-    return {
-        "sequences": sum(entry["sequences"] for entry in entries),
-        "tokens": sum(entry["tokens"] for entry in entries),
-        "samples": len(dataset_index),
-        "members": entries,
     }

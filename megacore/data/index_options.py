@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from megacore.data.splits import SPLIT_NAMES
@@ -11,8 +11,35 @@ from megacore.errors import ConfigError
 
 IndexStyle = Literal["megatron", "neox"]
 Packing = Literal["packed", "pack_until_overflow", "unpacked"]
+SentenceModel = Literal["bert", "t5"]
 MAX_MEMBERS = 2**15 - 1
 """Data sets that the i16 numbers of a blend can tell apart."""
+
+
+@dataclass(frozen=True)
+class SentenceOptions:
+    """How samples of whole sentences are made. Raises ConfigError for values that cannot work."""
+
+    kind: SentenceModel
+    """Whose samples: they differ in how many special tokens they have."""
+    minimum_sentences: int = 1
+    """Of a sample: 2 where it is predicted how its two parts belong together."""
+    short_seq_prob: float = 0.1
+    """Share of samples with a shorter target length."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("bert", "t5") or self.minimum_sentences not in (1, 2):
+            raise ConfigError(
+                f"maps of sentences are for bert or t5 and take 1 or 2 sentences at least, not {self.kind} with "
+                f"{self.minimum_sentences}"
+            )
+        if not 0 <= self.short_seq_prob <= 1 or 0 < self.short_seq_prob < 1e-6:
+            raise ConfigError(f"short_seq_prob is {self.short_seq_prob}: give 0, or 0.000001 … 1")
+
+    @property
+    def special_tokens(self) -> int:
+        """Tokens that a sample has besides its sentences: [CLS] and two [SEP]; of T5 a begin and an end."""
+        return 3 if self.kind == "bert" else 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +66,8 @@ class IndexOptions:
 
     As in Megatron core, the train and the test split always lose theirs.
     """
+    sentences: SentenceOptions | None = None
+    """Of samples that are made of whole sentences; None: they are made of tokens."""
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
@@ -47,6 +76,13 @@ class IndexOptions:
             raise ConfigError(f"the seed of the shuffles is {self.seed}: give one of 0 … {2**32 - 1}")
         if self.style == "neox":
             self._check_neox()
+        if self.sentences is not None:
+            self._check_sentences(self.sentences)
+
+    @property
+    def kind(self) -> str:
+        """Family of the models that these samples are for."""
+        return "gpt" if self.sentences is None else self.sentences.kind
 
     @property
     def extra(self) -> int:
@@ -70,6 +106,19 @@ class IndexOptions:
                     f"data.index_style neox reproduces GPT-NeoX's order of samples, which {name} does not have: "
                     "leave that at its default, or set data.index_style to megatron"
                 )
+
+    def _check_sentences(self, sentences: SentenceOptions) -> None:
+        plain = IndexOptions(split=self.split, seq_length=self.seq_length, seed=self.seed)
+        if replace(self, sentences=None) != plain:
+            raise ConfigError(
+                "data.index_style, data.packing, data.add_extra_token and data.drop_last_partial are of samples of "
+                f"tokens, which those of {sentences.kind} are not: leave them at their defaults"
+            )
+        if self.seq_length < sentences.special_tokens + 2:
+            raise ConfigError(
+                f"data.seq_length is {self.seq_length}: a sample of {sentences.kind} has "
+                f"{sentences.special_tokens} special tokens and at least 2 others"
+            )
 
 
 @dataclass(frozen=True)

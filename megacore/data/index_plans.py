@@ -7,7 +7,7 @@ import numpy as np
 
 from megacore.data.blends import member_sizes, shares
 from megacore.data.epochs import NO_EPOCH, EpochPlan, plan_epochs, plan_whole_documents
-from megacore.data.index_options import IndexOptions, Mixture
+from megacore.data.index_options import IndexOptions, IndexStyle, Mixture
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.splits import SPLIT_NAMES, split_ranges
 from megacore.errors import ConfigError, DataFormatError
@@ -31,16 +31,26 @@ class MemberPlan:
 
 
 @dataclass(frozen=True)
+class Division:
+    """How the wanted samples of a split are divided over its members."""
+
+    asked: tuple[int | None, ...]
+    """Of each member; None: one epoch."""
+    weights: tuple[float, ...] | None
+    """Shares of the members, which add up to 1; None: in proportion to their sizes."""
+    size: int | None
+    """Samples of the blend; None: every sample of every member once."""
+
+
+@dataclass(frozen=True)
 class SplitPlan:
     """One split of a mixture."""
 
     name: str
     members: tuple[MemberPlan, ...]
     """In the order that the blend numbers them."""
-    weights: tuple[float, ...] | None
-    """Shares of the members, which add up to 1; None: in proportion to their sizes."""
-    size: int | None
-    """Samples of the blend; None: every sample of every member once."""
+    division: Division
+    """How they are blended."""
 
 
 def plan_splits(
@@ -50,12 +60,8 @@ def plan_splits(
     check_agreement(mixture, options)
     plans = {}
     for name, wanted in zip(SPLIT_NAMES, samples, strict=True):
-        if wanted is not None and wanted < 0:
-            raise ConfigError(f"{wanted} samples are wanted of the {name} split: give 0 or more")
-        if mixture.of(name):
+        if check_wanted(mixture, name, wanted):
             plans[name] = _plan_split(datasets, mixture, options, name, wanted)
-        elif wanted:
-            raise ConfigError(f"{wanted} samples are wanted of the {name} split, which has no data set: name one")
     return plans
 
 
@@ -69,28 +75,40 @@ def check_agreement(mixture: Mixture, options: IndexOptions) -> None:
         raise ConfigError("data.split is missing: say how the data is divided, as in 949,50,1")
 
 
+def divide(mixture: Mixture, style: IndexStyle, name: str, wanted: int | None) -> Division:
+    """What is asked of each member of a split, and how these are blended."""
+    members = mixture.of(name)
+    given = [member.weight for member in members if member.weight is not None]
+    # Megatron core does not blend the only data set of a split; GPT-NeoX does as soon as it has a weight.
+    alone = mixture.whole and len(members) == 1 and not (style == "neox" and given)
+    if mixture.is_single or alone:  # as many samples as whole epochs have
+        return Division((wanted,) * len(members), None, None)
+    if wanted is None or not given:
+        return Division((None,) * len(members), None, wanted)
+    weights = tuple(shares(given, style))
+    sizes, size = member_sizes(weights, wanted, style)
+    return Division(tuple(sizes), weights, size)
+
+
+def check_wanted(mixture: Mixture, name: str, wanted: int | None) -> bool:
+    """Whether a split draws from something. Raises ConfigError for numbers of samples that it cannot have."""
+    if wanted is not None and wanted < 0:
+        raise ConfigError(f"{wanted} samples are wanted of the {name} split: give 0 or more")
+    if wanted and not mixture.of(name):
+        raise ConfigError(f"{wanted} samples are wanted of the {name} split, which has no data set: name one")
+    return bool(mixture.of(name))
+
+
 def _plan_split(
     datasets: Mapping[str, IndexedDataset], mixture: Mixture, options: IndexOptions, name: str, wanted: int | None
 ) -> SplitPlan:
-    members = mixture.of(name)
-    weights, size, asked = None, None, [wanted] * len(members)
-    given = [member.weight for member in members if member.weight is not None]
-    # Megatron core does not blend the only data set of a split; GPT-NeoX does as soon as it has a weight.
-    alone = mixture.whole and len(members) == 1 and not (options.style == "neox" and given)
-    if mixture.is_single or alone:
-        pass  # as many samples as whole epochs have
-    elif wanted is None or not given:
-        asked, size = [None] * len(members), wanted
-    else:
-        weights = tuple(shares(given, options.style))
-        sizes, size = member_sizes(weights, wanted, options.style)
-        asked = [*sizes]
+    division = divide(mixture, options.style, name, wanted)
     plans = []
-    for member, count in zip(members, asked, strict=True):
+    for member, count in zip(mixture.of(name), division.asked, strict=True):
         number = mixture.prefixes.index(member.prefix)
         none_needed = wanted == 0
         plans.append(_plan_member(datasets[member.prefix], number, options, name, count, none_needed))
-    return SplitPlan(name, tuple(plans), weights, size)
+    return SplitPlan(name, tuple(plans), division)
 
 
 def _plan_member(

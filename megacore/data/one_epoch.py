@@ -8,21 +8,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.config.data import DataConfig
-from megacore.data.blended import ConcatDataset
-from megacore.data.build import describe, open_member
-from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_directory import IndexDescription, save_maps
+from megacore.config.run import RunConfig
+from megacore.data.build import MemberOpener, describe, open_split
+from megacore.data.index_directory import SENTENCE_MAP_NAME, IndexDescription, map_path, save_array, save_maps
 from megacore.data.index_maps import build_split
 from megacore.data.index_options import Member, Mixture
 from megacore.data.index_plans import MemberPlan, plan_splits
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.samples import Dataset
+from megacore.data.sentence_maps import SentencePart, build_sentence_map, document_range
 from megacore.data.splits import SPLIT_NAMES, split_ranges
+
+_SAMPLES = 1 << 16
+"""Of T5's training split whose labels are counted."""
+_BATCH = 1 << 10
 
 
 def one_epoch(
-    token_prefixes: Sequence[str], index_directory: str | Path, split_name: str, config: DataConfig, scratch: Path
+    token_prefixes: Sequence[str],
+    index_directory: str | Path,
+    split_name: str,
+    config: RunConfig,
+    scratch: Path,
+    *,
+    tokenizer_directory: str | Path,
 ) -> Dataset:
     """Each sample of each member of a split once; of several members one after the other, without weights.
 
@@ -30,42 +39,74 @@ def one_epoch(
         token_prefixes: token files without .bin/.idx, in the order of the index directory's members.
         index_directory: where the run's maps are.
         split_name: "train", "valid" or "test".
-        config: how samples are made.
+        config: of the run.
         scratch: existing directory for maps, which have no names left when this returns.
+        tokenizer_directory: of the tokenizer that the tokens were made with.
 
     Raises:
+        ConfigError: the vocabulary lacks special tokens that the samples have.
         DataFormatError: tokens or maps are missing or damaged, or a member is too small for one sample.
     """
-    description = describe(token_prefixes, index_directory, config)
+    opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
+    description = opener.description
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         members = []
         for number in description.blends.get(split_name, ()):
             folder = Path(directory, str(number))
             folder.mkdir()
-            members.append(_build(token_prefixes[number], folder, split_name, description))
-        return members[0] if len(members) == 1 else ConcatDataset(members, config.seq_length)
+            _build(token_prefixes[number], folder, split_name, description)
+            members.append(opener.member(number, folder, split_name))  # its maps outlive the folder once they are open
+        return members[0] if len(members) == 1 else opener.joined(members)
 
 
 def train_tokens(
-    token_prefixes: Sequence[str], index_directory: str | Path, config: DataConfig
+    token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig, *, tokenizer_directory: str | Path
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """The tokens of the train split: of each of its members the prefix, and the tokens as one view.
 
-    Raises DataFormatError.
+    Of T5, whose labels have sentinels and ends, it is the labels of the first samples instead. Raises ConfigError,
+    DataFormatError.
     """
+    if config.family == "t5":
+        yield from _train_labels(token_prefixes, index_directory, config, tokenizer_directory)
+        return
     description = describe(token_prefixes, index_directory, config)
     for number in description.blends.get("train", ()):
         tokens = IndexedDataset(token_prefixes[number])
-        first, last = 0, len(tokens)
-        if description.options.split is not None:
-            first, last = split_ranges(description.options.split, len(tokens), description.options.style)["train"]
+        first, last = _sequences(tokens, description)
         yield tokens.prefix, tokens.token_range(first, last)
 
 
-def _build(prefix: str, folder: Path, split_name: str, description: IndexDescription) -> GPTDataset:
-    """One pass over a member; its maps are in `folder`, and outlive it once they are opened."""
+def _sequences(tokens: IndexedDataset, description: IndexDescription) -> tuple[int, int]:
+    """(first sequence, sequence after the last) of the train split."""
+    options = description.options
+    if options.sentences is not None:
+        first, last = document_range(tokens, options, "train")
+        return int(tokens.document_indices[first]), int(tokens.document_indices[last])
+    if options.split is None:
+        return 0, len(tokens)
+    return split_ranges(options.split, len(tokens), options.style)["train"]
+
+
+def _train_labels(
+    token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig, tokenizer_directory: str | Path
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    samples = open_split(token_prefixes, index_directory, "train", config, tokenizer_directory=tokenizer_directory)
+    count = min(len(samples), _SAMPLES)
+    for start in range(0, count, _BATCH):
+        labels = samples.gather(range(start, min(start + _BATCH, count)))[:, samples.seq_length :]
+        yield token_prefixes[0], labels[labels >= 0]
+
+
+def _build(prefix: str, folder: Path, split_name: str, description: IndexDescription) -> None:
+    """Write the maps of one pass over a member into `folder`."""
     options = description.options
     tokens = IndexedDataset(prefix)
+    if options.sentences is not None:
+        first, last = document_range(tokens, options, split_name)
+        rows = build_sentence_map(SentencePart(tokens, first, last, None), options)
+        save_array(map_path(folder, split_name, SENTENCE_MAP_NAME), rows)
+        return
     plan = _plan(tokens, split_name, description)
     maps = build_split(
         np.require(tokens.lengths, np.int32, ["C", "A"]),  # the file's own array is not aligned
@@ -79,7 +120,6 @@ def _build(prefix: str, folder: Path, split_name: str, description: IndexDescrip
         style=options.style,
     )
     save_maps(maps, folder, split_name)
-    return open_member(prefix, folder, split_name, description)
 
 
 def _plan(tokens: IndexedDataset, split_name: str, description: IndexDescription) -> MemberPlan:

@@ -6,137 +6,221 @@ a sequence per sentence (`PREFIX_text_sentence`), and splits are of documents.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import workspace_errors
 from megacore.data import _index_helpers as helpers
-from megacore.data.index_directory import map_path, save_array
+from megacore.data.blend_maps import write_blend
+from megacore.data.index_directory import (
+    SENTENCE_MAP_NAME,
+    map_path,
+    member_directory,
+    save_array,
+    write_description,
+)
+from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
+from megacore.data.index_plans import Division, check_agreement, check_wanted, divide
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.splits import SPLIT_NAMES, split_ranges
 from megacore.errors import ConfigError, DataFormatError
 
-SentenceModel = Literal["bert", "t5"]
-MAP_NAME = "sentence"
-SPECIAL_TOKENS: dict[SentenceModel, int] = {"bert": 3, "t5": 2}
-"""Tokens that the model's samples have besides their sentences: [CLS] and two [SEP]; a begin and an end."""
-MINIMUM_SENTENCES: dict[SentenceModel, int] = {"bert": 2, "t5": 1}
-"""BERT predicts whether the second part of a sample follows its first."""
 _ENDLESS = 2**31 - 2
 _UINT32_MAX = 2**32 - 1
+_BLOCK = 1 << 20
 
 
-def build_masked_lm_map(
-    dataset: IndexedDataset,
-    first_document: int,
-    last_document: int,
-    *,
-    max_samples: int | None,
-    max_sequence_length: int,
-    short_sequence_probability: float,
-    seed: int,
-    minimum_sentences: int,
-) -> npt.NDArray[Any]:
-    """The samples of the documents first … last-1, shuffled, shape (samples, 3); u64 from 2^32 sentences on, else u32.
+@dataclass(frozen=True)
+class SentencePart:
+    """The documents of one data set in one split, and how many samples they are to give."""
+
+    dataset: IndexedDataset
+    """Sentences, grouped by document."""
+    first: int
+    """First document."""
+    last: int
+    """Document after the last."""
+    wanted: int | None
+    """Epochs are gone through until there are that many samples, or a few more (whole epochs); None: one."""
+
+
+@dataclass(frozen=True)
+class _Split:
+    parts: dict[str, SentencePart]
+    """By prefix, in the order that a blend numbers them."""
+    division: Division
+
+
+def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray[Any]:
+    """The samples of a part, shuffled, shape (samples, 3); u64 from 2^32 sentences on, else u32.
 
     A sample takes whole sentences until it has its target length, at least `minimum_sentences`, and leaves two or more
     to the next; or to the end of its document. Documents with less than `minimum_sentences`, and those of several
-    sentences of which one is longer than 512 tokens, are left out.
-
-    Args:
-        dataset: sentences, grouped by document.
-        first_document: of the split.
-        last_document: the one after the split's last.
-        max_samples: epochs are gone through until there are that many samples, or a few more (whole epochs); None: one.
-        max_sequence_length: target length in tokens, without special tokens.
-        short_sequence_probability: share of samples with a shorter target, 2 tokens or more.
-        seed: of the targets (std::mt19937) and, plus 1, of the order (std::mt19937_64).
-        minimum_sentences: of a sample: 1 for T5, 2 for BERT.
+    sentences of which one is longer than 512 tokens, are left out. Targets are drawn with the seed (std::mt19937), the
+    order with the seed plus 1 (std::mt19937_64).
 
     Raises:
         DataFormatError: there is no sample, but some are wanted.
-        ConfigError: a value is out of range.
     """
-    if max_sequence_length < 2:
-        raise ConfigError(f"a sample of sentences has at most {max_sequence_length} tokens: raise data.seq_length")
-    if not 0 <= short_sequence_probability <= 1 or 0 < short_sequence_probability < 1e-6:
-        raise ConfigError(
-            f"the probability of a short sequence is {short_sequence_probability}: give 0, or 0.000001 … 1"
-        )
-    wide = len(dataset) > _UINT32_MAX
+    wide = len(part.dataset) > _UINT32_MAX
     build = helpers.build_sentence_map_uint64 if wide else helpers.build_sentence_map_uint32
-    samples = build(
-        np.require(dataset.document_indices[first_document : last_document + 1], np.int64, ["C", "A"]),
-        np.require(dataset.lengths, np.int32, ["C", "A"]),
-        _ENDLESS * 2**31 if max_samples is None else max_samples,
-        1 if max_samples is None else _ENDLESS,
-        max_sequence_length,
-        short_sequence_probability,
-        minimum_sentences,
-        seed,
-    )
-    if max_samples != 0 and last_document <= first_document:
-        raise DataFormatError(
-            f"the split has 0 of {dataset.documents} documents of {dataset.prefix}: give it more of data.split, or use "
-            "more text"
-        )
-    if max_samples != 0 and len(samples) == 0:
-        raise DataFormatError(
-            f"none of the documents {first_document} … {last_document - 1} of {dataset.prefix} gives a sample: one "
-            f"takes at least {minimum_sentences} sentences, none above 512 tokens (was the text split into sentences?)"
-        )
+    samples = build(*_arguments(part, options))
+    _check_count(part, options, len(samples))
     return samples
 
 
-def build_sentence_maps(
-    prefix: str | Path,
-    directory: str | Path,
-    kind: SentenceModel,
-    *,
-    split: str,
-    seq_length: int,
-    seed: int,
-    samples: Sequence[int | None],
-    short_sequence_probability: float = 0.1,
-) -> dict[str, dict[str, int]]:
-    """Write `{train,valid,test}_sentence_index.npy` into `directory`; returns counts per split.
+def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
+    """(epochs, samples) of the map that `build_sentence_map` makes. Raises DataFormatError as that does."""
+    epochs, samples = helpers.count_sentence_map(*_arguments(part, options))
+    _check_count(part, options, samples)
+    return epochs, samples
 
-    `samples` are the wanted numbers for train, valid and test (None: one epoch). Raises ConfigError, DataFormatError,
-    WorkspaceError.
+
+def sentence_plan(mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]) -> dict[str, Any]:
+    """What decides the maps beside data, weights and options: the epochs of each split, and the size of a blend.
+
+    As `megacore.data.index_maps.index_plan`: it stands in the index stage's key for the wanted numbers of samples.
+    Raises ConfigError, DataFormatError.
     """
-    dataset = IndexedDataset(prefix)
-    counts = {}
-    for (name, (first, last)), wanted in zip(split_ranges(split, dataset.documents).items(), samples, strict=True):
-        rows = build_masked_lm_map(
-            dataset,
-            first,
-            last,
-            max_samples=wanted,
-            max_sequence_length=seq_length - SPECIAL_TOKENS[kind],
-            short_sequence_probability=short_sequence_probability,
-            seed=seed,
-            minimum_sentences=MINIMUM_SENTENCES[kind],
-        )
-        save_array(map_path(directory, name, MAP_NAME), rows)
-        counts[name] = {"documents": last - first, "samples": len(rows)}
+    plans: dict[str, Any] = {}
+    for name, split in _plan_splits(mixture, options, samples).items():
+        members = [{"epochs": count_samples(part, options)[0]} for part in split.parts.values()]
+        plans[name] = members[0] if mixture.is_single else {"size": split.division.size, "members": members}
+    return plans
+
+
+def build_sentence_maps(
+    mixture: Mixture, directory: str | Path, options: IndexOptions, samples: Sequence[int | None]
+) -> dict[str, Any]:
+    """Write the sentence maps of each split and `index.json` into `directory`; returns counts per split.
+
+    `samples` and blends are as those of `megacore.data.index_maps.build_index_maps`. Raises ConfigError,
+    DataFormatError, WorkspaceError.
+    """
+    splits = _plan_splits(mixture, options, samples)
+    counts: dict[str, Any] = {}
+    for name, split in splits.items():
+        entries = []
+        for prefix, part in split.parts.items():
+            number = mixture.prefixes.index(prefix)
+            folder = Path(directory) if mixture.is_single else member_directory(directory, number)
+            entries.append(_write_map(part, options, folder, name))
+        single = mixture.is_single
+        counts[name] = entries[0] if single else write_blend(directory, mixture, name, split.division, entries)
+    write_description(directory, mixture, options, {name: entry["samples"] for name, entry in counts.items()})
     return counts
 
 
-def load_sentence_map(directory: str | Path, split_name: str, dataset: IndexedDataset) -> npt.NDArray[Any]:
-    """A split's map, memory-mapped and checked against its sentences. Raises DataFormatError."""
+def load_sentence_map(
+    directory: str | Path, split_name: str, dataset: IndexedDataset, longest: int | None = None
+) -> npt.NDArray[Any]:
+    """A split's map, memory-mapped and checked against its sentences, targets against `longest`.
+
+    Raises DataFormatError.
+    """
     if split_name not in SPLIT_NAMES:
         raise DataFormatError(f"there is no split {split_name}: take one of {', '.join(SPLIT_NAMES)}")
-    path = map_path(directory, split_name, MAP_NAME)
+    path = map_path(directory, split_name, SENTENCE_MAP_NAME)
     try:
-        rows: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        rows: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     except FileNotFoundError as error:
         raise DataFormatError(f"{path} does not exist: build the index maps first") from error
     except (OSError, ValueError, EOFError, SyntaxError) as error:
         raise DataFormatError(f"{path} is not a readable map ({error}): build the index maps again") from error
-    if rows.dtype.kind != "u" or rows.ndim != 2 or rows.shape[1] != 3:
+    if rows.dtype not in (np.dtype("<u4"), np.dtype("<u8")) or rows.ndim != 2 or rows.shape[1] != 3:
         raise DataFormatError(f"{path} is an array of {rows.dtype} with shape {rows.shape}: build the index maps again")
-    if len(rows) and not ((rows[:, 0] < rows[:, 1]).all() and rows[:, 1].max() <= len(dataset)):
-        raise DataFormatError(f"{path} points beyond the {len(dataset)} sentences of {dataset.prefix}: build it again")
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK]
+        if not ((block[:, 0] < block[:, 1]).all() and block[:, 1].max() <= len(dataset)):
+            raise DataFormatError(
+                f"{path} points beyond the {len(dataset)} sentences of {dataset.prefix}: build it again"
+            )
+        if longest is not None and not 2 <= block[:, 2].min() <= block[:, 2].max() <= longest:
+            raise DataFormatError(
+                f"{path} has samples of {block[:, 2].min()} to {block[:, 2].max()} tokens where 2 to {longest} have "
+                "room: it was built for another data.seq_length; build it again"
+            )
     return rows
+
+
+def document_range(dataset: IndexedDataset, options: IndexOptions, split_name: str) -> tuple[int, int]:
+    """(first document, document after the last) of a split."""
+    if options.split is None:
+        return 0, dataset.documents
+    return split_ranges(options.split, dataset.documents)[split_name]
+
+
+def sentences_of(options: IndexOptions) -> SentenceOptions:
+    """The part of the options that maps of sentences have. Raises ConfigError when there is none."""
+    if options.sentences is None:
+        raise ConfigError("maps of sentences are built for bert or t5: say for which")
+    return options.sentences
+
+
+def _plan_splits(mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]) -> dict[str, _Split]:
+    sentences_of(options)
+    check_agreement(mixture, options)
+    datasets = {prefix: IndexedDataset(prefix) for prefix in mixture.prefixes}
+    splits = {}
+    for name, wanted in zip(SPLIT_NAMES, samples, strict=True):
+        if not check_wanted(mixture, name, wanted):
+            continue
+        division = divide(mixture, options.style, name, wanted)
+        parts = {}
+        for member, asked in zip(mixture.of(name), division.asked, strict=True):
+            dataset = datasets[member.prefix]
+            first, last = document_range(dataset, options, name)
+            parts[member.prefix] = SentencePart(dataset, first, last, 0 if wanted == 0 else asked)
+        splits[name] = _Split(parts, division)
+    return splits
+
+
+def _arguments(part: SentencePart, options: IndexOptions) -> tuple[Any, ...]:
+    """What the compiled parts take."""
+    sentences, dataset = sentences_of(options), part.dataset
+    return (
+        np.require(dataset.document_indices[part.first : part.last + 1], np.int64, ["C", "A"]),
+        np.require(dataset.lengths, np.int32, ["C", "A"]),
+        _ENDLESS * 2**31 if part.wanted is None else part.wanted,
+        1 if part.wanted is None else _ENDLESS,
+        options.seq_length - sentences.special_tokens,
+        sentences.short_seq_prob,
+        sentences.minimum_sentences,
+        options.seed,
+    )
+
+
+def _check_count(part: SentencePart, options: IndexOptions, samples: int) -> None:
+    """Raise DataFormatError where samples are wanted and there is none."""
+    if samples or part.wanted == 0:
+        return
+    if part.last <= part.first:
+        raise DataFormatError(
+            f"the split has 0 of {part.dataset.documents} documents of {part.dataset.prefix}: give it more of "
+            "data.split, or use more text"
+        )
+    raise DataFormatError(
+        f"none of the documents {part.first} … {part.last - 1} of {part.dataset.prefix} gives a sample: one takes at "
+        f"least {sentences_of(options).minimum_sentences} sentences, none above 512 tokens (was the text split into "
+        "sentences?)"
+    )
+
+
+def _write_map(part: SentencePart, options: IndexOptions, folder: Path, split_name: str) -> dict[str, Any]:
+    with workspace_errors(folder):
+        folder.mkdir(exist_ok=True)
+    rows = build_sentence_map(part, options)
+    save_array(map_path(folder, split_name, SENTENCE_MAP_NAME), rows)
+    starts = part.dataset.document_indices
+    first, last = int(starts[part.first]), int(starts[part.last])
+    return {
+        "documents": part.last - part.first,
+        "sequences": last - first,
+        "tokens": part.dataset.count_tokens(first, last),
+        "samples": len(rows),
+        "epochs": count_samples(part, options)[0],
+    }

@@ -11,17 +11,16 @@ from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     INDEX_NAME,
     MAP_NAMES,
+    SENTENCE_MAP_NAME,
     IndexDescription,
     map_path,
     member_directory,
     read_description,
 )
 from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.sentence_maps import load_sentence_map
 from megacore.errors import DataFormatError
 from megacore.inspect.tokens import document_of
-
-_SENTENCES = "sentence"
-"""What the maps of `megacore.data.sentence_maps` are called."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Sample:
     member_sample: int
     """Number in the data set's own shuffled order; without a blend the same as `number`."""
     row: int
-    """Of the data set's sample index."""
+    """Of the data set's sample index, or of its sentence map."""
     parts: tuple[Part, ...]
 
     @property
@@ -65,17 +64,12 @@ class Sample:
 
 def is_index_directory(path: Path) -> bool:
     """Whether a path is a directory of index maps, of an older version without `index.json` too."""
-    maps = (path.glob(f"*_{name}_index.npy") for name in ("shuffle", _SENTENCES))
+    maps = (path.glob(f"*_{name}_index.npy") for name in ("shuffle", SENTENCE_MAP_NAME))
     return (path / INDEX_NAME).exists() or any(map(any, maps))
 
 
 def describe_index(directory: Path) -> IndexDescription:
     """What `index.json` says. Raises DataFormatError, which for maps without it says what to do."""
-    if not (directory / INDEX_NAME).exists() and any(directory.glob(f"*_{_SENTENCES}_index.npy")):
-        raise DataFormatError(
-            f"{directory} holds maps of sentences (bert, t5), which name no token files: inspect and verify the token "
-            "files themselves"
-        )
     if not (directory / INDEX_NAME).exists():
         raise DataFormatError(
             f"{directory} has no {INDEX_NAME}: its index maps are of an older version, or of another tool; build them "
@@ -96,6 +90,25 @@ def find_sample(directory: Path, split: str, number: int) -> Sample:
         place = member_directory(directory, member)
     prefix = index.members[member].prefix
     dataset = IndexedDataset(prefix)
+    if index.options.sentences is not None:
+        parts, row = _sentence_parts(dataset, place, split, sample), sample
+    else:
+        parts, row = _token_parts(index, dataset, place, split, sample)
+    return Sample(split, number, member, prefix, sample, row, parts)
+
+
+def _sentence_parts(dataset: IndexedDataset, place: Path, split: str, sample: int) -> tuple[Part, ...]:
+    """The sentences of a sample. Raises DataFormatError."""
+    rows = load_sentence_map(place, split, dataset)
+    _check_number(map_path(place, split, SENTENCE_MAP_NAME), sample, len(rows))
+    lengths = {number: int(dataset.lengths[number]) for number in range(int(rows[sample, 0]), int(rows[sample, 1]))}
+    return tuple(Part(document_of(dataset, number), number, 0, size, size) for number, size in lengths.items())
+
+
+def _token_parts(
+    index: IndexDescription, dataset: IndexedDataset, place: Path, split: str, sample: int
+) -> tuple[tuple[Part, ...], int]:
+    """The ranges of documents of a sample, and its row of the sample index. Raises DataFormatError."""
     document, rows, shuffle = (open_map(map_path(place, split, name)) for name in MAP_NAMES)
     _check_number(map_path(place, split, "shuffle"), sample, len(shuffle))
     row = int(shuffle[sample])
@@ -104,10 +117,10 @@ def find_sample(directory: Path, split: str, number: int) -> Sample:
         parts = _parts(index, dataset, document, rows[row : row + 2].tolist())
     if parts is None:
         raise DataFormatError(
-            f"{map_path(place, split, 'sample')}: row {row} of {len(rows) - 1} does not fit {prefix}: the maps were "
-            "built for other tokens or are damaged; build them again"
+            f"{map_path(place, split, 'sample')}: row {row} of {len(rows) - 1} does not fit {dataset.prefix}: the maps "
+            "were built for other tokens or are damaged; build them again"
         )
-    return Sample(split, number, member, prefix, sample, row, parts)
+    return parts, row
 
 
 def _blended_sample(directory: Path, index: IndexDescription, split: str, number: int) -> tuple[int, int]:
@@ -150,7 +163,10 @@ def _parts(
 
 
 def open_map(path: Path) -> npt.NDArray[Any]:
-    """A map as a memory map: a sample index of two columns, others of one dimension. Raises DataFormatError."""
+    """A map of tokens as a memory map: a sample index of two columns, others of one dimension.
+
+    Raises DataFormatError.
+    """
     values = load_map(path)
     rows = path.name.endswith("_sample_index.npy") and not path.name.endswith("_dataset_sample_index.npy")
     check_form(path, values, 2 if rows else 1, ("<i2", "<i4", "<u4", "<i8"))

@@ -5,11 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megacore.data.index_options import IndexOptions
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.splits import SPLIT_NAMES
 from megacore.errors import DataFormatError
 from megacore.inspect.index import Part, describe_index, find_sample
 from megacore.inspect.lengths import Lengths, LengthSummary, bin_lengths
+from megacore.inspect.made import made_of
 from megacore.inspect.provenance import Origins, find_origins
 from megacore.inspect.source import read_document
 from megacore.inspect.text import Decode, find_text, find_tokenizer, open_decoder
@@ -44,7 +46,7 @@ def report_index(directory: Path) -> Report:
     index = describe_index(directory)
     return {
         "path": str(directory),
-        "options": asdict(index.options),
+        "options": _options(index.options),
         "members": [{"prefix": member.prefix, "splits": _by_split(member.weights)} for member in index.members],
         "samples": _by_split(index.samples),
     }
@@ -62,7 +64,7 @@ def report_sample(
     origins = find_origins(sample.prefix, dataset.documents)
     found = tokenizer or find_tokenizer(sample.prefix, origins)
     decode = None if found is None else open_decoder(found)
-    options = describe_index(directory).options
+    index = describe_index(directory)
     parts = []
     for place, part in enumerate(sample.parts):
         read = origins if sources is None or place < sources else None
@@ -75,12 +77,27 @@ def report_sample(
         "prefix": sample.prefix,
         "member_sample": sample.member_sample,
         "row": sample.row,
+        "map": "sample index" if index.options.sentences is None else "sentence map",
         "tokens": sample.tokens,
-        "padding": options.seq_length + options.extra - sample.tokens,
+        "padding": _padding(index.options, sample.tokens),
         "tokenizer": None if found is None else str(found),
         "documents_json": None if origins is None else str(origins.path),
         "parts": parts,
+        "made": None if found is None else made_of(directory, index, sample, found),
     }
+
+
+def _options(options: IndexOptions) -> Report:
+    """The options that the maps have: those of sentences stand beside the others."""
+    values = asdict(options)
+    return values | (values.pop("sentences") or {})
+
+
+def _padding(options: IndexOptions, tokens: int) -> int:
+    room = options.seq_length + options.extra
+    if options.sentences is not None:
+        room = options.seq_length - options.sentences.special_tokens
+    return max(0, room - tokens)
 
 
 def _by_split(values: Mapping[str, Any]) -> Report:

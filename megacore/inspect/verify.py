@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest, file_digest
+from megacore.data.gpt_dataset import load_map
 from megacore.data.index_directory import BLEND_MAP_NAMES, IndexDescription, map_path, member_directory
 from megacore.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megacore.data.members import MEMBERS_NAME, TOKENS_NAMES
@@ -18,7 +19,7 @@ from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect.index import describe_index, is_index_directory, open_map
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, counted, find_prefixes
-from megacore.inspect.verify_maps import check_maps
+from megacore.inspect.verify_maps import check_maps, check_sentence_map
 
 _HASH_THREADS = 4
 """Files of an artifact that are hashed at a time; hashing one keeps a core busy."""
@@ -104,13 +105,14 @@ def verify_index(directory: Path) -> Iterator[Check]:
         )
         place = directory if index.single else member_directory(directory, number)
         for split in filter(member.weights.__contains__, SPLIT_NAMES):
-            if map_path(place, split, "shuffle").exists() or index.single or index.samples.get(split):
-                yield Check(f"{split} maps {number}", check_maps(dataset, place, split, options))
+            if map_path(place, split, index.counting_map).exists() or index.single or index.samples.get(split):
+                check = check_maps if options.sentences is None else check_sentence_map
+                yield Check(f"{split} maps {number}", check(dataset, place, split, options))
     if not index.single:
         yield from _verify_blends(directory, index)
     for split, count in index.samples.items():
-        path = map_path(directory, split, "shuffle" if index.single else BLEND_MAP_NAMES[0])
-        found = len(open_map(path)) if count or path.exists() else 0
+        path = map_path(directory, split, index.counting_map if index.single else BLEND_MAP_NAMES[0])
+        found = len(load_map(path)) if count or path.exists() else 0
         if found != count:
             raise DataFormatError(
                 f"{directory}/index.json counts {count} {split} samples, but its maps have {found}: build them again"
@@ -131,7 +133,7 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
         shares = []
         for place, member in enumerate(members):
             taken = np.asarray(numbers)[np.asarray(datasets) == place]
-            most = len(open_map(map_path(member_directory(directory, member), split, "shuffle")))
+            most = len(load_map(map_path(member_directory(directory, member), split, index.counting_map)))
             if len(taken) and not 0 <= int(taken.min()) <= int(taken.max()) < most:
                 raise DataFormatError(
                     f"{path}: the blend takes sample {taken.max()} of member {member}, which has {most}: build it again"

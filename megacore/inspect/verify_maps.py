@@ -1,4 +1,4 @@
-"""Checks of the three index maps of a split against its tokens, in blocks."""
+"""Checks of the index maps of a split against its tokens, in blocks."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.index_directory import MAP_NAMES, map_path
+from megacore.data.index_directory import MAP_NAMES, SENTENCE_MAP_NAME, map_path
 from megacore.data.index_options import IndexOptions
 from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
 from megacore.errors import DataFormatError
 from megacore.inspect.index import open_map
 from megacore.inspect.tokens import counted
@@ -43,6 +44,34 @@ def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: In
         return "no samples"
     parts = (counted(len(shuffle), "sample"), counted(len(document), "sequence"), counted(epochs, "epoch"))
     return "{}, {} in {}, each sample once".format(*parts)
+
+
+def check_sentence_map(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:
+    """What the sentence map of a split holds, in one clause. Raises DataFormatError.
+
+    Every sample is of the split's documents, lies within one of them, has as many sentences as it must, and a target
+    length that the model has room for.
+    """
+    sentences = sentences_of(options)
+    path = map_path(directory, split, SENTENCE_MAP_NAME)
+    rows = load_sentence_map(directory, split, dataset, options.seq_length - sentences.special_tokens)
+    starts = dataset.document_indices
+    first, last = (int(starts[place]) for place in document_range(dataset, options, split))
+    used = np.zeros(dataset.documents, np.bool_)
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK].astype(np.int64)
+        documents = np.searchsorted(starts, block[:, 0], side="right") - 1
+        inside = (first <= block[:, 0]) & (block[:, 1] <= last) & (block[:, 1] <= starts[documents + 1])
+        wrong = np.flatnonzero(~inside | (block[:, 1] - block[:, 0] < sentences.minimum_sentences))
+        if len(wrong):
+            row = block[wrong[0]].tolist()
+            raise DataFormatError(
+                f"{path}: sample {start + int(wrong[0])} has the sentences {row[0]} to {row[1] - 1}, which are not "
+                f"{sentences.minimum_sentences} or more of one document of the {split} split, {first} to {last - 1}: "
+                "build the index maps again"
+            )
+        used[documents] = True
+    return f"{counted(len(rows), 'sample')} of {counted(int(used.sum()), 'document')}" if len(rows) else "no samples"
 
 
 def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) -> int:

@@ -4,9 +4,8 @@ It holds tokenizer_config.json and tokenizer.json, for a byte-level BPE also voc
 SentencePiece model, tokenizer.model instead.
 """
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,17 @@ from megacore.config.tokenizer import (
     SentencePieceTokenizer,
     TokenizerChoice,
     TrainBpeTokenizer,
+    TrainWordPieceTokenizer,
 )
 from megacore.corpus.blocks import iterate_texts
 from megacore.errors import DataFormatError
+from megacore.tokenizer.batches import grouped
 from megacore.tokenizer.hub import download_tokenizer
 from megacore.tokenizer.load import JsonTokenizer, Tokenizer, read_backend
-from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
+from megacore.tokenizer.roles import SENTINEL, role_names, special_tokens
+from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece, train_wordpiece
 
-VERSION = 1
+VERSION = 2
 """Of the tokenizer stage; raised when it produces something else."""
 END_OF_TEXT = "<|endoftext|>"
 """GPT-2's end of document (Radford et al. 2019)."""
@@ -40,19 +42,24 @@ def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
 
     A repository of the hub is known by its name and revision. Raises DataFormatError for a missing file.
     """
+    identity: dict[str, Any] = {"kind": choice.kind}
+    if choice.vocab_extra_ids:
+        identity["vocab_extra_ids"] = choice.vocab_extra_ids
     match choice:
         case TrainBpeTokenizer():
             special = {"special_tokens": list(choice.special_tokens)} if choice.special_tokens else {}
-            return {"kind": choice.kind, "vocab_size": choice.vocab_size, **special}
+            return {**identity, "vocab_size": choice.vocab_size, **special}
+        case TrainWordPieceTokenizer():
+            return {**identity, "vocab_size": choice.vocab_size, "lower_case": choice.lower_case}
         case Gpt2BpeTokenizer():
             files = {"vocab": Path(choice.vocab_file), "merges": Path(choice.merge_file)}
-            return {"kind": choice.kind, **{role: _digest(path) for role, path in files.items()}}
+            return {**identity, **{role: _digest(path) for role, path in files.items()}}
         case BertWordPieceTokenizer():
-            return {"kind": choice.kind, "vocab": _digest(Path(choice.vocab_file)), "lower_case": choice.lower_case}
+            return {**identity, "vocab": _digest(Path(choice.vocab_file)), "lower_case": choice.lower_case}
         case SentencePieceTokenizer():
-            return {"kind": choice.kind, "model": _digest(Path(choice.model_file))}
+            return {**identity, "model": _digest(Path(choice.model_file))}
         case HfTokenizer():
-            identity: dict[str, Any] = {"kind": choice.kind, "eod_token": choice.eod_token}
+            identity["eod_token"] = choice.eod_token
             path = choice.local_file
             if path is None:
                 return {**identity, "name": choice.name, "revision": choice.revision}
@@ -67,47 +74,70 @@ def build_tokenizer(
     cache_directory: Path | None = None,
     skip_bad_lines: bool = False,
 ) -> dict[str, Any]:
-    """Fill the empty `directory` with the tokenizer's files; returns vocab_size, eod_id, eod_token.
+    """Fill the empty `directory` with the tokenizer's files; returns vocab_size, eod_id, eod_token, special_tokens.
 
     One that is trained is trained on the corpus directories `corpora`, in their order. Downloads are cached in
     `cache_directory` (default: `.huggingface` beside `directory`). Raises DataFormatError for files that are missing
     or malformed, DownloadError when the hub cannot be reached, WorkspaceError.
     """
-    roles: dict[str, str] = {}
+
+    def texts() -> Iterator[str]:
+        folders = [corpora] if isinstance(corpora, Path) else corpora
+        return (text for folder in folders for text in iterate_texts(folder, skip_bad_lines=skip_bad_lines))
+
     match choice:
-        case TrainBpeTokenizer():
-            folders = [corpora] if isinstance(corpora, Path) else corpora
-            texts = (text for folder in folders for text in iterate_texts(folder, skip_bad_lines=skip_bad_lines))
-            backend = train_bpe(texts, choice.vocab_size, choice.special_tokens)
-            tokenizer: Tokenizer = JsonTokenizer(backend, END_OF_TEXT)
-            roles = _GPT2_ROLES
+        case TrainBpeTokenizer() | TrainWordPieceTokenizer():
+            tokenizer = train_tokenizer(choice, texts)
         case _:
             tokenizer = open_tokenizer(choice, cache_directory or directory.parent / ".huggingface")
-            if isinstance(choice, Gpt2BpeTokenizer):
-                roles = _GPT2_ROLES
-            elif isinstance(choice, BertWordPieceTokenizer):
-                roles = BERT_ROLES
-    tokenizer.save(directory, **roles)
-    return {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, "eod_token": tokenizer.eod_token}
+    roles = _GPT2_ROLES if isinstance(choice, TrainBpeTokenizer | Gpt2BpeTokenizer) else {}
+    tokenizer.save(directory, {**roles, **role_names(tokenizer)})
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+        "eod_token": tokenizer.eod_token,
+        "special_tokens": special_tokens(tokenizer).model_dump(mode="json"),
+    }
+
+
+def train_tokenizer(
+    choice: TrainBpeTokenizer | TrainWordPieceTokenizer, texts: Callable[[], Iterable[str]]
+) -> Tokenizer:
+    """A tokenizer trained on all texts, which each call of `texts` gives anew. Raises DataFormatError."""
+    match choice:
+        case TrainBpeTokenizer():
+            backend = train_bpe(texts(), choice.vocab_size, choice.special_tokens)
+            return _with_sentinels(JsonTokenizer(backend, END_OF_TEXT), choice.vocab_extra_ids)
+        case TrainWordPieceTokenizer():
+            backend = train_wordpiece(texts, choice.vocab_size, lower_case=choice.lower_case)
+            return _with_sentinels(JsonTokenizer(backend, BERT_ROLES["sep_token"]), choice.vocab_extra_ids)
 
 
 def open_tokenizer(
     choice: Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer, cache_directory: Path
 ) -> Tokenizer:
     """A tokenizer that exists already. Raises as `build_tokenizer`."""
+    tokenizer: Tokenizer
     match choice:
         case Gpt2BpeTokenizer():
-            return JsonTokenizer(read_gpt2_bpe(Path(choice.vocab_file), Path(choice.merge_file)), END_OF_TEXT)
+            tokenizer = JsonTokenizer(read_gpt2_bpe(Path(choice.vocab_file), Path(choice.merge_file)), END_OF_TEXT)
         case BertWordPieceTokenizer():
             backend = read_wordpiece(Path(choice.vocab_file), lower_case=choice.lower_case)
-            return JsonTokenizer(backend, BERT_ROLES["sep_token"])
+            tokenizer = JsonTokenizer(backend, BERT_ROLES["sep_token"])
         case SentencePieceTokenizer():
             from megacore.tokenizer.sentencepiece_model import SentencePieceModel  # only such a tokenizer needs it
 
-            return SentencePieceModel.read(Path(choice.model_file))
+            tokenizer = SentencePieceModel.read(Path(choice.model_file))
         case HfTokenizer():
             path = choice.local_file or download_tokenizer(choice, cache_directory)
-            return _with_eod(read_backend(path), choice.eod_token, path)
+            tokenizer = _with_eod(read_backend(path), choice.eod_token, path)
+    return _with_sentinels(tokenizer, choice.vocab_extra_ids)
+
+
+def _with_sentinels(tokenizer: Tokenizer, count: int) -> Tokenizer:
+    if count:
+        tokenizer.add_special_tokens([SENTINEL.format(number) for number in range(count)])
+    return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> tokenizers.Tokenizer:
@@ -135,7 +165,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    backend.train_from_iterator(_batches(texts), trainer)
+    backend.train_from_iterator(grouped(texts), trainer)
     if backend.get_vocab_size() != vocab_size:
         raise DataFormatError(
             f"the corpus yields a vocabulary of {backend.get_vocab_size()} entries, not the {vocab_size} of "
@@ -170,12 +200,6 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     if backend.token_to_id(END_OF_TEXT) is not None:
         backend.add_special_tokens([END_OF_TEXT])
     return backend
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    remaining = iter(texts)
-    while batch := list(itertools.islice(remaining, 256)):
-        yield batch
 
 
 def _read_vocab(path: Path) -> dict[str, int]:

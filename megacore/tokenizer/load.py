@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,10 @@ MODEL_NAME = "tokenizer.model"
 """A SentencePiece model, under the name that Hugging Face gives it."""
 _BATCH_CHARACTERS = 1 << 19
 """Text that `tokenizers` encodes in one call: each token takes about 100 bytes there."""
+
+
+SpecialTokenRoles = Mapping[str, str | Sequence[str]]
+"""Special tokens by their name in tokenizer_config.json."""
 
 
 class Encoded(NamedTuple):
@@ -54,10 +58,22 @@ class Tokenizer(ABC):
         """The id of a token of the vocabulary."""
 
     @abstractmethod
-    def save(self, directory: Path, **special_tokens: str) -> None:
+    def tokens(self) -> list[str]:
+        """The vocabulary by id, [v]; an id that no token has is an empty text."""
+
+    @abstractmethod
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are no text."""
+
+    @abstractmethod
+    def add_special_tokens(self, tokens: Sequence[str]) -> None:
+        """Put special tokens at the end of the vocabulary. Raises DataFormatError for one that is there already."""
+
+    @abstractmethod
+    def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
         """Write the files that `load_tokenizer` reads.
 
-        `special_tokens` are further roles for tokenizer_config.json, as in bos_token="<s>". Raises WorkspaceError.
+        `roles` are further entries of tokenizer_config.json, as in bos_token="<s>". Raises WorkspaceError.
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
@@ -103,26 +119,57 @@ class JsonTokenizer(Tokenizer):
         found: int | None = self.backend.token_to_id(token)
         return found
 
+    def tokens(self) -> list[str]:
+        """The vocabulary by id, [v]; an id that no token has is an empty text."""
+        by_id = {number: token for token, number in self.backend.get_vocab(with_added_tokens=True).items()}
+        return [by_id.get(number, "") for number in range(self.vocab_size)]
+
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are no text."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> None:
+        """Put special tokens at the end of the vocabulary. Raises DataFormatError for one that is there already."""
+        check_new(self, tokens)
+        self.backend.add_special_tokens(list(tokens))
+        expected = range(self.vocab_size, self.vocab_size + len(tokens))
+        if [self.token_id(token) for token in tokens] != list(expected):
+            raise DataFormatError(
+                f"the {len(tokens)} tokens from {tokens[0]} on cannot stand at the end of a vocabulary that skips ids: "
+                "leave data.tokenizer.vocab_extra_ids out, or give another vocabulary"
+            )
+        self.vocab_size += len(tokens)
+
     @property
     def is_bpe(self) -> bool:
         """Whether its model merges pairs, as gigatoken does."""
         return isinstance(self.backend.model, tokenizers.models.BPE)
 
-    def save(self, directory: Path, **special_tokens: str) -> None:
+    def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Raises WorkspaceError."""
         with workspace_errors(directory):
             self.backend.save(str(directory / TOKENIZER_NAME))
             if self.is_bpe:
                 self.backend.model.save(str(directory))  # vocab.json and merges.txt
-        save_config(directory, self.eod_token, special_tokens)
+        save_config(directory, self.eod_token, roles or {})
 
 
-def save_config(directory: Path, eod_token: str, special_tokens: dict[str, str]) -> None:
+def check_new(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
+    """Raise DataFormatError for a token that the vocabulary has already."""
+    known = next((token for token in tokens if tokenizer.token_id(token) is not None), None)
+    if known is not None:
+        raise DataFormatError(
+            f"the vocabulary has {known} already: leave data.tokenizer.vocab_extra_ids out, or give another vocabulary"
+        )
+
+
+def save_config(directory: Path, eod_token: str, roles: SpecialTokenRoles) -> None:
     """Write tokenizer_config.json, which names the roles of special tokens. Raises WorkspaceError."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eod_token,
-        **special_tokens,
+        **roles,
         "clean_up_tokenization_spaces": False,
     }
     write_json(directory / TOKENIZER_CONFIG_NAME, config)

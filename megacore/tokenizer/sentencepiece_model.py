@@ -11,7 +11,14 @@ import sentencepiece
 
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.errors import DataFormatError
-from megacore.tokenizer.load import MODEL_NAME, TOKENIZER_CONFIG_NAME, Encoded, Tokenizer
+from megacore.tokenizer.load import (
+    MODEL_NAME,
+    TOKENIZER_CONFIG_NAME,
+    Encoded,
+    SpecialTokenRoles,
+    Tokenizer,
+    check_new,
+)
 
 
 class SentencePieceModel(Tokenizer):
@@ -61,7 +68,25 @@ class SentencePieceModel(Tokenizer):
         found = int(self._processor.piece_to_id(token))
         return found if self._processor.id_to_piece(found) == token else None
 
-    def save(self, directory: Path, **special_tokens: str) -> None:
+    def tokens(self) -> list[str]:
+        """The vocabulary by id, [v]."""
+        return [str(self._processor.id_to_piece(number)) for number in range(self.vocab_size)]
+
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the pieces that are no text."""
+        processor = self._processor
+        kinds = (processor.IsControl, processor.IsUnknown, processor.IsUnused)
+        return frozenset(number for number in range(self.vocab_size) if any(kind(number) for kind in kinds))
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> None:
+        """Put control symbols at the end of the vocabulary. Raises DataFormatError for one that is there already."""
+        check_new(self, tokens)
+        # Serialized messages of protobuf that follow one another are one message with the fields of both.
+        self._model += b"".join(_control_symbol(token) for token in tokens)
+        self._processor.LoadFromSerializedProto(self._model)
+        self.vocab_size = int(self._processor.get_piece_size())
+
+    def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
         """Write tokenizer.model and tokenizer_config.json, which `AutoTokenizer` of transformers 5 reads as well.
 
         There a control symbol in a text becomes its id. Raises WorkspaceError.
@@ -69,7 +94,22 @@ class SentencePieceModel(Tokenizer):
         with workspace_errors(directory):
             (directory / MODEL_NAME).write_bytes(self._model)
         processor = self._processor
-        roles = {"bos_token": processor.bos_id(), "pad_token": processor.pad_id(), "unk_token": processor.unk_id()}
-        named = {role: str(processor.id_to_piece(token)) for role, token in roles.items() if token >= 0}
-        config = {"tokenizer_class": "SentencePieceBackend", "eos_token": self.eod_token, **named, **special_tokens}
+        own = {"bos_token": processor.bos_id(), "pad_token": processor.pad_id(), "unk_token": processor.unk_id()}
+        named = {role: str(processor.id_to_piece(token)) for role, token in own.items() if token >= 0}
+        config = {"tokenizer_class": "SentencePieceBackend", "eos_token": self.eod_token, **named, **(roles or {})}
         write_json(directory / TOKENIZER_CONFIG_NAME, config)
+
+
+def _control_symbol(token: str) -> bytes:
+    """A piece as it stands in a model: field 1 of the model, with its text (1), score (2) and type (3: control)."""
+    text = token.encode()
+    piece = b"\x0a" + _varint(len(text)) + text + b"\x15" + bytes(4) + b"\x18\x03"
+    return b"\x0a" + _varint(len(piece)) + piece
+
+
+def _varint(number: int) -> bytes:
+    parts = []
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])

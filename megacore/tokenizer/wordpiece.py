@@ -1,11 +1,14 @@
-"""BERT's WordPiece (Devlin et al. 2018) from its vocab.txt."""
+"""BERT's WordPiece (Devlin et al. 2018), from its vocab.txt or trained."""
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megacore.errors import DataFormatError
+from megacore.tokenizer.batches import grouped
 
 BERT_ROLES = {
     "unk_token": "[UNK]",
@@ -15,6 +18,11 @@ BERT_ROLES = {
     "mask_token": "[MASK]",
 }
 """The special tokens of a BERT vocabulary. A document ends with [SEP], as with Megatron-LM."""
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""The same in the order in which a trained vocabulary begins."""
+ALPHABET = 1000
+"""Characters that a trained vocabulary knows at most."""
+_CONTINUING = "##"
 
 
 def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenizer:
@@ -28,6 +36,45 @@ def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenize
         raise DataFormatError(
             f"{vocab_file} has no {', '.join(missing)} among its {len(vocab)} lines: it is not BERT's vocab.txt"
         )
+    return _backend(vocab, lower_case=lower_case)
+
+
+def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int, *, lower_case: bool) -> tokenizers.Tokenizer:
+    """A WordPiece tokenizer of exactly `vocab_size` entries: BERT's special tokens, characters, pieces of words.
+
+    `texts` gives all texts anew each time that it is called. The result depends on them alone. Characters beyond the
+    ALPHABET most frequent ones become [UNK]. Raises DataFormatError when the texts have too few distinct pairs for that
+    many entries, or the entries are too few for the characters.
+    """
+    special = list(SPECIAL)
+    alphabet = _alphabet(texts(), lower_case=lower_case)
+    # The trainer numbers the pieces that it finds in the order of a hash table: those that are given come first.
+    continuing = [_CONTINUING + letter for letter in alphabet if _continues(letter)]
+    least = len(special) + len(continuing) + len(alphabet)
+    if vocab_size < least:
+        raise DataFormatError(
+            f"data.tokenizer.vocab_size {vocab_size} has no room for {len(special)} special tokens and the {least - 5} "
+            f"pieces of one character that the corpus has: raise it to at least {least}"
+        )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*special, *continuing],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    trained = _backend({token: number for number, token in enumerate(special)}, lower_case=lower_case)
+    trained.train_from_iterator(grouped(texts()), trainer)
+    vocab: dict[str, int] = trained.get_vocab(with_added_tokens=False)
+    if len(vocab) != vocab_size:
+        raise DataFormatError(
+            f"the corpus yields a vocabulary of {len(vocab)} entries, not the {vocab_size} of "
+            f"data.tokenizer.vocab_size: lower it to at most {len(vocab)}, or use more text"
+        )
+    return _backend(vocab, lower_case=lower_case)
+
+
+def _backend(vocab: dict[str, int], *, lower_case: bool) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=BERT_ROLES["unk_token"]))
     backend.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -38,6 +85,23 @@ def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenize
     )
     backend.add_special_tokens(list(BERT_ROLES.values()))
     return backend
+
+
+def _alphabet(texts: Iterable[str], *, lower_case: bool) -> list[str]:
+    """The most frequent characters once normalised, white space apart, in the order of their code points."""
+    normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalizer.normalize_str(text))
+    letters = [letter for letter in counts if not letter.isspace()]
+    letters.sort(key=lambda letter: (-counts[letter], letter))
+    return sorted(letters[:ALPHABET])
+
+
+def _continues(letter: str) -> bool:
+    """Whether a word may go on with this character, instead of ending before it."""
+    text = normalizers.BertNormalizer().normalize_str(f"a{letter}")  # puts spaces around Chinese characters
+    return len(pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text)) == 1
 
 
 def _read_vocab(path: Path) -> dict[str, int]:

@@ -5,15 +5,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megacore.config.run import RunConfig
+from megacore.config.spec import SpecialTokens
+from megacore.config.tokenizer import BertWordPieceTokenizer
 from megacore.data.blended import BlendedDataset, ConcatDataset
-from megacore.data.build import open_split
+from megacore.data.build import MemberOpener, open_split, sentence_options
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps, map_path, member_directory
+from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import Dataset
-from megacore.errors import DataFormatError
-from tests.data._config import data_config
+from megacore.data.sentence_maps import build_sentence_maps
+from megacore.data.vocabulary import check_roles
+from megacore.errors import ConfigError, DataFormatError
+from megacore.tokenizer.build import build_tokenizer
+from megacore.tokenizer.wordpiece import SPECIAL
+from tests.data._config import run_config
 from tests.data._files import write_tokens
+from tests.data._sentences import FIRST_SENTINEL, FIRST_TEXT, SEP, write_lengths
 
 SEQ_LENGTH = 8
 LENGTHS = ([30, 0, 9, 41, 12, 25, 33, 18, 7, 60], [50, 3, 44, 20, 31, 12], [9, 9, 70, 15, 26, 34, 40])
@@ -39,8 +48,8 @@ def options(split: str | None) -> IndexOptions:
 
 
 def opened(prefixes: list[str], directory: Path, name: str, **changes: object) -> Dataset:
-    config = data_config(**{"split": "50,25,25", **changes})
-    return open_split(prefixes, directory, name, config, seed=1, tokenizer_directory=directory)
+    config = run_config(**{"split": "50,25,25", **changes})
+    return open_split(prefixes, directory, name, config, tokenizer_directory=directory)
 
 
 def test_a_blend_is_its_members_samples_in_the_maps_order(prefixes: list[str], blend: Path) -> None:
@@ -74,7 +83,7 @@ def test_a_split_without_data_sets_is_empty(prefixes: list[str], tmp_path: Path)
         False,
     ]
     assert opened(prefixes, tmp_path, "test", split=None).gather([]).shape == (0, SEQ_LENGTH + 1)
-    [(prefix, tokens)] = train_tokens(prefixes, tmp_path, data_config(split=None))
+    [(prefix, tokens)] = train_tokens(prefixes, tmp_path, run_config(split=None), tokenizer_directory=tmp_path)
     assert (prefix, len(tokens)) == (prefixes[0], sum(LENGTHS[0]))
 
 
@@ -83,7 +92,7 @@ def test_data_sets_one_after_the_other(prefixes: list[str], blend: Path) -> None
         GPTDataset(prefix, member_directory(blend, number), "test", SEQ_LENGTH)
         for number, prefix in enumerate(prefixes)
     ]
-    dataset = ConcatDataset(members, SEQ_LENGTH)
+    dataset = ConcatDataset(members, SEQ_LENGTH, SEQ_LENGTH + 1)
     expected = np.concatenate([member.gather(range(len(member))) for member in members])
     assert len(dataset) == len(expected)
     np.testing.assert_array_equal(dataset.gather(range(len(dataset) - 1, -1, -1)), expected[::-1])
@@ -98,7 +107,7 @@ def test_one_epoch_has_each_sample_of_each_member_once(
     """Every document of the split, whatever was blended: what the packing loses is less than a sample per member."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    dataset = one_epoch(prefixes, blend, name, data_config(split="50,25,25"), scratch)
+    dataset = one_epoch(prefixes, blend, name, run_config(split="50,25,25"), scratch, tokenizer_directory=tmp_path)
     assert list(scratch.iterdir()) == []
     bounds = [{"valid": (5, 8), "test": (8, 10)}, {"valid": (2, 4), "test": (4, 6)}, {"valid": (4, 5), "test": (5, 7)}]
     counts = [
@@ -110,14 +119,15 @@ def test_one_epoch_has_each_sample_of_each_member_once(
 
 
 def test_one_epoch_of_a_single_data_set_is_that_of_its_maps(prefixes: list[str], tmp_path: Path) -> None:
-    config = data_config(split="50,25,25")
+    config = run_config(split="50,25,25")
     build_index_maps(Mixture.single(prefixes[0]), tmp_path, options("50,25,25"), (20, None, None))
     own = opened(prefixes[:1], tmp_path, "valid").gather(range(3))
-    np.testing.assert_array_equal(one_epoch(prefixes[:1], tmp_path, "valid", config, tmp_path).gather(range(3)), own)
+    dataset = one_epoch(prefixes[:1], tmp_path, "valid", config, tmp_path, tokenizer_directory=tmp_path)
+    np.testing.assert_array_equal(dataset.gather(range(3)), own)
 
 
 def test_train_tokens_are_those_of_the_split(prefixes: list[str], blend: Path) -> None:
-    found = list(train_tokens(prefixes, blend, data_config(split="50,25,25")))
+    found = list(train_tokens(prefixes, blend, run_config(split="50,25,25"), tokenizer_directory=blend))
     assert [prefix for prefix, _ in found] == prefixes
     assert [len(tokens) for _, tokens in found] == [92, 97, 103]
 
@@ -155,3 +165,90 @@ def test_a_damaged_blend_is_refused(prefixes: list[str], blend: Path, name: str,
         np.save(path, {"float": values.astype(float), "shorter": values[:-1]}.get(change, values))
     with pytest.raises(DataFormatError, match=r"dataset_index\.npy|dataset_sample_index\.npy"):
         opened(prefixes, blend, "train").gather(range(90))
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A vocabulary with the special tokens of BERT and T5, and 60 sentinels."""
+    letters = [*SPECIAL, *(f"{'##' * (number % 3 == 0)}t{number}" for number in range(FIRST_TEXT, FIRST_SENTINEL))]
+    (directory / "vocab.txt").write_text("".join(f"{token}\n" for token in letters))
+    choice = {"kind": "bert-wordpiece", "vocab_file": str(directory / "vocab.txt"), "vocab_extra_ids": 60}
+    place = directory / "tokenizer"
+    place.mkdir()
+    build_tokenizer(BertWordPieceTokenizer.model_validate(choice), [], place)
+    return place
+
+
+def sentence_run(family: str, **data: object) -> RunConfig:
+    return run_config(family=family, split="2,1,1", seq_length=32, **data)
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> list[str]:
+    random = np.random.default_rng(1)
+    documents = [random.integers(2, 9, random.integers(3, 9)).tolist() for _ in range(40)]
+    return [write_lengths(tmp_path / name, documents[place:]).prefix for place, name in enumerate("ab")]
+
+
+@pytest.mark.parametrize(("family", "width"), [("bert", 97), ("t5", 32 + 128)])
+def test_samples_of_sentences_blend_like_others(sentences: list[str], tmp_path: Path, family: str, width: int) -> None:
+    run, tokenizer = sentence_run(family), write_tokenizer(tmp_path)
+    mixture = Mixture.blend([Member(sentences[0], 1.0), Member(sentences[1], 2.0)])
+    directory = tmp_path / "index"
+    directory.mkdir()
+    given = IndexOptions(split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run))
+    build_sentence_maps(mixture, directory, given, (30, 6, None))
+    dataset = open_split(sentences, directory, "train", run, tokenizer_directory=tokenizer)
+    assert isinstance(dataset, BlendedDataset)
+    assert (len(dataset), dataset.width, dataset.seq_length) == (30, width, 32)
+    opener = MemberOpener.of(sentences, directory, run, tokenizer)
+    members = [opener.member(number, member_directory(directory, number), "train") for number in range(2)]
+    numbers, samples = (np.load(map_path(directory, "train", name)) for name in ("dataset", "dataset_sample"))
+    expected = [members[number].gather([sample])[0] for number, sample in zip(numbers, samples, strict=True)]
+    np.testing.assert_array_equal(dataset.gather(range(30)), expected)
+    epoch = one_epoch(sentences, directory, "test", run, tmp_path, tokenizer_directory=tokenizer)
+    tests = [opener.member(number, member_directory(directory, number), "test") for number in range(2)]
+    np.testing.assert_array_equal(
+        epoch.gather(range(len(epoch))), np.concatenate([test.gather(range(len(test))) for test in tests])
+    )
+
+
+def test_what_is_frequent_in_training(sentences: list[str], tmp_path: Path) -> None:
+    """Of BERT the tokens of the split's documents, of T5 its labels: sentinels and ends among them."""
+    tokenizer = write_tokenizer(tmp_path)
+    for family in ("bert", "t5"):
+        run, directory = sentence_run(family), tmp_path / family
+        directory.mkdir()
+        given = IndexOptions(split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run))
+        build_sentence_maps(Mixture.single(sentences[0]), directory, given, (20, 0, 0))
+        [(prefix, tokens)] = train_tokens(sentences[:1], directory, run, tokenizer_directory=tokenizer)
+        assert prefix == sentences[0]
+        if family == "bert":
+            whole = IndexedDataset(prefix)
+            np.testing.assert_array_equal(tokens, whole.token_range(0, int(whole.document_indices[20])))
+        else:
+            dataset = open_split(sentences[:1], directory, "train", run, tokenizer_directory=tokenizer)
+            labels = dataset.gather(range(len(dataset)))[:, 32:]
+            np.testing.assert_array_equal(tokens, labels[labels >= 0])
+            assert (tokens == SEP).sum() == len(dataset)
+
+
+def test_maps_and_vocabularies_of_another_family_are_refused(
+    sentences: list[str], prefixes: list[str], blend: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataFormatError, match="was built for family gpt, not bert: build the index maps again"):
+        open_split(prefixes, blend, "train", run_config(family="bert"), tokenizer_directory=tmp_path)
+    run, tokenizer = sentence_run("t5"), write_tokenizer(tmp_path)
+    given = IndexOptions(split="2,1,1", seq_length=32, seed=1, sentences=sentence_options(run))
+    build_sentence_maps(Mixture.single(sentences[0]), tmp_path, given, (5, 0, 0))
+    with pytest.raises(DataFormatError, match="was built for family t5, not gpt"):
+        open_split(sentences[:1], tmp_path, "train", sentence_run("gpt"), tokenizer_directory=tokenizer)
+    changed = sentence_run("t5", span_corruption={"short_seq_prob": 0.5})
+    with pytest.raises(DataFormatError, match=r"was built for short_seq_prob 0\.1, not 0\.5"):
+        open_split(sentences[:1], tmp_path, "train", changed, tokenizer_directory=tokenizer)
+    many = sentence_run("t5", span_corruption={"noise_density": 0.9, "mean_span_length": 1.0})
+    special = SpecialTokens(eod=3, pad=0, sentinels=(7, 8))
+    with pytest.raises(ConfigError, match=r"needs 27 sentinels .* but the vocabulary has 2: set .* to at least 27"):
+        check_roles(special, "t5", many.data)
+    with pytest.raises(ConfigError, match=r"family bert needs the tokens \[CLS\], \[SEP\], \[MASK\], which the"):
+        check_roles(special, "bert", many.data)
+    check_roles(SpecialTokens(), "gpt", many.data)

@@ -16,7 +16,7 @@ from megacore.data.samples import Batch, Dataset, Indices, as_array
 from megacore.errors import ConfigError
 from megacore.tokenizer import Tokenizer, load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
-from tests.data._config import data_config
+from tests.data._config import run_config
 
 SEQ_LENGTH = 32
 TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
@@ -44,17 +44,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(root: Path, name: str = "train", *, seed: int = 7, **fim: object) -> Dataset:
-    config = data_config(seq_length=SEQ_LENGTH, split="80,10,10", fim=fim)
-    return open_split(
-        [str(root / "tokens")], root / "index", name, config, seed=seed, tokenizer_directory=root / "tokenizer"
-    )
+    config = run_config(seed=seed, seq_length=SEQ_LENGTH, split="80,10,10", fim=fim)
+    return open_split([str(root / "tokens")], root / "index", name, config, tokenizer_directory=root / "tokenizer")
 
 
 class Rows:
     """Samples that are given, as a data set."""
 
     def __init__(self, rows: list[list[int]], columns: int) -> None:
-        self.seq_length = columns - 1
+        self.seq_length, self.width = columns - 1, columns
         self.rows = np.full((len(rows), columns), -1, np.int64)
         for row, values in zip(self.rows, rows, strict=True):
             row[: len(values)] = values
@@ -63,7 +61,7 @@ class Rows:
         return len(self.rows)
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        out = np.empty((len(indices), self.seq_length + 1), np.int64) if out is None else out
+        out = np.empty((len(indices), self.width), np.int64) if out is None else out
         out[:] = self.rows[as_array(indices)]
         return out
 

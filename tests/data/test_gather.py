@@ -14,7 +14,7 @@ from megacore.data.build import open_split
 from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
 from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megacore.data.packing import least_samples, pack_sample_index
-from tests.data._config import data_config
+from tests.data._config import run_config
 from tests.data._reference import samples_of
 
 PACKINGS = ("packed", "pack_until_overflow", "unpacked")
@@ -63,7 +63,7 @@ def test_samples_are_the_slow_readers(
         add_extra_token=extra,
         drop_last_partial=not keep_partial,
     )
-    config = data_config(
+    config = run_config(
         seq_length=seq_length,
         packing=packing,
         add_extra_token=extra,
@@ -73,7 +73,7 @@ def test_samples_are_the_slow_readers(
         prefix = Path(folder, "tokens")
         write(prefix, lengths, dtype)
         build_index_maps(Mixture.single(str(prefix)), folder, options, (0, wanted, 0))
-        dataset = open_split([str(prefix)], folder, "valid", config, seed=0, tokenizer_directory=folder)
+        dataset = open_split([str(prefix)], folder, "valid", config, tokenizer_directory=folder)
         documents, _, shuffle = (np.load(map_path(folder, "valid", name)) for name in MAP_NAMES)
         stored = IndexedDataset(prefix)
         expected = samples_of(

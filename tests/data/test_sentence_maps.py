@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -5,84 +6,123 @@ import numpy as np
 import pytest
 
 from megacore.data import index_helpers_ref as reference
-from megacore.data.index_directory import map_path
+from megacore.data.index_directory import map_path, member_directory, read_description
+from megacore.data.index_options import IndexOptions, Member, Mixture, SentenceOptions
 from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.sentence_maps import build_masked_lm_map, build_sentence_maps, load_sentence_map
-from megacore.data.token_format import DTYPES, HEADER, MAGIC
+from megacore.data.sentence_maps import (
+    SentencePart,
+    build_sentence_map,
+    build_sentence_maps,
+    count_samples,
+    load_sentence_map,
+    sentence_plan,
+)
 from megacore.errors import ConfigError, DataFormatError
+from tests.data._sentences import write_lengths
 
 DOCUMENTS = [[5, 9, 3, 12, 8], [4], [7, 7], [], [600, 3, 4], [6, 2, 9, 9, 1, 4, 3, 3]] * 4
+BERT = SentenceOptions("bert", minimum_sentences=2)
+T5 = SentenceOptions("t5")
 
 
-def write_sentences(prefix: Path, documents: list[list[int]]) -> IndexedDataset:
-    """Token files with a sequence per sentence."""
-    lengths = np.array([length for document in documents for length in document], "<i4")
-    starts = np.cumsum([0, *map(len, documents)]).astype("<i8")
-    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * 2
-    code = next(code for code, dtype in DTYPES.items() if dtype == np.dtype("<u2"))
-    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(starts))
-    Path(f"{prefix}.idx").write_bytes(header + lengths.tobytes() + pointers.astype("<i8").tobytes() + starts.tobytes())
-    Path(f"{prefix}.bin").write_bytes(bytes(2 * int(lengths.sum())))
-    return IndexedDataset(prefix)
+def options(sentences: SentenceOptions | None = BERT, **changes: Any) -> IndexOptions:
+    given: dict[str, Any] = {"split": "4,1,1", "seq_length": 23, "seed": 1234, "sentences": sentences}
+    return IndexOptions(**given | changes)
 
 
-def build(dataset: IndexedDataset, first: int, last: int, **changes: Any) -> np.ndarray:
-    arguments: dict[str, Any] = {
-        "max_samples": None,
-        "max_sequence_length": 20,
-        "short_sequence_probability": 0.1,
-        "seed": 1234,
-        "minimum_sentences": 2,
-    }
-    return build_masked_lm_map(dataset, first, last, **arguments | changes)
-
-
-@pytest.mark.parametrize(("max_samples", "minimum"), [(None, 2), (0, 2), (40, 1), (41, 2), (200, 2)])
-def test_map_of_a_split_is_the_references(tmp_path: Path, max_samples: int | None, minimum: int) -> None:
-    dataset = write_sentences(tmp_path / "a", DOCUMENTS)
-    rows = build(dataset, 2, 15, max_samples=max_samples, minimum_sentences=minimum)
-    limits = (2**40, 1) if max_samples is None else (max_samples, 2**31)
+@pytest.mark.parametrize(("wanted", "minimum"), [(None, 2), (0, 2), (40, 1), (41, 2), (200, 2)])
+def test_map_of_a_split_is_the_references(tmp_path: Path, wanted: int | None, minimum: int) -> None:
+    dataset = write_lengths(tmp_path / "a", DOCUMENTS)
+    part, given = SentencePart(dataset, 2, 15, wanted), options(SentenceOptions("bert", minimum))
+    rows = build_sentence_map(part, given)
+    limits = (2**40, 1) if wanted is None else (wanted, 2**31)
     starts = np.array(dataset.document_indices[2:16])
     lengths = np.array(dataset.lengths)
     expected = reference.build_sentence_map(starts, lengths, *limits, 20, 0.1, minimum, 1234)
     assert rows.dtype == np.uint32
     np.testing.assert_array_equal(rows, expected)
-    assert len(rows) >= (max_samples or 0)
+    assert len(rows) >= (wanted or 0)
+    epochs, samples = count_samples(part, given)
+    assert samples == len(rows)
+    if epochs > 1:  # one epoch less does not reach what is wanted
+        again = reference.build_sentence_map(starts, lengths, 2**40, epochs - 1, 20, 0.1, minimum, 1234)
+        assert len(again) < (wanted or 0) <= samples
 
 
 def test_documents_that_give_no_sample_are_refused(tmp_path: Path) -> None:
-    dataset = write_sentences(tmp_path / "a", DOCUMENTS)
-    with pytest.raises(DataFormatError, match=r"none of the documents 3 … 4 of .* takes at least 2"):
-        build(dataset, 3, 5, max_samples=10)
-    assert build(dataset, 3, 5, max_samples=0).shape == (0, 3)
+    dataset = write_lengths(tmp_path / "a", DOCUMENTS)
+    for build in (build_sentence_map, count_samples):
+        with pytest.raises(DataFormatError, match=r"none of the documents 3 … 4 of .* takes at least 2"):
+            build(SentencePart(dataset, 3, 5, 10), options())
+    assert build_sentence_map(SentencePart(dataset, 3, 5, 0), options()).shape == (0, 3)
+    with pytest.raises(DataFormatError, match="the split has 0 of 24 documents"):
+        build_sentence_map(SentencePart(dataset, 3, 3, None), options())
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("make", "message"),
     [
-        ({"max_sequence_length": 1}, "at most 1 tokens"),
-        ({"short_sequence_probability": -0.1}, "is -0.1"),
-        ({"short_sequence_probability": 1.5}, "is 1.5"),
-        ({"short_sequence_probability": float("nan")}, "is nan"),
+        (lambda: options(seq_length=4), "data.seq_length is 4: a sample of bert has 3 special tokens"),
+        (lambda: SentenceOptions("t5", short_seq_prob=-0.1), "short_seq_prob is -0.1"),
+        (lambda: SentenceOptions("t5", short_seq_prob=1.5), "short_seq_prob is 1.5"),
+        (lambda: SentenceOptions("t5", short_seq_prob=float("nan")), "short_seq_prob is nan"),
+        (lambda: SentenceOptions("bert", minimum_sentences=3), "take 1 or 2 sentences at least, not bert with 3"),
+        (lambda: options(packing="unpacked"), "are of samples of tokens, which those of bert are not"),
+        (lambda: options(add_extra_token=False), "leave them at their defaults"),
+        (lambda: build_sentence_maps(Mixture.single("a"), ".", options(sentences=None), (1, 1, 1)), "say for which"),
     ],
 )
-def test_values_out_of_range(tmp_path: Path, changes: dict, message: str) -> None:
+def test_values_that_cannot_be(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(write_sentences(tmp_path / "a", DOCUMENTS), 0, 5, **changes)
+        make()
 
 
-@pytest.mark.parametrize(("kind", "length", "minimum"), [("bert", 17, 2), ("t5", 18, 1)])
-def test_maps_are_written_and_read(tmp_path: Path, kind: Any, length: int, minimum: int) -> None:
-    dataset = write_sentences(tmp_path / "a", DOCUMENTS)
-    counts = build_sentence_maps(
-        tmp_path / "a", tmp_path, kind, split="4,1,1", seq_length=20, seed=3, samples=(50, 5, None)
-    )
-    assert counts["train"]["documents"] == 16
-    expected = build(dataset, 0, 16, max_samples=50, max_sequence_length=length, seed=3, minimum_sentences=minimum)
+@pytest.mark.parametrize("sentences", [BERT, T5])
+def test_maps_are_written_and_read(tmp_path: Path, sentences: SentenceOptions) -> None:
+    dataset = write_lengths(tmp_path / "a", DOCUMENTS)
+    given = options(sentences, seed=3)
+    mixture = Mixture.single(str(tmp_path / "a"))
+    counts = build_sentence_maps(mixture, tmp_path, given, (50, 5, None))
+    assert (counts["train"]["documents"], counts["train"]["sequences"]) == (16, 46)
     rows = load_sentence_map(tmp_path, "train", dataset)
-    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(rows, build_sentence_map(SentencePart(dataset, 0, 16, 50), given))
     assert counts["train"]["samples"] == len(rows)
-    assert len(load_sentence_map(tmp_path, "test", dataset)) == counts["test"]["samples"]
+    description = read_description(tmp_path)
+    assert description.options == given
+    assert description.single
+    assert description.samples == {name: entry["samples"] for name, entry in counts.items()}
+    epochs = {name: {"epochs": entry["epochs"]} for name, entry in counts.items()}
+    assert sentence_plan(mixture, given, (50, 5, None)) == epochs
+    assert sentence_plan(mixture, given, (len(rows), 5, None)) == epochs  # as many epochs: the same maps
+
+
+def test_a_blend_has_maps_of_each_member(tmp_path: Path) -> None:
+    first, second = (write_lengths(tmp_path / name, DOCUMENTS) for name in "ab")
+    mixture = Mixture.blend([Member(first.prefix, 1.0), Member(second.prefix, 3.0)])
+    directory = tmp_path / "maps"
+    directory.mkdir()
+    counts = build_sentence_maps(mixture, directory, options(), (100, 8, None))
+    assert [entry["drawn"] for entry in counts["train"]["members"]] == [25, 75]
+    assert counts["train"]["samples"] == 100
+    assert counts["test"]["samples"] == sum(entry["samples"] for entry in counts["test"]["members"])
+    assert counts["train"]["documents"] == 32
+    datasets, samples = (np.load(map_path(directory, "train", name)) for name in ("dataset", "dataset_sample"))
+    for number, dataset in enumerate((first, second)):
+        rows = load_sentence_map(member_directory(directory, number), "train", dataset)
+        assert samples[datasets == number].max() < len(rows)
+    assert sentence_plan(mixture, options(), (100, 8, None))["train"]["size"] == 100
+    json.loads((directory / "index.json").read_text())
+
+
+def test_splits_of_their_own_are_taken_whole(tmp_path: Path) -> None:
+    prefixes = [write_lengths(tmp_path / name, DOCUMENTS).prefix for name in "ab"]
+    mixture = Mixture.per_split([Member(prefixes[0])], [Member(prefixes[1])], [])
+    counts = build_sentence_maps(mixture, tmp_path, options(split=None), (10, None, 0))
+    assert {name: entry["documents"] for name, entry in counts.items()} == {"train": 24, "valid": 24}
+    with pytest.raises(ConfigError, match="3 samples are wanted of the test split, which has no data set"):
+        build_sentence_maps(mixture, tmp_path, options(split=None), (10, None, 3))
+    with pytest.raises(ConfigError, match=r"data\.split is 4,1,1, but each data set belongs to one split whole"):
+        build_sentence_maps(mixture, tmp_path, options(), (10, None, 0))
 
 
 @pytest.mark.parametrize(
@@ -92,17 +132,19 @@ def test_maps_are_written_and_read(tmp_path: Path, kind: Any, length: int, minim
         (np.zeros((2, 2), np.uint32), "with shape"),
         (np.array([[0, 999, 5]], np.uint32), "points beyond the 5 sentences"),
         (np.array([[3, 3, 5]], np.uint32), "points beyond"),
+        (np.array([[0, 2, 5], [0, 2, 9]], np.uint32), "samples of 5 to 9 tokens where 2 to 8 have room"),
+        (np.array([[0, 2, 1]], np.uint32), "samples of 1 to 1 tokens"),
     ],
 )
 def test_map_of_other_sentences_is_refused(tmp_path: Path, values: np.ndarray, message: str) -> None:
-    dataset = write_sentences(tmp_path / "a", [[1, 2, 3], [4, 5]])
+    dataset = write_lengths(tmp_path / "a", [[1, 2, 3], [4, 5]])
     np.save(map_path(tmp_path, "train", "sentence"), values)
     with pytest.raises(DataFormatError, match=message):
-        load_sentence_map(tmp_path, "train", dataset)
+        load_sentence_map(tmp_path, "train", dataset, 8)
 
 
 def test_map_that_is_missing_or_cut_off(tmp_path: Path) -> None:
-    dataset = write_sentences(tmp_path / "a", [[1, 2, 3]])
+    dataset = write_lengths(tmp_path / "a", [[1, 2, 3]])
     with pytest.raises(DataFormatError, match="does not exist: build the index maps first"):
         load_sentence_map(tmp_path, "valid", dataset)
     map_path(tmp_path, "valid", "sentence").write_bytes(b"\x93NUMPY")
@@ -110,3 +152,21 @@ def test_map_that_is_missing_or_cut_off(tmp_path: Path) -> None:
         load_sentence_map(tmp_path, "valid", dataset)
     with pytest.raises(DataFormatError, match="there is no split training"):
         load_sentence_map(tmp_path, "training", dataset)
+
+
+@pytest.mark.parametrize("change", [{"kind": "gpt"}, {"minimum_sentences": 0}, {"unknown": 1}])
+def test_a_damaged_description_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    prefix = write_lengths(tmp_path / "a", DOCUMENTS).prefix
+    build_sentence_maps(Mixture.single(prefix), tmp_path, options(), (5, 5, 5))
+    path = tmp_path / "index.json"
+    content = json.loads(path.read_text())
+    content["sentences"] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataFormatError, match=r"index\.json is damaged"):
+        read_description(tmp_path)
+
+
+def test_sentences_of_another_kind_of_dataset(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write_lengths(tmp_path / "a", [[3, 4], [2, 2]]).prefix)
+    rows = build_sentence_map(SentencePart(dataset, 0, 2, None), options(T5))
+    assert sorted(rows.tolist()) == [[0, 2, 21], [2, 4, 21]]

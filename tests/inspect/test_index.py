@@ -10,7 +10,7 @@ from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.errors import DataFormatError
 from megacore.inspect.index import describe_index, find_sample, is_index_directory
-from tests.data._config import data_config
+from tests.data._config import run_config
 from tests.data._files import write_tokens
 
 SEQ_LENGTH = 5
@@ -19,9 +19,8 @@ LENGTHS = [3, 1, 0, 20, 2, 0, 9, 30, 5, 6, 7, 8]
 
 def check_every_sample(directory: Path, prefixes: tuple[str, ...], split: str, **values: Any) -> int:
     """The parts of each sample are the tokens that training reads; returns how many samples there are."""
-    dataset = open_split(
-        prefixes, directory, split, data_config(seq_length=SEQ_LENGTH, **values), seed=1, tokenizer_directory=directory
-    )
+    config = run_config(seq_length=SEQ_LENGTH, **values)
+    dataset = open_split(prefixes, directory, split, config, tokenizer_directory=directory)
     for number in range(len(dataset)):
         sample = find_sample(directory, split, number)
         tokens = IndexedDataset(sample.prefix)
@@ -108,8 +107,8 @@ def test_maps_of_an_older_version(index: Path) -> None:
     assert not is_index_directory(index.parent)
 
 
-def test_maps_of_sentences_name_no_tokens(tmp_path: Path) -> None:
+def test_maps_of_sentences_without_a_description(tmp_path: Path) -> None:
     (tmp_path / "train_sentence_index.npy").touch()
     assert is_index_directory(tmp_path)
-    with pytest.raises(DataFormatError, match=r"holds maps of sentences \(bert, t5\), which name no token files"):
+    with pytest.raises(DataFormatError, match=r"has no index\.json: its index maps are of an older version"):
         describe_index(tmp_path)

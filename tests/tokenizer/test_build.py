@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from megacore.config.spec import SpecialTokens
 from megacore.config.tokenizer import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, DownloadError
@@ -41,7 +42,8 @@ def hf(name: Path | str, **values: str) -> HfTokenizer:
 
 def test_trained_bpe_has_the_asked_size_and_loses_nothing(corpus: Path, tmp_path: Path) -> None:
     counts = build_tokenizer(train(300), corpus, tmp_path / "out")
-    assert counts == {"vocab_size": 300, "eod_id": 0, "eod_token": "<|endoftext|>"}
+    special = SpecialTokens(eod=0).model_dump(mode="json")
+    assert counts == {"vocab_size": 300, "eod_id": 0, "eod_token": "<|endoftext|>", "special_tokens": special}
     tokenizer = load_tokenizer(tmp_path / "out")
     ids = tokenizer.encode(TEXT)
     assert tokenizer.decode(ids) == TEXT
@@ -129,7 +131,7 @@ def test_gpt2_files_give_gpt2(shared_data: Path, tmp_path: Path) -> None:
         kind="gpt2-bpe", vocab_file=str(data / "gpt2-vocab.json"), merge_file=str(data / "gpt2-merges.txt")
     )
     counts = build_tokenizer(choice, tmp_path, tmp_path)
-    assert counts == {"vocab_size": 50257, "eod_id": 50256, "eod_token": "<|endoftext|>"}
+    assert (counts["vocab_size"], counts["eod_id"], counts["eod_token"]) == (50257, 50256, "<|endoftext|>")
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("Hello world<|endoftext|>").tolist() == [15496, 995, 50256]
 
@@ -181,9 +183,14 @@ def test_foreign_tokenizer_is_taken_without_padding_and_special_tokens(corpus: P
     backend.enable_truncation(2)
     backend.save(str(tmp_path / "foreign.json"))
     counts = build_tokenizer(hf(tmp_path / "foreign.json", eod_token="</s>"), corpus, tmp_path / "out")
-    assert counts == {"vocab_size": 3, "eod_id": 2, "eod_token": "</s>"}
+    special = SpecialTokens(eod=2, sep=2, unk=0).model_dump(mode="json")
+    assert counts == {"vocab_size": 3, "eod_id": 2, "eod_token": "</s>", "special_tokens": special}
     assert load_tokenizer(tmp_path / "out").encode("a a</s>b").tolist() == [1, 1, 2, 0]
-    assert "bos_token" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    saved = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert {name: saved[name] for name in saved if name.endswith("_token")} == {
+        "eos_token": "</s>",
+        "unk_token": "[UNK]",
+    }
     with pytest.raises(
         DataFormatError, match=r"foreign\.json: the token '<\|endoftext\|>' .* is not in the vocabulary of 3"
     ):

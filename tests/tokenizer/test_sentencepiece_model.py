@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from megacore.config.spec import SpecialTokens
 from megacore.config.tokenizer import SentencePieceTokenizer
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
@@ -31,7 +32,9 @@ def out(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
 def test_ids_are_the_librarys(tmp_path: Path, out: Path, model_type: str) -> None:
     choice = train(tmp_path, model_type=model_type)
-    assert build_tokenizer(choice, [], out) == {"vocab_size": 32, "eod_id": 2, "eod_token": "</s>"}
+    special = SpecialTokens(eod=2, cls=1, sep=2, unk=0).model_dump(mode="json")
+    counts = {"vocab_size": 32, "eod_id": 2, "eod_token": "</s>", "special_tokens": special}
+    assert build_tokenizer(choice, [], out) == counts
     processor = sentencepiece.SentencePieceProcessor(model_file=choice.model_file)
     tokenizer = load_tokenizer(out)
     assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [processor.encode(text) for text in TEXTS]

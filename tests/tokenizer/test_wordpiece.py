@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.config.spec import SpecialTokens
 from megacore.config.tokenizer import BertWordPieceTokenizer
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
@@ -26,7 +27,8 @@ def out(tmp_path: Path) -> Path:
 
 def test_ids_are_those_of_the_lines(tmp_path: Path, out: Path) -> None:
     counts = build_tokenizer(write_vocab(tmp_path, VOCABULARY), [], out)
-    assert counts == {"vocab_size": 14, "eod_id": 3, "eod_token": "[SEP]"}
+    special = SpecialTokens(eod=3, pad=0, cls=2, sep=3, mask=4, unk=1).model_dump(mode="json")
+    assert counts == {"vocab_size": 14, "eod_id": 3, "eod_token": "[SEP]", "special_tokens": special}
     tokenizer = load_tokenizer(out)
     assert tokenizer.encode(TEXT).tolist() == [5, 6, 9, 12, 3, 7, 8, 11, 13, 1, 13]
     assert tokenizer.decode([5, 6, 9, 12]) == "hello worlds!"
@@ -86,7 +88,9 @@ def test_fingerprint_is_of_the_content_and_the_case(tmp_path: Path) -> None:
 
 def test_real_vocabulary(shared_data: Path, out: Path) -> None:
     choice = BertWordPieceTokenizer(kind="bert-wordpiece", vocab_file=str(shared_data / "data" / "bert-vocab.txt"))
-    assert build_tokenizer(choice, [], out) == {"vocab_size": 30522, "eod_id": 102, "eod_token": "[SEP]"}
+    counts = build_tokenizer(choice, [], out)
+    assert (counts["vocab_size"], counts["eod_id"], counts["eod_token"]) == (30522, 102, "[SEP]")
+    assert counts["special_tokens"]["mask"] == 103
     assert load_tokenizer(out).encode("Hello world, embeddings!").tolist() == [
         7592,
         2088,

@@ -1,0 +1,331 @@
+// Samples of whole sentences: BERT's with masked words, T5's with spans that sentinels stand for. What a sample becomes
+// depends on the seed and its number alone. Every index that a file holds is checked before it is followed.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "_arrays.h"
+#include "_masking.h"
+#include "_sentences.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using megacore::Array;
+using megacore::Flags;
+using megacore::Ids;
+using megacore::Integers;
+using megacore::kPadding;
+using megacore::MaskingRules;
+using megacore::RandomState;
+using megacore::Row;
+using megacore::Sentences;
+using megacore::Span;
+using megacore::SpanChooser;
+using megacore::WordChooser;
+
+struct BertIds {
+    std::int64_t cls, sep, mask;
+};
+
+enum class SentenceTask { none, sop, nsp };
+
+SentenceTask task_of(const std::string& name) {
+    if (name == "none") return SentenceTask::none;
+    if (name == "sop") return SentenceTask::sop;
+    if (name == "nsp") return SentenceTask::nsp;
+    throw std::invalid_argument("the sentence task is none, sop or nsp");
+}
+
+// Rows of 3 s + 1: tokens, labels, segments, and whether the second segment is not the first one's continuation.
+class BertSampler {
+  public:
+    BertSampler(const py::array& tokens, const py::array& pointers, const py::array& documents, const py::array& rows,
+                Flags continues, std::int64_t seq_length, std::uint32_t seed, BertIds ids, const std::string& task,
+                MaskingRules rules)
+        : continues_(megacore::checked(std::move(continues))),
+          sentences_(tokens, pointers, rows, continues_.size()),
+          documents_(documents),
+          seq_length_(seq_length),
+          seed_(seed),
+          ids_(ids),
+          task_(task_of(task)),
+          rules_(std::move(rules)) {
+        if (seq_length < 5) throw std::invalid_argument("seq_length must be at least 5");
+    }
+
+    std::int64_t gather(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
+                        const std::optional<Array<std::int64_t>>& rows) const {
+        Scratch scratch{{}, {}, WordChooser(rules_, continues_.data(), ids_.cls, ids_.sep)};
+        return megacore::fill(indices, out, rows, sentences_.samples(), 3 * seq_length_ + 1,
+                    [&](std::int64_t index, std::int64_t* row) { return make(index, row, scratch); });
+    }
+
+  private:
+    struct Scratch {
+        Ids own;
+        Ids other;
+        WordChooser chooser;
+    };
+
+    struct Segment {
+        const std::int64_t* first;
+        const std::int64_t* last;
+        std::int64_t size() const { return last - first; }
+    };
+
+    bool make(std::int64_t index, std::int64_t* out, Scratch& scratch) const {
+        RandomState random = megacore::random_of(seed_, index);
+        const Row row = sentences_.row(index);
+        const bool pairs = task_ != SentenceTask::none;
+        if (!sentences_.read(row.first, row.end, scratch.own) || row.end - row.first < (pairs ? 2 : 1)) return false;
+        if (row.target < 2 || row.target > seq_length_ - 3) return false;
+        const std::int64_t* begin = scratch.own.data();
+        Segment a{begin, begin + scratch.own.size()};
+        Segment b{a.last, a.last};
+        bool broken = false;
+        if (pairs) {
+            const std::int64_t pivot = row.end - row.first < 3 ? 1 : 1 + random.below(row.end - row.first - 1);
+            a.last = b.first = begin + (sentences_.offset(row.first + pivot) - sentences_.offset(row.first));
+            broken = random.uniform() < 0.5;
+        }
+        if (broken && task_ == SentenceTask::sop) std::swap(a, b);
+        if (broken && task_ == SentenceTask::nsp) {
+            if (!read_other(row.first, random, scratch.other)) return false;
+            b = {scratch.other.data(), scratch.other.data() + scratch.other.size()};
+        }
+        trim(a, b, row.target, random);
+        write(a, b, row.target, broken, random, scratch, out);
+        return true;
+    }
+
+    // The sentences of a random sample of another document; there is one, as whoever opened the map has checked.
+    bool read_other(std::int64_t sentence, RandomState& random, Ids& ids) const {
+        const std::int64_t own = document_of(sentence);
+        for (;;) {
+            const Row row = sentences_.row(random.below(sentences_.samples()));
+            if (document_of(row.first) != own) return sentences_.read(row.first, row.end, ids);
+        }
+    }
+
+    std::int64_t document_of(std::int64_t sentence) const {
+        std::int64_t low = 0;
+        std::int64_t high = documents_.size();
+        while (low < high) {
+            const std::int64_t middle = low + (high - low) / 2;
+            if (documents_[middle] <= sentence) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        return low - 1;
+    }
+
+    // Takes tokens from a random end of the longer segment until both together are short enough.
+    static void trim(Segment& a, Segment& b, std::int64_t target, RandomState& random) {
+        while (a.size() + b.size() > target) {
+            Segment& longer = a.size() > b.size() ? a : b;
+            if (random.uniform() < 0.5) {
+                ++longer.first;
+            } else {
+                --longer.last;
+            }
+        }
+    }
+
+    void write(const Segment& a, const Segment& b, std::int64_t target, bool broken, RandomState& random,
+               Scratch& scratch, std::int64_t* out) const {
+        std::int64_t* const labels = out + seq_length_;
+        std::int64_t* const segments = labels + seq_length_;
+        std::fill(out, out + 3 * seq_length_, kPadding);
+        out[3 * seq_length_] = broken;
+        std::int64_t* end = out;
+        *end++ = ids_.cls;
+        end = std::copy(a.first, a.last, end);
+        *end++ = ids_.sep;
+        std::fill_n(segments, end - out, 0);
+        if (b.size() > 0) {
+            std::fill_n(segments + (end - out), b.size() + 1, 1);
+            end = std::copy(b.first, b.last, end);
+            *end++ = ids_.sep;
+        }
+        scratch.chooser.choose(out, end - out, target, random, [&](const std::int64_t* places, std::int64_t count) {
+            for (std::int64_t k = 0; k < count; ++k) {
+                labels[places[k]] = out[places[k]];
+                out[places[k]] = replacement(out[places[k]], random);
+            }
+        });
+    }
+
+    // 80 % [MASK], 10 % any token, 10 % the token itself.
+    std::int64_t replacement(std::int64_t token, RandomState& random) const {
+        if (random.uniform() < 0.8) return ids_.mask;
+        return random.uniform() >= 0.5 ? random.below(continues_.size()) : token;
+    }
+
+    Flags continues_;
+    Sentences sentences_;
+    Integers documents_;
+    std::int64_t seq_length_;
+    std::uint32_t seed_;
+    BertIds ids_;
+    SentenceTask task_;
+    MaskingRules rules_;
+};
+
+struct T5Ids {
+    std::int64_t cls, sep, end;
+    Ids sentinels;
+};
+
+// Rows of s + s_d: the encoder's tokens, in which sentinels stand for spans, and the decoder's labels, which spell them.
+class T5Sampler {
+  public:
+    // mean_length above 0: T5's random spans instead of words.
+    T5Sampler(const py::array& tokens, const py::array& pointers, const py::array& rows, Flags continues,
+              std::int64_t seq_length, std::int64_t decoder_seq_length, std::uint32_t seed, T5Ids ids,
+              MaskingRules rules, double mean_length)
+        : continues_(megacore::checked(std::move(continues))),
+          sentences_(tokens, pointers, rows, continues_.size()),
+          seq_length_(seq_length),
+          decoder_seq_length_(decoder_seq_length),
+          seed_(seed),
+          ids_(std::move(ids)),
+          rules_(std::move(rules)),
+          mean_length_(mean_length) {
+        if (seq_length < 4 || decoder_seq_length < 1) throw std::invalid_argument("the sequences are too short");
+    }
+
+    std::int64_t gather(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
+                        const std::optional<Array<std::int64_t>>& rows) const {
+        Scratch scratch{{}, {}, {}, WordChooser(rules_, continues_.data(), ids_.cls, ids_.sep),
+                        SpanChooser(rules_.share, mean_length_)};
+        return megacore::fill(indices, out, rows, sentences_.samples(), seq_length_ + decoder_seq_length_,
+                    [&](std::int64_t index, std::int64_t* row) { return make(index, row, scratch); });
+    }
+
+  private:
+    struct Scratch {
+        Ids ids;
+        std::vector<Span> spans;   // in `places`, ascending by their first place
+        Ids places;
+        WordChooser words;
+        SpanChooser random_spans;
+    };
+
+    bool make(std::int64_t index, std::int64_t* out, Scratch& scratch) const {
+        RandomState random = megacore::random_of(seed_, index);
+        const Row row = sentences_.row(index);
+        if (row.target < 2 || row.target > seq_length_ - 2) return false;
+        if (!sentences_.read(row.first, row.end, scratch.ids, row.target)) return false;
+        const auto count = static_cast<std::int64_t>(scratch.ids.size());
+        choose(count, row.target, random, scratch);
+        write(count, scratch, out);
+        return true;
+    }
+
+    void choose(std::int64_t count, std::int64_t target, RandomState& random, Scratch& scratch) const {
+        scratch.places.clear();
+        if (mean_length_ > 0) {
+            scratch.random_spans.choose(count, random, scratch.spans);
+            for (Span& span : scratch.spans) {
+                const auto at = static_cast<std::int64_t>(scratch.places.size());
+                for (std::int64_t k = 0; k < span.count; ++k) scratch.places.push_back(span.first + k);
+                span.first = at;
+            }
+            return;
+        }
+        scratch.spans.clear();
+        scratch.words.choose(scratch.ids.data(), count, target, random,
+                             [&](const std::int64_t* places, std::int64_t size) {
+                                 const auto at = static_cast<std::int64_t>(scratch.places.size());
+                                 scratch.spans.push_back({at, size});
+                                 scratch.places.insert(scratch.places.end(), places, places + size);
+                             });
+        std::sort(scratch.spans.begin(), scratch.spans.end(), [&](const Span& one, const Span& other) {
+            return scratch.places[one.first] < scratch.places[other.first];
+        });
+    }
+
+    // A span for which no sentinel or no room is left stays as it is.
+    void write(std::int64_t count, const Scratch& scratch, std::int64_t* out) const {
+        std::fill(out, out + seq_length_ + decoder_seq_length_, kPadding);
+        std::int64_t* encoder = out;
+        std::int64_t* decoder = out + seq_length_;
+        std::int64_t* const last = decoder + decoder_seq_length_ - 1;
+        std::int64_t next = 0;  // token that is to be written
+        std::size_t used = 0;
+        for (const Span& span : scratch.spans) {
+            if (used == ids_.sentinels.size() || last - decoder < span.count + 1) break;
+            const std::int64_t sentinel = ids_.sentinels[used++];
+            const std::int64_t* places = scratch.places.data() + span.first;
+            encoder = std::copy(scratch.ids.data() + next, scratch.ids.data() + places[0], encoder);
+            *encoder++ = sentinel;
+            *decoder++ = sentinel;
+            for (std::int64_t k = 0; k < span.count; ++k) *decoder++ = scratch.ids[places[k]];
+            next = places[span.count - 1] + 1;
+        }
+        std::copy(scratch.ids.data() + next, scratch.ids.data() + count, encoder);
+        *decoder = ids_.end;
+    }
+
+    Flags continues_;
+    Sentences sentences_;
+    std::int64_t seq_length_;
+    std::int64_t decoder_seq_length_;
+    std::uint32_t seed_;
+    T5Ids ids_;
+    MaskingRules rules_;
+    double mean_length_;
+};
+
+MaskingRules rules_of(double share, bool whole_words, std::vector<double> lengths, double length_probability) {
+    if (lengths.empty()) throw std::invalid_argument("there must be a length in words");
+    return {share, whole_words, std::move(lengths), length_probability};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_sentence_samples, module) {
+    module.doc() = "Samples of whole sentences for BERT and T5.";
+    py::class_<MaskingRules>(module, "MaskingRules")
+        .def(py::init(&rules_of), py::kw_only(), py::arg("share"), py::arg("whole_words"), py::arg("length_cumulative"),
+             py::arg("length_probability") = 0.0);
+    py::class_<BertSampler>(module, "BertSampler")
+        .def(py::init([](const py::array& tokens, const py::array& pointers, const py::array& documents,
+                         const py::array& rows, Flags continues, std::int64_t seq_length, std::uint32_t seed,
+                         std::int64_t cls, std::int64_t sep, std::int64_t mask, const std::string& task,
+                         MaskingRules rules) {
+                 return BertSampler(tokens, pointers, documents, rows, std::move(continues), seq_length, seed,
+                                    {cls, sep, mask}, task, std::move(rules));
+             }),
+             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("documents"), py::arg("rows"),
+             py::arg("continues").noconvert(), py::arg("seq_length"), py::arg("seed"), py::arg("cls"), py::arg("sep"),
+             py::arg("mask"), py::arg("task"), py::arg("rules"))
+        .def("gather", &BertSampler::gather, py::arg("indices").noconvert(), py::arg("out").noconvert(),
+             py::arg("rows").noconvert() = py::none());
+    py::class_<T5Sampler>(module, "T5Sampler")
+        .def(py::init([](const py::array& tokens, const py::array& pointers, const py::array& rows, Flags continues,
+                         std::int64_t seq_length, std::int64_t decoder_seq_length, std::uint32_t seed,
+                         std::int64_t cls, std::int64_t sep, std::int64_t end, Ids sentinels, MaskingRules rules,
+                         double mean_length) {
+                 return T5Sampler(tokens, pointers, rows, std::move(continues), seq_length, decoder_seq_length, seed,
+                                  {cls, sep, end, std::move(sentinels)}, std::move(rules), mean_length);
+             }),
+             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("rows"), py::arg("continues").noconvert(),
+             py::arg("seq_length"), py::arg("decoder_seq_length"), py::arg("seed"), py::arg("cls"), py::arg("sep"),
+             py::arg("end"), py::arg("sentinels"), py::arg("rules"), py::arg("mean_length") = 0.0)
+        .def("gather", &T5Sampler::gather, py::arg("indices").noconvert(), py::arg("out").noconvert(),
+             py::arg("rows").noconvert() = py::none());
+}

@@ -1,0 +1,168 @@
+"""Token files with a sequence per sentence, a vocabulary for them, and Megatron core's rules in plain Python."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.config.spec import SpecialTokens
+from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megacore.data.vocabulary import Vocabulary
+
+PAD, UNK, CLS, SEP, MASK = range(5)
+FIRST_TEXT, FIRST_SENTINEL, VOCAB_SIZE = 5, 400, 500
+SENTINELS = tuple(range(FIRST_SENTINEL, FIRST_SENTINEL + 60))
+
+
+def vocabulary(seed: int = 0, **changes: Any) -> Vocabulary:
+    """Five special tokens, text of which a third continues words, sentinels."""
+    continues = (np.random.default_rng(seed).random(VOCAB_SIZE) < 0.35).astype(np.uint8)
+    continues[:FIRST_TEXT] = continues[FIRST_SENTINEL:] = 0
+    given = {"eod": SEP, "pad": PAD, "cls": CLS, "sep": SEP, "mask": MASK, "unk": UNK, "sentinels": SENTINELS}
+    return Vocabulary(SpecialTokens(**given | changes), continues)
+
+
+def write_lengths(prefix: Path, documents: Sequence[Sequence[int]]) -> IndexedDataset:
+    """Sentences of these lengths, whose tokens are text."""
+    random = np.random.default_rng(len(documents))
+    with IndexedDatasetWriter(prefix, "u2") as writer:
+        for lengths in documents:
+            ids = random.integers(FIRST_TEXT, FIRST_SENTINEL, sum(lengths))
+            writer.add_batch(ids.astype("u2"), np.array(lengths, np.int64), np.array([len(lengths)]))
+    return IndexedDataset(prefix)
+
+
+def joined(lists: Sequence[list[int]]) -> list[int]:
+    """Lists one after the other."""
+    return list(chain.from_iterable(lists))
+
+
+def draw_spans(
+    tokens: list[int],
+    target: int,
+    random: np.random.RandomState,
+    words: Vocabulary,
+    *,
+    share: float,
+    whole_words: bool,
+    draw_length: Callable[[], int],
+    take: Callable[[int], None] = lambda place: None,
+) -> list[list[int]]:
+    """Places of the tokens to be predicted, in the order in which they are drawn (masked_dataset.py)."""
+    candidates: list[list[int]] = []
+    for place, token in enumerate(tokens):
+        if token in (words.special.cls, words.special.sep):
+            continue
+        if whole_words and words.continues[token] and candidates:
+            candidates[-1].append(place)
+        else:
+            candidates.append([place])
+    limit = min(share * target, max(1, round(len(tokens) * share)))
+    order = list(range(len(candidates)))
+    random.shuffle(order)
+    spans: list[list[int]] = []
+    taken: set[int] = set()
+    for first in order:
+        if len(taken) >= limit:
+            break
+        length = draw_length()
+        while length:
+            places = joined(candidates[first : first + length])
+            if len(taken) + len(places) <= limit:
+                break
+            length -= 1
+        if not length or taken & set(places):
+            continue
+        for place in places:
+            take(place)
+        taken |= set(places)
+        spans.append(places)
+    return spans
+
+
+def bert_row(
+    sentences: list[list[int]],
+    target: int,
+    seed: int,
+    seq_length: int,
+    words: Vocabulary,
+    *,
+    share: float = 0.15,
+    whole_words: bool = True,
+    ngram: int = 3,
+    pairs: bool = True,
+) -> list[int]:
+    """A row of BERT's (bert_dataset.py)."""
+    random = np.random.RandomState(seed % 2**32)
+    pivot, swapped = len(sentences), False
+    if pairs:
+        pivot = random.randint(low=1, high=len(sentences)) if len(sentences) >= 3 else 1
+        swapped = random.random() < 0.5
+    a, b = joined(sentences[:pivot]), joined(sentences[pivot:])
+    if swapped:
+        a, b = b, a
+    while len(a) + len(b) > target:
+        longer = a if len(a) > len(b) else b
+        del longer[0 if random.random() < 0.5 else -1]
+    tokens = [CLS, *a, SEP]
+    segments = [0] * len(tokens)
+    if b:
+        tokens += [*b, SEP]
+        segments += [1] * (len(b) + 1)
+    numbers = np.arange(ngram) + 1
+    probability = (1.0 / numbers) / (1.0 / numbers).sum()
+    labels = [-1] * len(tokens)
+    read = list(tokens)
+
+    def take(place: int) -> None:
+        labels[place] = tokens[place]
+        if random.random() < 0.8:
+            read[place] = MASK
+        elif random.random() >= 0.5:
+            read[place] = random.randint(0, len(words.continues))
+
+    def draw_length() -> int:
+        return int(random.choice(numbers, p=probability / probability.sum()))
+
+    draw_spans(tokens, target, random, words, share=share, whole_words=whole_words, draw_length=draw_length, take=take)
+    parts = [part + [-1] * (seq_length - len(part)) for part in (read, labels, segments)]
+    return [*parts[0], *parts[1], *parts[2], int(swapped)]
+
+
+def t5_row(
+    sentences: list[list[int]],
+    target: int,
+    seed: int,
+    seq_length: int,
+    decoder_seq_length: int,
+    words: Vocabulary,
+    *,
+    share: float = 0.15,
+) -> list[int] | None:
+    """A row of T5's (t5_dataset.py); None where the decoder has no room."""
+    random = np.random.RandomState(seed % 2**32)
+    tokens = joined(sentences)[:target]
+
+    def draw_length() -> int:
+        return min(random.geometric(0.2), 10)
+
+    spans = draw_spans(tokens, target, random, words, share=share, whole_words=True, draw_length=draw_length)
+    encoder: list[int] = []
+    decoder: list[int] = []
+    begin = 0
+    for sentinel, places in zip(words.special.sentinels, sorted(spans), strict=False):
+        encoder += [*tokens[begin : places[0]], sentinel]
+        decoder += [sentinel, *(tokens[place] for place in places)]
+        begin = places[-1] + 1
+    encoder += tokens[begin:]
+    decoder.append(SEP)
+    if len(decoder) > decoder_seq_length:
+        return None
+    return [
+        *encoder,
+        *[-1] * (seq_length - len(encoder)),
+        *decoder,
+        *[-1] * (decoder_seq_length - len(decoder)),
+    ]
