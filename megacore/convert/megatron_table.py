@@ -1,0 +1,291 @@
+"""Names and parts of a model's tensors in Megatron-LM's checkpoint files, from one table that is read both ways.
+
+A rank's file nests its tensors by module. Here a name is dotted, as in
+"language_model.encoder.layers.3.mlp.dense_4h_to_h.bias", and has the number of the layer in the whole model; in a
+file layers begin at 0 in every pipeline stage.
+
+Source: NVIDIA/Megatron-LM, megatron/legacy/model and megatron/training/checkpointing.py.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megacore.config.model import ModelConfig
+from megacore.config.spec import ModelSpec
+from megacore.convert.key_map import SAME, Layout, Shape
+from megacore.errors import CheckpointError
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+SEGMENTS = 2
+"""Rows of BERT's table of token types, and answers of its binary head."""
+_LAYER = re.compile(r"^language_model\.encoder\.layers\.(\d+)\.")
+_CONTAINERS = (
+    "language_model.embedding.word_embeddings",
+    "language_model.embedding.position_embeddings",
+    "language_model.embedding.tokentype_embeddings",
+    "language_model.encoder",
+    "language_model.pooler",
+    "language_model.output_layer",
+    "lm_head",
+    "binary_head",
+    "word_embeddings_for_head",
+)
+"""The dictionaries of a file; what follows in a name is one key."""
+_OLD_NAMES = (
+    (re.compile(r"^language_model\.transformer\."), "language_model.encoder."),
+    (re.compile(r"(?<=\d\.)attention\."), "self_attention."),
+    (re.compile(r"(?<=input_)norm\.|(?<=post_attention_)norm\.|(?<=final_)norm\.|(?<=lm_head\.)norm\."), "layernorm."),
+)
+"""What earlier and later versions of Megatron-LM call the same modules."""
+_NO_WEIGHTS = re.compile(r"_extra_state$|rotary\w*\.inv_freq$")
+"""Entries that hold no parameter: of Transformer Engine and of rotary tables."""
+_CUTS = {
+    "word_embeddings.weight": 0,
+    "word_embeddings_for_head.weight": 0,
+    "output_layer.weight": 0,
+    "lm_head.bias": 0,
+    "self_attention.query_key_value.weight": 0,
+    "self_attention.query_key_value.bias": 0,
+    "self_attention.dense.weight": 1,
+    "mlp.dense_h_to_4h.weight": 0,
+    "mlp.dense_h_to_4h.bias": 0,
+    "mlp.dense_4h_to_h.weight": 1,
+}
+"""Dimension along which tensor-parallel ranks share a tensor, by the end of its name; each has all of any other."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of Megatron's form."""
+
+    name: str
+    """Its dotted name."""
+    ours: tuple[str, ...]
+    """Global names of our parameters that it is made of."""
+    shapes: tuple[Shape, ...]
+    """Their whole shapes."""
+    place: int | Literal["first", "last", "head copy"]
+    """The layer it belongs to, or the pipeline stage; a head copy is in a last stage that is not the first."""
+    layout: Layout = SAME
+    """One rank's part against that rank's parts of ours; the same for every tensor-parallel size."""
+
+    @property
+    def cut(self) -> int | None:
+        """The dimension that tensor-parallel ranks share; None: each has all of it."""
+        return next((cut for end, cut in _CUTS.items() if self.name.endswith(end)), None)
+
+    def shape(self, tensor: int) -> Shape:
+        """Shape of one rank's part at a tensor-parallel size."""
+        parts = tuple(
+            torch.empty([n // tensor if dim == self.cut else n for dim, n in enumerate(shape)], device="meta")
+            for shape in self.shapes
+        )
+        return tuple(self.layout.merge(parts).shape)
+
+    def part(self, ours: Iterable[Tensor], rank: int, tensor: int) -> Tensor:
+        """The tensor of one rank, with memory of its own, from our whole ones."""
+        parts = (whole if self.cut is None else whole.chunk(tensor, self.cut)[rank] for whole in ours)
+        return self.layout.merge(tuple(parts)).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, parts: Iterable[Tensor], ours: str) -> Tensor:
+        """Our whole tensor `ours`, with memory of its own, from those of all ranks, in their order."""
+        index = self.ours.index(ours)
+        pieces = [self.layout.split(part)[index] for part in parts]
+        return torch.cat(pieces[:1] if self.cut is None else pieces, self.cut or 0)
+
+
+def slots(spec: ModelSpec) -> tuple[Slot, ...]:
+    """The table of a model, in the order of its files: embeddings, layers ascending, final norm, heads."""
+    model = spec.model
+    table = [*_embedding(spec)]
+    for layer in range(model.num_layers):
+        table += _layer(model, layer)
+    table += _norm(model, "encoder.final_layernorm", "last")
+    table += _heads(spec)
+    names = [slot.name for slot in table]
+    assert len(set(names)) == len(names), "the table names a tensor twice"
+    return tuple(table)
+
+
+def stage_slots(table: Iterable[Slot], layers: range, *, first: bool, last: bool) -> Iterator[Slot]:
+    """Those of one pipeline stage that holds `layers`."""
+    held = {"first": first, "last": last, "head copy": last and not first}
+    return (slot for slot in table if (slot.place in layers if isinstance(slot.place, int) else held[slot.place]))
+
+
+def _slot(
+    name: str,
+    shape: Shape,
+    place: int | Literal["first", "last"],
+    *,
+    theirs: str | None = None,
+) -> Slot:
+    return Slot(theirs or f"language_model.{name}", (name,), (shape,), place)
+
+
+def _embedding(spec: ModelSpec) -> Iterator[Slot]:
+    model = spec.model
+    hidden = model.hidden_size
+    table = (spec.padded_vocab_size, hidden)
+    yield _slot(WORD_EMBEDDINGS, table, "first")
+    if model.position_embedding_type == "learned_absolute":
+        yield _slot("embedding.position_embeddings.weight", (spec.max_position_embeddings, hidden), "first")
+    if spec.family == "bert":
+        yield _slot("embedding.tokentype_embeddings.weight", (SEGMENTS, hidden), "first")
+
+
+def _layer(model: ModelConfig, layer: int) -> Iterator[Slot]:
+    hidden, inner = model.hidden_size, model.ffn_size
+    prefix = f"encoder.layers.{layer}"
+    yield from _norm(model, f"{prefix}.input_layernorm", layer)
+    yield from _query_key_value(model, f"{prefix}.self_attention", layer)
+    yield from _linear(model, f"{prefix}.self_attention.dense", (hidden, model.attention_size), layer)
+    yield from _norm(model, f"{prefix}.post_attention_layernorm", layer)
+    if model.gated:
+        halves = (f"{prefix}.mlp.dense_h_to_4h_gate", f"{prefix}.mlp.dense_h_to_4h")
+        yield from _joined(
+            model, f"{prefix}.mlp.dense_h_to_4h", halves, ((inner, hidden), (inner, hidden)), layer, GATED_HALVES
+        )
+    else:
+        yield from _linear(model, f"{prefix}.mlp.dense_h_to_4h", (inner, hidden), layer)
+    yield from _linear(model, f"{prefix}.mlp.dense_4h_to_h", (hidden, inner), layer)
+
+
+def _query_key_value(model: ModelConfig, prefix: str, layer: int) -> Iterator[Slot]:
+    name, hidden = f"{prefix}.query_key_value", model.hidden_size
+    if model.query_groups == model.num_attention_heads:
+        yield from _linear(model, name, (3 * model.attention_size, hidden), layer)
+        return
+    parts = (f"{prefix}.query", f"{prefix}.key_value")
+    shapes = ((model.attention_size, hidden), (2 * model.query_groups * model.head_dim, hidden))
+    sharing = model.num_attention_heads // model.query_groups
+    yield from _joined(model, name, parts, shapes, layer, grouped_rows(sharing, model.head_dim))
+
+
+def _heads(spec: ModelSpec) -> Iterator[Slot]:
+    hidden, vocabulary = spec.model.hidden_size, spec.padded_vocab_size
+    square, table = (hidden, hidden), (vocabulary, hidden)
+    if spec.family == "bert":
+        if spec.model.bert_binary_head:
+            yield _slot("pooler.dense.weight", square, "last")
+            yield _slot("pooler.dense.bias", (hidden,), "last")
+        shapes = {"bias": (vocabulary,), "dense.weight": square, "dense.bias": (hidden,)}
+        shapes |= {"layernorm.weight": (hidden,), "layernorm.bias": (hidden,)}
+        for end, shape in shapes.items():
+            yield _slot(f"lm_head.{end}", shape, "last", theirs=f"lm_head.{end}")
+        if spec.model.bert_binary_head:
+            yield _slot("binary_head.weight", (SEGMENTS, hidden), "last", theirs="binary_head.weight")
+            yield _slot("binary_head.bias", (SEGMENTS,), "last", theirs="binary_head.bias")
+    if spec.model.untie_embeddings_and_output_weights:
+        yield _slot("output_layer.weight", table, "last")
+    else:
+        yield Slot("word_embeddings_for_head.weight", (WORD_EMBEDDINGS,), (table,), "head copy")
+
+
+def _norm(model: ModelConfig, name: str, place: int | Literal["last"]) -> Iterator[Slot]:
+    yield _slot(f"{name}.weight", (model.hidden_size,), place)
+    if model.normalization == "layernorm":
+        yield _slot(f"{name}.bias", (model.hidden_size,), place)
+
+
+def _linear(model: ModelConfig, name: str, shape: Shape, layer: int) -> Iterator[Slot]:
+    return _joined(model, name, (name,), (shape,), layer, SAME)
+
+
+def _joined(
+    model: ModelConfig, name: str, ours: tuple[str, ...], shapes: tuple[Shape, ...], layer: int, layout: Layout
+) -> Iterator[Slot]:
+    """A weight and, directly after it, its bias, made of those of our layers `ours`."""
+    for end, columns in (("weight", slice(None)), ("bias", slice(1))):
+        if end == "weight" or model.add_bias_linear:
+            parts = tuple(f"{part}.{end}" for part in ours)
+            cut_shapes = tuple(shape[columns] for shape in shapes)
+            yield Slot(f"language_model.{name}.{end}", parts, cut_shapes, layer, layout)
+
+
+GATED_HALVES = Layout(lambda theirs: theirs.chunk(2), torch.cat)
+"""Of each rank, the rows that go through the activation, then the linear ones."""
+
+
+def grouped_rows(sharing: int, head_dim: int) -> Layout:
+    """Rows [group][q of each of `sharing` heads, k, v][d] against query [head][d] and key_value [group][k, v][d]."""
+    rows = [sharing * head_dim, 2 * head_dim]
+
+    def split(theirs: Tensor) -> tuple[Tensor, ...]:
+        groups = theirs.reshape(-1, sum(rows), *theirs.shape[1:])
+        return tuple(part.reshape(-1, *theirs.shape[1:]) for part in torch.split(groups, rows, 1))
+
+    def merge(ours: tuple[Tensor, ...]) -> Tensor:
+        rest = ours[0].shape[1:]
+        groups = [part.reshape(-1, length, *rest) for part, length in zip(ours, rows, strict=True)]
+        return torch.cat(groups, 1).reshape(-1, *rest)
+
+    return Layout(split, merge)
+
+
+def current_rows(theirs: Tensor, version: float, head_dim: int) -> Tensor:
+    """One rank's rows of query_key_value, [head][q, k, v][d], from the order of a file's checkpoint_version.
+
+    Below 1.0 they are [q, k, v][head][d], of 1.0 [head][d][q, k, v].
+    """
+    rest = theirs.shape[1:]
+    if version < 1.0:
+        return theirs.reshape(3, -1, head_dim, *rest).transpose(0, 1).reshape(theirs.shape)
+    if version < 2.0:
+        return theirs.reshape(-1, head_dim, 3, *rest).transpose(1, 2).reshape(theirs.shape)
+    return theirs
+
+
+def nested(tensors: Iterable[tuple[str, Tensor]], first_layer: int) -> dict[str, Any]:
+    """The dictionaries of one stage's file from dotted names; its layers begin at 0."""
+    model: dict[str, Any] = {}
+    for name, tensor in tensors:
+        local = _renumbered(name, -first_layer)
+        container = next(prefix for prefix in _CONTAINERS if local.startswith(f"{prefix}."))
+        held = model
+        for key in container.split("."):
+            held = held.setdefault(key, {})
+        held[local.removeprefix(f"{container}.")] = tensor
+    return model
+
+
+def dotted(model: Mapping[str, Any], first_layer: int, where: str) -> dict[str, Tensor]:
+    """Tensors by dotted name from one stage's dictionaries, whatever version of Megatron-LM named them.
+
+    Raises CheckpointError for an entry that is neither a tensor nor known to hold no weights; `where` is the file.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in _leaves(model, ""):
+        if _NO_WEIGHTS.search(name):
+            continue
+        for old, new in _OLD_NAMES:
+            name = old.sub(new, name)
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{where} holds {type(value).__name__} as {name} where a tensor belongs: use another")
+        if name in found:
+            raise CheckpointError(f"{where} holds {name} twice, under an old name and a new one: use another")
+        found[name] = value
+    return {_renumbered(name, first_layer): value for name, value in found.items()}
+
+
+def layer_numbers(names: Iterable[str]) -> set[int]:
+    """Numbers of the layers that dotted names mention."""
+    return {int(match[1]) for name in names if (match := _LAYER.match(name))}
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _renumbered(name: str, shift: int) -> str:
+    match = _LAYER.match(name)
+    return f"{name[: match.start(1)]}{int(match[1]) + shift}{name[match.end(1) :]}" if match else name

@@ -1,0 +1,83 @@
+"""Models whose weights say where they stand, and files of Megatron-LM that are changed afterwards."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.config.model import Family, ModelConfig
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.convert.megatron import write_megatron
+from megacore.models.build import build_bare
+from megacore.parallel.mesh import ProcessMesh
+
+VOCAB_SIZE = 300
+ITERATION = 1000
+LLAMA = {
+    "num_query_groups": 2,
+    "activation": "swiglu",
+    "normalization": "rmsnorm",
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.5,
+    "rotary_base": 5000.0,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+"""Everything that the form holds beyond GPT-2."""
+MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "gpt": ("gpt", {}),
+    "gpt-sizes": ("gpt", {"ffn_hidden_size": 40, "kv_channels": 16, "activation": "gelu", "layernorm_epsilon": 1e-6}),
+    "gpt-gated": ("gpt", {"activation": "swiglu", "num_query_groups": 2}),
+    "llama": ("gpt", LLAMA),
+    "no-positions": ("gpt", {"position_embedding_type": "none", "num_query_groups": 2, "hidden_dropout": 0.0}),
+    "bert": ("bert", {"activation": "gelu"}),
+    "bert-no-binary-head": ("bert", {"bert_binary_head": False}),
+}
+
+
+def megatron_spec(name: str, **model: Any) -> ModelSpec:
+    """Four layers of 32 with 4 heads; the vocabulary of 300 is padded to 304."""
+    family, options = MODELS[name]
+    values = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+    return ModelSpec(
+        family=family,
+        model=ModelConfig(**{**values, "make_vocab_size_divisible_by": 16, **options, **model}),
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SpecialTokens(eod=3, sentinels=(7, 8)),
+    )
+
+
+def weights(spec: ModelSpec) -> dict[str, Tensor]:
+    """Every parameter of the model as it is built, each element another number."""
+    tensors: dict[str, Tensor] = {}
+    begin = 0
+    for name, parameter in build_bare(spec, ProcessMesh.serial()).named_parameters():
+        tensors[name] = torch.arange(begin, begin + parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        begin += parameter.numel()
+    assert begin < 2**24  # beyond, float32 skips numbers
+    return tensors
+
+
+def written(
+    root: Path, name: str = "gpt", *, tensor: int = 1, pipeline: int = 1, **model: Any
+) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint below `root`, and what it was made of; the directory of its iteration."""
+    spec = megatron_spec(name, **model)
+    tensors = weights(spec)
+    write_megatron(spec, tensors, root, iteration=ITERATION, tensor=tensor, pipeline=pipeline)
+    return root / f"iter_{ITERATION:07d}", tensors
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of one rank's file, given its directory."""
+    state: dict[str, Any] = torch.load(path / "model_optim_rng.pt", weights_only=True)
+    return state
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None], **options: Any) -> None:
+    """Save one rank's file again after `edit`."""
+    state = load(path)
+    edit(state)
+    torch.save(state, path / "model_optim_rng.pt", **options)
