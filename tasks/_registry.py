@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from megacore.errors import ConversionError
 from tasks._checkpoint_models import log_model_metrics
+from tasks._flavor import flavor, task_of
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
@@ -32,7 +33,14 @@ MODEL_TAG = "logged_model_id"
 REPORT_FILES = ("parity.json", "sample.txt")
 """Files of an export, beside `model/`, that become artifacts of the run."""
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+)
 _REQUIREMENTS = ("mlflow", "torch", "transformers")
 
 
@@ -226,13 +234,15 @@ def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
         signature=ModelSignature(inputs=text, outputs=text),
         model_size_bytes=size,
     )
-    description.add_flavor("transformers", **_flavor(directory))
-    pyfunc.add_to_model(
-        description,
-        loader_module="mlflow.transformers",
-        python_env="python_env.yaml",
-        model_config={"max_new_tokens": _generated_tokens(directory)},
-    )
+    task = task_of(directory)
+    description.add_flavor("transformers", **flavor(task))
+    if task.served:
+        pyfunc.add_to_model(
+            description,
+            loader_module="mlflow.transformers",
+            python_env="python_env.yaml",
+            model_config=task.options or None,
+        )
     python_env = {
         "python": platform.python_version(),
         "build_dependencies": ["pip", "setuptools"],
@@ -243,27 +253,6 @@ def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
         "python_env.yaml": yaml.safe_dump(python_env, sort_keys=False),
         "MLmodel": description.to_yaml(),
     }
-
-
-def _flavor(directory: Path) -> dict[str, Any]:
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return {
-        "transformers_version": metadata.version("transformers"),
-        "code": None,
-        "task": "text-generation",
-        "instance_type": "TextGenerationPipeline",
-        "pipeline_model_type": config["architectures"][0],
-        "source_model_name": "",
-        "model_binary": "model",
-        "components": ["tokenizer"],
-        "tokenizer_type": "AutoTokenizer",
-    }
-
-
-def _generated_tokens(directory: Path) -> int:
-    """How many tokens to generate by default: transformers' 256 can lead past the position table."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return int(config["max_position_embeddings"] if "max_position_embeddings" in config else config["n_positions"]) // 2
 
 
 def _public_version(package: str) -> str:

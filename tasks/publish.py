@@ -23,6 +23,17 @@ from tasks.train import run_facts
 
 VERSION = 1
 RECEIPT = "receipt.json"
+METRICS = (
+    "valid_ppl",
+    "test_ppl",
+    "unigram_valid_ppl",
+    "unigram_test_ppl",
+    "valid_sop_loss",
+    "test_sop_loss",
+    "valid_nsp_loss",
+    "test_nsp_loss",
+)
+"""Of the exported model: its perplexities, and of BERT's binary head the losses."""
 
 
 def publish_key(
@@ -117,7 +128,7 @@ def _send(
         config.registered_model,
         digest=export.digest,
         iteration=counts["iteration"],
-        metrics={name: counts[name] for name in ("valid_ppl", "test_ppl", "unigram_valid_ppl", "unigram_test_ppl")},
+        metrics={name: counts[name] for name in METRICS if name in counts},
         tags={"run": trained.directory.name, "evaluate": evaluation.key, "convert": export.key, "tokenize": tokens.key},
         pictures=pictures,
     )

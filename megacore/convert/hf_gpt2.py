@@ -4,38 +4,33 @@ from typing import Any
 
 from torch import Tensor
 
-from megacore.config.run import RunConfig
-from megacore.convert.key_map import SAME, TRANSPOSED, Entry, KeyMap, Layout, padded_rows, qkv_blocks
+from megacore.config.spec import ModelSpec
+from megacore.convert.entries import embedding, output_layer
+from megacore.convert.hf_config import THEIR_ACTIVATION, HfConfig
+from megacore.convert.key_map import SAME, TRANSPOSED, Entry, KeyMap, Layout, qkv_blocks
 
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
-"""How the exported model writes when nothing else is asked: decoded greedily, small models repeat themselves."""
 
-
-def key_map(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> KeyMap:
-    """The table of a GPT-2 of this configuration; its tied output head has no tensor of its own on either side."""
-    model = config.model
+def key_map(spec: ModelSpec) -> KeyMap:
+    """The table of a GPT-2; a tied output head has no tensor of its own on either side."""
+    model = spec.model
     hidden = model.hidden_size
     entries = [
-        Entry(
-            "embedding.word_embeddings.weight",
-            (padded_vocab_size, hidden),
-            ("transformer.wte.weight",),
-            padded_rows(vocab_size, padded_vocab_size),
-        ),
+        embedding(spec, "transformer.wte.weight"),
         Entry(
             "embedding.position_embeddings.weight",
-            (config.max_position_embeddings, hidden),
+            (spec.max_position_embeddings, hidden),
             ("transformer.wpe.weight",),
         ),
     ]
     for layer in range(model.num_layers):
-        entries += _layer_entries(config, layer)
+        entries += _layer_entries(spec, layer)
     entries += _affine("encoder.final_layernorm", "transformer.ln_f", (hidden,))
+    entries += output_layer(spec, "lm_head.weight")
     return KeyMap(tuple(entries))
 
 
-def _layer_entries(config: RunConfig, layer: int) -> list[Entry]:
-    model = config.model
+def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
+    model = spec.model
     hidden, inner = model.hidden_size, model.ffn_size
     ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"
     blocks = qkv_blocks(model.num_attention_heads, model.head_dim)
@@ -66,41 +61,53 @@ def _affine(
     )
 
 
-def model_config(config: RunConfig, vocab_size: int, eod_id: int) -> dict[str, Any]:
-    """`config.json` of the export."""
-    model = config.model
+def write_config(spec: ModelSpec) -> dict[str, Any]:
+    """What is particular to this class in config.json."""
+    model, eod = spec.model, spec.special_tokens.eod
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": vocab_size,
-        "n_positions": config.max_position_embeddings,
+        "n_positions": spec.max_position_embeddings,
         "n_embd": model.hidden_size,
         "n_layer": model.num_layers,
         "n_head": model.num_attention_heads,
         "n_inner": model.ffn_size,
-        "activation_function": "gelu_new",
+        "activation_function": THEIR_ACTIVATION[model.activation],
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "attn_pdrop": model.attention_dropout,
         "layer_norm_epsilon": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
-        "bos_token_id": eod_id,
-        "eos_token_id": eod_id,
-        "tie_word_embeddings": True,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
-        "dtype": "float32",
     }
 
 
-def generation_config(eod_id: int) -> dict[str, Any]:
-    """`generation_config.json` of the export."""
-    return {"bos_token_id": eod_id, "eos_token_id": eod_id, "pad_token_id": eod_id, **SAMPLING}
+def read_config(config: HfConfig) -> dict[str, Any]:
+    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    config.refuse_unless("scale_attn_weights", True)
+    config.refuse_unless("scale_attn_by_inverse_layer_idx", False)
+    config.refuse_unless("add_cross_attention", False)
+    hidden = config.get("n_embd", int)
+    return {
+        "num_layers": config.get("n_layer", int),
+        "hidden_size": hidden,
+        "num_attention_heads": config.get("n_head", int),
+        "ffn_hidden_size": config.optional("n_inner", int) or 4 * hidden,
+        "activation": config.activation("activation_function", "gelu_new", gated=False),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, True),
+        "max_position_embeddings": config.get("n_positions", int, 1024),
+        "hidden_dropout": config.get("resid_pdrop", float, 0.1),
+        "attention_dropout": config.get("attn_pdrop", float, 0.1),
+        "init_method_std": config.get("initializer_range", float, 0.02),
+        "layernorm_epsilon": config.get("layer_norm_epsilon", float, 1e-5),
+    }
 
 
-def module_pairs(num_layers: int) -> list[tuple[str, str]]:
+def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
     """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
     pairs = [("embedding", "transformer.drop")]
-    for layer in range(num_layers):
+    for layer in range(spec.model.num_layers):
         ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"
         pairs += [
             (f"{ours}.input_layernorm", f"{theirs}.ln_1"),

@@ -55,6 +55,21 @@ def qkv_blocks(heads: int, head_dim: int) -> Layout:
     return SAME.then(to_blocks, to_heads)
 
 
+def interleaved_rows(heads: int, parts: int, head_dim: int) -> Layout:
+    """Rows [head][part][d] against one tensor of rows [head][d] for each part, of weights or of biases."""
+
+    def split(ours: Tensor) -> tuple[Tensor, ...]:
+        rest = ours.shape[1:]
+        by_part = ours.reshape(heads, parts, head_dim, *rest).unbind(1)
+        return tuple(part.reshape(heads * head_dim, *rest) for part in by_part)
+
+    def merge(theirs: tuple[Tensor, ...]) -> Tensor:
+        rest = theirs[0].shape[1:]
+        return torch.stack([part.reshape(heads, head_dim, *rest) for part in theirs], 1).flatten(0, 2)
+
+    return Layout(split, merge)
+
+
 def padded_rows(rows: int, padded: int) -> Layout:
     """`padded` rows against the first `rows` of them; in the reverse direction the padding is zero."""
 
@@ -96,27 +111,53 @@ class KeyMap:
             _add_once(self.their_shapes, entry.their_shapes())
 
     def forward(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the other form's tensors by name, contiguous, in the table's order.
+        """Yield the other form's tensors by name, in the table's order; views of ours where the layout allows it.
 
         Raises ConversionError when `ours` misses a name, has one the table does not know, or a wrong shape.
         """
         _check_names(ours, self.our_shapes, "the checkpoint")
         for entry in self.entries:
-            tensor = _taken(ours, entry.ours, entry.shape)
-            for name, part in zip(entry.theirs, entry.layout.split(tensor), strict=True):
-                yield name, part.contiguous()
+            parts = list(entry.layout.split(_taken(ours, entry.ours, entry.shape)))
+            assert len(parts) == len(entry.theirs), f"layout of {entry.ours} gives {len(parts)} tensors"
+            for name in entry.theirs:
+                yield name, parts.pop(0)  # once it is taken nothing here keeps it
 
     def reverse(self, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield our tensors by name, contiguous, in the table's order.
 
         Raises ConversionError when `theirs` misses a name, has one the table does not know, or a wrong shape.
         """
+        yield from self.ours(theirs).items()
+
+    def ours(self, theirs: Mapping[str, Tensor]) -> "Mapping[str, Tensor]":
+        """Our tensors by name, contiguous, in the table's order; each is made when it is asked for.
+
+        Raises ConversionError when `theirs` misses a name or has one the table does not know; a wrong shape raises it
+        when the tensor is asked for.
+        """
         _check_names(theirs, self.their_shapes, "the transformers model")
-        for entry in self.entries:
-            parts = tuple(_taken(theirs, name, self.their_shapes[name]) for name in entry.theirs)
-            tensor = entry.layout.merge(parts)
-            assert tuple(tensor.shape) == entry.shape, f"layout of {entry.ours} gives {tuple(tensor.shape)}"
-            yield entry.ours, tensor.contiguous()
+        return _Ours(self, theirs)
+
+
+class _Ours(Mapping[str, Tensor]):
+    """Tensors of ours, each merged from the other form's when it is asked for."""
+
+    def __init__(self, table: KeyMap, theirs: Mapping[str, Tensor]) -> None:
+        self._table, self._theirs = table, theirs
+        self._entries = {entry.ours: entry for entry in table.entries}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        parts = tuple(_taken(self._theirs, part, self._table.their_shapes[part]) for part in entry.theirs)
+        tensor = entry.layout.merge(parts)
+        assert tuple(tensor.shape) == entry.shape, f"layout of {name} gives {tuple(tensor.shape)}"
+        return tensor.contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def _add_once(known: dict[str, Shape], added: dict[str, Shape]) -> None:

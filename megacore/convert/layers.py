@@ -1,11 +1,14 @@
 """Where two models that should be the same begin to differ."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Run = Callable[[], object]
+"""Runs a model once."""
 
 
 @contextmanager
@@ -29,9 +32,20 @@ def _keep(outputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, An
 
 
 def layer_differences(
-    ours: nn.Module, theirs: nn.Module, pairs: list[tuple[str, str]], tokens: Tensor, tolerance: float
+    ours: nn.Module,
+    theirs: nn.Module,
+    pairs: list[tuple[str, str]],
+    runs: Iterable[tuple[Run, Run]],
+    tolerance: float,
 ) -> tuple[dict[str, float], str | None]:
-    """Compare the outputs of each pair of modules on `tokens` [b, s], one sample at a time.
+    """Compare the outputs of each pair of modules, in one run of both models after the other.
+
+    Args:
+        ours: our model.
+        theirs: the model of transformers.
+        pairs: modules of ours and of theirs, in the order in which they run.
+        runs: for each sample, what runs our model on it and what runs theirs.
+        tolerance: of the logits.
 
     Returns:
         The largest absolute difference by our module's name, in the order of `pairs`, and the first name whose
@@ -40,8 +54,14 @@ def layer_differences(
     """
     differences = {name: 0.0 for name, _ in pairs}
     differing: set[str] = set()
-    for sample in tokens:
-        our_outputs, their_outputs = _both_outputs(ours, theirs, pairs, sample[None])
+    for run_ours, run_theirs in runs:
+        with (
+            torch.inference_mode(),
+            recorded_outputs(ours, [pair[0] for pair in pairs]) as our_outputs,
+            recorded_outputs(theirs, [pair[1] for pair in pairs]) as their_outputs,
+        ):
+            run_ours()
+            run_theirs()
         for our_name, their_name in pairs:
             reference = our_outputs[our_name]
             difference = float((reference - their_outputs[their_name]).abs().max())
@@ -50,16 +70,3 @@ def layer_differences(
             if not difference <= tolerance / 10 * max(1.0, float(reference.abs().max())):
                 differing.add(our_name)
     return differences, next((name for name, _ in pairs if name in differing), None)
-
-
-def _both_outputs(
-    ours: nn.Module, theirs: nn.Module, pairs: list[tuple[str, str]], tokens: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with (
-        torch.inference_mode(),
-        recorded_outputs(ours, [pair[0] for pair in pairs]) as our_outputs,
-        recorded_outputs(theirs, [pair[1] for pair in pairs]) as their_outputs,
-    ):
-        ours(tokens)
-        theirs(tokens)
-    return our_outputs, their_outputs

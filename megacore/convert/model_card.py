@@ -4,7 +4,10 @@ from collections.abc import Mapping
 
 import yaml
 
+from megacore.config.model import Family
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
+from megacore.convert.counterparts import Counterpart
 from megacore.convert.report import ParityReport
 
 _CARD = """\
@@ -13,24 +16,21 @@ _CARD = """\
 
 # {name}
 
-A GPT-2 language model of {parameters:,} parameters ({layers} layers, hidden size {hidden}, {heads} heads, {positions} \
+{kind} of {parameters:,} parameters ({layers}, hidden size {hidden}, {heads} heads, {positions} \
 positions, vocabulary {vocab_size}), pretrained with megacore {version}.
 
 ## How to use
 
 ```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", "path/to/this/directory")
-print(generator({prompt!r}, max_new_tokens=64)[0]["generated_text"])
+{usage}
 ```
 
 To publish it under your name on the Hugging Face hub:
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
-for part in (AutoModelForCausalLM, AutoTokenizer):
+for part in ({auto_class}, AutoTokenizer):
     part.from_pretrained("path/to/this/directory").push_to_hub("your-name/{name}")
 ```
 
@@ -42,72 +42,183 @@ for part in (AutoModelForCausalLM, AutoTokenizer):
 
 ## Training
 
-{iterations} iterations of {batch} sequences of {seq_length} tokens, AdamW with peak learning rate {lr:g}, seed {seed}.
+{training}
 
 ## Weights
 
-The weights are the fp32 main weights of training, stored in float32 whatever precision training computed in; load
-them with `dtype="bfloat16"` for half the memory. Rows that padded the vocabulary are cut; the output head is tied to
-the token embedding.
+{weights} Rows that padded the vocabulary are cut; the output head {head} the token embedding.
 
 ## Parity
 
-Before it was published this directory was loaded with transformers and compared with the trained model: {parity}.
+{parity}
 
 ## Limits
 
-This is a base model: it continues text and repeats what its data holds, mistakes and biases included.
+{limits}
 """
+_KINDS: dict[Family, str] = {
+    "gpt": "A {class_name} language model",
+    "bert": "A {class_name} encoder, trained to predict masked tokens and how two segments belong together,",
+    "t5": "A {class_name} encoder-decoder, trained to write the spans that sentinels stand for,",
+}
+_NAMES = {"GPT2LMHeadModel": "GPT-2"}
+"""Of classes whose name says less than what everybody calls them."""
+_TAGS: dict[Family, str] = {"gpt": "text-generation", "bert": "fill-mask", "t5": "text2text-generation"}
+_AUTO_CLASSES: dict[Family, str] = {
+    "gpt": "AutoModelForCausalLM",
+    "bert": "AutoModelForPreTraining",
+    "t5": "AutoModelForSeq2SeqLM",
+}
+_USAGE: dict[Family, str] = {
+    "gpt": """\
+from transformers import pipeline
+
+generator = pipeline("text-generation", "path/to/this/directory")
+print(generator(PROMPT, max_new_tokens=64)[0]["generated_text"])""",
+    "bert": """\
+from transformers import pipeline
+
+filler = pipeline("fill-mask", "path/to/this/directory")
+print(filler(f"{filler.tokenizer.mask_token} is what it predicts best."))""",
+    "t5": """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/directory")
+text = "The <extra_id_0> walks in <extra_id_1> park" + tokenizer.eos_token
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=32)
+print(tokenizer.decode(written[0]))""",
+}
+_LIMITS: dict[Family, str] = {
+    "gpt": "This is a base model: it continues text and repeats what its data holds, mistakes and biases included.",
+    "bert": "This is a base model: it fills in masks as its data does, mistakes and biases included; other tasks need "
+    "fine-tuning.",
+    "t5": "This is a base model: it fills in spans as its data does, mistakes and biases included; other tasks need "
+    "fine-tuning.",
+}
+_WEIGHTS = {
+    "float32": "The weights are the fp32 main weights of training, stored in float32 whatever precision training "
+    'computed in; load\nthem with `dtype="bfloat16"` for half the memory.',
+    "bfloat16": "The weights are the fp32 main weights of training, rounded to bfloat16.",
+}
+
+
+_COMPARED = """\
+Before it was published this directory was loaded with transformers and compared with the trained model: {report}."""
+_NOT_COMPARED = "This directory was written without comparing it with the checkpoint."
 
 
 def model_card(
     config: RunConfig,
+    spec: ModelSpec,
+    found: Counterpart,
     *,
     version: str,
-    vocab_size: int,
     parameters: int,
     iterations: int,
     facts: Mapping[str, str],
     report: ParityReport,
 ) -> str:
-    """The card as Markdown with a YAML header.
+    """The card of a run's export as Markdown with a YAML header.
 
     Args:
         config: the run.
+        spec: the model.
+        found: its class in transformers.
         version: of this package.
-        vocab_size: entries, without padding.
         parameters: of the export.
         iterations: optimizer steps behind the weights.
         facts: data, perplexities and lineage, one row each.
         report: what the gate measured.
     """
-    return _CARD.format(
-        header=yaml.safe_dump(_header(config.name), sort_keys=False),
-        name=config.name,
+    training = (
+        f"{iterations} iterations of {config.train.global_batch_size} sequences of {config.data.seq_length} tokens, "
+        f"AdamW with peak learning rate {config.optim.lr:g}, seed {config.seed}."
+    )
+    return _card(
+        config.name,
+        spec,
+        found,
         version=version,
         parameters=parameters,
-        layers=config.model.num_layers,
-        hidden=config.model.hidden_size,
-        heads=config.model.num_attention_heads,
-        positions=config.max_position_embeddings,
-        vocab_size=vocab_size,
+        training=training,
+        facts=facts,
+        dtype=config.export.dtype,
         prompt=config.export.sample_prompt,
-        facts="\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()),
-        iterations=iterations,
-        batch=config.train.global_batch_size,
-        seq_length=config.data.seq_length,
-        lr=config.optim.lr,
-        seed=config.seed,
-        parity=report.sentence(),
+        parity=_COMPARED.format(report=report.sentence()),
     )
 
 
-def _header(name: str) -> dict[str, object]:
+def bare_card(
+    name: str,
+    spec: ModelSpec,
+    found: Counterpart,
+    *,
+    version: str,
+    parameters: int,
+    iterations: int,
+    dtype: str,
+    facts: Mapping[str, str],
+) -> str:
+    """The card of an export of a checkpoint by itself; arguments as of `model_card`."""
+    return _card(
+        name,
+        spec,
+        found,
+        version=version,
+        parameters=parameters,
+        training=f"{iterations} iterations." if iterations else "Not trained further since it was imported.",
+        facts=facts,
+        dtype=dtype,
+        prompt="Once upon a time",
+        parity=_NOT_COMPARED,
+    )
+
+
+def _card(
+    name: str,
+    spec: ModelSpec,
+    found: Counterpart,
+    *,
+    version: str,
+    parameters: int,
+    training: str,
+    facts: Mapping[str, str],
+    dtype: str,
+    prompt: str,
+    parity: str,
+) -> str:
+    family, model = spec.family, spec.model
+    decoder = f" + {model.decoder_layers}" if family == "t5" else ""
+    return _CARD.format(
+        header=yaml.safe_dump(_header(name, found), sort_keys=False),
+        name=name,
+        kind=_KINDS[family].format(class_name=_NAMES.get(found.architecture, found.architecture)),
+        version=version,
+        parameters=parameters,
+        layers=f"{model.num_layers}{decoder} layers",
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        positions=spec.max_position_embeddings,
+        vocab_size=spec.vocab_size,
+        usage=_USAGE[family].replace("PROMPT", repr(prompt)),
+        auto_class=_AUTO_CLASSES[family],
+        facts="\n".join(f"| {_cell(title)} | {_cell(value)} |" for title, value in facts.items()),
+        training=training,
+        weights=_WEIGHTS[dtype],
+        head="is apart from" if model.untie_embeddings_and_output_weights else "is tied to",
+        parity=parity,
+        limits=_LIMITS[family],
+    )
+
+
+def _header(name: str, found: Counterpart) -> dict[str, object]:
     return {
         "model_name": name,
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["gpt2", "megacore", "pretraining"],
+        "pipeline_tag": _TAGS[found.family],
+        "tags": [*found.tags, "megacore", "pretraining"],
     }
 
 

@@ -1,170 +1,163 @@
 """The gate: an export, loaded from disk by transformers, must be the model that was trained.
 
-Both models run in fp32 on the same validation samples. Logits, perplexity, greedy continuation, every weight and
-the tokenizer are compared; nothing is published unless all of them agree.
+Both models run in fp32 on the same samples: logits on validation samples, perplexity on the test split, what they
+choose greedily, every weight, and the tokenizer. Nothing is published unless all of them agree.
 """
 
-import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.convert.key_map import KeyMap
+from megacore.convert.choices import compare_continuations, compare_masked
 from megacore.convert.layers import layer_differences
-from megacore.convert.report import ParityReport, same_to_four_digits
+from megacore.convert.outputs import Pair, meaningful, one_sample, their_outputs, without_padding
+from megacore.convert.perplexity import Perplexities, perplexities
+from megacore.convert.report import ParityReport, same_to_four_digits, within
 from megacore.errors import ConversionError
-from megacore.tokenizer import Tokenizer
+from megacore.models.inputs import ModelInput
 
-CONTINUATION_TOKENS = 32
-"""Greedy tokens per sample."""
-PROMPT_TOKENS = 128
-"""Longest prompt of the greedy continuation; later positions are covered by the logits."""
 OUTPUT_LAYER = "output_layer"
 """What differs when all hidden states agree and the logits do not."""
+NATIVE_SHARE = 0.005
+"""Largest change of perplexity when an export computes in its own type."""
+
+Batches = Callable[[], Iterable[ModelInput]]
+"""The micro batches of a split, from the beginning each time."""
 
 
-def check_parity(
-    exported: Any,
-    exported_tokenizer: Any,
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    samples: npt.NDArray[np.int64],
-    key_map: KeyMap,
-    module_pairs: list[tuple[str, str]],
-    tolerance: float,
-) -> ParityReport:
-    """Compare the exported model and tokenizer, as transformers loaded them, with ours.
+def check_models(report: ParityReport, pair: Pair, validation: ModelInput, test: Batches) -> None:
+    """Compare the exported model, as transformers loaded it, with ours, and look for the layer where they part.
 
     Args:
-        exported: transformers' model, see `load_exported`.
-        exported_tokenizer: transformers' tokenizer.
-        model: ours, in fp32, with the checkpoint's weights; `model(tokens [b, s]) -> logits [b, s, v_padded]`.
-        tokenizer: ours.
-        samples: ids [samples, s + 1] of the validation split.
-        key_map: the table by which the weights were written.
-        module_pairs: modules of ours and theirs whose outputs agree, in the order of execution.
-        tolerance: largest absolute difference of logits.
+        report: what is found goes there; problems that it has already keep it from passing.
+        pair: both models, on one device.
+        validation: samples whose logits and choices are compared, one at a time.
+        test: samples of `report.perplexity_split`.
 
     Raises:
         ConversionError: the logits are of another vocabulary, so that nothing can be compared.
     """
-    report = ParityReport(tolerance=tolerance)
-    tokens = torch.from_numpy(np.ascontiguousarray(samples, dtype=np.int64))
-    model.eval()
+    pair.ours.eval()
     with torch.inference_mode():
-        _compare_logits(report, model, exported, tokens, tokenizer.vocab_size)
-        _compare_greedy(report, model, exported, tokens, tokenizer)
-    _compare_weights(report, model, exported, key_map)
-    _compare_tokenizers(report, tokenizer, exported_tokenizer, samples)
+        _compare_logits(report, pair, validation)
+        _compare_perplexities(report, pair, test())
+        if pair.spec.family == "bert":
+            compare_masked(report, pair, validation)
+        else:
+            compare_continuations(report, pair, validation)
+    _compare_weights(report, pair)
     if not report.passed:
-        report.layer_differences, report.first_differing_layer = layer_differences(
-            model, exported, module_pairs, tokens[:, :-1], tolerance
-        )
-        if report.first_differing_layer is None and not report.max_abs_logit_difference <= tolerance:
-            report.first_differing_layer = OUTPUT_LAYER
-    return report
+        _find_layer(report, pair, validation)
 
 
-def load_exported(directory: Path) -> tuple[Any, Any]:
-    """The model (fp32, in evaluation mode) and the tokenizer of a transformers directory, without a network.
+def load_exported(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a transformers directory, in evaluation mode, without a network.
 
     Raises ConversionError when transformers refuses it, or would fill in or drop a weight.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
+    def load() -> Any:
+        config: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        kind = getattr(transformers, config.architectures[0])
+        return kind.from_pretrained(directory, local_files_only=True, dtype=dtype, output_loading_info=True)
+
+    model, info = _loaded(directory, load)
+    wrong = {kind: names for kind, names in info.items() if names}
+    if wrong:
+        raise ConversionError(
+            f"transformers loads the export {directory} with {wrong}: every weight must have its place"
         )
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return model.eval()
+
+
+def load_exported_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a transformers directory. Raises ConversionError when transformers refuses it."""
+    from transformers import AutoTokenizer
+
+    return _loaded(directory, lambda: AutoTokenizer.from_pretrained(directory, local_files_only=True))
+
+
+def _loaded(directory: Path, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
     except MemoryError:
         raise
     except Exception as error:  # safetensors and tokenizers raise plain Exception
         raise ConversionError(
             f"transformers cannot load the export {directory}: {' '.join(str(error).split())[:500]}"
         ) from error
-    model, info = loaded
-    wrong = {kind: names for kind, names in info.items() if names}
-    if wrong:
-        raise ConversionError(
-            f"transformers loads the export {directory} with {wrong}: every weight must have its place"
-        )
-    return model.eval(), tokenizer
 
 
-def _compare_logits(report: ParityReport, ours: nn.Module, theirs: Any, tokens: Tensor, vocab_size: int) -> None:
-    """Logits and perplexity, one sample at a time."""
-    losses = {"ours": 0.0, "padded": 0.0, "exported": 0.0}
-    largest = 0.0
-    for sample in tokens:
-        inputs, labels = sample[None, :-1], sample[1:]
-        padded = ours(inputs)[0].float()
-        own, other = padded[:, :vocab_size], theirs(inputs).logits[0].float()
-        if own.shape != other.shape:
+def compare_native(report: ParityReport, native: Any, trained: Perplexities, test: Batches) -> None:
+    """The perplexity of an export that computes in its own type, against that of the weights before rounding."""
+    found = perplexities([lambda given: {"native": their_outputs(native, given).logits}], test())
+    report.perplexity_trained, report.perplexity_native = trained["ours"], found["native"]
+    if not within(report.perplexity_native, report.perplexity_trained, NATIVE_SHARE):
+        report.problems.append("its perplexity differs when it computes in bfloat16")
+
+
+def our_perplexity(pair: Pair, test: Batches) -> Perplexities:
+    """That of our model."""
+    return perplexities([lambda given: {"ours": pair.our_outputs(given).logits[..., : pair.spec.vocab_size]}], test())
+
+
+def _compare_logits(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
+    """Logits of every place that means something, one sample at a time."""
+    for number in range(len(validation.tokens)):
+        given = one_sample(validation, number)
+        own, other = pair.our_outputs(given), pair.their_outputs(given)
+        logits = own.logits[..., : pair.spec.vocab_size]
+        if logits.shape != other.logits.shape:
             raise ConversionError(
-                f"the exported model gives logits of shape {tuple(other.shape)} where ours gives {tuple(own.shape)}"
+                f"the exported model gives logits of shape {tuple(other.logits.shape[1:])} where ours gives "
+                f"{tuple(logits.shape[1:])}"
             )
-        difference = float((own - other).abs().max())
-        if not difference <= largest:
-            largest = difference
-        for name, logits in (("ours", own), ("padded", padded), ("exported", other)):
-            losses[name] += float(F.cross_entropy(logits, labels, reduction="sum"))
-    report.samples, report.tokens = len(tokens), tokens[:, 1:].numel()
-    report.max_abs_logit_difference = largest
-    report.perplexity_ours = _perplexity(losses["ours"], report.tokens)
-    report.perplexity_with_padding = _perplexity(losses["padded"], report.tokens)
-    report.perplexity_exported = _perplexity(losses["exported"], report.tokens)
-    if not largest <= report.tolerance:
+        places = meaningful(given)
+        report.tokens += int(places.sum())
+        report.max_abs_logit_difference = _larger(report.max_abs_logit_difference, logits[places], other.logits[places])
+        if own.answers is not None and other.answers is not None:
+            report.max_abs_answer_difference = _larger(
+                report.max_abs_answer_difference or 0.0, own.answers, other.answers
+            )
+    report.samples = len(validation.tokens)
+    if not report.max_abs_logit_difference <= report.tolerance:
         report.problems.append("the exported model's logits differ")
+    if report.max_abs_answer_difference is not None and not report.max_abs_answer_difference <= report.tolerance:
+        report.problems.append("the logits of its binary head differ")
+
+
+def _larger(largest: float, own: Tensor, other: Tensor) -> float:
+    """The largest difference so far; what is no number stays."""
+    difference = float((own - other).abs().max()) if own.numel() else 0.0
+    return largest if difference <= largest or largest != largest else difference
+
+
+def _compare_perplexities(report: ParityReport, pair: Pair, batches: Iterable[ModelInput]) -> None:
+    def ours(given: ModelInput) -> dict[str, Tensor]:
+        padded = pair.our_outputs(given).logits
+        return {"ours": padded[..., : pair.spec.vocab_size], "padded": padded}
+
+    found = perplexities([ours, lambda given: {"exported": pair.their_outputs(given).logits}], batches)
+    report.perplexity_samples, report.perplexity_tokens = found.samples, found.labels
+    report.perplexity_ours = found["ours"]
+    report.perplexity_with_padding = found["padded"]
+    report.perplexity_exported = found["exported"]
     if not same_to_four_digits(report.perplexity_exported, report.perplexity_ours):
         report.problems.append("its perplexity differs")
 
 
-def _perplexity(loss_sum: float, tokens: int) -> float:
-    return math.exp(min(loss_sum / tokens, 700.0))
-
-
-def _compare_greedy(report: ParityReport, ours: nn.Module, theirs: Any, tokens: Tensor, tokenizer: Tokenizer) -> None:
-    """Greedy continuations by `theirs.generate` (with its cache) against our choices after the same prefix.
-
-    One forward pass of ours over prompt and continuation is enough: up to the first difference the prefixes agree.
-    """
-    new = min(CONTINUATION_TOKENS, tokens.shape[1] // 2)
-    prompt = tokens[:, : min(tokens.shape[1] - new, PROMPT_TOKENS)]
-    continued = theirs.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, temperature=1.0, top_k=50, max_new_tokens=new
-    )
-    differing = []
-    for number, row in enumerate(continued):
-        logits = ours(row[None, :-1])[0, prompt.shape[1] - 1 :, : tokenizer.vocab_size].float()
-        best = logits.topk(2).values
-        for choice, their_choice, (first, second) in zip(
-            logits.argmax(-1).tolist(), row[prompt.shape[1] :].tolist(), best.tolist(), strict=True
-        ):
-            if not first - second >= 2 * report.tolerance:
-                report.greedy_undecided += 1
-                break
-            if choice != their_choice:
-                differing.append(number)
-                break
-            report.greedy_tokens += 1
-            if choice == tokenizer.eod_id:
-                break
-    if differing:
-        report.problems.append(f"its greedy continuation differs on {len(differing)} of {len(continued)} samples")
-
-
-def _compare_weights(report: ParityReport, ours: nn.Module, theirs: nn.Module, key_map: KeyMap) -> None:
+def _compare_weights(report: ParityReport, pair: Pair) -> None:
     """Every exported weight, as transformers holds it, against ours through the table: bitwise, padding aside."""
-    held, parameters = theirs.state_dict(), dict(ours.named_parameters())
-    for entry in key_map.entries:
+    held, parameters = pair.theirs.state_dict(), dict(pair.ours.named_parameters())
+    for entry in pair.form.key_map(pair.spec).entries:
         parts = entry.layout.split(parameters[entry.ours].detach())
-        if not all(torch.equal(part, held[name]) for part, name in zip(parts, entry.theirs, strict=True)):
+        names = [pair.form.name_when_loaded(name) for name in entry.theirs]
+        if not all(torch.equal(part, held[name]) for part, name in zip(parts, names, strict=True)):
             report.differing_weights.append(entry.ours)
     if report.differing_weights:
         named = ", ".join(report.differing_weights[:3])
@@ -172,23 +165,15 @@ def _compare_weights(report: ParityReport, ours: nn.Module, theirs: nn.Module, k
         report.problems.append(f"its weights differ in {named}{more}")
 
 
-def _compare_tokenizers(report: ParityReport, ours: Tokenizer, theirs: Any, samples: npt.NDArray[np.int64]) -> None:
-    """End of document, size, and both directions on the validation text."""
-    if theirs.eos_token_id != ours.eod_id:
-        report.problems.append(f"its tokenizer ends documents with id {theirs.eos_token_id}, ours with {ours.eod_id}")
-    vocab_size = max(theirs.get_vocab().values()) + 1
-    if vocab_size != ours.vocab_size:
-        report.problems.append(f"its tokenizer has a vocabulary of {vocab_size}, ours of {ours.vocab_size}")
-    texts = [ours.decode(sample) for sample in samples]
-    encoded = differently_decoded = 0
-    for text, sample, expected in zip(texts, samples, ours.encode_batch(texts), strict=True):
-        same = theirs(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"] == expected.tolist()
-        encoded += same
-        report.tokenizer_tokens += len(expected) if same else 0
-        differently_decoded += theirs.decode(sample.tolist()) != text
-    if encoded < len(texts):
-        report.problems.append(
-            f"its tokenizer encodes {len(texts) - encoded} of {len(texts)} validation texts to other ids"
-        )
-    if differently_decoded:
-        report.problems.append(f"its tokenizer decodes {differently_decoded} of {len(texts)} samples to another text")
+def _find_layer(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
+    def runs() -> Iterable[tuple[Callable[[], object], Callable[[], object]]]:
+        for number in range(len(validation.tokens)):
+            given = without_padding(one_sample(validation, number))
+            yield partial(pair.our_outputs, given), partial(pair.their_outputs, given)
+
+    theirs: nn.Module = pair.theirs
+    report.layer_differences, report.first_differing_layer = layer_differences(
+        pair.ours, theirs, pair.form.module_pairs(pair.spec), runs(), report.tolerance
+    )
+    if report.first_differing_layer is None and not report.max_abs_logit_difference <= report.tolerance:
+        report.first_differing_layer = OUTPUT_LAYER

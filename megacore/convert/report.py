@@ -11,22 +11,36 @@ class ParityReport:
 
     tolerance: float
     """Largest absolute difference of fp32 logits that passes."""
+    dtype: str = "float32"
+    """Type of the exported weights; our model had its own rounded to it."""
     samples: int = 0
-    """Validation samples that were compared."""
+    """Validation samples whose logits were compared."""
     tokens: int = 0
-    """Predicted tokens in them."""
+    """Places in them whose logits were compared."""
     max_abs_logit_difference: float = 0.0
     """Largest absolute difference of a logit over all samples, positions and vocabulary entries."""
+    max_abs_answer_difference: float | None = None
+    """Largest absolute difference of a logit of BERT's binary head; None where there is none."""
+    perplexity_split: str = "test"
+    """The split on which perplexities were measured."""
+    perplexity_samples: int = 0
+    """Its samples that were scored."""
+    perplexity_tokens: int = 0
+    """Predicted tokens in them."""
     perplexity_ours: float = 0.0
     """exp of the mean loss of our model, over the vocabulary without its padding."""
     perplexity_exported: float = 0.0
     """The same of the exported model."""
     perplexity_with_padding: float = 0.0
     """Of our model with the padded vocabulary rows in the softmax, as in training."""
+    perplexity_trained: float | None = None
+    """Of our model before its weights were rounded; measured for a bfloat16 export."""
+    perplexity_native: float | None = None
+    """Of the exported model computing in bfloat16; measured for a bfloat16 export."""
     greedy_tokens: int = 0
-    """Continuation tokens that were compared, over all samples."""
+    """Continuation tokens (BERT: masked places) that were compared, over all samples."""
     greedy_undecided: int = 0
-    """Samples whose comparison ended where the two best logits were closer than twice the tolerance."""
+    """Samples (BERT: places) whose comparison ended where the two best logits were closer than twice the tolerance."""
     differing_weights: list[str] = field(default_factory=list)
     """Parameters whose exported values are not bitwise ours."""
     first_differing_layer: str | None = None
@@ -56,6 +70,10 @@ class ParityReport:
             f"{self.max_abs_logit_difference:.3g} (allowed {self.tolerance:g}), "
             f"perplexity {self.perplexity_exported:.6g} against {self.perplexity_ours:.6g}"
         )
+        if self.perplexity_samples:
+            numbers += f" on {self.perplexity_samples} {self.perplexity_split} samples"
+        if self.perplexity_native is not None and self.perplexity_trained is not None:
+            numbers += f", computing in bfloat16 {self.perplexity_native:.6g} against {self.perplexity_trained:.6g}"
         if self.passed:
             return f"{numbers}, {self.greedy_tokens} greedy tokens equal"
         layer = f"; first differing layer: {self.first_differing_layer}" if self.first_differing_layer else ""
@@ -70,6 +88,11 @@ def same_to_four_digits(value: float, reference: float) -> bool:
         return value == 0
     unit = 10.0 ** (math.floor(math.log10(abs(reference))) - 3)
     return abs(value - reference) < unit / 2
+
+
+def within(value: float, reference: float, share: float) -> bool:
+    """Whether `value` differs from `reference` by at most that share of it."""
+    return math.isfinite(value) and math.isfinite(reference) and abs(value - reference) <= share * abs(reference)
 
 
 def _finite(value: Any) -> Any:

@@ -10,9 +10,9 @@ from megacore.launch import torchrun
 from megacore.launch.job import ConvertJob, EvaluateJob, Job, TrainJob
 from megacore.launch.supervise import supervise
 
-TRAIN_VERSION = 1
+TRAIN_VERSION = 2
 EVALUATE_VERSION = 1
-CONVERT_VERSION = 1
+CONVERT_VERSION = 2
 
 
 def nothing() -> None:

@@ -95,7 +95,7 @@ def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
         index_directory=str(folders["index"]),
         tokenizer_directory=str(folders["tokenizer"]),
         vocab_size=counts["vocab_size"],
-        eod_id=counts["eod_id"],
+        special_tokens=counts["special_tokens"],
         run_directory=str(root / "run"),
         exit_directory=str(root / "exit"),
         ranks=1,

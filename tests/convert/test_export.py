@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from megacore.artifact import StageKey, build_artifact
-from megacore.convert import export as export_module
-from megacore.convert.export import export, take_weights, validation_samples
+from megacore.convert import hf_export
+from megacore.convert.export import export
 from megacore.convert.source import CheckpointTensors
+from megacore.convert.splits import samples_of, validation_rows
+from megacore.convert.weights import take_weights
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
 from megacore.models.build import build_model
@@ -69,10 +71,22 @@ def test_report_is_written(original: Exported) -> None:
 
 
 def test_perplexity_is_that_of_our_loss(original: Exported) -> None:
-    tokens = torch.from_numpy(validation_samples(original.job))
+    losses = []
     with torch.inference_mode():
-        loss = original.model.loss(tokens[:, :-1], tokens[:, 1:]).mean()
-    assert original.report.perplexity_with_padding == pytest.approx(float(loss.exp()), rel=1e-5)
+        for given in samples_of(original.job, "cpu").batches():
+            losses.append(original.model.loss(given.tokens, given.labels).flatten())
+    total = torch.cat(losses)
+    assert original.report.perplexity_split == "test"
+    assert original.report.perplexity_tokens == len(total) == 48 * original.report.perplexity_samples
+    assert original.report.perplexity_samples > 3
+    assert original.report.perplexity_with_padding == pytest.approx(float(total.mean().exp()), rel=1e-5)
+
+
+def test_fewer_test_samples_can_be_scored(original: Exported, tmp_path: Path) -> None:
+    config = original.job.config
+    capped = config.model_copy(update={"export": config.export.model_copy(update={"max_test_samples": 2})})
+    job = original.job.model_copy(update={"config": capped, "output_directory": str(tmp_path / "export")})
+    assert export(job).perplexity_samples == 2
 
 
 def test_pipeline_writes_text(original: Exported) -> None:
@@ -134,10 +148,14 @@ def test_padding_is_compared_as_a_token(original: Exported, tmp_path: Path) -> N
     job = original.job.model_copy(
         update={"config": config.model_copy(update={"data": data}), "index_directory": str(tmp_path)}
     )
-    samples = export_module.validation_samples(job)
-    assert samples.shape[1] == config.data.seq_length + 1
-    assert (samples[:, -1] == 0).all()
-    assert (samples >= 0).all()
+    rows = validation_rows(job)
+    assert rows.shape[1] == config.data.seq_length + 1
+    assert (rows[:, -1] == -1).all()
+    given = samples_of(job, "cpu").validation
+    assert (given.tokens >= 0).all()
+    assert given.loss_mask is not None
+    assert not given.loss_mask[:, -1].any()
+    assert given.loss_mask[:, :-1].all()
 
 
 def test_an_output_directory_that_is_a_file_is_a_workspace_error(original: Exported, tmp_path: Path) -> None:
@@ -147,10 +165,8 @@ def test_an_output_directory_that_is_a_file_is_a_workspace_error(original: Expor
 
 
 def test_a_failing_gate_publishes_nothing(original: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = export_module.hf_gpt2.model_config
-    monkeypatch.setattr(
-        export_module.hf_gpt2, "model_config", lambda *values: {**real(*values), "activation_function": "relu"}
-    )
+    real = hf_export.model_config
+    monkeypatch.setattr(hf_export, "model_config", lambda *values: {**real(*values), "activation_function": "relu"})
     exits = tmp_path / "exit"
 
     def build(directory: Path) -> dict[str, object]:

@@ -8,6 +8,7 @@ import pytest
 from megacore.config.run import RunConfig
 from megacore.convert import exportable
 from megacore.errors import ConfigError, ConversionError
+from tests.convert._family_jobs import family_config
 from tests.convert._tiny import tiny_config
 
 
@@ -27,7 +28,8 @@ def test_a_family_without_counterpart_is_refused() -> None:
 
 def test_grouped_query_attention_is_refused() -> None:
     with pytest.raises(
-        ConversionError, match=r"model\.num_query_groups 2 differs .* 4 and GPT2LMHeadModel has no grouped"
+        ConversionError,
+        match=r"nearest, GPT2LMHeadModel, has no model\.num_query_groups 2: set model\.num_query_groups to 4, or train",
     ):
         exportable(tiny_config(num_query_groups=2))
     exportable(tiny_config(num_query_groups=4))
@@ -47,3 +49,38 @@ def test_sequences_of_one_token_are_refused() -> None:
 def test_asking_is_cheap() -> None:
     code = "import sys, megacore.convert; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_the_other_families_are_exportable(family: str) -> None:
+    exportable(family_config(family))
+
+
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (LLAMA | {"position_embedding_type": "alibi"}, r"LlamaForCausalLM, has no .* alibi: set .* to rope"),
+        (LLAMA | {"activation": "relu"}, r"LlamaForCausalLM, has no model\.activation relu: set .* to swiglu or geglu"),
+        (
+            LLAMA | {"sliding_window": 8, "add_bias_linear": True},
+            r"has no model\.sliding_window 8: set model\.sliding_window to null",
+        ),
+        (
+            {"position_embedding_type": "none", "add_bias_linear": False},
+            r"GPT2LMHeadModel, has no model\.position_embedding_type none, model\.add_bias_linear false: set "
+            r"model\.position_embedding_type to learned_absolute, model\.add_bias_linear to true",
+        ),
+        ({"kv_channels": 4}, r"has no model\.kv_channels 4: set model\.kv_channels to 8"),
+    ],
+)
+def test_every_option_without_counterpart_is_named_with_what_to_set(model: dict[str, object], message: str) -> None:
+    with pytest.raises(ConversionError, match=message):
+        exportable(tiny_config(**model))

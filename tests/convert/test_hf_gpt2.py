@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.hf_gpt2 import generation_config, key_map, model_config, module_pairs
+from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.convert.forms import model_config
+from megacore.convert.hf_export import generation_config
+from megacore.convert.hf_gpt2 import key_map, module_pairs
 from megacore.convert.key_map import KeyMap
 from megacore.convert.layers import recorded_outputs
 from megacore.models.gpt import GPTModel
@@ -15,13 +19,17 @@ from tests.convert._tiny import SEQ_LENGTH, VOCAB_SIZE, random_model, tiny_confi
 EOD = 5
 
 
+def spec_of(config: RunConfig) -> ModelSpec:
+    return ModelSpec.of(config, VOCAB_SIZE, SpecialTokens(eod=EOD))
+
+
 def transformers_model(**model: Any) -> tuple[GPTModel, Any, KeyMap]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = tiny_config(**model)
     ours = random_model(config)
-    table = key_map(config, VOCAB_SIZE, ours.padded_vocab_size)
-    theirs = GPT2LMHeadModel(GPT2Config(**model_config(config, VOCAB_SIZE, EOD))).eval()
+    table = key_map(spec_of(config))
+    theirs = GPT2LMHeadModel(GPT2Config(**model_config(spec_of(config), "float32"))).eval()
     state = dict(table.forward(dict(ours.named_parameters())))
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
@@ -73,7 +81,7 @@ def test_every_parameter_of_both_models_is_in_the_table() -> None:
 
 def test_paired_modules_give_the_same_hidden_states() -> None:
     ours, theirs, _ = transformers_model()
-    pairs = module_pairs(3)
+    pairs = module_pairs(spec_of(tiny_config()))
     tokens = torch.arange(20)[None]
     with (
         torch.inference_mode(),
@@ -91,11 +99,11 @@ def test_configurations_are_what_transformers_reads_back(tmp_path: Path) -> None
     from transformers import GenerationConfig, GPT2Config
 
     config = tiny_config(hidden_dropout=0.3, attention_dropout=0.2, layernorm_epsilon=1e-6, ffn_hidden_size=48)
-    read = GPT2Config(**model_config(config, VOCAB_SIZE, EOD))
+    read = GPT2Config(**model_config(spec_of(config), "float32"))
     assert (read.n_layer, read.n_embd, read.n_head, read.n_inner, read.n_positions) == (3, 32, 4, 48, SEQ_LENGTH)
     assert (read.resid_pdrop, read.embd_pdrop, read.attn_pdrop) == (0.3, 0.3, 0.2)
     assert (read.layer_norm_epsilon, read.activation_function) == (1e-6, "gelu_new")
     assert (read.vocab_size, read.bos_token_id, read.eos_token_id) == (VOCAB_SIZE, EOD, EOD)
-    generation = GenerationConfig(**generation_config(EOD))
+    generation = GenerationConfig(**generation_config(spec_of(config)))
     generation.validate(strict=True)
     assert generation.eos_token_id == EOD

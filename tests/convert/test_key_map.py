@@ -66,7 +66,7 @@ def test_one_of_ours_may_be_several_of_theirs() -> None:
     assert table().their_shapes == {"x.weight": (3, 4), "y.gate": (3, 2), "y.up": (3, 2)}
     back = dict(table().reverse(theirs))
     assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
-    assert all(tensor.is_contiguous() for tensor in theirs.values())
+    assert all(tensor.is_contiguous() for tensor in back.values())
 
 
 def test_a_name_in_the_table_twice_is_refused() -> None:

@@ -2,16 +2,20 @@
 
 import yaml
 
+from megacore.config.spec import ModelSpec
+from megacore.convert.counterparts import counterpart
 from megacore.convert.model_card import model_card
 from megacore.convert.report import ParityReport
 from tests.convert._tiny import tiny_config
 
 
 def test_card() -> None:
+    config = tiny_config()
     card = model_card(
-        tiny_config(),
+        config,
+        ModelSpec.of(config, 300),
+        counterpart("gpt", config.model),
         version="9.9",
-        vocab_size=300,
         parameters=1234567,
         iterations=40,
         facts={"data": "a | b\nc", "test PPL": "12.34"},

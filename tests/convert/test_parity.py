@@ -2,17 +2,22 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megacore.convert.export import copy_tokenizer, pass_gate, validation_samples, write_model
+from megacore.convert import export as export_module
+from megacore.convert.export import pass_gate
+from megacore.convert.forms import form_of
+from megacore.convert.hf_export import copy_tokenizer, write_model
 from megacore.convert.key_map import Entry, KeyMap
-from megacore.convert.parity import load_exported
+from megacore.convert.parity import load_exported, load_exported_tokenizer
 from megacore.convert.report import ParityReport
 from megacore.convert.source import CheckpointTensors
+from megacore.convert.splits import validation_rows
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import ConversionError
 from megacore.tokenizer.build import build_tokenizer
@@ -33,7 +38,7 @@ def change_json(path: Path, **values: Any) -> None:
 
 
 def gate(exported: Exported) -> ParityReport:
-    return pass_gate(exported.job, exported.table, exported.model, *load_exported(exported.directory))
+    return pass_gate(exported.job, exported.model)[0]
 
 
 def failure(exported: Exported) -> tuple[str, dict[str, Any]]:
@@ -99,7 +104,7 @@ def test_one_changed_weight_is_named_with_its_layer(
 def test_a_changed_embedding_of_an_unused_token_shows_in_the_logits_alone(
     exported: Exported, used: bool, layer: str
 ) -> None:
-    inputs = set(validation_samples(exported.job)[:, :-1].flatten().tolist())
+    inputs = set(validation_rows(exported.job)[:, :-1].flatten().tolist())
     token = next(token for token in range(300) if (token in inputs) is used)
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -129,18 +134,22 @@ def test_swapped_query_and_key_are_found(exported: Exported) -> None:
     assert "the exported model's logits differ; its perplexity differs" in message
 
 
-def test_a_wrong_table_is_found_though_it_agrees_with_itself(exported: Exported) -> None:
+def test_a_wrong_table_is_found_though_it_agrees_with_itself(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wrong(entry: Entry) -> Entry:
         if "query_key_value" not in entry.ours:
             return entry
         return Entry(entry.ours, entry.shape, entry.theirs, entry.layout.then(swapped, swapped))
 
     table = KeyMap(tuple(wrong(entry) for entry in exported.table.entries))
-    write_model(exported.directory, exported.job, table, CheckpointTensors(Path(exported.job.checkpoint)))
+    write_model(exported.directory, exported.job.spec, CheckpointTensors(Path(exported.job.checkpoint)), table=table)
+    found, form = form_of(exported.job.spec)
+    monkeypatch.setattr(export_module, "form_of", lambda spec: (found, replace(form, key_map=lambda spec: table)))
     with pytest.raises(
         ConversionError, match=r"logits differ.*first differing layer: encoder\.layers\.0\.self_attention"
     ):
-        pass_gate(exported.job, table, exported.model, *load_exported(exported.directory))
+        gate(exported)
     report = json.loads((Path(exported.job.exit_directory) / "parity.json").read_text(encoding="utf-8"))
     assert report["differing_weights"] == []
 
@@ -218,8 +227,11 @@ class OtherWords:
     def __init__(self, model: Any, position: int) -> None:
         self.model, self.position = model, position
 
-    def __call__(self, tokens: torch.Tensor) -> Any:
-        return self.model(tokens)
+    def __call__(self, **values: torch.Tensor) -> Any:
+        return self.model(**values)
+
+    def to(self, device: Any) -> "OtherWords":
+        return self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -230,18 +242,19 @@ class OtherWords:
         return continued
 
 
-def test_another_greedy_continuation_is_found(exported: Exported) -> None:
-    model, tokenizer = load_exported(exported.directory)
+def test_another_greedy_continuation_is_found(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_exported(exported.directory)
     liar = OtherWords(model, position=49 - 24)  # the first generated token: half of a sample is its prompt
+    monkeypatch.setattr(export_module, "load_exported", lambda directory: liar)
     with pytest.raises(ConversionError, match="its greedy continuation differs on 1 of 3 samples"):
-        pass_gate(exported.job, exported.table, exported.model, liar, tokenizer)
+        gate(exported)
 
 
 def test_choices_closer_than_twice_the_tolerance_are_undecided(exported: Exported) -> None:
     config = exported.job.config
     loose = config.model_copy(update={"export": config.export.model_copy(update={"parity_tolerance": 1e3})})
     job = exported.job.model_copy(update={"config": loose})
-    report = pass_gate(job, exported.table, exported.model, *load_exported(exported.directory))
+    report, _ = pass_gate(job, exported.model)
     assert report.passed
     assert (report.greedy_undecided, report.greedy_tokens) == (3, 0)
 
@@ -263,8 +276,11 @@ def test_what_transformers_would_fill_in_or_drop_is_refused(exported: Exported) 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_directory_that_transformers_cannot_load_is_refused(exported: Exported, name: str) -> None:
     (exported.directory / name).write_bytes(b"{torn")
+    load = load_exported_tokenizer if name == "tokenizer.json" else load_exported
     with pytest.raises(ConversionError, match="transformers cannot load the export"):
-        load_exported(exported.directory)
+        load(exported.directory)
+    with pytest.raises(ConversionError, match="transformers cannot load the export"):
+        gate(exported)
 
 
 def test_another_vocabulary_size_is_refused(exported: Exported) -> None:

@@ -1,11 +1,13 @@
 """What is streamed is what safetensors reads."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megacore.convert.safetensors_stream import write_float32
+from megacore.convert.safetensors_stream import write_safetensors
 from megacore.errors import WorkspaceError
 
 
@@ -15,7 +17,7 @@ def test_file_is_read_back_bitwise(tmp_path: Path) -> None:
 
     tensors = {"b": torch.randn(3, 5), "a.weight": torch.randn(7).to(torch.bfloat16), "scalar": torch.tensor(2.5)}
     path = tmp_path / "model.safetensors"
-    size = write_float32(path, {name: tuple(value.shape) for name, value in tensors.items()}, tensors.items())
+    size = write_safetensors(tmp_path, {name: tuple(value.shape) for name, value in tensors.items()}, tensors.items())
     assert size == path.stat().st_size
     read = load_file(path)
     assert read.keys() == tensors.keys()
@@ -28,16 +30,16 @@ def test_file_is_read_back_bitwise(tmp_path: Path) -> None:
 
 
 def test_tensors_must_come_as_announced(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
     with pytest.raises(AssertionError, match="b came where a"):
-        write_float32(path, {"a": (2,)}, [("b", torch.zeros(2))])
-    with pytest.raises(ValueError, match="shorter"):
-        write_float32(path, {"a": (2,), "b": (2,)}, [("a", torch.zeros(2))])
+        write_safetensors(tmp_path, {"a": (2,)}, [("b", torch.zeros(2))])
+    with pytest.raises(AssertionError, match="nothing came where b"):
+        write_safetensors(tmp_path, {"a": (2,), "b": (2,)}, [("a", torch.zeros(2))])
 
 
-def test_a_refusing_disk_is_a_workspace_error() -> None:
+def test_a_refusing_disk_is_a_workspace_error(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("/dev/full")
     with pytest.raises(WorkspaceError, match="No space left"):
-        write_float32(Path("/dev/full"), {"a": (1 << 16,)}, [("a", torch.zeros(1 << 16))])
+        write_safetensors(tmp_path, {"a": (1 << 16,)}, [("a", torch.zeros(1 << 16))])
 
 
 def test_only_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
@@ -49,5 +51,42 @@ def test_only_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
             yield name, torch.zeros(1 << 16)
             sizes.append(path.stat().st_size)
 
-    write_float32(path, {"a": (1 << 16,), "b": (1 << 16,)}, stream())  # type: ignore[arg-type]
+    write_safetensors(tmp_path, {"a": (1 << 16,), "b": (1 << 16,)}, stream())  # type: ignore[arg-type]
     assert sizes[0] <= 4 * (1 << 16) + 4096 < sizes[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_files_are_read_by_transformers_rules(tmp_path: Path, dtype: Any) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {f"t{number}": torch.randn(10, number + 1) for number in range(6)}
+    size = write_safetensors(
+        tmp_path,
+        {name: tuple(value.shape) for name, value in tensors.items()},
+        tensors.items(),
+        dtype=dtype,
+        max_shard_size=60 * getattr(torch, dtype).itemsize,
+    )
+    files = sorted(tmp_path.glob("*.safetensors"))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    kind = getattr(torch, dtype)
+    assert size == sum(path.stat().st_size for path in files)
+    assert len(files) > 2
+    assert {path.name for path in files} == set(index["weight_map"].values())
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(value.numel() for value in tensors.values()) * kind.itemsize
+    for name, value in tensors.items():
+        assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value.to(kind))
+    for path in files:
+        held = load_file(path)
+        assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= 60 * kind.itemsize
+
+
+def test_views_are_written_in_their_own_order(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole = torch.randn(700, 900)
+    views = {"turned": whole.t(), "part": whole[:, 3:5], "empty": whole[:0]}
+    write_safetensors(tmp_path, {name: tuple(value.shape) for name, value in views.items()}, views.items())
+    read = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(read[name], value) for name, value in views.items())

@@ -13,7 +13,7 @@ import pytest
 import tasks._forward
 from megacore.config import RunConfig
 from megacore.errors import DataFormatError, TrackingError
-from tasks._forward import OFFSET_FILE, Forwarder, next_batch
+from tasks._forward import OFFSET_FILE, Forwarder, next_batch, points_of
 from tasks._mlflow import RunFacts, Tracking
 from tests.tasks.conftest import KilledError
 from tests.tasks.events import TOKENS_PER_ITERATION, EventLog
@@ -65,6 +65,15 @@ def watch_log_batch(
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
     return sent
+
+
+def test_losses_of_a_binary_head_have_curves_of_their_own() -> None:
+    event = {"kind": "evaluation", "time": 1.0, "iteration": 3, "consumed_tokens": 96, "lm_loss": 2.0, "sop_loss": 0.5}
+    values = {point.key: (point.step, point.value) for point in points_of(event)}
+    assert values["valid/sop_loss"] == (3, 0.5)
+    assert values["valid/sop_loss_by_tokens"] == (96, 0.5)
+    assert "valid/nsp_loss" not in values
+    assert {point.key for point in points_of(event | {"kind": "step"})} >= {"train/lm_loss", "train/sop_loss"}
 
 
 def test_curves_by_iteration_and_by_tokens(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:

@@ -1,0 +1,96 @@
+"""`megacore import` and `megacore export`: checkpoints from and to the forms of other programs."""
+
+import os
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from megacore.errors import ConfigError
+
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", help="directory of the tokenizer; else the model's own, if it has one")
+]
+OutputOption = Annotated[Path, typer.Option("--output", help="directory that does not exist yet, or is empty")]
+
+
+def import_(
+    output: OutputOption,
+    from_hf: Annotated[Path | None, typer.Option("--from-hf", help="directory that save_pretrained wrote")] = None,
+    from_megatron: Annotated[
+        Path | None, typer.Option("--from-megatron", help="checkpoint of Megatron-LM: its root, or one iter_*")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+) -> None:
+    """Make a checkpoint of a model of transformers or Megatron-LM, for training at any layout."""
+    from rich.console import Console
+
+    given = [path for path in (from_hf, from_megatron) if path is not None]
+    if len(given) != 1:
+        raise ConfigError("give one of --from-hf and --from-megatron: the directory of the model")
+    os.environ.update(_OFFLINE)
+    from megacore.convert.imported import import_model, open_from_hf, open_from_megatron
+    from megacore.convert.staged import check_output
+
+    check_output(output)
+    opener = open_from_hf if from_hf is not None else open_from_megatron
+    foreign = opener(given[0])
+    checkpoint = import_model(foreign, given[0], output, tokenizer)
+    beside = "with its tokenizer" if (output / "tokenizer").is_dir() else "without a tokenizer"
+    Console().print(
+        f"wrote {checkpoint}: {foreign.kind}, {beside}; it was not compared with its source", soft_wrap=True
+    )
+    for remark in foreign.remarks:
+        Console(stderr=True).print(remark, soft_wrap=True)
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", help="checkpoint (iter_*), or a run, whose newest complete one is taken")
+    ],
+    output: OutputOption,
+    form: Annotated[str, typer.Option("--format", help="hf (a transformers directory) or megatron (its files)")] = "hf",
+    dtype: Annotated[
+        str | None, typer.Option(help="of a transformers directory: float32 (default) or bfloat16")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    tensor_model_parallel_size: Annotated[int | None, typer.Option(min=1, help="of Megatron's files")] = None,
+    pipeline_model_parallel_size: Annotated[int | None, typer.Option(min=1, help="of Megatron's files")] = None,
+) -> None:
+    """Write a checkpoint in the form of transformers or Megatron-LM; the flow `export` compares and publishes one."""
+    from rich.console import Console
+
+    _check_options(form, dtype, tensor_model_parallel_size, pipeline_model_parallel_size)
+    os.environ.update(_OFFLINE)
+    from megacore.convert.exported import export_hf, export_megatron, open_source
+    from megacore.convert.staged import check_output
+
+    check_output(output)
+    source = open_source(checkpoint, tokenizer)
+    if form == "hf":
+        export_hf(source, output, dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    else:
+        export_megatron(
+            source, output, tensor=tensor_model_parallel_size or 1, pipeline=pipeline_model_parallel_size or 1
+        )
+    beside = "without a tokenizer" if source.tokenizer is None else f"with the tokenizer of {source.tokenizer}"
+    Console().print(
+        f"wrote {output} from {source.checkpoint}, {beside}; it was not compared with the checkpoint", soft_wrap=True
+    )
+
+
+def _check_options(form: str, dtype: str | None, tensor: int | None, pipeline: int | None) -> None:
+    """Raise ConfigError for an unknown form or type, or an option that the form has no use for."""
+    from megacore.convert.exportable import Dtype
+
+    if form not in ("hf", "megatron"):
+        raise ConfigError(f"--format is {form}: give hf or megatron")
+    if dtype is not None and dtype not in get_args(Dtype):
+        raise ConfigError(f"--dtype is {dtype}: give {' or '.join(get_args(Dtype))}")
+    if form == "megatron" and dtype is not None:
+        raise ConfigError(f"--dtype {dtype} is for --format hf: Megatron's files are written in float32")
+    sizes = {"--tensor-model-parallel-size": tensor, "--pipeline-model-parallel-size": pipeline}
+    for name, size in sizes.items():
+        if form == "hf" and size is not None:
+            raise ConfigError(f"{name} {size} is for --format megatron: a transformers directory has no layout")

@@ -1,0 +1,167 @@
+"""Which class of transformers is a model of ours, and what none of them has. Imports no torch.
+
+`megacore.convert.forms` says how the weights and the configuration of each class are written.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megacore.config.model import Activation, Family, ModelConfig
+from megacore.errors import ConversionError
+
+GIVEN = "any number"
+"""Among the allowed values of an option: whatever is not null."""
+
+
+class Obstacle(NamedTuple):
+    """A value of the configuration that a class does not have."""
+
+    option: str
+    """Name of the field of `model`."""
+    value: str
+    """As the configuration has it."""
+    wanted: str
+    """What to set instead."""
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """A class of transformers, and the options of ours that it can express."""
+
+    architecture: str
+    """Name of the class."""
+    model_type: str
+    """Its name in config.json."""
+    family: Family
+    """Of our models."""
+    options: Mapping[str, tuple[object, ...]]
+    """Allowed values by field of `ModelConfig`; what is not named may have any value."""
+    grouped_queries: bool = False
+    """Whether key-value heads may be fewer than query heads."""
+    any_head_size: bool = False
+    """Whether all heads together may be wider or narrower than hidden_size."""
+    tags: tuple[str, ...] = field(default=())
+    """Of the model card."""
+
+    def obstacles(self, model: ModelConfig) -> list[Obstacle]:
+        """Every value of `model` that this class cannot have."""
+        found = [
+            Obstacle(name, _written(value), " or ".join(map(_written, allowed)))
+            for name, allowed in self.options.items()
+            if not _is_among(value := getattr(model, name), allowed)
+        ]
+        if not self.grouped_queries and model.query_groups != model.num_attention_heads:
+            found.append(Obstacle("num_query_groups", str(model.num_query_groups), str(model.num_attention_heads)))
+        if not self.any_head_size and model.attention_size != model.hidden_size:
+            wanted = f"{model.hidden_size / model.num_attention_heads:g}"
+            found.append(Obstacle("kv_channels", str(model.head_dim), wanted))
+        if model.position_embedding_type == "rope" and int(model.head_dim * model.rotary_percent) % 2:
+            rotated = model.head_dim * model.rotary_percent
+            even = int(rotated) - 1
+            found.append(Obstacle("rotary_percent", f"{model.rotary_percent:g}", f"{even / model.head_dim:g}"))
+        return found
+
+
+_PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
+_GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
+_CAUSAL: dict[str, tuple[object, ...]] = {"norm_position": ("pre",)}
+_GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
+    "position_embedding_type": ("learned_absolute",),
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (True,),
+}
+_LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0,),
+    "normalization": ("rmsnorm",),
+    "activation": _GATED,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+}
+_MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
+_QWEN3 = _LLAMA | {"sliding_window": (None, GIVEN), "qk_layernorm": (True,), "add_bias_linear": (False,)}
+_NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
+_BERT: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("learned_absolute",),
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (True,),
+    "untie_embeddings_and_output_weights": (False,),
+}
+_T5: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("relative",),
+    "normalization": ("rmsnorm",),
+    "norm_position": ("pre",),
+    "activation": (*_PLAIN, "swiglu", "geglu_tanh"),
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (False,),
+}
+
+
+def _bert(architecture: str, model_type: str, norm_position: str, *, binary_head: bool) -> Counterpart:
+    options = _BERT | {"norm_position": (norm_position,), "bert_binary_head": (binary_head,)}
+    return Counterpart(architecture, model_type, "bert", options, tags=("bert",))
+
+
+COUNTERPARTS = (
+    Counterpart("GPT2LMHeadModel", "gpt2", "gpt", _GPT2, tags=("gpt2",)),
+    Counterpart("LlamaForCausalLM", "llama", "gpt", _LLAMA, True, True, ("llama",)),
+    Counterpart("MistralForCausalLM", "mistral", "gpt", _MISTRAL, True, True, ("mistral",)),
+    Counterpart("Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, True, True, ("qwen3",)),
+    Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
+    _bert("BertForPreTraining", "bert", "post", binary_head=True),
+    _bert("MegatronBertForPreTraining", "megatron-bert", "pre", binary_head=True),
+    _bert("BertForMaskedLM", "bert", "post", binary_head=False),
+    _bert("MegatronBertForMaskedLM", "megatron-bert", "pre", binary_head=False),
+    Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True, tags=("t5",)),
+)
+"""Every class that models are converted to and from; of two that can express a model the first is taken."""
+
+
+def counterpart(family: str, model: ModelConfig) -> Counterpart:
+    """The class of transformers that is a model of this architecture.
+
+    Raises ConversionError when there is none: the nearest class is named, and what to set for it.
+    """
+    candidates = [candidate for candidate in COUNTERPARTS if candidate.family == family]
+    if not candidates:
+        families = ", ".join(dict.fromkeys(candidate.family for candidate in COUNTERPARTS))
+        raise ConversionError(f"family {family!r} has no counterpart in transformers: choose one of {families}")
+    obstacles = {candidate.architecture: candidate.obstacles(model) for candidate in candidates}
+    nearest = min(candidates, key=lambda candidate: len(obstacles[candidate.architecture]))
+    found = obstacles[nearest.architecture]
+    if not found:
+        return nearest
+    lacking = ", ".join(f"model.{obstacle.option} {obstacle.value}" for obstacle in found)
+    wanted = ", ".join(f"model.{obstacle.option} to {obstacle.wanted}" for obstacle in found)
+    raise ConversionError(
+        f"no class of transformers is a model of this configuration: the nearest, {nearest.architecture}, has no "
+        f"{lacking}: set {wanted}, or train by megacore.launch.pretrain, which exports nothing"
+    )
+
+
+def by_architecture(architecture: str) -> Counterpart | None:
+    """The class of this name, if it is one of ours."""
+    return next((entry for entry in COUNTERPARTS if entry.architecture == architecture), None)
+
+
+def _is_among(value: object, allowed: tuple[object, ...]) -> bool:
+    return value in allowed or (GIVEN in allowed and value is not None)
+
+
+def _written(value: object) -> str:
+    """A value as YAML has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

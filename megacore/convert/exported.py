@@ -1,0 +1,129 @@
+"""Checkpoints in the forms of others, without data and, where there is none, without a tokenizer; no gate runs."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megacore
+from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.manifest import file_digest
+from megacore.checkpoint.format import MARKER_NAME, Marker, verify
+from megacore.config.spec import ModelSpec
+from megacore.convert.forms import form_of
+from megacore.convert.hf_export import copy_tokenizer, write_model
+from megacore.convert.model_card import bare_card
+from megacore.convert.safetensors_stream import Dtype
+from megacore.convert.source import CheckpointTensors
+from megacore.convert.staged import staged
+from megacore.errors import ConfigError, ConversionError
+from megacore.generate.source import find_model
+
+RECORD_NAME = "export.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of ours that is whole, and the tokenizer that goes with it."""
+
+    checkpoint: Path
+    marker: Marker
+    spec: ModelSpec
+    tokenizer: Path | None
+    """None where the checkpoint came without one, or it is no longer there."""
+
+
+def open_source(path: Path, tokenizer: Path | None = None) -> Source:
+    """The checkpoint that a path names, or the newest complete one of a run, with every file checked.
+
+    `tokenizer` replaces the one that the checkpoint names.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it does not say what it is.
+        ConversionError: it is a transformers directory.
+        ConfigError: `tokenizer` holds none.
+    """
+    source = find_model(path)
+    if source.exported:
+        raise ConversionError(f"{path} is a transformers directory already: give a checkpoint (iter_*)")
+    if tokenizer is not None and not (tokenizer / _TOKENIZER_CONFIG).is_file():
+        raise ConfigError(f"--tokenizer {tokenizer} has no {_TOKENIZER_CONFIG}: give a directory with tokenizer.json")
+    checkpoint = Path(source.directory)
+    marker = verify(checkpoint)
+    named = tokenizer or (Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None)
+    there = named is not None and (named / _TOKENIZER_CONFIG).is_file()
+    return Source(checkpoint, marker, source.spec, named if there else None)
+
+
+def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None:
+    """Write a transformers directory: weights, configuration, tokenizer, model card and export.json.
+
+    `output` does not exist or is empty; it appears whole, or not at all. Raises ConversionError when no class of
+    transformers is this model, ConfigError, CheckpointError, WorkspaceError.
+    """
+    found, form = form_of(source.spec)
+    table = form.key_map(source.spec)
+    with staged(output) as staging:
+        write_model(staging, source.spec, CheckpointTensors(source.checkpoint), dtype=dtype)
+        if source.tokenizer is not None:
+            copy_tokenizer(source.tokenizer, staging, source.spec.max_position_embeddings)
+        card = bare_card(
+            output.absolute().name,
+            source.spec,
+            found,
+            version=megacore.__version__,
+            parameters=sum(math.prod(shape) for shape in table.their_shapes.values()),
+            iterations=source.marker.iteration,
+            dtype=dtype,
+            facts={"checkpoint": str(source.checkpoint), **_run_facts(source.checkpoint)},
+        )
+        with workspace_errors(staging):
+            (staging / "README.md").write_text(card, encoding="utf-8")
+        write_json(staging / RECORD_NAME, _record(source, "hf", found.architecture, dtype))
+
+
+def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int) -> None:
+    """Write a checkpoint in Megatron-LM's file form and export.json. Raises as `write_megatron` and `staged`."""
+    from megacore.convert.megatron import write_megatron
+    from megacore.convert.megatron_args import check_megatron
+
+    spec = source.spec.model_copy(update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)})
+    check_megatron(spec, tensor=tensor, pipeline=pipeline)
+    with staged(output) as staging:
+        write_megatron(
+            spec,
+            CheckpointTensors(source.checkpoint),
+            staging,
+            iteration=source.marker.iteration,
+            tensor=tensor,
+            pipeline=pipeline,
+        )
+        layout = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+        record = _record(source, "megatron", f"Megatron-LM {spec.family}", "float32")
+        write_json(staging / RECORD_NAME, record | layout)
+
+
+def _record(source: Source, form: str, kind: str, dtype: str) -> dict[str, Any]:
+    """What the export was made of; publication alone asks for the gate."""
+    return {
+        "megacore": megacore.__version__,
+        "source": str(source.checkpoint),
+        "digest": file_digest(source.checkpoint / MARKER_NAME),
+        "iteration": source.marker.iteration,
+        "form": form,
+        "class": kind,
+        "dtype": dtype,
+        "tokenizer": None if source.tokenizer is None else str(source.tokenizer),
+        "gate": None,
+    }
+
+
+def _run_facts(checkpoint: Path) -> dict[str, str]:
+    """What the run of a checkpoint says of its data, where it is a run's."""
+    try:
+        job = json.loads((checkpoint.parent.parent / "run.json").read_text(encoding="utf-8"))
+        return {"run": job["config"]["name"], "tokens": ", ".join(job["token_prefixes"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

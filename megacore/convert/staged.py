@@ -1,0 +1,46 @@
+"""An output directory that appears whole, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megacore.artifact.files import remove_dead_temporaries, sync_directory, sync_tree, workspace_errors
+from megacore.errors import ConfigError
+
+
+def check_output(output: Path) -> None:
+    """Refuse an output that is a file or holds something. Raises ConfigError."""
+    for place in (output.absolute(), *output.absolute().parents):
+        if place.exists() and not place.is_dir():
+            raise ConfigError(f"{place} is a file: give another --output")
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty: give another --output, or remove it")
+
+
+@contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """A directory that takes the name `output` when the block ends well, and is removed when it does not.
+
+    Raises ConfigError when `output` holds something, WorkspaceError when the disk refuses.
+    """
+    check_output(output)
+    target = output.absolute()
+    staging = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    made = [path for path in target.parents if not path.exists()]
+    with workspace_errors(target):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_dead_temporaries(target)
+            staging.mkdir()
+            yield staging
+            sync_tree(staging)
+            os.rename(staging, target)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            for path in made:
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
+            raise
+        sync_directory(target.parent)

@@ -1,0 +1,55 @@
+"""What MLflow's transformers flavor is told of an export, for each kind of model.
+
+transformers 5 has no pipeline for encoder-decoders: a T5 is loaded as model and tokenizer
+(`mlflow.transformers.load_model(uri, return_type="components")`), and has no `pyfunc`.
+"""
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+class Task(NamedTuple):
+    """A pipeline of transformers."""
+
+    name: str
+    pipeline: str
+    """Its class."""
+    model: str
+    """The class of the model that the pipeline runs."""
+    options: dict[str, Any]
+    """Of its calls, where nothing else is asked."""
+    served: bool = True
+    """Whether transformers has that pipeline."""
+
+
+def task_of(directory: Path) -> Task:
+    """The task that the model of a transformers directory is for."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    architecture: str = config["architectures"][0]
+    if architecture == "T5ForConditionalGeneration":
+        return Task("text2text-generation", "Text2TextGenerationPipeline", architecture, {}, served=False)
+    if architecture.endswith(("ForPreTraining", "ForMaskedLM")):
+        masked = architecture.replace("ForPreTraining", "ForMaskedLM")
+        return Task("fill-mask", "FillMaskPipeline", masked, {})
+    # transformers' 256 tokens can lead past the position table.
+    positions = next(config[name] for name in _POSITIONS if name in config)
+    return Task("text-generation", "TextGenerationPipeline", architecture, {"max_new_tokens": int(positions) // 2})
+
+
+def flavor(task: Task) -> dict[str, Any]:
+    """The transformers flavor's part of an MLmodel file."""
+    return {
+        "transformers_version": metadata.version("transformers"),
+        "code": None,
+        "task": task.name,
+        "instance_type": task.pipeline,
+        "pipeline_model_type": task.model,
+        "source_model_name": "",
+        "model_binary": "model",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+    }

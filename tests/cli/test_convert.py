@@ -1,0 +1,102 @@
+"""`megacore import` and `megacore export` as a user calls them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megacore.cli import app
+from megacore.errors import ConfigError, ConversionError
+from megacore.generate.source import find_model
+from megacore.tokenizer import load_tokenizer
+from megacore.tokenizer.build import train_bpe
+from megacore.tokenizer.load import JsonTokenizer
+from tests.convert._models import their_model, tiny_spec
+
+
+def run(*arguments: object) -> str:
+    """What the command prints. Raises what it raises."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of transformers with a tokenizer beside it."""
+    directory = tmp_path_factory.mktemp("model")
+    spec = tiny_spec("gpt2", make_vocab_size_divisible_by=1).model_copy(update={"vocab_size": 260})
+    their_model(spec).save_pretrained(directory)
+    JsonTokenizer(train_bpe(["abc abc abc abd abd"] * 9, 259), "<|endoftext|>").save(directory)
+    return directory
+
+
+def test_import_and_export_with_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    assert "GPT2LMHeadModel, with its tokenizer" in run("import", "--from-hf", model, "--output", tmp_path / "in")
+    source = find_model(tmp_path / "in")
+    assert source.directory == str(tmp_path / "in" / "iter_0000000")
+    assert source.spec.tokenizer_directory == str(tmp_path / "in" / "tokenizer")
+    assert source.spec.special_tokens.eod == 2  # config.json goes before the spelling
+    printed = run("export", "--checkpoint", tmp_path / "in", "--output", tmp_path / "out", "--dtype", "bfloat16")
+    assert f"with the tokenizer of {tmp_path / 'in' / 'tokenizer'}" in printed
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "README.md",
+        "config.json",
+        "export.json",
+        "generation_config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+    text = "abd abc"
+    tokenizers = (load_tokenizer(tmp_path / "out"), load_tokenizer(model))
+    assert tokenizers[0].encode(text).tolist() == tokenizers[1].encode(text).tolist()
+    assert json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "push_to_hub" in card
+    assert "without comparing it" in card
+
+
+def test_megatrons_files_there_and_back(model: Path, tmp_path: Path) -> None:
+    run("import", "--from-hf", model, "--output", tmp_path / "in")
+    sizes = ("--tensor-model-parallel-size", 2)
+    run("export", "--checkpoint", tmp_path / "in", "--output", tmp_path / "out", "--format", "megatron", *sizes)
+    ranks = sorted(path.name for path in (tmp_path / "out" / "iter_0000000").iterdir())
+    assert ranks == ["mp_rank_00", "mp_rank_01"]
+    record = json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))
+    assert (record["form"], record["tensor_model_parallel_size"]) == ("megatron", 2)
+    run("import", "--from-megatron", tmp_path / "out", "--output", tmp_path / "again", "--tokenizer", model)
+    spec = find_model(tmp_path / "again").spec
+    assert (spec.family, spec.vocab_size) == ("gpt", 260)
+    assert spec.tokenizer_directory == str(tmp_path / "again" / "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("import", "--output", "x"), "give one of --from-hf and --from-megatron"),
+        (("import", "--output", "x", "--from-hf", "a", "--from-megatron", "b"), "give one of --from-hf"),
+        (("export", "--output", "x", "--checkpoint", "c", "--format", "onnx"), "--format is onnx: give hf or megatron"),
+        (("export", "--output", "x", "--checkpoint", "c", "--dtype", "int8"), "--dtype is int8: give float32 or"),
+        (
+            ("export", "--output", "x", "--checkpoint", "c", "--format", "megatron", "--dtype", "bfloat16"),
+            "--dtype bfloat16 is for --format hf",
+        ),
+        (
+            ("export", "--output", "x", "--checkpoint", "c", "--tensor-model-parallel-size", "2"),
+            "--tensor-model-parallel-size 2 is for --format megatron",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(*arguments)
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"config\.json cannot be read \(No such file or directory\)"):
+        run("import", "--from-hf", tmp_path, "--output", tmp_path / "out")

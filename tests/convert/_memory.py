@@ -1,0 +1,37 @@
+"""Prints by how many bytes an export grew its process: `python -m tests.convert._memory CHECKPOINT OUTPUT DTYPE`."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def peak(operation: Callable[[], object]) -> int:
+    """Bytes by which the process was larger, at most, than when the operation began."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    operation()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def main(checkpoint: str, output: str, dtype: str) -> None:
+    """Export twice: what the first time loads and keeps, code and caches, is not counted."""
+    import torch
+
+    from megacore.checkpoint.spec import read_spec
+    from megacore.convert.hf_export import write_model
+    from megacore.convert.source import CheckpointTensors
+
+    torch.set_num_threads(1)
+    spec, tensors = read_spec(Path(checkpoint)), CheckpointTensors(Path(checkpoint))
+    write_model(Path(output, "first"), spec, tensors, dtype=dtype)  # type: ignore[arg-type]
+    grown = peak(lambda: write_model(Path(output, "second"), spec, tensors, dtype=dtype))  # type: ignore[arg-type]
+    sys.stdout.write(f"{grown}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,192 @@
+"""The gate of every class: it passes what is the same, and names where anything else begins to differ."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.convert.forms import form_of
+from megacore.convert.hf_export import write_model
+from megacore.convert.outputs import Pair
+from megacore.convert.parity import check_models, compare_native, load_exported, our_perplexity
+from megacore.convert.report import ParityReport
+from tests.convert._models import MODELS, our_model, samples, tiny_spec
+
+TOLERANCE = 1e-4
+
+
+def exported(name: str, directory: Path, *, dtype: Any = "float32") -> Pair:
+    """A model of ours, and what transformers loads of its export."""
+    spec = tiny_spec(name)
+    ours = our_model(spec)
+    write_model(directory, spec, dict(ours.named_parameters()), dtype=dtype)
+    return Pair(spec, form_of(spec)[1], ours, load_exported(directory))
+
+
+def reported(pair: Pair) -> ParityReport:
+    report = ParityReport(TOLERANCE)
+    given = samples(pair.spec)
+    check_models(report, pair, given, lambda: [given])
+    return report
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_same_model_passes(name: str, tmp_path: Path) -> None:
+    pair = exported(name, tmp_path)
+    report = reported(pair)
+    assert report.problems == []
+    assert report.first_differing_layer is None
+    assert report.max_abs_logit_difference <= 2e-5
+    assert (report.max_abs_answer_difference is not None) == (name in {"bert", "megatron-bert"})
+    given = samples(pair.spec)
+    labels = given.labels.numel() if given.loss_mask is None else int(given.loss_mask.sum())
+    assert (report.perplexity_samples, report.perplexity_tokens) == (3, labels)
+    assert report.perplexity_with_padding > report.perplexity_ours > 1
+    assert report.greedy_tokens >= 3
+
+
+CHANGES = [
+    ("llama", "model.layers.1.mlp.up_proj.weight", "encoder.layers.1.mlp"),
+    ("llama", "lm_head.weight", "output_layer"),
+    ("mistral", "model.layers.2.self_attn.k_proj.weight", "encoder.layers.2.self_attention"),
+    ("qwen3", "model.layers.0.self_attn.q_norm.weight", "encoder.layers.0.self_attention"),
+    ("neox", "gpt_neox.layers.1.post_attention_layernorm.bias", "encoder.layers.1.post_attention_layernorm"),
+    ("neox", "embed_out.weight", "output_layer"),
+    ("bert", "bert.embeddings.LayerNorm.bias", "embedding"),
+    ("bert", "bert.encoder.layer.1.output.dense.weight", "encoder.layers.1.mlp"),
+    ("bert", "bert.pooler.dense.weight", "pooler"),
+    ("bert", "cls.seq_relationship.bias", "binary_head"),
+    ("bert", "cls.predictions.transform.dense.weight", "lm_head.layernorm"),
+    ("bert", "cls.predictions.bias", "output_layer"),
+    ("megatron-bert", "bert.encoder.layer.2.attention.ln.weight", "encoder.layers.2.input_layernorm"),
+    ("megatron-bert", "bert.encoder.ln.bias", "encoder.final_layernorm"),
+    ("t5", "encoder.block.1.layer.1.DenseReluDense.wi.weight", "encoder.layers.1.mlp"),
+    ("t5", "decoder.block.0.layer.1.EncDecAttention.v.weight", "decoder.layers.0.inter_attention"),
+    (
+        "t5",
+        "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        "decoder.layers.0.self_attention",
+    ),
+    ("t5-v1.1", "decoder.block.1.layer.2.DenseReluDense.wi_0.weight", "decoder.layers.1.mlp"),
+    ("t5-v1.1", "lm_head.weight", "output_layer"),
+]
+
+
+@pytest.mark.parametrize(("name", "weight", "layer"), CHANGES, ids=[f"{name}-{layer}" for name, _, layer in CHANGES])
+def test_a_changed_weight_is_found_and_its_layer_named(name: str, weight: str, layer: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    exported(name, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[weight] = tensors[weight] + 0.3 * torch.randn_like(tensors[weight])
+    save_file(tensors, path, metadata={"format": "pt"})
+    spec = tiny_spec(name)
+    report = reported(Pair(spec, form_of(spec)[1], our_model(spec), load_exported(tmp_path)))
+    assert not report.passed
+    assert report.first_differing_layer == layer
+    assert len(report.differing_weights) == 1
+    if layer in {"pooler", "binary_head"}:
+        assert "the logits of its binary head differ" in report.problems
+        assert report.max_abs_logit_difference <= TOLERANCE
+    else:
+        assert "the exported model's logits differ" in report.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "layer"),
+    [
+        ("llama", {"rms_norm_eps": 1e-2}, "encoder.layers.0.input_layernorm"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, "encoder.layers.0.self_attention"),
+        ("llama-grouped", {"hidden_act": "gelu"}, "encoder.layers.0.mlp"),
+        ("mistral", {"sliding_window": 6}, "encoder.layers.0.self_attention"),
+        ("neox", {"use_parallel_residual": False}, "encoder.layers.0.post_attention_layernorm"),
+        ("bert", {"layer_norm_eps": 1e-2}, "embedding"),
+        ("bert", {"hidden_act": "relu"}, "encoder.layers.0.mlp"),
+        ("t5", {"relative_attention_max_distance": 9}, "encoder.layers.0.self_attention"),
+        ("t5-v1.1", {"tie_word_embeddings": True}, "output_layer"),
+    ],
+)
+def test_a_wrong_configuration_is_found(name: str, values: dict[str, Any], layer: str, tmp_path: Path) -> None:
+    exported(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+    spec = tiny_spec(name)
+    report = reported(Pair(spec, form_of(spec)[1], our_model(spec), load_exported(tmp_path)))
+    assert report.differing_weights == []
+    assert "the exported model's logits differ" in report.problems
+    assert report.first_differing_layer == layer
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("llama", "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"),
+        ("bert", "bert.encoder.layer.1.attention.self.query.weight", "bert.encoder.layer.1.attention.self.key.weight"),
+        (
+            "t5",
+            "encoder.block.1.layer.0.SelfAttention.q.weight",
+            "encoder.block.1.layer.0.SelfAttention.k.weight",
+        ),
+    ],
+)
+def test_swapped_query_and_key_are_found(name: str, first: str, second: str, tmp_path: Path) -> None:
+    pair = exported(name, tmp_path)
+    held = pair.theirs.state_dict()
+    held[first], held[second] = held[second].clone(), held[first].clone()
+    pair.theirs.load_state_dict(held)
+    report = reported(pair)
+    assert report.first_differing_layer == "encoder.layers.1.self_attention"
+    assert "the exported model's logits differ" in report.problems
+
+
+class Liar:
+    """The exported model, with other choices."""
+
+    def __init__(self, model: Any, change: Callable[[Any], None]) -> None:
+        self._model, self._change = model, change
+
+    def __call__(self, **values: Any) -> Any:
+        return self._model(**values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, *values: Any, **options: Any) -> Any:
+        found = self._model.generate(*values, **options)
+        self._change(found)
+        return found
+
+
+@pytest.mark.parametrize(("name", "place"), [("llama", 13), ("t5", 1)])
+def test_another_greedy_continuation_is_found(name: str, place: int, tmp_path: Path) -> None:
+    pair = exported(name, tmp_path)
+
+    def change(found: Any) -> None:
+        found[1, place] = (found[1, place] + 1) % 100
+
+    liar = Pair(pair.spec, pair.form, pair.ours, Liar(pair.theirs, change))
+    assert reported(liar).problems == ["its greedy continuation differs on 1 of 3 samples"]
+
+
+def test_bfloat16_is_compared_with_rounded_weights_and_natively(tmp_path: Path) -> None:
+    pair = exported("llama-grouped", tmp_path, dtype="bfloat16")
+    given = samples(pair.spec)
+    trained = our_perplexity(pair, lambda: [given])
+    assert "its weights differ" in reported(pair).problems[-1]
+    with torch.no_grad():
+        for parameter in pair.ours.parameters():
+            parameter.copy_(parameter.bfloat16())
+    report = reported(pair)
+    assert report.problems == []
+    native = load_exported(tmp_path, torch.bfloat16)
+    assert next(native.parameters()).dtype == torch.bfloat16
+    # These random weights make logits in the tens, so that bfloat16 tells.
+    compare_native(report, native, trained, lambda: [given])
+    assert report.perplexity_trained == trained["ours"]
+    assert report.perplexity_native != report.perplexity_exported
+    near = abs(report.perplexity_native / report.perplexity_trained - 1) <= 0.005  # type: ignore[operator]
+    assert report.passed is near

@@ -1,0 +1,280 @@
+"""From transformers' files to a checkpoint and back: what lies there, and every refusal."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.checkpoint.spec import read_spec
+from megacore.convert import load_model, open_export
+from megacore.convert.exported import export_hf, open_source
+from megacore.convert.imported import import_model, open_from_hf
+from megacore.convert.outputs import meaningful, our_outputs, their_outputs
+from megacore.convert.parity import load_exported
+from megacore.convert.source import CheckpointTensors
+from megacore.errors import CheckpointError, ConfigError, ConversionError, MegacoreError
+from tests.convert._models import MODELS, on_disk, samples, their_model, tiny_spec
+
+CLASSES = ("gpt2-untied", "llama-grouped", "mistral", "neox", "bert", "megatron-bert-masked", "t5", "t5-v1.1")
+"""One for each way of naming and tying."""
+
+
+def saved(name: str, directory: Path, *, shard: str = "40KB", dtype: torch.dtype = torch.float32) -> Any:
+    """A model of transformers, saved by itself, in several files."""
+    model = their_model(tiny_spec(name)).to(dtype)
+    model.save_pretrained(directory, max_shard_size=shard)
+    return model
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved GPT-2 of several files; not to be changed."""
+    directory = tmp_path_factory.mktemp("gpt2") / "hf"
+    saved("gpt2", directory)
+    return directory
+
+
+@pytest.fixture
+def copied(gpt2: Path, tmp_path: Path) -> Path:
+    """The same, for a test to damage."""
+    target = tmp_path / "copied"
+    target.mkdir()
+    for path in gpt2.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    source, spec = tmp_path / "hf", tiny_spec(name)
+    theirs = saved(name, source)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    checkpoint = import_model(open_from_hf(source), source, tmp_path / "imported")
+    assert checkpoint == tmp_path / "imported" / "iter_0000000"
+    read = read_spec(checkpoint)
+    assert (read.family, read.vocab_size, read.padded_vocab_size) == (spec.family, 100, 128)
+    assert read.tokenizer_directory is None
+    record = json.loads((tmp_path / "imported" / "import.json").read_text(encoding="utf-8"))
+    assert record["class"] == MODELS[name][1]
+    assert record["tokenizer"] is None
+    assert record["gate"] is None
+    assert set(record["files"]) == {path.name for path in source.iterdir() if path.name != "generation_config.json"}
+
+    export_hf(open_source(tmp_path / "imported"), tmp_path / "again")
+    record = json.loads((tmp_path / "again" / "export.json").read_text(encoding="utf-8"))
+    assert (record["class"], record["dtype"], record["gate"]) == (MODELS[name][1], "float32", None)
+    again = load_exported(tmp_path / "again")
+    assert type(again).__name__ == MODELS[name][1]
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+
+    opened, tensors = open_export(tmp_path / "again")
+    given = samples(spec)
+    with torch.inference_mode():
+        own = our_outputs(spec.family, load_model(opened, tensors, "cpu"), given).logits[..., :100]
+        other = their_outputs(theirs, given).logits
+    assert (own - other)[meaningful(given)].abs().max() <= 2e-5
+
+
+def test_bfloat16_comes_back_bitwise(tmp_path: Path) -> None:
+    theirs = saved("llama", tmp_path / "hf", dtype=torch.bfloat16)
+    import_model(open_from_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
+    export_hf(open_source(tmp_path / "imported"), tmp_path / "again", dtype="bfloat16")
+    config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
+    assert config["dtype"] == "bfloat16"
+    again = load_exported(tmp_path / "again", torch.bfloat16)
+    wanted = on_disk(tiny_spec("llama"), theirs)
+    assert all(torch.equal(value, wanted[key]) for key, value in on_disk(tiny_spec("llama"), again).items())
+
+
+def test_padding_is_zero_and_shapes_are_those_of_the_spec(gpt2: Path, tmp_path: Path) -> None:
+    checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
+    table = CheckpointTensors(checkpoint)["embedding.word_embeddings.weight"]
+    assert table.shape == (128, 32)
+    assert table[:100].abs().sum(1).min() > 0
+    assert not table[100:].any()
+
+
+def test_names_without_the_base_models_prefix_masks_and_a_copy_of_the_head(copied: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    _, spec, tensors = open_from_hf(copied).kind, open_from_hf(copied).spec, open_from_hf(copied).tensors
+    theirs = on_disk(tiny_spec("gpt2"), their_model(tiny_spec("gpt2")))
+    bare = {key.removeprefix("transformer."): value.contiguous() for key, value in theirs.items()}
+    bare |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "lm_head.weight": theirs["transformer.wte.weight"].clone()}
+    for path in copied.glob("*.safetensors*"):
+        path.unlink()
+    save_file(bare, copied / "model.safetensors")
+    again = open_from_hf(copied)
+    assert again.spec == spec
+    assert all(torch.equal(again.tensors[name], tensors[name]) for name in tensors)
+    bare["lm_head.weight"][3] += 1
+    save_file(bare, copied / "model.safetensors")
+    with pytest.raises(ConversionError, match=r"lm_head\.weight and transformer\.wte\.weight with different values"):
+        open_from_hf(copied)
+
+
+def test_a_pickle_of_tensors_is_read_and_any_other_refused(copied: Path, gpt2: Path) -> None:
+    theirs = their_model(tiny_spec("gpt2"))
+    for path in copied.glob("*.safetensors*"):
+        path.unlink()
+    torch.save(theirs.state_dict(), copied / "pytorch_model.bin")
+    opened, wanted = open_from_hf(copied), open_from_hf(gpt2)
+    assert all(torch.equal(opened.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
+    torch.save({"model": Path("/")}, copied / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=r"pytorch_model\.bin cannot be read as tensors alone"):
+        open_from_hf(copied)
+
+
+def lose_a_shard(directory: Path) -> None:
+    next(iter(sorted(directory.glob("model-*.safetensors")))).unlink()
+
+
+def cut_a_shard(directory: Path) -> None:
+    path = sorted(directory.glob("model-*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_all(directory: Path) -> None:
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+
+
+def escape(directory: Path) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"]["transformer.wte.weight"] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(index), encoding="utf-8")
+
+
+def config(**values: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_a_shard, r"index\.json names \d+ files, of which 1 are missing, model-00001-of-\d+\.safetensors first"),
+        (cut_a_shard, r"model-00002-of-\d+\.safetensors \([\d,]+ bytes\) is damaged or cut short"),
+        (lose_all, r"has no weights: none of model\.safetensors, .*pytorch_model\.bin"),
+        (escape, r"names files outside of"),
+        (config(n_embd=64), r"has shape \(100, 32\) where the configuration says \(100, 64\)"),
+        (config(vocab_size=99), r"wte\.weight has shape \(100, 32\) where the configuration says \(99, 32\)"),
+        (config(n_layer=4), r"it lacks transformer\.h\.3\.ln_1\.weight"),
+        (config(n_layer=2), r"it has no place for transformer\.h\.2\."),
+        (config(activation_function="silu"), r"has activation_function 'silu', which models here lack: only gelu_new"),
+        (config(scale_attn_by_inverse_layer_idx=True), r"has scale_attn_by_inverse_layer_idx True, which models"),
+        (config(n_head="4"), r"has n_head '4' where a value of type int belongs"),
+        (config(n_layer=None), r"config\.json has no n_layer"),
+        (config(architectures=["RwkvForCausalLM"], model_type="rwkv"), r"architectures \['RwkvForCausalLM'\]"),
+        (config(architectures=["GPT2ForSequenceClassification"]), r"only GPT2LMHeadModel, LlamaForCausalLM, "),
+    ],
+)
+def test_damage_is_told_in_one_sentence(
+    copied: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(copied)
+    with pytest.raises(ConversionError, match=message) as caught:
+        import_model(open_from_hf(copied), copied, tmp_path / "imported")
+    assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copied"]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters of type 'llama3'"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear'"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ("qwen3-window", {"max_window_layers": 1}, "max_window_layers 1"),
+        ("neox", {"attention_bias": False}, "attention_bias False"),
+        ("bert", {"type_vocab_size": 3}, "type_vocab_size 3"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+        ("t5", {"feed_forward_proj": "gated-relu"}, "feed_forward_proj 'relu'"),
+    ],
+)
+def test_what_models_here_lack_is_refused_by_key_and_value(
+    name: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from megacore.convert.forms import model_config
+
+    (tmp_path / "config.json").write_text(json.dumps(model_config(tiny_spec(name), "float32") | values))
+    with pytest.raises(ConversionError, match=message):
+        open_from_hf(tmp_path)
+
+
+def test_the_rotary_base_of_transformers_4_is_read(tmp_path: Path) -> None:
+    from megacore.convert.forms import model_config, read_spec
+    from megacore.convert.hf_config import HfConfig
+
+    values = model_config(tiny_spec("llama-grouped"), "float32")
+    del values["rope_parameters"]
+    assert read_spec(HfConfig(values, "config.json"))[1].model.rotary_base == 5e5
+    values = model_config(tiny_spec("neox"), "float32")
+    del values["rope_parameters"]
+    model = read_spec(HfConfig(values | {"rotary_emb_base": 77}, "config.json"))[1].model
+    assert (model.rotary_base, model.rotary_percent) == (77.0, 0.25)
+
+
+def test_an_output_that_holds_something_is_refused(gpt2: Path, tmp_path: Path) -> None:
+    foreign = open_from_hf(gpt2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for output, message in (("full", "is not empty"), ("file", "is a file"), ("file/below", "is a file")):
+        with pytest.raises(ConfigError, match=message):
+            import_model(foreign, gpt2, tmp_path / output)
+    (tmp_path / "empty").mkdir()
+    assert import_model(foreign, gpt2, tmp_path / "empty").is_dir()
+
+
+def test_a_tokenizer_that_is_not_there_or_of_another_vocabulary(gpt2: Path, tmp_path: Path) -> None:
+    from megacore.tokenizer.build import train_bpe
+    from megacore.tokenizer.load import JsonTokenizer
+
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"--tokenizer .* holds no tokenizer"):
+        import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "none")
+    (tmp_path / "large").mkdir()
+    JsonTokenizer(train_bpe(["a b c"], 257), "<|endoftext|>").save(tmp_path / "large")
+    with pytest.raises(ConversionError, match="has 257 entries and the model's vocabulary 100"):
+        import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "large")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_sources_of_an_export_that_are_none(gpt2: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="is a transformers directory already"):
+        open_source(gpt2)
+    with pytest.raises(CheckpointError):
+        open_source(tmp_path)
+    checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
+    with pytest.raises(ConfigError, match=r"--tokenizer .* has no tokenizer_config\.json"):
+        open_source(checkpoint, tmp_path)
+    part = next(checkpoint.glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(MegacoreError, match="bytes instead of"):
+        open_source(checkpoint)
+
+
+def test_a_model_without_counterpart_leaves_nothing(tmp_path: Path) -> None:
+    from megacore.checkpoint.save import save_checkpoint
+
+    spec = tiny_spec("llama", position_embedding_type="alibi")
+    checkpoint = save_checkpoint(
+        tmp_path / "run", 7, {"model.x": torch.zeros(1)}, {"model": spec.model_dump(mode="json")}
+    )
+    with pytest.raises(ConversionError, match=r"LlamaForCausalLM, has no model\.position_embedding_type alibi: set"):
+        export_hf(open_source(checkpoint), tmp_path / "exported")
+    rope = tiny_spec("llama")
+    save_checkpoint(tmp_path / "run", 8, {"model.x": torch.zeros(1)}, {"model": rope.model_dump(mode="json")})
+    with pytest.raises(ConversionError, match="it lacks embedding"):
+        export_hf(open_source(tmp_path / "run"), tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,96 @@
+"""A checkpoint is read by name, from any layout, one tensor's memory at a time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.shard import TensorShard
+from megacore.convert import source
+from megacore.convert.source import CheckpointTensors
+from megacore.errors import CheckpointError
+from tests.convert._models import our_model, tiny_spec
+
+ROOT = Path(__file__).parents[2]
+FLAT = (
+    (slice(2), slice(4)),
+    (slice(2, 3), slice(3)),
+    (slice(2, 3), slice(3, 4)),
+    (slice(3, 9), slice(4)),
+)
+"""What two flat ranges of a tensor [9, 4] are."""
+
+
+def shard(whole: Tensor, *corners: tuple[slice, ...]) -> TensorShard:
+    """The rectangles of a tensor, as the ranks of a layout hold them."""
+    pieces = {torch.Size([part.start or 0 for part in corner]): whole[corner].contiguous() for corner in corners}
+    return TensorShard(whole.shape, whole.dtype, pieces)
+
+
+def test_every_layout_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    whole, columns, flat = torch.randn(40, 30), torch.randn(7, 1 << 18), torch.randn(9, 4)
+    tensors = {
+        "model.whole": whole,
+        "model.columns": shard(columns, (slice(7), slice(1 << 17)), (slice(7), slice(1 << 17, None))),
+        "model.flat": shard(flat, *FLAT),
+        "model.scalar": torch.tensor(2.5),
+        "model.small": whole[:3].to(torch.bfloat16),
+        "optimizer.exp_avg": whole,
+    }
+    checkpoint = save_checkpoint(tmp_path, 1, tensors, {})
+
+    def refuse(*_values: object, **_options: object) -> None:
+        raise AssertionError("torch's reader takes twice the memory")
+
+    monkeypatch.setattr(source, "read_tensors", refuse)
+    read = CheckpointTensors(checkpoint)
+    assert set(read) == {"whole", "columns", "flat", "scalar", "small"}
+    assert torch.equal(read["whole"], whole)
+    assert torch.equal(read["columns"], columns)
+    assert torch.equal(read["flat"], flat)
+    assert torch.equal(read["scalar"], torch.tensor(2.5))
+    assert torch.equal(read["small"], whole[:3].bfloat16().float())
+    with pytest.raises(KeyError):
+        read["optimizer.exp_avg"]
+
+
+def test_values_in_another_order_are_read_by_torch(tmp_path: Path) -> None:
+    turned = torch.randn(6, 4).t()
+    checkpoint = save_checkpoint(tmp_path, 1, {"model.turned": turned}, {})
+    assert torch.equal(CheckpointTensors(checkpoint)["turned"], turned)
+
+
+def test_only_the_files_of_a_tensor_are_read(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path, 1, {"model.first": torch.ones(3), "model.last": torch.ones(5)}, {})
+    read = CheckpointTensors(checkpoint)
+    (path,) = checkpoint.glob("*.distcp")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    readable = []
+    for name in read:
+        try:
+            readable.append(bool(read[name].eq(1).all()))
+        except CheckpointError:
+            readable.append(False)
+    assert sorted(readable) == [False, True]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+def test_an_export_takes_the_memory_of_its_largest_tensor(tmp_path: Path) -> None:
+    spec = tiny_spec("llama", hidden_size=512, ffn_hidden_size=1024)
+    spec = spec.model_copy(update={"vocab_size": 32_000})
+    named = {f"model.{name}": value.detach() for name, value in our_model(spec).named_parameters()}
+    checkpoint = save_checkpoint(tmp_path / "checkpoints", 1, named, {"model": spec.model_dump(mode="json")})
+    largest = 4 * max(value.numel() for value in named.values())
+    total = 4 * sum(value.numel() for value in named.values())
+    command = [sys.executable, "-m", "tests.convert._memory", str(checkpoint), str(tmp_path / "out"), "float32"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert total > 2 * largest
+    # Blocks of a few megabytes come on top, which with larger tensors are part of the 10 %.
+    assert largest < int(result.stdout) + (1 << 20) < 1.1 * largest + (6 << 20)

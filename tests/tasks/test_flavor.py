@@ -1,0 +1,88 @@
+"""What MLflow loads of a BERT and of a T5."""
+
+from pathlib import Path
+
+import pytest
+
+from megacore.config import RunConfig
+from megacore.convert.hf_export import write_model
+from tasks._flavor import task_of
+from tasks._mlflow import RunFacts, Tracking, ensure_run
+from tasks._registry import publish_model
+from tests.convert._models import VOCAB_SIZE, our_model, tiny_spec
+
+
+def export(name: str, directory: Path) -> Path:
+    """A tiny export with a tokenizer of words, as the convert stage writes it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    spec = tiny_spec(name)
+    write_model(directory / "model", spec, dict(our_model(spec).named_parameters()))
+    roles = {"pad_token": 0, "unk_token": 1, "cls_token": 2, "sep_token": 3, "mask_token": 4, "eos_token": 5}
+    words = {f"[{role}]": number for role, number in roles.items()}
+    words |= {f"w{number}": number for number in range(len(words), VOCAB_SIZE)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[unk_token]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {role: f"[{role}]" for role in roles}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(directory / "model")
+    (directory / "parity.json").write_text("{}")
+    (directory / "sample.txt").write_text("")
+    return directory
+
+
+def publish(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, directory: Path) -> str:
+    run_id = ensure_run(tracking, run_directory, config, facts)
+    receipt = publish_model(
+        tracking, run_id, directory, config.registered_model, digest=directory.name, iteration=1, metrics={}, tags={}
+    )
+    return receipt["uri"]
+
+
+@pytest.mark.parametrize("name", ["bert", "megatron-bert"])
+def test_a_bert_fills_masks(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, tmp_path: Path, name: str
+) -> None:
+    import mlflow
+
+    uri = publish(tracking, run_directory, config, facts, export(name, tmp_path / name))
+    mlflow.set_tracking_uri(tracking.uri)
+    filler = mlflow.transformers.load_model(uri)
+    assert type(filler).__name__ == "FillMaskPipeline"
+    assert len(filler("w10 [mask_token] w20")) == 5
+    assert mlflow.pyfunc.load_model(uri).predict("w10 [mask_token] w20")
+
+
+def test_a_t5_is_loaded_as_model_and_tokenizer(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, tmp_path: Path
+) -> None:
+    import mlflow
+
+    directory = export("t5-v1.1", tmp_path / "t5")
+    uri = publish(tracking, run_directory, config, facts, directory)
+    mlflow.set_tracking_uri(tracking.uri)
+    loaded = mlflow.transformers.load_model(uri, return_type="components")
+    ids = loaded["tokenizer"]("w10 w11", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert ids.tolist() == [[10, 11]]
+    assert type(loaded["model"]).__name__ == "T5ForConditionalGeneration"
+    assert loaded["model"].generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (1, 4)
+    with pytest.raises(mlflow.exceptions.MlflowException, match="python_function"):
+        mlflow.pyfunc.load_model(uri)
+
+
+def test_a_t5_is_served_by_no_pipeline_because_transformers_has_none(tmp_path: Path) -> None:
+    import transformers
+
+    spec = tiny_spec("t5")
+    write_model(tmp_path, spec, dict(our_model(spec).named_parameters()))
+    task = task_of(tmp_path)
+    assert task.served is hasattr(transformers, task.pipeline)
+
+
+def test_tasks_by_class(tmp_path: Path) -> None:
+    for name, wanted in (("llama", "text-generation"), ("bert-masked", "fill-mask"), ("t5", "text2text-generation")):
+        spec = tiny_spec(name)
+        write_model(tmp_path / name, spec, dict(our_model(spec).named_parameters()))
+        task = task_of(tmp_path / name)
+        assert task.name == wanted
+        assert task.options == ({"max_new_tokens": 16} if name == "llama" else {})

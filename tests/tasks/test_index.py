@@ -1,0 +1,67 @@
+"""What stands in the keys of maps and trainings: the options of samples of sentences for their families alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.artifact import Artifact
+from megacore.config import RunConfig, load_config
+from megacore.data.index_directory import read_description
+from megacore.data.index_options import SentenceOptions
+from megacore.data.sentence_maps import build_sentence_maps
+from tasks.index import index_key, index_options, mixture, sample_parameters, wanted_samples
+from tests.data._sentences import write_lengths
+
+
+def config(name: str, **changes: Any) -> RunConfig:
+    return load_config(
+        name, {"data.split": "2,1,1", **{key.replace("__", "."): value for key, value in changes.items()}}
+    )
+
+
+def tokens(tmp_path: Path) -> Artifact:
+    write_lengths(tmp_path / "tokens_text_sentence", [[4, 5, 3, 6, 2], [7, 8], [], [3, 3, 3]] * 6)
+    return Artifact(stage="tokenize", key="k", digest="d", path=str(tmp_path), counts={})
+
+
+def test_a_gpts_key_has_its_own_form() -> None:
+    assert set(sample_parameters(config("gpt2-tiny"))) == {
+        "split",
+        "seq_length",
+        "seed",
+        "index_style",
+        "packing",
+        "add_extra_token",
+        "drop_last_partial",
+    }
+    assert index_options(config("gpt2-tiny")).sentences is None
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "change"),
+    [
+        ("bert-tiny", "masked_lm", {"data.masked_lm.masked_lm_prob": 0.2}),
+        ("bert-tiny", "masked_lm", {"model.bert_binary_head": False}),
+        ("t5-tiny", "span_corruption", {"data.span_corruption.noise_density": 0.1}),
+    ],
+)
+def test_how_samples_are_made_is_in_the_key(tmp_path: Path, name: str, section: str, change: dict[str, Any]) -> None:
+    run, other, artifact = config(name), config(name, **change), tokens(tmp_path)
+    assert section in sample_parameters(run)
+    assert sample_parameters(run) != sample_parameters(other)
+    assert index_key(run, artifact).key != index_key(other, artifact).key
+    more = config(name, **{"train.train_iters": run.train.train_iters * 20})
+    assert index_key(run, artifact).key != index_key(more, artifact).key  # more passes
+    few = config(name, **{"train.log_interval": 7})
+    assert index_key(run, artifact).key == index_key(few, artifact).key
+
+
+def test_the_stage_builds_what_the_flow_asks_for(tmp_path: Path) -> None:
+    artifact, directory = tokens(tmp_path), tmp_path / "maps"
+    directory.mkdir()
+    run = config("bert-tiny", train__train_iters=2, train__eval_iters=1)
+    counts = build_sentence_maps(mixture(run, artifact), directory, index_options(run), wanted_samples(run))
+    description = read_description(directory)
+    assert description.options.sentences == SentenceOptions("bert", 2, 0.1)
+    assert counts["train"]["samples"] == description.samples["train"] >= 2 * run.train.global_batch_size

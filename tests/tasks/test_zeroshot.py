@@ -1,0 +1,122 @@
+"""What decides zero-shot scores, what is refused, and how they reach MLflow and the summary."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.artifact import Artifact
+from megacore.config import RunConfig
+from megacore.config.checks import _check_zero_shot
+from megacore.config.load import parse_config
+from megacore.errors import ConfigError
+from tasks._checkpoint_models import log_scores
+from tasks._forward import Forwarder
+from tasks._mlflow import RunFacts, Tracking
+from tasks.evaluate import evaluate_key
+from tasks.preflight import planned_stages
+from tasks.zeroshot import REPORT, text_digests, zeroshot_key, zeroshot_summary
+from tests.tasks.conftest import make_config
+from tests.tasks.events import EventLog
+from tests.zeroshot import _texts
+
+SCORES = """{
+ "wikitext": {"word_ppl": 1234.5, "token_ppl": 67.89, "overlapping_eval": 8, "seq_length": 16},
+ "lambada": {"accuracy": 0.25, "correct": 1288, "passages": 5152, "target_ppl": 40.0}
+}"""
+
+
+def configured(**zero_shot: Any) -> RunConfig:
+    values = make_config().model_dump(mode="json")
+    return parse_config(values | {"evaluate": {"zero_shot": zero_shot}}, origin="test")
+
+
+def artifact(stage: str, **counts: Any) -> Artifact:
+    return Artifact(stage=stage, key="ab" * 8, path="/", digest=stage * 8, counts=counts)
+
+
+def keys(config: RunConfig) -> tuple[str, str]:
+    """Of the scores and of the perplexities."""
+    data = (artifact("tokenize"), artifact("tokenizer"), artifact("index"))
+    evaluation = artifact("evaluate", best="iter_0000010")
+    trained = artifact("train")
+    return zeroshot_key(config, trained, evaluation, *data).key, evaluate_key(config, trained, *data).key
+
+
+def test_the_content_of_a_text_decides_not_its_name(tmp_path: Path) -> None:
+    text = _texts.write_wikitext(tmp_path / "wiki")
+    copy = Path(shutil.copy(text, tmp_path / "copy"))
+    first = keys(configured(wikitext=str(text)))
+    assert keys(configured(wikitext=str(copy))) == first
+    assert keys(configured(wikitext=str(text), overlapping_eval=8))[0] != first[0]
+    copy.write_text("another text", encoding="utf-8")
+    assert keys(configured(wikitext=str(copy)))[0] != first[0]
+    assert keys(configured(lambada=str(text)))[0] != first[0]
+
+
+def test_perplexities_are_not_measured_again_for_another_text(tmp_path: Path) -> None:
+    text = _texts.write_wikitext(tmp_path / "wiki")
+    assert keys(configured(wikitext=str(text)))[1] == keys(configured())[1]
+
+
+def test_the_stage_is_planned_where_there_is_a_text(tmp_path: Path) -> None:
+    names = [planned.name for planned in planned_stages(configured(lambada=str(tmp_path / "lambada")))]
+    assert names[names.index("evaluate") :] == ["evaluate", "zeroshot", "convert", "publish"]
+    assert "zeroshot" not in [planned.name for planned in planned_stages(configured())]
+
+
+def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = configured(wikitext=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"evaluate.zero_shot.wikitext is .*nowhere, which cannot be read: No such"):
+        text_digests(config)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"overlapping_eval": 8}, "overlapping_eval is 8 but there is no evaluate.zero_shot.wikitext"),
+        ({"wikitext": "a", "overlapping_eval": 17}, "overlapping_eval 17 exceeds data.seq_length 16"),
+        ({"wikitext": ""}, "evaluate.zero_shot.wikitext"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(**values)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_other_families_are_refused_by_name(family: str) -> None:
+    config = configured(lambada="a").model_copy(update={"family": family})
+    with pytest.raises(ValueError, match=f"zero_shot.lambada is a but family is {family}: only gpt predicts a text"):
+        _check_zero_shot(config)
+
+
+def test_scores_reach_the_run_and_its_checkpoint_once(
+    tracking: Tracking, log: EventLog, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> None:
+    log.checkpoint(100, 3.0)
+    run_id = Forwarder(tracking, run_directory, config, facts).flush()
+    scores = {"wikitext_ppl": 40.5, "lambada_accuracy": 0.25}
+    for moment in (1, 2):
+        log_scores(tracking, run_id, 100, scores, timestamp_ms=moment)
+    log_scores(tracking, run_id, 100, {"wikitext_ppl": 39.0}, timestamp_ms=3)
+    history = tracking.client.get_metric_history(run_id, "wikitext_ppl")
+    assert [(metric.value, metric.step) for metric in history] == [(40.5, 100), (39.0, 100)]
+    assert len(tracking.client.get_metric_history(run_id, "lambada_accuracy")) == 1
+    (model,) = tracking.client.search_logged_models([tracking.experiment_id])
+    assert {"lambada_accuracy": 0.25}.items() <= {metric.key: metric.value for metric in model.metrics}.items()
+
+
+def test_the_summary_is_a_table(tmp_path: Path) -> None:
+    (tmp_path / REPORT).write_text(SCORES, encoding="utf-8")
+    scored = Artifact(stage="zeroshot", key="k", path=str(tmp_path), digest="d", counts={"checkpoint": "iter_0000010"})
+    assert zeroshot_summary(scored).splitlines() == [
+        "",
+        "| zero-shot, iter_0000010 | |",
+        "| --- | ---: |",
+        "| WikiText PPL per word, windows 8 apart | 1,234.50 |",
+        "| WikiText PPL per token, windows 8 apart | 67.89 |",
+        "| LAMBADA accuracy (1,288 of 5,152) | 25.00% |",
+    ]
+    assert zeroshot_summary(None) == ""
