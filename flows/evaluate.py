@@ -1,15 +1,22 @@
-"""Flow `evaluate`: perplexity of the checkpoints of a finished training."""
+"""Flow `evaluate`: perplexity of the checkpoints of a finished training, and zero-shot scores of the best."""
 
 from typing import Any
 
 from prefect import flow
 
 from flows.prepare_data import data_stages
+from megacore.artifact import Artifact
 from tasks._pipeline import Pipeline
 from tasks.evaluate import evaluate as score
 from tasks.evaluate import evaluation_summary
 from tasks.preflight import load_checked_config
 from tasks.train import finished_training
+from tasks.zeroshot import zeroshot, zeroshot_summary
+
+
+def zero_shot_stage(pipeline: Pipeline, *inputs: Artifact) -> Artifact | None:
+    """The scores of the best checkpoint on the texts of `evaluate.zero_shot`, where there are any."""
+    return pipeline.stage(zeroshot, *inputs) if pipeline.config.evaluate.zero_shot.wanted else None
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
@@ -18,7 +25,10 @@ def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -
     with Pipeline.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(pipeline.config, *data)
-        pipeline.summary = evaluation_summary(pipeline.stage(score, trained, *data))
+        evaluation = pipeline.stage(score, trained, *data)
+        pipeline.summary = evaluation_summary(evaluation)
+        scored = zero_shot_stage(pipeline, trained, evaluation, *data)
+        pipeline.summary += zeroshot_summary(scored)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from typing import Any
 
 from prefect import flow
 
+from flows.evaluate import zero_shot_stage
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from tasks._pipeline import Pipeline
@@ -12,14 +13,16 @@ from tasks.evaluate import evaluate
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
 from tasks.train import finished_training
+from tasks.zeroshot import zeroshot_summary
 
 
 def publication_stages(pipeline: Pipeline, trained: Artifact, *data: Artifact) -> None:
-    """What follows a training: perplexities, conversion with its gate, publication, and the summary of all."""
+    """What follows a training: scores, conversion with its gate, publication, and the summary of all."""
     evaluation = pipeline.stage(evaluate, trained, *data)
+    scored = zero_shot_stage(pipeline, trained, evaluation, *data)
     exported = pipeline.stage(convert, trained, evaluation, *data)
     published = pipeline.stage(publish, trained, evaluation, exported, *data)
-    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published)
+    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published) + zeroshot_summary(scored)
 
 
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)

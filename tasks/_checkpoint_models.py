@@ -76,6 +76,27 @@ def log_test_perplexities(
                 log_model_metrics(tracking, run_id, model, {"test_ppl": ppl}, step=iteration, timestamp_ms=timestamp_ms)
 
 
+def log_scores(
+    tracking: Tracking, run_id: str, iteration: int, scores: Mapping[str, float], *, timestamp_ms: int
+) -> None:
+    """Give the run, and the LoggedModel of its checkpoint at this iteration, the scores that they do not have yet.
+
+    Another value of a score is added: what it is measured with may have changed. Raises TrackingError.
+    """
+    from mlflow.entities import Metric
+
+    with tracking.errors("take the scores"):
+        model = _find(tracking, run_id, iteration)
+        known = {(metric.key, metric.value) for metric in (model.metrics or [] if model else [])}
+        fresh = [
+            Metric(name, value, timestamp_ms, iteration, model_id=model.model_id if model else None, run_id=run_id)
+            for name, value in scores.items()
+            if (name, value) not in known
+        ]
+        if fresh:
+            tracking.client.log_batch(run_id, metrics=fresh)
+
+
 def checkpoint_table(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[dict[str, Any]]:
     """The kept checkpoints of a run, the lowest `order_by` (valid_ppl or test_ppl) first. Raises TrackingError."""
     with tracking.errors("list the checkpoints"):

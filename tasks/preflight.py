@@ -28,7 +28,8 @@ from tasks.evaluate import evaluate_key
 from tasks.index import index_key
 from tasks.publish import publication_problem, publish_key
 from tasks.tokenize import blend_key, tokenizer_key
-from tasks.train import run_directory, train_key, training_problem
+from tasks.train import check_pretrained, run_directory, train_key, training_problem
+from tasks.zeroshot import text_digests, zeroshot_key
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
@@ -50,7 +51,9 @@ def check_machine(config: RunConfig) -> str:
 
     Raises ConfigError, ParallelLayoutError or ConversionError when it cannot work.
     """
+    check_pretrained(config)
     exportable(config)
+    text_digests(config)
     return preflight(config, expected_vocab_size(config), Hardware.detect()).summary()
 
 
@@ -96,6 +99,11 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
         PlannedStage("index", index_key, (tokens,)),
         PlannedStage("train", train_key, data),
         PlannedStage("evaluate", evaluate_key, ("train", *data)),
+        *(
+            [PlannedStage("zeroshot", zeroshot_key, ("train", "evaluate", *data))]
+            if config.evaluate.zero_shot.wanted
+            else []
+        ),
         PlannedStage("convert", convert_key, ("train", "evaluate", *data)),
         PlannedStage("publish", publish_key, ("train", "evaluate", "convert", *data)),
     ]

@@ -18,6 +18,7 @@ FOLDERS = {
     "index": "index",
     "train": "runs",
     "evaluate": "evaluations",
+    "zeroshot": "zeroshot",
     "convert": "exports",
     "publish": "published",
 }

@@ -9,6 +9,9 @@ from typing import NoReturn
 
 import typer
 
+from megacore.cli.convert import export, import_
+from megacore.cli.evaluate import evaluate
+from megacore.cli.generate import generate
 from megacore.cli.index import IndexCommand, index
 from megacore.cli.inspect import inspect, verify
 from megacore.cli.plan import plan
@@ -24,8 +27,10 @@ def options() -> None:
     """Pretraining of large language models: the data's tools, and what a workspace holds."""
 
 
-for command in (runs, clean, plan, inspect, verify):
+for command in (runs, clean, plan, inspect, verify, generate, evaluate):
     app.command()(command)
+app.command("import")(import_)
+app.command()(export)
 app.command(cls=TokenizeCommand)(tokenize)
 app.command(cls=IndexCommand)(index)
 

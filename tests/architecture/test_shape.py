@@ -101,6 +101,7 @@ def test_stage_folders_are_spelled_in_one_place() -> None:
         "index": "index",
         "train": "runs",
         "evaluate": "evaluations",
+        "zeroshot": "zeroshot",
         "convert": "exports",
         "publish": "published",
     }

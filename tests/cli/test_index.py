@@ -12,6 +12,7 @@ from megacore.cli import app
 from megacore.cli._variadic import repeat_options
 from megacore.data import index_directory
 from megacore.data.index_maps import MAP_NAMES, map_path, read_description
+from megacore.data.index_options import SentenceOptions
 from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError
 from tests.data._files import write_tokens
 
@@ -79,7 +80,13 @@ def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
     result = run(tmp_path / "o", "--data-prefix", prefix, "--kind", "t5", "--train-samples", "60", "--split", "39,1")
     assert result.exit_code == 0, result.output
     assert np.load(tmp_path / "o" / "train_sentence_index.npy").shape == (78, 3)
-    assert "train: 78 samples of 39 documents" in result.output
+    assert "train: 78 samples of 39 documents, 39 sequences with 156 tokens, 2 epochs" in result.output
+    assert read_description(tmp_path / "o").options.sentences == SentenceOptions("t5")
+    members = ["--train-data-prefix", "1", prefix, "3", prefixes[0], "--train-samples", "40", "--seq-length", "200"]
+    result = run(tmp_path / "b", *members, "--kind", "t5", "--short-seq-prob", "0.5")
+    assert result.exit_code == 0, result.output
+    assert "s: 10 drawn\n  a: 30 drawn" in result.output
+    assert read_description(tmp_path / "b").options.sentences == SentenceOptions("t5", short_seq_prob=0.5)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +105,8 @@ def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
         (["--train-data-prefix", "{b}", "--split", "1,1,1"], ConfigError, "leave --split out"),
         ([], ConfigError, "no token files are named"),
         (["--data-prefix", "{a}", "--index-style", "neox", "--packing", "unpacked"], ConfigError, "packing unpacked"),
-        (["--data-prefix", "{a}", "{b}", "--kind", "bert"], ConfigError, "--kind bert takes one pair of token files"),
-        (["--data-prefix", "{a}", "--kind", "bert", "--packing", "unpacked"], ConfigError, "are for --kind gpt"),
+        (["--data-prefix", "{a}", "--kind", "bert", "--packing", "unpacked"], ConfigError, "those of bert are not"),
+        (["--data-prefix", "{a}", "--kind", "t5", "--short-seq-prob", "2"], ConfigError, "short_seq_prob is 2.0"),
         (["--data-prefix", "{a}", "--short-seq-prob", "0.1"], ConfigError, "--short-seq-prob is for"),
         (["--data-prefix", "{a}", "--kind", "bert"], DataFormatError, "was the text split into sentences"),
         (["--data-prefix", "{a}", "--kind", "t5"], DataFormatError, "the split has 0 of 20 documents"),

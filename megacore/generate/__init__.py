@@ -1,0 +1,1 @@
+"""Text from a model: greedy or sampled, one token at a time."""

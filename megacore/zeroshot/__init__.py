@@ -1,0 +1,1 @@
+"""Texts that a model was not trained for: WikiText's perplexity and LAMBADA's last words."""

@@ -1,0 +1,154 @@
+"""Stage `zeroshot`: the best checkpoint on texts that it was not trained for."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import Artifact, StageKey, Workspace, file_digest, lock
+from megacore.artifact.files import write_json
+from megacore.checkpoint.spec import read_spec
+from megacore.config import RunConfig
+from megacore.errors import ConfigError
+from megacore.generate.source import ModelSource
+from megacore.launch import zeroshot as entry
+from megacore.launch.model_job import ZeroShotJob, log_name, places, run_job
+from megacore.plan.hardware import Hardware
+from megacore.plan.preflight import resolve_launch
+from tasks._cache import StageResult, build, stage_task
+from tasks._checkpoint_models import log_scores
+from tasks._forward import Forwarder
+from tasks._mlflow import Tracking, end_run
+from tasks.evaluate import fresh_scratch, log_tail
+from tasks.train import run_facts
+
+VERSION = 1
+REPORT = "zeroshot.json"
+
+
+def zeroshot_key(
+    config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> StageKey:
+    """The key of the scores. Raises ConfigError when a text is not there."""
+    parameters = {
+        **text_digests(config),
+        "overlapping_eval": config.evaluate.zero_shot.overlapping_eval,
+        "seq_length": config.data.seq_length,
+        "checkpoint": evaluation.counts["best"],
+    }
+    return StageKey.of("zeroshot", VERSION, parameters, trained=trained, tokenizer=tokenizer)
+
+
+def text_digests(config: RunConfig) -> dict[str, str | None]:
+    """Digest of each text's content, None where it is not wanted. Raises ConfigError when one cannot be read."""
+    digests: dict[str, str | None] = {}
+    for name in ("wikitext", "lambada"):
+        path = getattr(config.evaluate.zero_shot, name)
+        try:
+            digests[name] = None if path is None else file_digest(Path(path))
+        except OSError as error:
+            raise ConfigError(
+                f"evaluate.zero_shot.{name} is {path}, which cannot be read: {error.strerror}: correct the path, or "
+                "remove it"
+            ) from error
+    return digests
+
+
+@stage_task("zeroshot", zeroshot_key)
+def zeroshot(
+    config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> StageResult:
+    """Score the checkpoint with the lowest validation loss, and tell MLflow; a retry tells it what it lacks."""
+    key = zeroshot_key(config, trained, evaluation, tokens, tokenizer, index)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        scratch = fresh_scratch(trained.directory, f"zeroshot-{key.key}")
+        job = make_job(config, trained, evaluation, tokenizer, scratch)
+        poll = log_tail(scratch / log_name(entry.MODULE)).poll
+        scores = run_job(entry.MODULE, job, scratch, stop_grace=config.launch.stop_grace, on_poll=poll)
+        write_json(directory / REPORT, scores)
+        best = {name: evaluation.counts[name] for name in ("best", "iteration")}
+        return {"checkpoint": best["best"], "iteration": best["iteration"], **metrics_of(scores)}
+
+    with lock(trained.directory, shared=True):
+        result = build(config, key, fill)
+    _log(config, trained, tokens, result.artifact)
+    return result
+
+
+def make_job(
+    config: RunConfig, trained: Artifact, evaluation: Artifact, tokenizer: Artifact, scratch: Path
+) -> ZeroShotJob:
+    """The job on the ranks that train; pipeline stages become replicas, as a model alone needs little memory.
+
+    Raises ParallelLayoutError.
+    """
+    hardware, zero_shot = Hardware.detect(), config.evaluate.zero_shot
+    ranks, threads = resolve_launch(config, hardware, tokenizer.counts["vocab_size"])
+    checkpoint = trained.directory / "checkpoints" / evaluation.counts["best"]
+    return ZeroShotJob(
+        source=ModelSource(directory=str(checkpoint), exported=False, spec=read_spec(checkpoint)),
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        # As for perplexities: a GPU computes as in training, and on a CPU fp32 costs little.
+        precision=config.train.precision if hardware.gpus else "fp32",
+        batch_size=config.evaluate.micro_batch_size,
+        tokenizer_directory=tokenizer.path,
+        wikitext=_absolute(zero_shot.wikitext),
+        lambada=_absolute(zero_shot.lambada),
+        seq_length=config.data.seq_length,
+        overlapping_eval=zero_shot.overlapping_eval,
+        ranks=ranks,
+        threads_per_rank=threads,
+        **places(scratch),
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
+
+
+def metrics_of(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The scores under their names in MLflow."""
+    found = {}
+    if "wikitext" in scores:
+        found = {"wikitext_ppl": scores["wikitext"]["word_ppl"], "wikitext_token_ppl": scores["wikitext"]["token_ppl"]}
+    if "lambada" in scores:
+        found |= {"lambada_accuracy": scores["lambada"]["accuracy"], "lambada_ppl": scores["lambada"]["target_ppl"]}
+    return found
+
+
+def _log(config: RunConfig, trained: Artifact, tokens: Artifact, scored: Artifact) -> None:
+    """Give the MLflow run of the training its scores. Raises TrackingError."""
+    tracking = Tracking(Workspace.of(), config.tracking.experiment)
+    forwarder = Forwarder(tracking, trained.directory, config, run_facts(config, trained.directory.name, tokens))
+    run_id = forwarder.flush()
+    try:
+        scores = metrics_of(read_scores(scored))
+        log_scores(tracking, run_id, scored.counts["iteration"], scores, timestamp_ms=round(1000 * time.time()))
+    finally:
+        end_run(tracking, run_id)
+
+
+def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
+    """What was measured on each text."""
+    scores: dict[str, dict[str, Any]] = json.loads((artifact.directory / REPORT).read_text(encoding="utf-8"))
+    return scores
+
+
+def zeroshot_summary(scored: Artifact | None) -> str:
+    """The scores as a markdown table; nothing where none were wanted."""
+    if scored is None:
+        return ""
+    scores = read_scores(scored)
+    lines = ["", f"| zero-shot, {scored.counts['checkpoint']} | |", "| --- | ---: |"]
+    if "wikitext" in scores:
+        found = scores["wikitext"]
+        stride = (
+            f", windows {found['overlapping_eval']} apart" if found["overlapping_eval"] < found["seq_length"] else ""
+        )
+        lines.append(f"| WikiText PPL per word{stride} | {found['word_ppl']:,.2f} |")
+        lines.append(f"| WikiText PPL per token{stride} | {found['token_ppl']:,.2f} |")
+    if "lambada" in scores:
+        found = scores["lambada"]
+        lines.append(f"| LAMBADA accuracy ({found['correct']:,} of {found['passages']:,}) | {found['accuracy']:.2%} |")
+    return "\n".join(lines) + "\n"

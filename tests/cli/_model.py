@@ -1,0 +1,75 @@
+"""What the commands on models are tested with: one tiny model as a checkpoint and as a transformers directory."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from megacore.cli import app
+from tests.generate import _tiny
+from tests.zeroshot import _texts
+
+VOCAB = 300
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def output(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+@dataclass(frozen=True)
+class Files:
+    """Paths of everything."""
+
+    checkpoint: Path
+    export: Path
+    bert: Path
+    tokenizer: Path
+    other_tokenizer: Path
+    wikitext: Path
+    lambada: Path
+
+
+def write_files(root: Path) -> Files:
+    """A GPT-NeoX whose export transformers itself has written, and the checkpoint that holds the same weights."""
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    from megacore.generate.source import find_model
+    from megacore.generate.weights import load_gpt
+    from megacore.parallel.mesh import ProcessMesh
+
+    _tiny.write_tokenizer(root / "tokenizer", VOCAB)
+    _tiny.write_tokenizer(root / "other", VOCAB + 10)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": _tiny.POSITIONS,
+    }
+    roles = {"bos_token_id": 0, "eos_token_id": 0}
+    config = GPTNeoXConfig(**sizes, **roles, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3)
+    torch.manual_seed(5)
+    GPTNeoXForCausalLM(config).save_pretrained(root / "export")
+    for path in (root / "tokenizer").iterdir():
+        shutil.copy(path, root / "export")
+    source = find_model(root / "export")
+    model = load_gpt(source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32)
+    own = source.spec.model_copy(update={"tokenizer_directory": str(root / "tokenizer")})
+    checkpoint = _tiny.write_checkpoint(root / "checkpoints", own, model)
+    return Files(
+        checkpoint=checkpoint,
+        export=root / "export",
+        bert=_tiny.write_checkpoint(root / "bert", own.model_copy(update={"family": "bert"}), model),
+        tokenizer=root / "tokenizer",
+        other_tokenizer=root / "other",
+        wikitext=_texts.write_wikitext(root / "wiki.txt"),
+        lambada=_texts.write_lambada(root / "lambada.jsonl"),
+    )

@@ -1,0 +1,77 @@
+"""`megacore evaluate`: the same scores for every layout and form of the weights, and refusals in one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.errors import ConfigError, DataFormatError, MegacoreError
+from tests.cli._model import Files, output, run, write_files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write_files(tmp_path_factory.mktemp("evaluate"))
+
+
+def scores(files: Files, model: Path, target: Path, *arguments: object) -> dict[str, Any]:
+    texts = ("--wikitext", files.wikitext, "--lambada", files.lambada, "--overlapping-eval", 40)
+    table = output("evaluate", "--checkpoint", model, *texts, "--output", target, *arguments)
+    found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+    assert f"{found['wikitext']['token_ppl']:,.4f}" in table
+    assert f"{found['lambada']['accuracy']:.4f}" in table
+    assert found.pop("model") == str(model)
+    return found
+
+
+def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Path) -> None:
+    alone = scores(files, files.checkpoint, tmp_path / "alone.json")
+    assert alone["wikitext"]["overlapping_eval"] == 40
+    assert alone["lambada"]["passages"] == 30
+    exported = scores(files, files.export, tmp_path / "export.json", "--batch-size", 3)
+    two = scores(files, files.checkpoint, tmp_path / "two.json", "--data-parallel-size", 2)
+    for other in (exported, two):
+        assert other["wikitext"] == pytest.approx(alone["wikitext"], rel=1e-5)
+        assert other["lambada"] == pytest.approx(alone["lambada"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ConfigError, "there is nothing to score the model on: give --wikitext, --lambada or both"),
+        ({"--wikitext": "nowhere"}, DataFormatError, "nowhere is no file: check the path"),
+        ({"--lambada": "LAMBADA", "--overlapping-eval": 8}, ConfigError, "--overlapping-eval is 8 without --wikitext"),
+        (
+            {"--wikitext": "WIKITEXT", "--overlapping-eval": 65},
+            ConfigError,
+            "overlapping_eval is 65, but windows of 64",
+        ),
+        (
+            {"--wikitext": "WIKITEXT", "--seq-length": 65},
+            ConfigError,
+            "seq_length is 65 and the model has 64 positions",
+        ),
+        ({"--wikitext": "WIKITEXT", "--output": "nowhere/x"}, ConfigError, "nowhere is no directory: make it first"),
+        ({"--lambada": "WIKITEXT"}, DataFormatError, "wiki.txt:2 is no JSON object with a text under the key text"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    files: Files, arguments: dict[str, object], error: type[MegacoreError], message: str
+) -> None:
+    paths = {"WIKITEXT": files.wikitext, "LAMBADA": files.lambada}
+    given = [part for name, value in arguments.items() for part in (name, paths.get(str(value), value))]
+    result = run("evaluate", "--checkpoint", files.checkpoint, *given)
+    assert isinstance(result.exception, error), result.output
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_models_and_tokenizers_of_another_kind_are_refused(files: Files) -> None:
+    result = run("evaluate", "--checkpoint", files.bert, "--lambada", files.lambada)
+    assert isinstance(result.exception, ConfigError)
+    assert "holds a model of family bert" in str(result.exception)
+    wrong = ("--tokenizer", files.other_tokenizer)
+    result = run("evaluate", "--checkpoint", files.checkpoint, "--lambada", files.lambada, *wrong)
+    assert isinstance(result.exception, ConfigError)
+    assert "a vocabulary of 310 entries and the model in" in str(result.exception)

@@ -1,0 +1,91 @@
+"""Each family's small configuration through the whole flow, on real text: the standard library's."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.artifact import Workspace
+from tasks import _pipeline
+
+SHORT = {
+    "data.source.pattern": "[a-e]*.py",
+    "train.train_iters": 30,
+    "train.eval_interval": 15,
+    "train.eval_iters": 1,
+    "train.log_interval": 5,
+    "train.global_batch_size": 16,
+    "optim.lr_decay_iters": 30,
+    "checkpoint.save_interval": 30,
+    "evaluate.max_samples": 16,
+    "export.parity_samples": 2,
+    "export.max_test_samples": 32,
+    "launch.nproc_per_node": 1,
+}
+FAMILIES = {
+    "bert-tiny": ("BertForPreTraining", {"lm_loss", "sop_loss"}),
+    "t5-tiny": ("T5ForConditionalGeneration", {"lm_loss"}),
+    "llama-tiny": ("LlamaForCausalLM", {"lm_loss"}),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request: pytest.FixtureRequest, workspace: Path) -> Iterator[tuple[str, dict[str, str], Path]]:
+    """Name of the configuration, what each stage did, and the run's directory."""
+    from flows.pretrain import pretrain
+
+    rows: dict[str, str] = {}
+    report = _pipeline.Pipeline._report
+
+    def remember(pipeline: _pipeline.Pipeline) -> None:
+        rows.update({row.stage: row.outcome for row in pipeline.rows})
+        report(pipeline)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pipeline.Pipeline, "_report", remember)
+        pretrain(request.param, SHORT)
+    runs = Workspace(workspace).folder("train")
+    (directory,) = [path.parent for path in runs.glob("*/run.json") if _json(path)["config"]["name"] == request.param]
+    return request.param, rows, directory
+
+
+def _json(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values
+
+
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (directory / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def test_every_stage_runs_and_the_export_is_of_the_familys_class(trained: tuple[str, dict[str, str], Path]) -> None:
+    name, rows, _ = trained
+    assert set(rows.values()) == {"ran"} | ({"cached"} if "cached" in rows.values() else set())
+    assert [rows[stage] for stage in ("train", "evaluate", "convert", "publish")] == ["ran"] * 4
+    exports = Workspace.of().folder("convert")
+    classes = [_json(path)["architectures"] for path in exports.glob("*/model/config.json")]
+    assert [FAMILIES[name][0]] in classes
+
+
+def test_the_losses_are_reported_by_themselves_and_fall(trained: tuple[str, dict[str, str], Path]) -> None:
+    name, _, directory = trained
+    expected = FAMILIES[name][1]
+    steps, evaluations = events(directory, "step"), events(directory, "evaluation")
+    for event in (*steps, *evaluations):
+        assert {key for key in event if key.endswith("_loss")} == expected
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"] - 0.5
+    assert evaluations[-1]["lm_loss"] < evaluations[0]["lm_loss"]
+
+
+def test_mlflow_has_each_loss_and_the_perplexity(trained: tuple[str, dict[str, str], Path]) -> None:
+    from mlflow import MlflowClient
+
+    name, _, directory = trained
+    metrics = MlflowClient().get_run(_json(directory / "mlflow.json")["run_id"]).data.metrics
+    for loss in FAMILIES[name][1]:
+        assert {f"train/{loss}", f"valid/{loss}"} <= metrics.keys()
+    assert metrics["test_ppl"] > 1
+    assert ("export/test_sop_loss" in metrics) == ("sop_loss" in FAMILIES[name][1])

@@ -1,0 +1,75 @@
+"""Zero-shot scores as a stage: they are measured once for a text, and are in MLflow and in the summary."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import Workspace
+from tasks import _pipeline
+from tests.flows.conftest import Bench
+from tests.zeroshot import _texts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("texts")
+    _texts.write_wikitext(directory / "wiki", 300)
+    _texts.write_lambada(directory / "lambada", 8)
+    return directory
+
+
+def values(texts: Path) -> dict[str, object]:
+    paths = {"wikitext": str(texts / "wiki"), "lambada": str(texts / "lambada"), "overlapping_eval": 16}
+    return {f"evaluate__zero_shot__{name}": value for name, value in paths.items()}
+
+
+def test_a_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path) -> None:
+    from mlflow import MlflowClient
+
+    summaries: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pipeline, "Markdown", summaries.append)
+        run = bench.pretrain(**values(texts))
+    assert run.error is None
+    assert run.outcomes["zeroshot"] == "ran"
+    (directory,) = Workspace(bench.workspace).folder("zeroshot").glob("[!.]*")
+    scores = json.loads((directory / "zeroshot.json").read_text(encoding="utf-8"))
+    assert scores["lambada"]["passages"] == 8
+    assert f"| WikiText PPL per word, windows 16 apart | {scores['wikitext']['word_ppl']:,.2f} |" in summaries[0]
+    client = MlflowClient()
+    runs = [json.loads(path.read_text())["run_id"] for path in bench.workspace.glob("runs/*/mlflow.json")]
+    metrics = [client.get_run(run_id).data.metrics for run_id in runs]
+    expected = {"wikitext_ppl": scores["wikitext"]["word_ppl"], "lambada_accuracy": scores["lambada"]["accuracy"]}
+    assert any(expected.items() <= found.items() for found in metrics)
+
+
+def test_the_same_text_elsewhere_is_not_scored_again(bench: Bench, texts: Path, tmp_path: Path) -> None:
+    for path in texts.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert bench.pretrain(**values(tmp_path)).stages("ran") == []
+    (tmp_path / "wiki").write_text("the value of the sum .", encoding="utf-8")
+    assert bench.pretrain(**values(tmp_path)).stages("ran") == ["zeroshot"]
+
+
+def test_the_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:
+    from flows.evaluate import evaluate
+
+    stages: list[list[str]] = []
+    report = _pipeline.Pipeline._report
+    with pytest.MonkeyPatch.context() as patch:
+
+        def remember(pipeline: _pipeline.Pipeline) -> None:
+            stages.append([f"{row.stage} {row.outcome}" for row in pipeline.rows[-2:]])
+            report(pipeline)
+
+        patch.setattr(_pipeline.Pipeline, "_report", remember)
+        overrides = {key.replace("__", "."): value for key, value in values(texts).items()}
+        evaluate(str(bench.conf), overrides)
+    assert stages == [["evaluate cached", "zeroshot cached"]]
+
+
+def test_a_missing_text_is_told_before_anything_runs(bench: Bench, tmp_path: Path) -> None:
+    run = bench.pretrain(evaluate__zero_shot__wikitext=str(tmp_path / "nowhere"), seed=99)
+    assert "nowhere, which cannot be read: No such file or directory" in str(run.error)
+    assert run.outcomes == {}

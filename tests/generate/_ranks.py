@@ -1,0 +1,53 @@
+"""What each of two ranks generates and scores, with halves of the layers or of the batches."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megacore.generate.generate import generate
+from megacore.generate.options import GenerateOptions
+from megacore.generate.source import find_model
+from megacore.generate.weights import load_gpt
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+from megacore.tokenizer import load_tokenizer
+from megacore.zeroshot.lambada import read_lambada
+from megacore.zeroshot.score import Scorer
+from megacore.zeroshot.wikitext import read_wikitext
+from tests._dist import still_alive
+from tests.generate import _tiny
+
+VOCAB = 300
+OPTIONS = (GenerateOptions(max_new_tokens=20), GenerateOptions(max_new_tokens=20, top_p=0.9, seed=8))
+
+
+def run(root: Path) -> dict[str, Any]:
+    """Continuations by each kind of model below `root`, and scores of the first, on all ranks there are."""
+    if not dist.is_initialized():
+        return on_mesh(root, ProcessMesh.serial())
+    meshes = {"tensor": RankLayout(tensor=2), "data": RankLayout(data=2)}
+    found = {}
+    for name, layout in meshes.items():
+        found[name] = on_mesh(root, ProcessMesh.build(layout))
+        still_alive()
+    return found
+
+
+def on_mesh(root: Path, mesh: ProcessMesh) -> dict[str, Any]:
+    """The same on one mesh."""
+    device, found = torch.device("cpu"), {}
+    for kind in _tiny.KINDS:
+        model = load_gpt(find_model(root / kind), mesh, device=device, dtype=torch.float32)
+        prompts = _tiny.prompts((5, 1, 17), VOCAB)
+        found[kind] = [
+            [one.tokens for one in generate(model, prompts, options, vocab_size=VOCAB, end=_tiny.EOD)]
+            for options in OPTIONS
+        ]
+    model = load_gpt(find_model(root / "gpt2"), mesh, device=device, dtype=torch.float32)
+    tokenizer = load_tokenizer(root / "tokenizer")
+    scorer = Scorer(model, mesh, device, vocab_size=VOCAB, batch_size=4)
+    found["wikitext"] = scorer.wikitext(read_wikitext(root / "wiki", tokenizer), _tiny.POSITIONS, 40)
+    found["lambada"] = scorer.lambada(read_lambada(root / "lambada.jsonl", tokenizer), _tiny.POSITIONS)
+    return found

@@ -1,0 +1,98 @@
+"""Continuations do not depend on the cache nor on the prompts beside them, and end where they must."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.errors import ConfigError
+from megacore.generate.generate import Continuation, generate
+from megacore.generate.options import GenerateOptions
+from megacore.models.gpt import GPTModel
+from tests.generate import _tiny
+
+OPTIONS = [GenerateOptions(max_new_tokens=30), GenerateOptions(max_new_tokens=30, top_k=20, seed=5)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def continuations(
+    model: GPTModel, prompts: list[list[int]], options: GenerateOptions, **changes: Any
+) -> list[Continuation]:
+    values = {"vocab_size": _tiny.VOCAB, "end": _tiny.EOD}
+    return generate(model, prompts, options, **{**values, **changes})
+
+
+@pytest.mark.parametrize("kind", _tiny.KINDS)
+def test_cache_and_company_change_nothing(kind: str) -> None:
+    model, prompts = _tiny.random_model(_tiny.spec(**_tiny.KINDS[kind])), _tiny.prompts()
+    for options in OPTIONS:
+        alone = [step_by_step(model, prompt, number, options) for number, prompt in enumerate(prompts)]
+        for batch_size, use_cache in itertools.product((1, 2, 5), (True, False)):
+            found = continuations(model, prompts, options, batch_size=batch_size, use_cache=use_cache)
+            assert [one.tokens for one in found] == alone, (options, batch_size, use_cache)
+
+
+def step_by_step(model: GPTModel, prompt: list[int], number: int, options: GenerateOptions) -> tuple[int, ...]:
+    """What the prompt becomes when it is read from its beginning for every token, without padding."""
+    from megacore.generate.sampling import Chooser
+
+    tokens, chooser = list(prompt), Chooser(options, [number])
+    while len(tokens) < len(prompt) + 30:
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens]))[:, -1, : _tiny.VOCAB]
+        tokens.append(int(chooser.choose(logits)))
+        if tokens[-1] == _tiny.EOD:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+def test_long_prompts_are_read_in_parts() -> None:
+    model = _tiny.random_model(_tiny.spec(max_position_embeddings=700, **_tiny.LLAMA))
+    prompts = _tiny.prompts((600, 257, 3))
+    options = GenerateOptions(max_new_tokens=5)
+    assert continuations(model, prompts, options) == continuations(model, prompts, options, use_cache=False)
+
+
+def test_a_document_ends_with_its_token() -> None:
+    model = _tiny.random_model(_tiny.spec())
+    free = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), end=None)
+    assert [len(one.tokens) for one in free] == [20] * 5
+    assert not any(one.ended for one in free)
+    end = free[2].tokens[3]
+    stopped = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), end=end)
+    for with_end, without in zip(stopped, free, strict=True):
+        place = without.tokens.index(end) + 1 if end in without.tokens else 20
+        assert with_end == Continuation(without.tokens[:place], ended=end in without.tokens)
+    assert len(stopped[2].tokens) <= 4
+
+
+def test_prompts_have_limits_of_their_own() -> None:
+    model = _tiny.random_model(_tiny.spec())
+    found = continuations(model, _tiny.prompts((3, 60)), GenerateOptions(), end=None)
+    assert [len(one.tokens) for one in found] == [61, 4]
+    assert found[1] == continuations(model, _tiny.prompts((3, 60))[1:], GenerateOptions(), end=None)[0]
+
+
+def test_padding_of_the_vocabulary_is_never_chosen() -> None:
+    model = _tiny.random_model(_tiny.spec())
+    assert model.padded_vocab_size > _tiny.VOCAB
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[_tiny.VOCAB :] *= 100
+    for options in OPTIONS:
+        found = continuations(model, _tiny.prompts(), options)
+        assert max(token for one in found for token in one.tokens) < _tiny.VOCAB
+
+
+def test_ids_beyond_the_vocabulary_are_refused() -> None:
+    model = _tiny.random_model(_tiny.spec())
+    with pytest.raises(ConfigError, match="prompt 2 has the id 101, which the model's vocabulary of 101 entries lacks"):
+        continuations(model, [[1], [2, 101]], GenerateOptions())

@@ -1,0 +1,95 @@
+"""Which model and which tokenizer a path names."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megacore.errors import CheckpointError, ConfigError, DataFormatError
+from megacore.generate.source import ModelSource, find_model, find_tokenizer, require_family
+from tests.generate import _tiny
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with two checkpoints, and tokenizers of two sizes; not to be changed."""
+    directory = tmp_path_factory.mktemp("source")
+    for name, size in (("own", 300), ("other", 310), ("smaller", 290)):
+        _tiny.write_tokenizer(directory / name, size)
+    own = _tiny.spec(300, tokenizer=directory / "own")
+    for iteration in (5, 10):
+        _tiny.write_checkpoint(directory / "run" / "checkpoints", own, _tiny.random_model(own), iteration)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("run", "iter_0000010"), ("run/checkpoints", "iter_0000010"), ("run/checkpoints/iter_0000005", "iter_0000005")],
+)
+def test_a_path_names_a_checkpoint_or_the_newest_of_several(root: Path, path: str, name: str) -> None:
+    source = find_model(root / path)
+    assert (Path(source.directory).name, source.exported, source.spec.vocab_size) == (name, False, 300)
+
+
+def test_damaged_checkpoints_are_passed_over_or_named(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "run", tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/iter_0000010"
+    (newest / "__0_0.distcp").write_bytes(b"cut")
+    assert Path(find_model(tmp_path / "run").directory).name == "iter_0000005"
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 3 bytes instead of"):
+        find_model(newest)
+    (tmp_path / "run/checkpoints/iter_0000005/complete.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .*checkpoints is complete"):
+        find_model(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("path", "message"), [("nowhere", "is no directory"), ("own", "has no complete.json")])
+def test_what_is_no_model_is_named(root: Path, path: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        find_model(root / path)
+
+
+def test_other_families_are_refused_by_name(root: Path) -> None:
+    source = find_model(root / "run")
+    require_family(source, ("gpt", "t5"), "megacore generate")
+    bert = source.model_copy(update={"spec": source.spec.model_copy(update={"family": "bert"})})
+    with pytest.raises(
+        ConfigError,
+        match="family bert, which fills in masked words: megacore generate needs one of family gpt or t5",
+    ):
+        require_family(bert, ("gpt", "t5"), "megacore generate")
+
+
+def with_tokenizer(root: Path, directory: str | None) -> ModelSource:
+    """The model, which says that its tokenizer is in `directory`."""
+    source = find_model(root / "run")
+    spec = source.spec.model_copy(update={"tokenizer_directory": directory})
+    return source.model_copy(update={"spec": spec})
+
+
+def test_a_checkpoint_names_its_tokenizer(root: Path) -> None:
+    assert find_tokenizer(find_model(root / "run"), None).vocab_size == 300
+    assert find_tokenizer(with_tokenizer(root, None), root / "own").vocab_size == 300
+
+
+def test_a_tokenizer_of_another_size_is_refused_with_both(root: Path) -> None:
+    source = find_model(root / "run")
+    for name, size in (("other", 310), ("smaller", 290)):
+        with pytest.raises(ConfigError, match=f"a vocabulary of {size} entries and the model in .* one of 300"):
+            find_tokenizer(source, root / name)
+
+
+def test_a_model_of_others_may_have_spare_rows(root: Path) -> None:
+    assert find_tokenizer(with_tokenizer(root, None), root / "smaller").vocab_size == 290
+    assert find_tokenizer(with_tokenizer(root, str(root / "smaller")), None).vocab_size == 290
+    with pytest.raises(ConfigError, match=r"a vocabulary of 310 entries and the model in .* one of 300"):
+        find_tokenizer(with_tokenizer(root, None), root / "other")
+
+
+def test_missing_tokenizers_are_named(root: Path) -> None:
+    with pytest.raises(ConfigError, match="came without a tokenizer: give --tokenizer"):
+        find_tokenizer(with_tokenizer(root, None), None)
+    with pytest.raises(DataFormatError, match=r"names the tokenizer in .*gone, where there is none"):
+        find_tokenizer(with_tokenizer(root, str(root / "gone")), None)
+    with pytest.raises(DataFormatError, match=r"the tokenizer .*gone is no directory"):
+        find_tokenizer(find_model(root / "run"), root / "gone")

@@ -1,0 +1,129 @@
+"""The same greedy tokens as transformers, from random weights that its own classes have saved."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.generate.generate import generate
+from megacore.generate.options import GenerateOptions
+from megacore.generate.source import find_model
+from megacore.generate.weights import load_gpt
+from megacore.models.gpt import GPTModel
+from megacore.parallel.mesh import ProcessMesh
+from tests.generate import _tiny
+
+NEW_TOKENS = 25
+
+
+def _gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=_tiny.VOCAB,
+        n_positions=_tiny.POSITIONS,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=_tiny.EOD,
+        eos_token_id=_tiny.EOD,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_sizes(), num_key_value_heads=2))
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**_sizes(), num_key_value_heads=2, sliding_window=6))
+
+
+def _neox() -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**_sizes(), hidden_act="gelu"))
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": _tiny.VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": _tiny.POSITIONS,
+        "bos_token_id": _tiny.EOD,
+        "eos_token_id": _tiny.EOD,
+    }
+
+
+CLASSES: dict[str, Callable[[], Any]] = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "neox": _neox}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model twice."""
+
+    theirs: Any
+    ours: GPTModel
+
+
+@pytest.fixture(scope="module", params=list(CLASSES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A random model of transformers, and ours that has read its directory."""
+    directory: Path = tmp_path_factory.mktemp("saved")
+    theirs = CLASSES[request.param]().eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * drawn if parameter.dim() == 1 and name.endswith("weight") else 0.3 * drawn)
+    theirs.save_pretrained(directory)
+    ours = load_gpt(find_model(directory), ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32)
+    return Pair(theirs, ours)
+
+
+def continued(theirs: Any, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """What transformers writes after prompts that it pads on the left itself."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    present = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.inference_mode():
+        found = theirs.generate(
+            tokens,
+            attention_mask=present,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=_tiny.EOD,
+            pad_token_id=0,
+        )
+    rows = []
+    for row in found[:, width:].tolist():
+        end = row.index(_tiny.EOD) + 1 if _tiny.EOD in row else len(row)
+        rows.append(tuple(row[:end]))
+    return rows
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_greedy_tokens_are_those_of_transformers(pair: Pair, batch_size: int) -> None:
+    prompts = _tiny.prompts()
+    ours = generate(
+        pair.ours,
+        prompts,
+        GenerateOptions(max_new_tokens=NEW_TOKENS),
+        vocab_size=_tiny.VOCAB,
+        end=_tiny.EOD,
+        batch_size=batch_size,
+    )
+    theirs = [continued(pair.theirs, [prompt])[0] for prompt in prompts]
+    assert [continuation.tokens for continuation in ours] == theirs
+    assert continued(pair.theirs, prompts) == theirs
+    assert len({token for row in theirs for token in row}) > 10

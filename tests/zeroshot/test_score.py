@@ -1,0 +1,169 @@
+"""The same numbers as transformers gives for the same weights, one sequence at a time."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megacore.errors import ConfigError
+from megacore.generate.source import find_model
+from megacore.generate.weights import load_gpt
+from megacore.models.gpt import GPTModel
+from megacore.parallel.mesh import ProcessMesh
+from megacore.tokenizer import Tokenizer
+from megacore.zeroshot.lambada import Passage, read_lambada
+from megacore.zeroshot.score import Scorer
+from megacore.zeroshot.wikitext import WikiText, read_wikitext
+from tests.generate import _tiny
+from tests.zeroshot import _texts
+
+VOCAB = 300
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model twice, and the texts."""
+
+    theirs: Any
+    ours: GPTModel
+    tokenizer: Tokenizer
+    wikitext: WikiText
+    passages: list[Passage]
+
+    def scorer(self, batch_size: int = 4) -> Scorer:
+        return Scorer(self.ours, ProcessMesh.serial(), torch.device("cpu"), vocab_size=VOCAB, batch_size=batch_size)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    root: Path = tmp_path_factory.mktemp("score")
+    tokenizer = _tiny.write_tokenizer(root / "tokenizer", VOCAB)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": _tiny.POSITIONS,
+    }
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, bos_token_id=0, eos_token_id=0)
+    theirs = GPTNeoXForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    theirs.save_pretrained(root / "saved")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    source = find_model(root / "saved")
+    yield Bench(
+        theirs,
+        load_gpt(source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32),
+        tokenizer,
+        read_wikitext(_texts.write_wikitext(root / "wiki"), tokenizer),
+        read_lambada(_texts.write_lambada(root / "lambada"), tokenizer),
+    )
+    torch.set_num_threads(threads)
+
+
+def token_losses(theirs: Any, ids: list[int]) -> torch.Tensor:
+    """Of every token but the first, by transformers."""
+    tokens = torch.tensor([ids])
+    with torch.inference_mode():
+        logits = theirs(tokens[:, :-1]).logits[0].double()
+    return F.cross_entropy(logits, tokens[0, 1:], reduction="none")
+
+
+@pytest.mark.parametrize("stride", [None, 64, 20, 1])
+def test_perplexities_are_those_of_transformers(bench: Bench, stride: int | None) -> None:
+    ids, length = bench.wikitext.tokens.tolist(), _tiny.POSITIONS
+    if stride == 1:
+        ids = ids[:300]
+    text = WikiText(bench.wikitext.tokens[: len(ids)], bench.wikitext.words)
+    losses: list[torch.Tensor] = []
+    counted = 0
+    for start in range(0, len(ids), stride or length):
+        window = ids[start : start + length + 1]
+        losses.append(
+            token_losses(bench.theirs, window)[counted - start :] if start else token_losses(bench.theirs, window)
+        )
+        counted = start + len(window) - 1
+        if counted == len(ids) - 1:
+            break
+    nats = torch.cat(losses)
+    assert len(nats) == len(ids) - 1
+    score = bench.scorer().wikitext(text, length, stride)
+    assert score.tokens == len(nats)
+    assert score.loss == pytest.approx(float(nats.mean()), rel=1e-6)
+    assert score.token_ppl == pytest.approx(math.exp(float(nats.mean())), rel=1e-6)
+    assert score.word_ppl == pytest.approx(math.exp(float(nats.sum()) / (text.words - 1)), rel=1e-5)
+    assert bench.scorer(3).wikitext(text, length, stride).loss == pytest.approx(score.loss, rel=1e-7)
+
+
+def test_more_context_is_scored_with_shorter_strides(bench: Bench) -> None:
+    score = bench.scorer().wikitext(bench.wikitext, 32, 8)
+    assert (score.seq_length, score.overlapping_eval) == (32, 8)
+    assert score.windows == math.ceil((score.tokens - 32) / 8) + 1
+    assert score.loss != bench.scorer().wikitext(bench.wikitext, 32).loss
+
+
+def last_words(bench: Bench) -> list[tuple[float, bool]]:
+    """Nats of each passage's last word, and whether it would be written greedily."""
+    found = []
+    for passage in bench.passages:
+        ids = [*passage.context.tolist(), *passage.target.tolist()][-_tiny.POSITIONS - 1 :]
+        losses = token_losses(bench.theirs, ids)[-len(passage.target) :]
+        with torch.inference_mode():
+            best = bench.theirs(torch.tensor([ids[:-1]])).logits[0].argmax(-1)
+        found.append((float(losses.sum()), best[-len(passage.target) :].tolist() == passage.target.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_last_words_are_those_of_transformers(bench: Bench, batch_size: int) -> None:
+    expected = last_words(bench)
+    score = bench.scorer(batch_size).lambada(bench.passages, _tiny.POSITIONS)
+    assert score.passages == len(expected) == 30
+    assert score.correct == sum(correct for _, correct in expected)
+    assert score.accuracy == score.correct / 30
+    assert score.target_ppl == pytest.approx(math.exp(sum(nats for nats, _ in expected) / 30), rel=1e-5)
+    assert score.shortened == 1
+
+
+def test_a_word_counts_when_all_its_tokens_are_the_most_probable(bench: Bench) -> None:
+    """Targets that the model itself has written are all correct; one wrong token makes one wrong."""
+    from megacore.generate.generate import generate
+    from megacore.generate.options import GenerateOptions
+
+    prompts = [passage.context.tolist()[:40] for passage in bench.passages]
+    written = generate(bench.ours, prompts, GenerateOptions(max_new_tokens=3), vocab_size=VOCAB)
+    arrays = [torch.tensor(one.tokens).numpy() for one in written]
+    passages = [Passage(torch.tensor(prompt).numpy(), own) for prompt, own in zip(prompts, arrays, strict=True)]
+    assert bench.scorer().lambada(passages, _tiny.POSITIONS).accuracy == 1
+    for place in range(3):
+        wrong = arrays[4].copy()
+        wrong[place] = (wrong[place] + 1) % VOCAB
+        changed = [*passages[:4], Passage(passages[4].context, wrong), *passages[5:]]
+        assert bench.scorer().lambada(changed, _tiny.POSITIONS).correct == len(passages) - 1
+
+
+def test_the_padding_of_the_vocabulary_has_no_probability(bench: Bench) -> None:
+    before = bench.scorer().wikitext(bench.wikitext, _tiny.POSITIONS)
+    assert bench.ours.output_layer is not None
+    weight = bench.ours.output_layer.weight
+    assert weight.shape[0] > VOCAB
+    with torch.no_grad():
+        weight[VOCAB:] += 1
+    assert bench.scorer().wikitext(bench.wikitext, _tiny.POSITIONS) == before
+
+
+def test_windows_beyond_the_positions_are_refused(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match="seq_length is 65 and the model has 64 positions"):
+        bench.scorer().wikitext(bench.wikitext, 65)
+    with pytest.raises(ConfigError, match="seq_length is 65 and the model has 64 positions"):
+        bench.scorer().lambada(bench.passages, 65)
