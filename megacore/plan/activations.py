@@ -70,10 +70,12 @@ class Activations:
 
     def chunk(self, chunk: ModelChunk) -> int:
         """Bytes that a chunk keeps, its losses and logits left out."""
-        total = self._layers(len(chunk.layers), self.recomputed_layer, self.layer)
+        limit = self.config.train.recompute_num_layers
+        total = self._layers(len(chunk.layers), limit, self.recomputed_layer, self.layer)
         if chunk.decoder_layers:
             kept = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
-            total += self._layers(len(chunk.decoder_layers), kept, self.decoder_layer)
+            left = None if limit is None else max(0, limit - len(chunk.layers))
+            total += self._layers(len(chunk.decoder_layers), left, kept, self.decoder_layer)
         if chunk.has_embedding:
             total += self._hidden(self._mask, self.tokens)
         if chunk.has_head:
@@ -164,8 +166,8 @@ class Activations:
             case "full":
                 return self._hidden(self.element, tokens)
 
-    def _layers(self, layers: int, recomputed_layer: int, layer: int) -> int:
-        limit = self.config.train.recompute_num_layers
+    def _layers(self, layers: int, limit: int | None, recomputed_layer: int, layer: int) -> int:
+        """Of some layers, of which the first `limit` (None: all) recompute."""
         recomputed = layers if limit is None else min(limit, layers)
         return recomputed * recomputed_layer + (layers - recomputed) * layer
 

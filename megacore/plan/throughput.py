@@ -52,11 +52,12 @@ def chunk_flops(config: RunConfig, vocab_size: int, chunk: ModelChunk, *, forwar
 
 
 def _recomputed(config: RunConfig, chunk: ModelChunk) -> tuple[int, int]:
-    """Layers of a chunk that recompute, of the encoder and of T5's decoder."""
+    """Layers of a chunk that recompute, of the encoder and of T5's decoder: the first ones of both together."""
     limit = config.train.recompute_num_layers
-    counts = len(chunk.layers), len(chunk.decoder_layers)
-    encoder, decoder = (count if limit is None else min(limit, count) for count in counts)
-    return encoder, decoder
+    encoder, decoder = len(chunk.layers), len(chunk.decoder_layers)
+    if limit is None:
+        return encoder, decoder
+    return min(limit, encoder), min(max(0, limit - encoder), decoder)
 
 
 def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:

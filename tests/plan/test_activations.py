@@ -2,7 +2,10 @@
 
 import pytest
 
+from megacore.pipeline_parallel.partition import chunks_of
+from megacore.plan.activations import Activations
 from megacore.plan.memory import estimate_memory
+from megacore.plan.throughput import recomputed_layers
 from tests.plan._models import BERT, LLAMA, T5, VOCAB_SIZE, family, saved_bytes
 
 
@@ -16,3 +19,11 @@ def test_activations_of_every_family(overrides: dict[str, object], dropout: floa
     config = family(**overrides | {"model.hidden_dropout": dropout, "model.attention_dropout": dropout})
     estimate = estimate_memory(config, VOCAB_SIZE, "fp32", "cpu").activations
     assert estimate == pytest.approx(saved_bytes(config, "fp32"), rel=0.1)
+
+
+@pytest.mark.parametrize(("limit", "layers"), [(1, (1, 0)), (4, (3, 1))])
+def test_the_first_layers_of_both_stacks_together_recompute(limit: int, layers: tuple[int, int]) -> None:
+    config = family(**T5 | {"train.recompute": "full", "train.recompute_num_layers": limit})
+    assert recomputed_layers(config, VOCAB_SIZE) == layers
+    (chunk,) = chunks_of(config, VOCAB_SIZE)
+    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(saved_bytes(config, "fp32"), rel=0.15)
