@@ -74,7 +74,9 @@ def export(
         export_megatron(
             source, output, tensor=tensor_model_parallel_size or 1, pipeline=pipeline_model_parallel_size or 1
         )
-    beside = "without a tokenizer" if source.tokenizer is None else f"with the tokenizer of {source.tokenizer}"
+    named = source.spec.tokenizer_directory
+    without = "without a tokenizer" if named is None else f"without its tokenizer, which is not in {named}"
+    beside = without if source.tokenizer is None else f"with the tokenizer of {source.tokenizer}"
     Console().print(
         f"wrote {output} from {source.checkpoint}, {beside}; it was not compared with the checkpoint", soft_wrap=True
     )

@@ -80,6 +80,8 @@ def _check_files(
     for path in (wikitext, lambada):
         if path is not None and not path.is_file():
             raise DataFormatError(f"{path} is no file: check the path")
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output is {output}, which is a directory: give a file")
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--output is {output}, but {output.absolute().parent} is no directory: make it first")
 

@@ -22,6 +22,7 @@ def check_sections(config: "RunConfig") -> None:
     _check_data(config.data)
     check_sentences(config)
     check_model(config.family, config.model, config.data.seq_length)
+    _check_reset_positions(config)
     _check_rampup(config.train)
     _check_recompute(config.train)
     _check_warmup(config)
@@ -118,6 +119,16 @@ def check_split(split: str) -> None:
     if len(weights) != 3 or not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(
             f"data.split is {split!r}: give three positive weights for train, validation and test, as in 969,30,1"
+        )
+
+
+def _check_reset_positions(config: "RunConfig") -> None:
+    kind = config.model.position_embedding_type
+    if config.data.reset_position_ids and kind not in ("learned_absolute", "rope"):
+        raise ValueError(
+            f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which counts no positions: "
+            "set the former to false (data.reset_attention_mask keeps documents apart), or the latter to "
+            "learned_absolute or rope"
         )
 
 

@@ -45,6 +45,15 @@ def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer
     return tokenizer
 
 
+def tokenizer_size(directory: Path) -> int | None:
+    """Entries of the tokenizer in a directory of ours or of transformers; None when there is none.
+
+    Raises ConversionError, DataFormatError as `adopt_tokenizer`.
+    """
+    tokenizer = _read(directory, _settings(directory))
+    return None if tokenizer is None else tokenizer.vocab_size
+
+
 def spec_with_tokenizer(spec: ModelSpec, directory: Path) -> ModelSpec:
     """The spec with the tokenizer of `directory`, when there is one that `load_tokenizer` reads."""
     try:
@@ -54,19 +63,27 @@ def spec_with_tokenizer(spec: ModelSpec, directory: Path) -> ModelSpec:
     return with_special_tokens(spec, tokenizer, directory)
 
 
-def with_special_tokens(spec: ModelSpec, tokenizer: Tokenizer, directory: Path) -> ModelSpec:
-    """The spec with a tokenizer that lies in `directory`.
+def with_special_tokens(
+    spec: ModelSpec, tokenizer: Tokenizer, directory: Path, source: Path | None = None
+) -> ModelSpec:
+    """The spec with a tokenizer that lies in `directory`, or will; it was read from `source`, as errors say.
 
     What config.json says of special tokens goes before what their spelling says.
 
-    Raises ConversionError when the tokenizer has tokens that the model has not.
+    Raises ConversionError when the tokenizer has tokens that the model has not, or lacks the one that ends its texts.
     """
-    if tokenizer.vocab_size > spec.vocab_size:
+    place, size, given = source or directory, tokenizer.vocab_size, spec.special_tokens
+    if size > spec.vocab_size:
         raise ConversionError(
-            f"the tokenizer in {directory} has {tokenizer.vocab_size} entries and the model's vocabulary "
-            f"{spec.vocab_size}: give the tokenizer that the model was trained with"
+            f"the tokenizer in {place} has {size} entries and the model's vocabulary {spec.vocab_size}: give the "
+            "tokenizer that the model was trained with"
         )
-    spelled, given = special_tokens(tokenizer), spec.special_tokens
+    if given.eod is not None and given.eod >= size:
+        raise ConversionError(
+            f"the tokenizer in {place} has {size} entries, and the model ends a text with token {given.eod}: give the "
+            "tokenizer that the model was trained with"
+        )
+    spelled = special_tokens(tokenizer)
     known = {role: value for role, value in given.model_dump().items() if value not in (None, ())}
     merged = SpecialTokens(**(spelled.model_dump() | known))
     return spec.model_copy(update={"special_tokens": merged, "tokenizer_directory": str(directory)})
@@ -83,6 +100,8 @@ def _settings(source: Path) -> dict[str, Any]:
             continue
         except (OSError, ValueError) as error:
             raise ConversionError(f"{path} cannot be read ({error}): copy it again") from error
+        if not isinstance(values, dict):
+            raise ConversionError(f"{path} holds {type(values).__name__}, not an object: copy it again")
         found |= {key: value for key, value in values.items() if value is not None}
     return found
 

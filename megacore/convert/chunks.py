@@ -52,7 +52,7 @@ def read_into(target: Tensor, chunk: Chunk, dtype: torch.dtype) -> bool:
             rectangle = rectangle.narrow(dimension, offset, size)
         rows = rectangle if rectangle.dim() else rectangle[None]
         row_bytes = dtype.itemsize * math.prod(chunk.sizes[1:])
-        for block in rows.split(max(1, _BLOCK // max(1, row_bytes))):
+        for block in torch.split(rows, max(1, _BLOCK // max(1, row_bytes))):
             buffer = bytearray(block.numel() * dtype.itemsize)
             if file.readinto(buffer) != len(buffer):
                 raise OSError(f"{chunk.file} ends before its values do")
@@ -65,7 +65,7 @@ def _place_of_values(file: IO[bytes], chunk: Chunk, dtype: torch.dtype) -> int |
     """Where in `file` the chunk's values begin; None when they are not plainly there."""
     view = _Slice(file, chunk.start, chunk.length)
     try:
-        with zipfile.ZipFile(view) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(view) as archive:
             names = {name.partition("/")[2]: name for name in archive.namelist()}
             order = archive.read(names["byteorder"]) if "byteorder" in names else b"little"
             saved = _TensorUnpickler(archive.open(names["data.pkl"])).load()

@@ -11,14 +11,15 @@ from megacore.artifact.files import workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import MARKER_NAME, Marker, verify
 from megacore.config.spec import ModelSpec
+from megacore.convert.adopt import tokenizer_size
+from megacore.convert.exportable import Dtype
 from megacore.convert.forms import form_of
 from megacore.convert.hf_export import copy_tokenizer, write_model
 from megacore.convert.model_card import bare_card
-from megacore.convert.safetensors_stream import Dtype
 from megacore.convert.source import CheckpointTensors
 from megacore.convert.staged import staged
 from megacore.errors import ConfigError, ConversionError
-from megacore.generate.source import find_model
+from megacore.generate.source import ModelSource, check_vocabulary, find_model
 
 RECORD_NAME = "export.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -43,18 +44,28 @@ def open_source(path: Path, tokenizer: Path | None = None) -> Source:
     Raises:
         CheckpointError: there is none, it is damaged, or it does not say what it is.
         ConversionError: it is a transformers directory.
-        ConfigError: `tokenizer` holds none.
+        ConfigError: `tokenizer` holds none, or one of another vocabulary.
+        DataFormatError: its files are damaged.
     """
     source = find_model(path)
     if source.exported:
         raise ConversionError(f"{path} is a transformers directory already: give a checkpoint (iter_*)")
-    if tokenizer is not None and not (tokenizer / _TOKENIZER_CONFIG).is_file():
-        raise ConfigError(f"--tokenizer {tokenizer} has no {_TOKENIZER_CONFIG}: give a directory with tokenizer.json")
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer.absolute(), source)
+        tokenizer = tokenizer.absolute()
     checkpoint = Path(source.directory)
     marker = verify(checkpoint)
     named = tokenizer or (Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None)
     there = named is not None and (named / _TOKENIZER_CONFIG).is_file()
     return Source(checkpoint, marker, source.spec, named if there else None)
+
+
+def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
+    """Refuse a directory without tokenizer, or with another model's. Raises ConfigError, DataFormatError."""
+    size = tokenizer_size(tokenizer) if (tokenizer / _TOKENIZER_CONFIG).is_file() else None
+    if size is None:
+        raise ConfigError(f"--tokenizer {tokenizer} has no {_TOKENIZER_CONFIG}: give a directory with tokenizer.json")
+    check_vocabulary(source, tokenizer, size)
 
 
 def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None:
@@ -77,7 +88,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
             parameters=sum(math.prod(shape) for shape in table.their_shapes.values()),
             iterations=source.marker.iteration,
             dtype=dtype,
-            facts={"checkpoint": str(source.checkpoint), **_run_facts(source.checkpoint)},
+            facts={"checkpoint": str(source.checkpoint), **_run_facts(source.checkpoint), **_lacking(source)},
         )
         with workspace_errors(staging):
             (staging / "README.md").write_text(card, encoding="utf-8")
@@ -118,6 +129,11 @@ def _record(source: Source, form: str, kind: str, dtype: str) -> dict[str, Any]:
         "tokenizer": None if source.tokenizer is None else str(source.tokenizer),
         "gate": None,
     }
+
+
+def _lacking(source: Source) -> dict[str, str]:
+    """What the card's examples need and the export has not."""
+    return {} if source.tokenizer is not None else {"tokenizer": "none: put the model's own beside its weights"}
 
 
 def _run_facts(checkpoint: Path) -> dict[str, str]:

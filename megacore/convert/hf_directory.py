@@ -1,6 +1,8 @@
 """The weights of a transformers directory by the names of our tables, read one at a time."""
 
 import json
+import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -140,24 +142,40 @@ def _indexed(directory: Path, index: Path, read: Callable[[Path], dict[str, Read
 def _safetensors(path: Path) -> dict[str, Reader]:
     from safetensors import SafetensorError, safe_open
 
+    _check_readable(path)
     try:
         file = safe_open(path, "pt")
-        return {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        return {name: partial(file.get_tensor, name) for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 (it is no dict)
     except (SafetensorError, OSError) as error:
         raise ConversionError(
             f"{path} ({path.stat().st_size:,} bytes) is damaged or cut short: {error}: copy it again"
         ) from error
 
 
+def _check_readable(path: Path) -> None:
+    """Raise ConversionError with the system's reason, which the readers of tensors do not tell."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read ({error.strerror}): make it readable") from error
+
+
 def _pickled(path: Path) -> dict[str, Reader]:
     """Tensors of a pickle, mapped into memory; nothing of it is executed."""
+    _check_readable(path)
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises what its parts raise
-        raise ConversionError(
-            f"{path} cannot be read as tensors alone ({' '.join(str(error).split())[:200]}): save the model as "
-            "safetensors"
-        ) from error
+        # torch's form before 1.6, which is no zip file, cannot be mapped.
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged pickle raises whatever its next byte asks for
+        raise ConversionError(f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}") from error
     if not isinstance(held, dict) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
         raise ConversionError(f"{path} holds something else than tensors by name: save the model as safetensors")
     return {name: partial(held.__getitem__, name) for name in held}
+
+
+def _pickle_problem(error: Exception) -> str:
+    """What torch refused, without its advice to execute it."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked:
+        return f"asks for {asked[1]}, which is no tensor: nothing of it was run, save the model as safetensors"
+    return f"cannot be read as tensors alone ({type(error).__name__}): it is damaged or cut short, copy it again"

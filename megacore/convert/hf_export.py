@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.spec import ModelSpec
+from megacore.convert.exportable import Dtype
 from megacore.convert.forms import form_of, model_config
 from megacore.convert.hf_config import CONFIG_NAME
 from megacore.convert.key_map import KeyMap
-from megacore.convert.safetensors_stream import MAX_SHARD_SIZE, Dtype, write_safetensors
+from megacore.convert.safetensors_stream import MAX_SHARD_SIZE, write_safetensors
 from megacore.errors import ConversionError
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}

@@ -93,7 +93,7 @@ def _with_tokenizer(spec: ModelSpec, source: Path, staging: Path, output: Path, 
     target.mkdir()
     tokenizer = adopt_tokenizer(source, target, spec)
     if tokenizer is not None:
-        return with_special_tokens(spec, tokenizer, output.absolute() / TOKENIZER_DIRECTORY)
+        return with_special_tokens(spec, tokenizer, output.absolute() / TOKENIZER_DIRECTORY, source)
     if given:
         raise ConfigError(f"--tokenizer {source} holds no tokenizer: give a directory with tokenizer.json")
     target.rmdir()

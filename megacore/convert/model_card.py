@@ -17,7 +17,7 @@ _CARD = """\
 # {name}
 
 {kind} of {parameters:,} parameters ({layers}, hidden size {hidden}, {heads} heads, {positions} \
-positions, vocabulary {vocab_size}), pretrained with megacore {version}.
+positions, vocabulary {vocab_size}), written by megacore {version}.
 
 ## How to use
 
@@ -136,6 +136,8 @@ def model_card(
         f"{iterations} iterations of {config.train.global_batch_size} sequences of {config.data.seq_length} tokens, "
         f"AdamW with peak learning rate {config.optim.lr:g}, seed {config.seed}."
     )
+    if config.train.pretrained_checkpoint is not None:
+        training += f" The first weights are those of {config.train.pretrained_checkpoint}."
     return _card(
         config.name,
         spec,

@@ -104,7 +104,7 @@ def _write_tensor(file: IO[bytes], tensor: Tensor, dtype: Dtype) -> None:
     _, kind, bits = _CODES[dtype]
     rows = tensor if tensor.dim() else tensor[None]
     row_bytes = max(1, rows[0].numel() * kind.itemsize) if len(rows) else 1
-    for block in rows.split(max(1, _BLOCK // row_bytes)):
+    for block in torch.split(rows, max(1, _BLOCK // row_bytes)):
         values = block.to("cpu", kind).contiguous().view(bits)
         file.write(values.numpy().reshape(-1).data)
 

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megacore.artifact.files import remove_dead_temporaries, sync_directory, sync_tree, workspace_errors
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, WorkspaceError
 
 
 def check_output(output: Path) -> None:
@@ -34,13 +34,22 @@ def staged(output: Path) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_dead_temporaries(target)
             staging.mkdir()
+        except OSError as error:
+            _remove_empty(made)
+            raise WorkspaceError(f"--output {output} cannot be made ({error.strerror}): write elsewhere") from error
+        try:
             yield staging
             sync_tree(staging)
             os.rename(staging, target)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
-            for path in made:
-                if path.is_dir() and not any(path.iterdir()):
-                    path.rmdir()
+            _remove_empty(made)
             raise
         sync_directory(target.parent)
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Remove those that hold nothing, the innermost first."""
+    for path in directories:
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()

@@ -1,59 +1,48 @@
+from typing import Protocol, TypeVar
+
 import numpy as np
 import numpy.typing as npt
+
+_Index = TypeVar("_Index", bound=np.generic, covariant=True)
+_Result = TypeVar("_Result", covariant=True)
 
 class RandomState:
     def __init__(self, seed: int, portable: bool = False) -> None: ...
     def shuffle(self, values: npt.NDArray[np.int32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]) -> None: ...
 
-def build_sample_index_int32(
-    lengths: npt.NDArray[np.int32],
-    document_index: npt.NDArray[np.int32],
-    seq_length: int,
-    num_samples: int,
-    extra: int,
-    partial: bool = False,
-) -> npt.NDArray[np.int32]: ...
-def build_sample_index_int64(
-    lengths: npt.NDArray[np.int32],
-    document_index: npt.NDArray[np.int32],
-    seq_length: int,
-    num_samples: int,
-    extra: int,
-    partial: bool = False,
-) -> npt.NDArray[np.int64]: ...
+class _SampleIndex(Protocol[_Index]):
+    def __call__(
+        self,
+        lengths: npt.NDArray[np.int32],
+        document_index: npt.NDArray[np.int32],
+        seq_length: int,
+        num_samples: int,
+        extra: int,
+        partial: bool = False,
+    ) -> npt.NDArray[_Index]: ...
+
+class _SentenceMap(Protocol[_Result]):
+    def __call__(
+        self,
+        document_starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int32],
+        max_samples: int,
+        max_epochs: int,
+        max_length: int,
+        short_probability: float,
+        min_sentences: int,
+        seed: int,
+    ) -> _Result: ...
+
 def build_blend(
     weights: npt.NDArray[np.float64], size: int, portable: bool = False
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]: ...
 def build_exhaustive_blend(
     sizes: npt.NDArray[np.int64], portable: bool = False
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]: ...
-def build_sentence_map_uint32(
-    document_starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int32],
-    max_samples: int,
-    max_epochs: int,
-    max_length: int,
-    short_probability: float,
-    min_sentences: int,
-    seed: int,
-) -> npt.NDArray[np.uint32]: ...
-def build_sentence_map_uint64(
-    document_starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int32],
-    max_samples: int,
-    max_epochs: int,
-    max_length: int,
-    short_probability: float,
-    min_sentences: int,
-    seed: int,
-) -> npt.NDArray[np.uint64]: ...
-def count_sentence_map(
-    document_starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int32],
-    max_samples: int,
-    max_epochs: int,
-    max_length: int,
-    short_probability: float,
-    min_sentences: int,
-    seed: int,
-) -> tuple[int, int]: ...
+
+build_sample_index_int32: _SampleIndex[np.int32]
+build_sample_index_int64: _SampleIndex[np.int64]
+build_sentence_map_uint32: _SentenceMap[npt.NDArray[np.uint32]]
+build_sentence_map_uint64: _SentenceMap[npt.NDArray[np.uint64]]
+count_sentence_map: _SentenceMap[tuple[int, int]]

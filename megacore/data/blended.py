@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.gpt_dataset import check_form, check_range, load_map
 from megacore.data.index_directory import BLEND_MAP_NAMES, map_path
+from megacore.data.map_files import check_form, check_range, load_map
 from megacore.data.samples import Batch, Indices, MemberDataset, as_array, empty_batch
 from megacore.errors import DataFormatError
 

@@ -53,8 +53,14 @@ class MaskedLmDataset(SentenceDataset):
             seed: of the run; sample i draws from RandomState(seed + i).
             binary_head: whether there are two segments, the relation of which is predicted.
         """
-        super().__init__(prefix, index_directory, split_name, seq_length=seq_length, special_tokens=SPECIAL_TOKENS)
-        self.width = 3 * seq_length + 1
+        super().__init__(
+            prefix,
+            index_directory,
+            split_name,
+            seq_length=seq_length,
+            width=3 * seq_length + 1,
+            special_tokens=SPECIAL_TOKENS,
+        )
         task: Literal["none", "sop", "nsp"] = config.sentence_task if binary_head else "none"
         if task == "nsp":
             self._check_documents()

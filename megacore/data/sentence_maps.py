@@ -26,6 +26,7 @@ from megacore.data.index_directory import (
 from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
 from megacore.data.index_plans import Division, check_agreement, check_wanted, divide
 from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.map_files import check_form, load_map
 from megacore.data.splits import SPLIT_NAMES, split_ranges
 from megacore.errors import ConfigError, DataFormatError
 
@@ -125,14 +126,12 @@ def load_sentence_map(
     if split_name not in SPLIT_NAMES:
         raise DataFormatError(f"there is no split {split_name}: take one of {', '.join(SPLIT_NAMES)}")
     path = map_path(directory, split_name, SENTENCE_MAP_NAME)
-    try:
-        rows: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-    except FileNotFoundError as error:
-        raise DataFormatError(f"{path} does not exist: build the index maps first") from error
-    except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise DataFormatError(f"{path} is not a readable map ({error}): build the index maps again") from error
-    if rows.dtype not in (np.dtype("<u4"), np.dtype("<u8")) or rows.ndim != 2 or rows.shape[1] != 3:
-        raise DataFormatError(f"{path} is an array of {rows.dtype} with shape {rows.shape}: build the index maps again")
+    rows = load_map(path)
+    check_form(path, rows, 2, ("<u4", "<u8"))
+    if rows.shape[1] != 3:
+        raise DataFormatError(
+            f"{path} is an array of {rows.dtype} with shape {rows.shape}, not of three columns: build it again"
+        )
     for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK]
         if not ((block[:, 0] < block[:, 1]).all() and block[:, 1].max() <= len(dataset)):

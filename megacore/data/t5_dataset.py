@@ -51,8 +51,14 @@ class T5Dataset(SentenceDataset):
             config: how spans are drawn, and s_d.
             seed: of the run; sample i draws from RandomState(seed + i).
         """
-        super().__init__(prefix, index_directory, split_name, seq_length=seq_length, special_tokens=SPECIAL_TOKENS)
-        self.width = seq_length + config.decoder_seq_length
+        super().__init__(
+            prefix,
+            index_directory,
+            split_name,
+            seq_length=seq_length,
+            width=seq_length + config.decoder_seq_length,
+            special_tokens=SPECIAL_TOKENS,
+        )
         special = vocabulary.special
         end = special.eod if special.sep is None else special.sep
         assert end is not None

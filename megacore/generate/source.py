@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megacore.checkpoint.format import METADATA_NAME, checkpoint_directories, complete_checkpoints, verify
 from megacore.checkpoint.spec import read_spec
@@ -50,9 +51,20 @@ def _checkpoint(path: Path) -> Path:
         if checkpoint_directories(root):
             whole = complete_checkpoints(root)
             if not whole:
-                raise CheckpointError(f"none of the checkpoints in {root} is complete: give another directory")
+                _refuse(root, newest=checkpoint_directories(root)[-1])
             return list(whole)[-1]
     return path
+
+
+def _refuse(root: Path, *, newest: Path) -> NoReturn:
+    """Say what is wrong with the newest of checkpoints of which none is whole. Raises CheckpointError."""
+    if any(newest.glob("mp_rank_*")):
+        raise CheckpointError(f"{newest} is a checkpoint of Megatron-LM: make one of it with `megacore import` first")
+    try:
+        verify(newest, "quick")
+    except CheckpointError as error:
+        raise CheckpointError(f"none of the checkpoints in {root} is complete; of the newest: {error}") from error
+    raise CheckpointError(f"the checkpoints in {root} were being written: try again")
 
 
 def require_family(source: ModelSource, wanted: Sequence[Family], purpose: str) -> None:
@@ -74,15 +86,31 @@ def find_tokenizer(source: ModelSource, given: Path | None) -> Tokenizer:
     """
     directory = tokenizer_directory(source, given)
     tokenizer = load_tokenizer(directory)
-    size, entries = tokenizer.vocab_size, source.spec.vocab_size
-    # A model of other makers may have rows that their own tokenizer never names.
-    spare = size < entries and (given is None or source.spec.tokenizer_directory is None)
-    if size != entries and not spare:
-        raise ConfigError(
-            f"the tokenizer in {directory} has a vocabulary of {size} entries and the model in {source.directory} one "
-            f"of {entries}: give --tokenizer the one that the model was trained with"
-        )
+    check_vocabulary(source, directory, tokenizer.vocab_size)
     return tokenizer
+
+
+def check_vocabulary(source: ModelSource, directory: Path, size: int) -> None:
+    """Refuse the tokenizer in `directory`, of `size` entries, when it cannot be the model's. Raises ConfigError.
+
+    A model of other makers may have rows that their own tokenizer never names.
+    """
+    entries = source.spec.vocab_size
+    if size == entries or (size < entries and _own_size(source) in (None, size)):
+        return
+    raise ConfigError(
+        f"the tokenizer in {directory} has a vocabulary of {size} entries and the model in {source.directory} one "
+        f"of {entries}: give --tokenizer the one that the model was trained with"
+    )
+
+
+def _own_size(source: ModelSource) -> int | None:
+    """Entries of the tokenizer that the model names, as long as it is there."""
+    own = source.directory if source.exported else source.spec.tokenizer_directory
+    try:
+        return None if own is None else load_tokenizer(Path(own)).vocab_size
+    except DataFormatError:
+        return None
 
 
 def tokenizer_directory(source: ModelSource, given: Path | None) -> Path:

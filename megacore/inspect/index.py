@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from megacore.data.gpt_dataset import check_form, load_map
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     INDEX_NAME,
@@ -18,6 +17,7 @@ from megacore.data.index_directory import (
     read_description,
 )
 from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.map_files import check_form, load_map
 from megacore.data.sentence_maps import load_sentence_map
 from megacore.errors import DataFormatError
 from megacore.inspect.tokens import document_of

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest, file_digest
-from megacore.data.gpt_dataset import load_map
 from megacore.data.index_directory import BLEND_MAP_NAMES, IndexDescription, map_path, member_directory
 from megacore.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megacore.data.map_files import load_map
 from megacore.data.members import MEMBERS_NAME, TOKENS_NAMES
 from megacore.data.splits import SPLIT_NAMES
 from megacore.errors import ArtifactError, DataFormatError

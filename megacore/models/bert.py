@@ -1,26 +1,21 @@
 """BERT (Devlin et al. 2018, arXiv:1810.04805) with Megatron-LM's parameter names, norms after or before each branch."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
-from megacore.config.train import Recompute
 from megacore.models.base import Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_bias
-from megacore.models.layers.embedding import Embedding
 from megacore.models.layers.mlp import activate
 from megacore.models.layers.norm import make_norm, parameters_of
 from megacore.models.layers.shared import Shared
-from megacore.models.layers.transformer import Transformer
 from megacore.models.losses import LM_LOSS, SENTENCE_LOSSES, Losses, LossTerm
-from megacore.parallel.mesh import ALONE, ParallelGroup
-from megacore.pipeline_parallel.copies import WORD_EMBEDDINGS
-from megacore.pipeline_parallel.partition import ModelChunk
-from megacore.tensor_parallel import ColumnParallelLinear, Partition, column_parallel, vocab_parallel_cross_entropy
+from megacore.parallel.mesh import ParallelGroup
+from megacore.tensor_parallel import ColumnParallelLinear, Partition, column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megacore.tensor_parallel.partition import divide
 
@@ -28,93 +23,46 @@ SEGMENTS = 2
 """Rows of the table of token types."""
 ANSWERS = 2
 """Of the binary head: the segments are in their order, or are not."""
+SentenceTask = Literal["sop", "nsp"]
 
 
 class BertModel(Model):
     """An encoder that predicts masked tokens and how two segments belong together, or a chunk of one.
 
-    Parameters are fp32 and uninitialised; `megacore.models.build_model` builds one with its initial weights. Names
-    are those of the whole model, whatever the chunk. A chunk with the head but without the embedding holds a copy of
-    the table of tokens, which is the decoder of the masked LM's head.
-
-    Args:
-        model: the architecture.
-        padded_vocab_size: rows of the embedding (v).
-        max_position_embeddings: the longest sequence it takes, in tokens.
-        chunk: the part of the model; None is all of it.
-        recompute: what the backward pass computes once more, see `TransformerLayer`.
-        recompute_num_layers: in how many of the chunk's layers, the first ones; None is all.
-        label_smoothing: see `vocab_parallel_cross_entropy`; of the masked LM, in training alone.
-        z_loss: likewise.
-        sentence_task: what the binary head predicts, which names its loss.
-        tp: the ranks that share each layer.
-        sequence_parallel: whether activations between layers are divided along the sequence.
-        device: where the parameters are; "meta" allocates nothing.
-
-    Raises:
-        ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
+    The table of tokens is the decoder of the masked LM's head too.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        padded_vocab_size: int,
-        max_position_embeddings: int,
-        chunk: ModelChunk | None = None,
-        recompute: Recompute = "none",
-        recompute_num_layers: int | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        sentence_task: Literal["sop", "nsp"] = "sop",
-        tp: ParallelGroup = ALONE,
-        sequence_parallel: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__()
-        chunk = chunk or ModelChunk(range(model.num_layers), has_embedding=True, has_head=True)
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.padded_vocab_size = padded_vocab_size
-        self.max_position_embeddings = max_position_embeddings
-        self.has_embedding = chunk.has_embedding
-        self.has_head = chunk.has_head
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
+    tokentypes = SEGMENTS
+
+    def __init__(self, model: ModelConfig, *, sentence_task: SentenceTask = "sop", **options: Any) -> None:
+        """Allocate the parameters.
+
+        Args:
+            model: the architecture.
+            sentence_task: what the binary head predicts, which names its loss.
+            options: those of `Model`.
+
+        Raises:
+            ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
+        """
+        super().__init__(model, **options)
         self.sentence_loss = SENTENCE_LOSSES[sentence_task] if model.bert_binary_head else None
         self.loss_names = (LM_LOSS,) if self.sentence_loss is None else (LM_LOSS, self.sentence_loss)
-        if chunk.has_embedding or chunk.has_head:
-            self.embedding = Embedding(
-                model,
-                padded_vocab_size,
-                max_position_embeddings,
-                tokentypes=SEGMENTS,
-                table_only=not chunk.has_embedding,
-                tp=tp,
-                sequence_parallel=self.sequence_parallel,
-                device=device,
-            )
-        self.encoder = Transformer(
-            model,
-            chunk.layers,
-            final_layernorm=chunk.has_head,
-            recompute=recompute,
-            recompute_num_layers=recompute_num_layers,
+
+    def _build(self, device: torch.device | str) -> None:
+        model, tp = self.model, self.tp
+        self.encoder = self._stack(
+            self.chunk.layers,
+            device,
+            final_layernorm=self.has_head,
+            recomputed=self.recompute_num_layers,
             causal=False,
-            tp=tp,
-            sequence_parallel=self.sequence_parallel,
-            device=device,
         )
-        if chunk.has_head:
-            self.lm_head = MaskedLmHead(model, padded_vocab_size, tp, self.sequence_parallel, device)
+        if self.has_head:
+            self.lm_head = MaskedLmHead(model, self.padded_vocab_size, tp, self.sequence_parallel, device)
             if model.bert_binary_head:
                 self.pooler = Pooler(model.hidden_size, tp, self.sequence_parallel, device)
                 self.binary_head = ColumnParallelLinear(model.hidden_size, ANSWERS, device=device)
-
-    @property
-    def shared_parameters(self) -> frozenset[str]:
-        """Parameters that another chunk holds too; the gradients of both are summed."""
-        return frozenset({WORD_EMBEDDINGS} if self.has_embedding != self.has_head else ())
 
     def forward(self, given: ModelInput) -> tuple[Tensor, Tensor | None]:
         """The whole model's logits: of each token, [b, s, v], gathered over the ranks; of the binary head, [b, 2]."""
@@ -160,24 +108,17 @@ class BertModel(Model):
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> logits [b, s, v/t] and [b, 2]."""
         answers = self.binary_head(self.pooler(hidden)) if self.sentence_loss is not None else None
-        output = (self.embedding.word_embeddings.weight, self.lm_head.bias)
+        output = (self._output_weight(), self.lm_head.bias)
         return column_parallel(self.lm_head(hidden), [output], self.tp, self.sequence_parallel)[0], answers
 
     def _losses(self, hidden: Tensor, given: ModelInput) -> Losses:
         logits, answers = self._heads(hidden)
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            given.labels,
-            self.tp,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-            z_loss=self.z_loss if self.training else 0.0,
-        )
-        found = {LM_LOSS: LossTerm(losses, given.loss_mask)}
+        found = {LM_LOSS: self._label_losses(logits, given)}
         if self.sentence_loss is not None:
             assert answers is not None
             assert given.sentence_labels is not None
             found[self.sentence_loss] = LossTerm(
-                F.cross_entropy(answers.to(losses.dtype), given.sentence_labels, reduction="none")
+                F.cross_entropy(answers.to(found[LM_LOSS].losses.dtype), given.sentence_labels, reduction="none")
             )
         return found
 

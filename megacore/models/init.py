@@ -58,7 +58,7 @@ def gpt_deviation(model: ModelConfig) -> Deviation:
 def t5_deviation(model: ModelConfig) -> Deviation:
     """Of T5, whose scores are not divided by sqrt(d): the queries' weights are smaller instead."""
     hidden, head = model.hidden_size, model.head_dim
-    keys, queries = hidden**-0.5, (hidden * head) ** -0.5
+    keys, queries = float(hidden**-0.5), float((hidden * head) ** -0.5)
 
     def deviation(name: str, shape: tuple[int, ...]) -> float | Tensor:
         if name.endswith("query_key_value.weight"):

@@ -13,6 +13,7 @@ from torch import Tensor
 from megacore.config.data import DataConfig
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
+from megacore.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class InputRules(Protocol):
 
 
 def input_rules(config: RunConfig, special_tokens: SpecialTokens) -> InputRules:
-    """How the batches of a run are read."""
+    """How the batches of a run are read. Raises ConfigError where the vocabulary lacks a token that this takes."""
     match config.family:
         case "gpt":
             rotary = config.model.position_embedding_type == "rope"
@@ -61,7 +62,12 @@ def input_rules(config: RunConfig, special_tokens: SpecialTokens) -> InputRules:
         case "bert":
             return BertRules()
         case "t5":
-            return T5Rules(config.data.seq_length, special_tokens.pad or 0)
+            if special_tokens.pad is None:
+                raise ConfigError(
+                    "family t5 begins what its decoder reads with the padding token, which the vocabulary lacks: give "
+                    "data.tokenizer one that has [PAD] or <pad>"
+                )
+            return T5Rules(config.data.seq_length, special_tokens.pad)
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,26 @@ class Activations:
             kept = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
             left = None if limit is None else max(0, limit - len(chunk.layers))
             total += self._layers(len(chunk.decoder_layers), left, kept, self.decoder_layer)
+        return total + self._ends(chunk) + self._biases(chunk)
+
+    def _ends(self, chunk: ModelChunk) -> int:
+        """What embeddings, final norms and BERT's head keep, logits left out."""
+        model, t5 = self.config.model, self.config.family == "t5"
+        total = 0
         if chunk.has_embedding:
             total += self._hidden(self._mask, self.tokens)
+        if chunk.has_decoder_embedding:
+            total += self._hidden(self._mask, self._decoder_tokens)
+        # A final norm's input and output; T5 drops elements of it.
+        norm = (2 + self._norm_copies) * self.element + (self._mask if t5 else 0)
+        if t5 and chunk.layers and chunk.layers.stop == model.num_layers:
+            total += self._hidden(norm, self.tokens)
         if chunk.has_head:
-            # The final norm's input and output.
-            total += (2 + self._norm_copies) * self._hidden(self.element, self.predictions)
-        return total + self._biases(chunk)
+            total += self._hidden(norm, self.predictions)
+        if chunk.has_head and self.config.family == "bert":
+            # The inputs of the activation, of the norm and of the decoder.
+            total += 3 * self._hidden(self.element, self.tokens)
+        return total
 
     def peak(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> tuple[int, int]:
         """Most that a stage with these chunks keeps at a time, over the micro batches of its schedule.
@@ -179,7 +193,9 @@ class Activations:
             case "relative":
                 decoder = config.data.span_corruption.decoder_seq_length
                 whole = (len(chunk.layers) > 0) * self.tokens * length
-                whole += (len(chunk.decoder_layers) > 0) * self._decoder_tokens * decoder
+                whole += (
+                    len(chunk.decoder_layers) > 0
+                ) * decoder**2  # without padding's mask, the same for all samples
                 return whole * heads * self.element
             case "alibi":
                 samples = config.train.micro_batch_size if config.data.reset_attention_mask else 1

@@ -53,6 +53,7 @@ def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Pat
             "seq_length is 65 and the model has 64 positions",
         ),
         ({"--wikitext": "WIKITEXT", "--output": "nowhere/x"}, ConfigError, "nowhere is no directory: make it first"),
+        ({"--wikitext": "WIKITEXT", "--output": "/"}, ConfigError, "--output is /, which is a directory: give a file"),
         ({"--lambada": "WIKITEXT"}, DataFormatError, "wiki.txt:2 is no JSON object with a text under the key text"),
     ],
 )

@@ -184,6 +184,15 @@ def test_data_that_cannot_work(data: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal(data=data)
 
 
+@pytest.mark.parametrize("kind", ["alibi", "none"])
+def test_positions_that_nothing_counts_cannot_be_reset(kind: str) -> None:
+    model = {"position_embedding_type": kind}
+    found = refusal(model=model, data={"reset_position_ids": True})
+    assert f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which counts no pos" in found
+    make(model=model, data={"reset_attention_mask": True})
+    make(model={"position_embedding_type": "rope"}, data={"reset_position_ids": True})
+
+
 def test_sources_are_known_once_in_the_order_in_which_they_are_named() -> None:
     blends = {"train": BLEND, "valid": BLEND[1:], "test": [{"weight": 1, "source": {"kind": "prefix", "prefix": "p"}}]}
     config = make(data={"source": None, "split_blends": blends})

@@ -58,6 +58,9 @@ def test_an_eos_token_with_properties_and_no_eos_token(tmp_path: Path) -> None:
     path.write_text("{torn")
     with pytest.raises(ConversionError, match=r"tokenizer_config\.json cannot be read"):
         adopt_tokenizer(tmp_path, tmp_path, tiny_spec("gpt2"))
+    path.write_text("[]")
+    with pytest.raises(ConversionError, match=r"tokenizer_config\.json holds list, not an object"):
+        adopt_tokenizer(tmp_path, tmp_path, tiny_spec("gpt2"))
 
 
 def test_gpt2s_two_files(tmp_path: Path) -> None:
@@ -86,3 +89,6 @@ def test_config_json_goes_before_the_spelling(tmp_path: Path) -> None:
     assert with_special_tokens(spec, tokenizer, tmp_path).special_tokens.eod == 2
     with pytest.raises(ConversionError, match="has 270 entries and the model's vocabulary 100"):
         with_special_tokens(tiny_spec("gpt2"), tokenizer, tmp_path)
+    roles = spec.special_tokens.model_copy(update={"eod": 290})
+    with pytest.raises(ConversionError, match="has 270 entries, and the model ends a text with token 290"):
+        with_special_tokens(spec.model_copy(update={"special_tokens": roles}), tokenizer, tmp_path)

@@ -11,11 +11,13 @@ import torch
 from megacore.checkpoint.spec import read_spec
 from megacore.convert import load_model, open_export
 from megacore.convert.exported import export_hf, open_source
+from megacore.convert.forms import FORMS
+from megacore.convert.hf_directory import HfTensors
 from megacore.convert.imported import import_model, open_from_hf
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
 from megacore.convert.source import CheckpointTensors
-from megacore.errors import CheckpointError, ConfigError, ConversionError, MegacoreError
+from megacore.errors import CheckpointError, ConfigError, ConversionError, MegacoreError, WorkspaceError
 from tests.convert._models import MODELS, on_disk, samples, their_model, tiny_spec
 
 CLASSES = ("gpt2-untied", "llama-grouped", "mistral", "neox", "bert", "megatron-bert-masked", "t5", "t5-v1.1")
@@ -124,8 +126,14 @@ def test_a_pickle_of_tensors_is_read_and_any_other_refused(copied: Path, gpt2: P
     torch.save(theirs.state_dict(), copied / "pytorch_model.bin")
     opened, wanted = open_from_hf(copied), open_from_hf(gpt2)
     assert all(torch.equal(opened.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
+    torch.save(theirs.state_dict(), copied / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    opened = open_from_hf(copied)
+    assert all(torch.equal(opened.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
     torch.save({"model": Path("/")}, copied / "pytorch_model.bin")
-    with pytest.raises(ConversionError, match=r"pytorch_model\.bin cannot be read as tensors alone"):
+    with pytest.raises(ConversionError, match=r"asks for pathlib\.\w+, which is no tensor: nothing of it was run"):
+        open_from_hf(copied)
+    (copied / "pytorch_model.bin").write_bytes(b"hello")
+    with pytest.raises(ConversionError, match=r"\(5 bytes\) cannot be read as tensors alone .* damaged or cut short"):
         open_from_hf(copied)
 
 
@@ -245,9 +253,38 @@ def test_a_tokenizer_that_is_not_there_or_of_another_vocabulary(gpt2: Path, tmp_
         import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "none")
     (tmp_path / "large").mkdir()
     JsonTokenizer(train_bpe(["a b c"], 257), "<|endoftext|>").save(tmp_path / "large")
-    with pytest.raises(ConversionError, match="has 257 entries and the model's vocabulary 100"):
+    with pytest.raises(ConversionError, match=r"tokenizer in .*large has 257 entries and the model's vocabulary 100"):
         import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "large")
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    key_map = FORMS["gpt2"].key_map(tiny_spec("gpt2"))
+    index = json.loads((gpt2 / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: json.dumps(index))
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConversionError, match=r"safetensors cannot be read \(Permission denied\): make it readable"):
+        HfTensors(gpt2, FORMS["gpt2"], key_map)
+
+
+def test_an_output_that_the_system_refuses_is_one_sentence(gpt2: Path) -> None:
+    foreign = open_from_hf(gpt2)
+    with pytest.raises(WorkspaceError, match=r"--output /proc/new/output cannot be made \(No such file or directory\)"):
+        import_model(foreign, gpt2, Path("/proc/new/output"))
+
+
+def test_an_export_takes_no_tokenizer_of_another_vocabulary(gpt2: Path, tmp_path: Path) -> None:
+    from megacore.tokenizer.build import train_bpe
+    from megacore.tokenizer.load import JsonTokenizer
+
+    checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
+    (tmp_path / "large").mkdir()
+    JsonTokenizer(train_bpe(["a b c"], 257), "<|endoftext|>").save(tmp_path / "large")
+    with pytest.raises(ConfigError, match=r"a vocabulary of 257 entries and the model in .* one of 100"):
+        open_source(checkpoint, tmp_path / "large")
 
 
 def test_sources_of_an_export_that_are_none(gpt2: Path, tmp_path: Path) -> None:

@@ -36,4 +36,22 @@ def test_card() -> None:
     assert 'pipeline("text-generation"' in body
     assert "push_to_hub" in body
     assert "float32" in body
+    assert "The first weights are those of" not in body
     assert "{" not in body
+
+
+def test_the_card_of_continued_pretraining_names_its_first_weights() -> None:
+    fresh = tiny_config()
+    train = fresh.train.model_copy(update={"pretrained_checkpoint": "in/iter_0000000"})
+    config = fresh.model_copy(update={"train": train})
+    card = model_card(
+        config,
+        ModelSpec.of(config, 300),
+        counterpart("gpt", config.model),
+        version="9.9",
+        parameters=1,
+        iterations=40,
+        facts={},
+        report=ParityReport(tolerance=1e-4),
+    )
+    assert "seed 1234. The first weights are those of in/iter_0000000." in card

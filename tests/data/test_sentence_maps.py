@@ -148,7 +148,7 @@ def test_map_that_is_missing_or_cut_off(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match="does not exist: build the index maps first"):
         load_sentence_map(tmp_path, "valid", dataset)
     map_path(tmp_path, "valid", "sentence").write_bytes(b"\x93NUMPY")
-    with pytest.raises(DataFormatError, match="is not a readable map"):
+    with pytest.raises(DataFormatError, match="is not a readable index map"):
         load_sentence_map(tmp_path, "valid", dataset)
     with pytest.raises(DataFormatError, match="there is no split training"):
         load_sentence_map(tmp_path, "training", dataset)

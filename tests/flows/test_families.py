@@ -11,28 +11,42 @@ from megacore.artifact import Workspace
 from tasks import _pipeline
 
 SHORT = {
-    "data.source.pattern": "[a-e]*.py",
-    "train.train_iters": 30,
-    "train.eval_interval": 15,
+    "data.source.pattern": "[ab]*.py",
+    "data.tokenizer.vocab_size": 1024,
+    "model.num_layers": 2,
+    "train.train_iters": 20,
+    "train.eval_interval": 10,
     "train.eval_iters": 1,
-    "train.log_interval": 5,
+    "train.log_interval": 2,
+    "train.micro_batch_size": 16,
     "train.global_batch_size": 16,
-    "optim.lr_decay_iters": 30,
-    "checkpoint.save_interval": 30,
+    "optim.lr_decay_iters": 20,
+    "checkpoint.save_interval": 20,
     "evaluate.max_samples": 16,
     "export.parity_samples": 2,
     "export.max_test_samples": 32,
     "launch.nproc_per_node": 1,
+    "launch.threads_per_rank": 1,
 }
 FAMILIES = {
-    "bert-tiny": ("BertForPreTraining", {"lm_loss", "sop_loss"}),
+    "bert-tiny": ("MegatronBertForPreTraining", {"lm_loss", "sop_loss"}),
     "t5-tiny": ("T5ForConditionalGeneration", {"lm_loss"}),
     "llama-tiny": ("LlamaForCausalLM", {"lm_loss"}),
 }
 
 
+@pytest.fixture(scope="module")
+def own_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A workspace beside the session's, whose tests count what is in it; the Prefect server is the session's."""
+    root = tmp_path_factory.mktemp("families")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGACORE_WORKSPACE", str(root))
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+        yield root
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def trained(request: pytest.FixtureRequest, workspace: Path) -> Iterator[tuple[str, dict[str, str], Path]]:
+def trained(request: pytest.FixtureRequest, own_workspace: Path) -> tuple[str, dict[str, str], Path]:
     """Name of the configuration, what each stage did, and the run's directory."""
     from flows.pretrain import pretrain
 
@@ -46,7 +60,7 @@ def trained(request: pytest.FixtureRequest, workspace: Path) -> Iterator[tuple[s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_pipeline.Pipeline, "_report", remember)
         pretrain(request.param, SHORT)
-    runs = Workspace(workspace).folder("train")
+    runs = Workspace(own_workspace).folder("train")
     (directory,) = [path.parent for path in runs.glob("*/run.json") if _json(path)["config"]["name"] == request.param]
     return request.param, rows, directory
 

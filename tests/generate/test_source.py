@@ -39,8 +39,11 @@ def test_damaged_checkpoints_are_passed_over_or_named(root: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 3 bytes instead of"):
         find_model(newest)
     (tmp_path / "run/checkpoints/iter_0000005/complete.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .*checkpoints is complete"):
+    with pytest.raises(CheckpointError, match=r"is complete; of the newest: .*__0_0\.distcp has 3 bytes instead of"):
         find_model(tmp_path / "run")
+    (tmp_path / "megatron" / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is a checkpoint of Megatron-LM: make one of it with `megacore import`"):
+        find_model(tmp_path / "megatron")
 
 
 @pytest.mark.parametrize(("path", "message"), [("nowhere", "is no directory"), ("own", "has no complete.json")])
@@ -81,7 +84,10 @@ def test_a_tokenizer_of_another_size_is_refused_with_both(root: Path) -> None:
 
 def test_a_model_of_others_may_have_spare_rows(root: Path) -> None:
     assert find_tokenizer(with_tokenizer(root, None), root / "smaller").vocab_size == 290
-    assert find_tokenizer(with_tokenizer(root, str(root / "smaller")), None).vocab_size == 290
+    named = with_tokenizer(root, str(root / "smaller"))
+    assert find_tokenizer(named, None).vocab_size == 290
+    assert find_tokenizer(named, root / "smaller").vocab_size == 290
+    assert find_tokenizer(with_tokenizer(root, str(root / "gone")), root / "smaller").vocab_size == 290
     with pytest.raises(ConfigError, match=r"a vocabulary of 310 entries and the model in .* one of 300"):
         find_tokenizer(with_tokenizer(root, None), root / "other")
 

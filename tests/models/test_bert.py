@@ -10,7 +10,6 @@ from megacore.models import build_model
 from megacore.models.bert import BertModel
 from megacore.models.losses import LM_LOSS
 from megacore.parallel.mesh import ProcessMesh
-from megacore.pipeline_parallel.partition import ModelChunk
 from tests import _families
 from tests._families import BERTS
 from tests._tiny import tiny_config
@@ -103,15 +102,6 @@ def test_options_of_the_loss_are_the_masked_lms_alone_and_for_training() -> None
     assert not torch.allclose(found[LM_LOSS], expected[LM_LOSS], rtol=1e-3)
     assert torch.equal(found["sop_loss"], expected["sop_loss"])
     assert torch.equal(losses(options.eval())[LM_LOSS], expected[LM_LOSS])
-
-
-def test_the_first_and_the_last_chunk_share_the_table() -> None:
-    def shared(chunk: ModelChunk | None) -> frozenset[str]:
-        return _families.model(_families.spec("bert"), chunk=chunk).shared_parameters
-
-    table = {"embedding.word_embeddings.weight"}
-    assert shared(None) == shared(ModelChunk(range(2), False, False)) == frozenset()
-    assert shared(ModelChunk(range(1), True, False)) == shared(ModelChunk(range(1, 2), False, True)) == table
 
 
 @pytest.mark.parametrize("task", ["sop", "nsp"])

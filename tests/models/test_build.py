@@ -7,7 +7,6 @@ import torch
 
 from megacore.models import build_model
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
-from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.plan.parameters import parameter_count
 from megacore.tensor_parallel import partial_gradients
 from tests._tiny import tiny_config
@@ -71,12 +70,3 @@ def test_sequence_parallelism_needs_a_tensor_parallel_group() -> None:
         "encoder.final_layernorm.weight",
         "encoder.final_layernorm.bias",
     }
-
-
-def test_the_first_and_the_last_chunk_share_the_table() -> None:
-    def shared(chunk: ModelChunk | None) -> frozenset[str]:
-        return build_model(tiny_config(), 512, ProcessMesh.serial(), device="meta", chunk=chunk).shared_parameters
-
-    table = {"embedding.word_embeddings.weight"}
-    assert shared(None) == shared(ModelChunk(range(2), False, False)) == frozenset()
-    assert shared(ModelChunk(range(1), True, False)) == shared(ModelChunk(range(1, 2), False, True)) == table

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacore.config.spec import SpecialTokens
+from megacore.errors import ConfigError
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
-from megacore.models.inputs import MaskRules, ModelInput
+from megacore.models.inputs import MaskRules, ModelInput, input_rules
 from megacore.models.layers.attention_bias import attention_bias
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
@@ -161,3 +162,12 @@ def test_losses_are_of_the_labels_that_count() -> None:
     # Of the first sample 1 -> EOD and 2 -> 5; of the second 4 -> 4 and 4 -> EOD.
     assert count == 4
     assert total == pytest.approx(float(losses[0, [0, 2]].sum() + losses[1, :2].sum()), rel=1e-6)
+
+
+def test_t5_needs_a_token_for_its_decoder_to_begin_with() -> None:
+    config = tiny_config().model_copy(update={"family": "t5"})
+    given = input_rules(config, SpecialTokens(pad=5)).read(torch.zeros(1, 80, dtype=torch.int64))
+    assert given.decoder_tokens is not None
+    assert given.decoder_tokens[0, :2].tolist() == [5, 0]
+    with pytest.raises(ConfigError, match="begins what its decoder reads with the padding token"):
+        input_rules(config, SpecialTokens(eod=0))

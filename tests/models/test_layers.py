@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from megacore.errors import ParallelLayoutError
 from megacore.models import build_model
-from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.models.layers.attention_bias import attention_bias
+from megacore.models.layers.relative import RelativeBias
+from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
 from tests._tensor_ranks import HEADS, MLP_WEIGHTS, attention_reference, joined, random
 from tests._tiny import tiny_config
 
@@ -77,3 +79,35 @@ def test_heads_and_groups_that_do_not_divide_are_refused() -> None:
     four = tiny_config(hidden_size=96, num_attention_heads=12, num_query_groups=4, make_vocab_size_divisible_by=3)
     with pytest.raises(ParallelLayoutError, match=r"num_query_groups 4 cannot .* tensor parallel size 3: one must be"):
         build_model(four, 510, three)
+
+
+def test_the_gradient_of_a_relative_bias_is_summed_in_fp32() -> None:
+    """A bucket's is of thousands of places, and a sum in bf16 stops growing at 256."""
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        table = RelativeBias(8, 16, 2, bidirectional=True, tp=ALONE, device="cpu").to(dtype)
+        nn.init.zeros_(table.weight)
+        bias = attention_bias(
+            queries=96, keys=96, causal=False, dtype=dtype, device=torch.device("cpu"), learned=table(96, 96)
+        )
+        assert bias is not None
+        assert bias.dtype == dtype
+        bias.sum().backward()
+        assert table.weight.grad is not None
+        return table.weight.grad.float()
+
+    expected = gradient(torch.float32)
+    assert expected.max() > 2000
+    torch.testing.assert_close(gradient(torch.bfloat16), expected, rtol=1e-2, atol=0)
+
+
+def test_alibi_is_rounded_once() -> None:
+    """Distances above 256 are not all numbers of bf16."""
+    slopes = torch.tensor([0.01])
+
+    def bias(dtype: torch.dtype) -> Tensor:
+        found = attention_bias(queries=1, keys=600, causal=True, dtype=dtype, device=torch.device("cpu"), slopes=slopes)
+        assert found is not None
+        return found
+
+    assert torch.equal(bias(torch.bfloat16), bias(torch.float32).bfloat16())

@@ -14,7 +14,6 @@ from megacore.models.init import initialize
 from megacore.models.losses import LM_LOSS
 from megacore.models.t5 import T5Model
 from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
-from megacore.pipeline_parallel.copies import DECODER_BIAS, ENCODER_BIAS, WORD_EMBEDDINGS
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import partitions
 from tests import _families
@@ -113,22 +112,6 @@ def test_recomputation_counts_layers_of_the_encoder_first() -> None:
     assert recomputed(None, 1) == encoder[:1]
     assert recomputed(None, 3) == encoder + decoder[:1]
     assert recomputed(ModelChunk(range(0), False, False, range(1, 3)), 1) == decoder[1:2]
-
-
-def test_chunks_share_the_table_and_the_biases_of_their_stack() -> None:
-    def shared(name: str, *arguments: Any) -> frozenset[str]:
-        return _families.model(_families.spec(name), chunk=ModelChunk(*arguments)).shared_parameters
-
-    for name in T5S:
-        last = 2 if name == "t5 v1.0" else 3
-        tied = {WORD_EMBEDDINGS} if name == "t5 v1.0" else set()
-        assert shared(name, range(2), True, True, range(last)) == frozenset()
-        assert shared(name, range(2), True, False) == {WORD_EMBEDDINGS}
-        assert shared(name, range(1), True, False) == {WORD_EMBEDDINGS, ENCODER_BIAS}
-        assert shared(name, range(1, 2), False, False) == {ENCODER_BIAS}
-        assert shared(name, range(0), False, True, range(last)) == {WORD_EMBEDDINGS}
-        assert shared(name, range(0), False, False, range(1)) == {WORD_EMBEDDINGS, DECODER_BIAS}
-        assert shared(name, range(0), False, True, range(1, last)) == {DECODER_BIAS} | tied
 
 
 def test_a_decoders_chunk_in_between_has_no_table() -> None:

@@ -75,6 +75,10 @@ def saved_bytes(config: RunConfig, precision: str) -> int:
     # A layer that is computed again holds what all layers share by itself, unseen by the hooks.
     gc.collect()
     for found in gc.get_objects():
-        if type(found) is torch.Tensor and found.shape[1:] == (1, 128, 128):
+        if (
+            type(found) is torch.Tensor
+            and found.dim() == 4
+            and found.shape[2:] in {(length, length), (decoder, decoder)}
+        ):
             pack(found)
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)

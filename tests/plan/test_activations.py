@@ -4,21 +4,22 @@ import pytest
 
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.activations import Activations
-from megacore.plan.memory import estimate_memory
 from megacore.plan.throughput import recomputed_layers
 from tests.plan._models import BERT, LLAMA, T5, VOCAB_SIZE, family, saved_bytes
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(
     "overrides",
     [LLAMA, BERT, BERT | {"model.norm_position": "post"}, T5, T5 | {"model.activation": "relu"}],
     ids=["llama", "bert", "bert post", "t5 gated", "t5 relu"],
 )
-def test_activations_of_every_family(overrides: dict[str, object], dropout: float) -> None:
-    config = family(**overrides | {"model.hidden_dropout": dropout, "model.attention_dropout": dropout})
-    estimate = estimate_memory(config, VOCAB_SIZE, "fp32", "cpu").activations
-    assert estimate == pytest.approx(saved_bytes(config, "fp32"), rel=0.1)
+def test_activations_of_every_family(overrides: dict[str, object], dropout: float, recompute: str) -> None:
+    dropouts = {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
+    config = family(**overrides | dropouts | {"train.recompute": recompute})
+    (chunk,) = chunks_of(config, VOCAB_SIZE)
+    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(saved_bytes(config, "fp32"), rel=0.08)
 
 
 @pytest.mark.parametrize(("limit", "layers"), [(1, (1, 0)), (4, (3, 1))])
@@ -26,4 +27,4 @@ def test_the_first_layers_of_both_stacks_together_recompute(limit: int, layers: 
     config = family(**T5 | {"train.recompute": "full", "train.recompute_num_layers": limit})
     assert recomputed_layers(config, VOCAB_SIZE) == layers
     (chunk,) = chunks_of(config, VOCAB_SIZE)
-    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(saved_bytes(config, "fp32"), rel=0.15)
+    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(saved_bytes(config, "fp32"), rel=0.08)

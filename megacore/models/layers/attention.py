@@ -54,6 +54,17 @@ class _Attention(nn.Module):
             device=device,
         )
 
+    def _column(self, model: ModelConfig, rows: int, device: torch.device | str) -> ColumnParallelLinear:
+        """A projection to heads."""
+        return ColumnParallelLinear(
+            model.hidden_size,
+            rows,
+            bias=model.add_bias_linear,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            device=device,
+        )
+
     def _context(
         self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
     ) -> Tensor:
@@ -137,23 +148,12 @@ class SelfAttention(_Attention):
         )
         self.groups = model.query_groups
         self.grouped = model.query_groups != model.num_attention_heads
-
-        def column(rows: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                model.hidden_size,
-                rows,
-                bias=model.add_bias_linear,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                device=device,
-            )
-
         if self.grouped:
             _check_groups(self.groups, tp)
-            self.query = column(model.attention_size)
-            self.key_value = column(2 * self.groups * self.head_dim)
+            self.query = self._column(model, model.attention_size, device)
+            self.key_value = self._column(model, 2 * self.groups * self.head_dim, device)
         else:
-            self.query_key_value = column(3 * model.attention_size)
+            self.query_key_value = self._column(model, 3 * model.attention_size, device)
         self.q_layernorm = make_norm(model, self.head_dim, device) if model.qk_layernorm else None
         self.k_layernorm = make_norm(model, self.head_dim, device) if model.qk_layernorm else None
 
@@ -231,17 +231,8 @@ class CrossAttention(_Attention):
             sequence_parallel=sequence_parallel,
             device=device,
         )
-        self.query, self.key_value = (
-            ColumnParallelLinear(
-                model.hidden_size,
-                rows * model.attention_size,
-                bias=model.add_bias_linear,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                device=device,
-            )
-            for rows in (1, 2)
-        )
+        self.query = self._column(model, model.attention_size, device)
+        self.key_value = self._column(model, 2 * model.attention_size, device)
 
     def forward(self, x: Tensor, dropout_seed: int | None, shared: Shared) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""

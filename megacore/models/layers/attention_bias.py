@@ -53,7 +53,9 @@ def attention_bias(
         sees = sees & present[:, None, None, :] | itself
     bias = _additive(sees, dtype)
     if slopes is not None:
-        bias = bias + slopes.to(dtype)[None, :, None, None] * _distances(queries, keys, device).to(dtype)
+        # Half precision cannot tell long distances apart: only the products are rounded to it.
+        exact = slopes.to(torch.promote_types(dtype, torch.float32))[None, :, None, None]
+        bias = bias + (exact * _distances(queries, keys, device)).to(dtype)
     return bias if learned is None else bias + learned.to(dtype)
 
 

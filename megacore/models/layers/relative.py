@@ -44,10 +44,14 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(buckets, divide(heads, tp, "model.num_attention_heads"), device=device))
 
     def forward(self, queries: int, keys: int) -> Tensor:
-        """The bias [1, n/t, queries, keys]; the queries are the last of the keys."""
+        """The bias [1, n/t, queries, keys], not in half precision; the queries are the last of the keys.
+
+        A bucket's gradient is a sum over up to queries x keys places: in half precision it would soon stop growing.
+        """
         places = torch.arange(keys, device=self.weight.device)
         distances = places[None, :] - places[keys - queries :, None]
-        return F.embedding(self._bucket(distances), self.weight).permute(2, 0, 1).unsqueeze(0)
+        exact = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return F.embedding(self._bucket(distances), exact).permute(2, 0, 1).unsqueeze(0)
 
     def partitions(self) -> dict[str, Partition]:
         """The table is divided along its columns."""

@@ -27,7 +27,7 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the first elements of each head: [b, n, s, d] -> [b, n, s, d]."""
     cosines, sines = rotary
     size = cosines.shape[-1]
-    turned, rest = (x, None) if size == x.shape[-1] else x.split((size, x.shape[-1] - size), -1)
+    turned, rest = (x, None) if size == x.shape[-1] else x.tensor_split((size,), -1)
     first, second = turned.chunk(2, -1)
     turned = turned * cosines + torch.cat([-second, first], -1) * sines
     return turned if rest is None else torch.cat([turned, rest], -1)

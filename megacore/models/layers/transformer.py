@@ -99,9 +99,7 @@ class TransformerLayer(nn.Module):
             else None
         )
         self.post_inter_attention_layernorm = norm() if cross_attention else None
-        self.mlp = MLP(
-            model, inner_dropout=inner_dropout, tp=tp, sequence_parallel=sequence_parallel, device=device
-        )
+        self.mlp = MLP(model, inner_dropout=inner_dropout, tp=tp, sequence_parallel=sequence_parallel, device=device)
         self.output_layernorm = norm() if self.post_norm else None
 
     def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
