@@ -1,0 +1,136 @@
+"""Greedy tokens per second of CPU time: ours with and without the cache of keys and values, and transformers'.
+
+    python -m benchmarks.generate [--rounds 3] [--prompt 128] [--tokens 64] [--layers 6] [--hidden 384]
+
+A GPT-2 and a Llama of random weights; transformers loads the same weights from an export. All ways take turns on one
+thread over the same prompts, reading them included; the best round of each counts, since other processes only ever slow
+one down. That all ways write the same tokens is checked.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacore.config.model import ModelConfig
+from megacore.config.spec import ModelSpec
+from megacore.convert.hf_export import write_model
+from megacore.generate.generate import generate
+from megacore.generate.options import GenerateOptions
+from megacore.models.build import build_bare
+from megacore.models.gpt import GPTModel
+from megacore.parallel.mesh import ProcessMesh
+
+VOCAB_SIZE = 8192
+HEADS = 6
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {},
+    "Llama": {
+        "position_embedding_type": "rope",
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "num_query_groups": 2,
+    },
+}
+
+Tokens = list[list[int]]
+
+
+@dataclass
+class Way:
+    """One way to write."""
+
+    name: str
+    write: Callable[[Tokens], Tokens]
+    rate: float = 0.0
+    """Tokens per second of processor time in the best round."""
+
+    def run(self, prompts: Tokens, count: int) -> Tokens:
+        """One round."""
+        started = time.process_time()
+        written = self.write(prompts)
+        self.rate = max(self.rate, len(prompts) * count / (time.process_time() - started))
+        return written
+
+
+def ways(spec: ModelSpec, count: int) -> list[Way]:
+    """Ours and transformers', with the same weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    ours = build_bare(spec, ProcessMesh.serial(), device="cpu")
+    assert isinstance(ours, GPTModel)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_(0.0, 0.05, generator=generator)
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory), spec, dict(ours.named_parameters()))
+        theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def own(use_cache: bool) -> Callable[[Tokens], Tokens]:
+        options = GenerateOptions(count)
+        return lambda prompts: [
+            list(found.tokens)
+            for found in generate(
+                ours, prompts, options, vocab_size=VOCAB_SIZE, batch_size=len(prompts), use_cache=use_cache
+            )
+        ]
+
+    @torch.inference_mode()
+    def transformers(prompts: Tokens) -> Tokens:
+        ids = torch.tensor(prompts)
+        written = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            temperature=1.0,
+            top_k=50,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            pad_token_id=0,
+        )
+        return [row[len(prompts[0]) :] for row in written.tolist()]
+
+    return [Way("transformers", transformers), Way("ours", own(True)), Way("ours, no cache", own(False))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("rounds", 3), ("prompt", 128), ("tokens", 64), ("layers", 6), ("hidden", 384)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| model | batch | way | tokens/s | to transformers |\n| --- | ---: | --- | ---: | ---: |")
+    for name, values in MODELS.items():
+        positions = options.prompt + options.tokens
+        config = ModelConfig(
+            num_layers=options.layers,
+            hidden_size=options.hidden,
+            num_attention_heads=HEADS,
+            max_position_embeddings=positions,
+            **values,
+        )
+        all_ways = ways(ModelSpec(family="gpt", model=config, vocab_size=VOCAB_SIZE), options.tokens)
+        for batch in (1, 8):
+            generator = torch.Generator().manual_seed(batch)
+            prompts = torch.randint(VOCAB_SIZE, (batch, options.prompt), generator=generator).tolist()
+            for way in all_ways:
+                way.rate = 0.0
+            for _ in range(options.rounds):
+                written = [way.run(prompts, options.tokens) for way in all_ways]
+                assert all(each == written[0] for each in written), "the ways write other tokens"
+            for way in all_ways:
+                print(f"| {name} | {batch} | {way.name} | {way.rate:,.1f} | {way.rate / all_ways[0].rate:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
