@@ -37,7 +37,9 @@ def import_(
     opener = open_from_hf if from_hf is not None else open_from_megatron
     foreign = opener(given[0])
     checkpoint = import_model(foreign, given[0], output, tokenizer)
-    beside = "with its tokenizer" if (output / "tokenizer").is_dir() else "without a tokenizer"
+    named = foreign.spec.tokenizer_directory
+    without = "without a tokenizer" if named is None else f"naming the tokenizer that its files name, {named}"
+    beside = "with its tokenizer" if (output / "tokenizer").is_dir() else without
     Console().print(
         f"wrote {checkpoint}: {foreign.kind}, {beside}; it was not compared with its source", soft_wrap=True
     )

@@ -69,6 +69,9 @@ def test_megatrons_files_there_and_back(model: Path, tmp_path: Path) -> None:
     assert ranks == ["mp_rank_00", "mp_rank_01"]
     record = json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))
     assert (record["form"], record["tensor_model_parallel_size"]) == ("megatron", 2)
+    printed = run("import", "--from-megatron", tmp_path / "out", "--output", tmp_path / "named")
+    assert f"naming the tokenizer that its files name, {tmp_path / 'in' / 'tokenizer'}" in printed
+    assert find_model(tmp_path / "named").spec.tokenizer_directory == str(tmp_path / "in" / "tokenizer")
     run("import", "--from-megatron", tmp_path / "out", "--output", tmp_path / "again", "--tokenizer", model)
     spec = find_model(tmp_path / "again").spec
     assert (spec.family, spec.vocab_size) == ("gpt", 260)

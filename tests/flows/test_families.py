@@ -77,8 +77,8 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_every_stage_runs_and_the_export_is_of_the_familys_class(trained: tuple[str, dict[str, str], Path]) -> None:
     name, rows, _ = trained
-    assert set(rows.values()) == {"ran"} | ({"cached"} if "cached" in rows.values() else set())
-    assert [rows[stage] for stage in ("train", "evaluate", "convert", "publish")] == ["ran"] * 4
+    # All read one corpus, and it is collected once.
+    assert {stage for stage, outcome in rows.items() if outcome != "ran"} <= {"collect"}
     exports = Workspace.of().folder("convert")
     classes = [_json(path)["architectures"] for path in exports.glob("*/model/config.json")]
     assert [FAMILIES[name][0]] in classes
