@@ -65,7 +65,7 @@ def zeroshot(
         scratch = fresh_scratch(trained.directory, f"zeroshot-{key.key}")
         job = make_job(config, trained, evaluation, tokenizer, scratch)
         poll = log_tail(scratch / log_name(entry.MODULE)).poll
-        scores = run_job(entry.MODULE, job, scratch, stop_grace=config.launch.stop_grace, on_poll=poll)
+        scores = run_job(entry.MODULE, job, scratch, launch=config.launch, on_poll=poll)
         write_json(directory / REPORT, scores)
         best = {name: evaluation.counts[name] for name in ("best", "iteration")}
         return {"checkpoint": best["best"], "iteration": best["iteration"], **metrics_of(scores)}

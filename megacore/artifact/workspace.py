@@ -21,6 +21,7 @@ FOLDERS = {
     "zeroshot": "zeroshot",
     "convert": "exports",
     "publish": "published",
+    "operator": "extensions",
 }
 """Where each stage's artifacts lie."""
 

@@ -1,6 +1,6 @@
 """What every section of the configuration shares: frozen, strict, and explicit about cache keys."""
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,7 +20,8 @@ class Section(BaseModel):
         """Refuse what Python would take for 1 or 0."""
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+            kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+            if isinstance(value, bool) and kinds and bool not in kinds:
                 raise ValueError(f"{name} is {str(value).lower()}: give a value of its type, not true or false")
         return values
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megacore.config.data import DataConfig
+from megacore.config.deepspeed_checks import check_deepspeed
 from megacore.config.family import check_model
-from megacore.config.layouts import check_layout
+from megacore.config.layouts import Layout, check_layout
 from megacore.config.optim import OptimConfig
 from megacore.config.sentences import check_sentences
 from megacore.config.source import holds_tokens
@@ -29,8 +30,10 @@ def check_sections(config: "RunConfig") -> None:
     _check_decay(config)
     _check_weight_decay(config.optim)
     _check_zero_shot(config)
-    ranks = config.launch.nproc_per_node
-    check_layout(config, ranks if isinstance(ranks, int) else None)
+    launch = config.launch
+    ranks = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) and launch.hostfile is None else None
+    check_deepspeed(config, None if ranks is None else Layout.of(config, ranks).data)
+    check_layout(config, ranks)
 
 
 def _check_data(data: DataConfig) -> None:
@@ -174,6 +177,10 @@ def _check_warmup(config: "RunConfig") -> None:
         raise ValueError(
             f"optim.lr_warmup_init is {optim.lr_warmup_init} and there is no warm-up: give optim.lr_warmup_iters, "
             "or remove it"
+        )
+    if optim.lr_warmup_style == "log" and warmup == 0:
+        raise ValueError(
+            "optim.lr_warmup_style is log and there is no warm-up: give optim.lr_warmup_iters, or remove it"
         )
     if optim.lr_decay_style == "inverse-square-root" and warmup == 0:
         raise ValueError(

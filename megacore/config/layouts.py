@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megacore.config.deepspeed_json import asked_of
 from megacore.config.t5_stages import T5Stages
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def refused(config: "RunConfig", layout: Layout, padded_vocab_size: int | None =
         _refused_sequence,
         _refused_widths,
         _refused_schedule,
+        _refused_by_deepspeed,
         _refused_layers,
         _refused_batch,
         _refused_rampup,
@@ -227,6 +229,34 @@ def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
     if config.parallel.pipeline_schedule == "gpipe":
         return Refusal(
             f"{asked} but parallel.pipeline_schedule gpipe has one chunk per stage", f"set it to 1f1b, or {remedy}"
+        )
+    return None
+
+
+def _refused_by_deepspeed(config: "RunConfig", layout: Layout) -> Refusal | None:
+    """Its pipeline has one schedule, and keeps all gradients until the step."""
+    if config.engine != "deepspeed" or layout.pipeline == 1:
+        return None
+    asked, stages = asked_of(config), f"parallel.pipeline_model_parallel_size is {layout.pipeline}"
+    native = "set engine to native"
+    if asked.stage >= 2:
+        name = asked.named("zero_optimization.stage")
+        return Refusal(
+            f"{name} is {asked.stage} but {stages}, and DeepSpeed's pipeline keeps the gradients of all micro batches "
+            "until the step, so that replicas can divide the optimizer's state alone",
+            f"set {name} to 1",
+        )
+    if layout.virtual > 1:
+        return Refusal(
+            f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual} but engine is deepspeed, whose stages "
+            "have one chunk each",
+            f"set it to 1, or {native}",
+        )
+    if config.parallel.pipeline_schedule != "1f1b":
+        return Refusal(
+            f"parallel.pipeline_schedule is {config.parallel.pipeline_schedule} but engine is deepspeed, whose "
+            "pipeline has 1F1B alone",
+            f"set it to 1f1b, or {native}",
         )
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megacore.config.deepspeed_json import read_json
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 
@@ -47,6 +48,7 @@ def load_config(conf: str, overrides: Mapping[str, Any] | None = None, *, conf_d
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections: see conf/gpt2-tiny.yaml")
     for key, value in (overrides or {}).items():
         _set_dotted(values, key, value)
+    _read_deepspeed_json(values, path, conf_dir)
     return parse_config(values, origin=str(path))
 
 
@@ -80,6 +82,26 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise ConfigError(f"override {pair!r}: its value is not YAML") from error
     return overrides
+
+
+def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
+    """Put the content of `deepspeed.config` in the place of its path, so that no process reads it again.
+
+    The path is relative to the working directory, to the directory of the configuration, or to that of `conf_dir`.
+    """
+    section = values.get("deepspeed")
+    if (
+        values.get("engine") != "deepspeed"
+        or not isinstance(section, dict)
+        or not isinstance(section.get("config"), str)
+    ):
+        return
+    given = section["config"]
+    candidates = list(dict.fromkeys(Path(root, given) for root in ("", conf.parent, conf_dir.absolute().parent)))
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise ConfigError(f"deepspeed.config is {given!r}: there is no file {' or '.join(map(str, candidates))}")
+    values["deepspeed"] = {**section, "config": read_json(found)}
 
 
 def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
@@ -130,6 +152,7 @@ _ADVICE = {
 _UNIONS = {"source", "tokenizer"}
 """Behind these keys of `data` pydantic names the alternative that it tried."""
 _WHOLE: dict[tuple[str | int, ...], str] = {
+    ("deepspeed", "config"): "a path, or the content of DeepSpeed's JSON",
     ("launch", "nproc_per_node"): "an integer above 0 or auto",
     ("parallel", "pipeline_partition"): "balanced, uniform or a list of integers, as in [3, 3]",
 }

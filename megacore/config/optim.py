@@ -5,6 +5,7 @@ from typing import Literal
 from megacore.config.base import Section, keyed
 
 LrDecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
+LrWarmupStyle = Literal["linear", "log"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 
 
@@ -39,13 +40,15 @@ class OptimConfig(Section):
     lr_decay_iters: int | None = keyed(None, gt=0)
     """Iteration at which the decay ends; null means train.train_iters."""
     lr_warmup_iters: int | None = keyed(None, ge=0)
-    """Iterations of linear warm-up; give this, lr_warmup_samples or lr_warmup_fraction."""
+    """Iterations of warm-up; give this, lr_warmup_samples or lr_warmup_fraction."""
     lr_warmup_samples: int | None = keyed(None, ge=0)
     """Warm-up in samples, batch-size ramp-up counted."""
     lr_warmup_fraction: float | None = keyed(None, ge=0, lt=1)
     """Warm-up as a fraction of lr_decay_iters."""
     lr_warmup_init: float = keyed(0.0, ge=0)
     """Learning rate at which the warm-up starts."""
+    lr_warmup_style: LrWarmupStyle = keyed("linear")
+    """Shape of the warm-up: a straight line, or a logarithm, which DeepSpeed's schedulers have by default."""
     weight_decay: float = keyed(0.01, ge=0)
     """Decoupled weight decay; none on biases and layer norms."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = keyed("constant")

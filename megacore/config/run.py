@@ -7,6 +7,7 @@ from pydantic import model_validator
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.checks import check_sections
 from megacore.config.data import DataConfig
+from megacore.config.deepspeed import DeepSpeedConfig
 from megacore.config.model import Family, ModelConfig
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
@@ -42,8 +43,12 @@ class RunConfig(Section):
     """The training loop."""
     checkpoint: CheckpointConfig = unkeyed()
     """When to save and what to keep."""
+    engine: Literal["native", "deepspeed"] = unkeyed("native")
+    """What carries out an optimizer step: megacore's own code, or DeepSpeed with ZeRO and offload."""
     parallel: ParallelConfig = unkeyed(ParallelConfig())
     """Division over ranks."""
+    deepspeed: DeepSpeedConfig = unkeyed(DeepSpeedConfig())
+    """What the engine deepspeed is told beside the rest; the engine native leaves it alone."""
     launch: LaunchConfig = unkeyed(LaunchConfig())
     """Processes and their supervision."""
     evaluate: EvaluateConfig = keyed(EvaluateConfig())
@@ -70,7 +75,7 @@ class RunConfig(Section):
 
     @property
     def lr_warmup_iters(self) -> int:
-        """Iterations of linear warm-up, resolved."""
+        """Iterations of warm-up, resolved."""
         if self.optim.lr_warmup_fraction is not None:
             return int(self.optim.lr_warmup_fraction * self.lr_decay_iters)
         if self.optim.lr_warmup_samples is not None:

@@ -1,6 +1,8 @@
 """The training loop, checkpoints, processes, evaluation, export and tracking."""
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -71,8 +73,14 @@ class CheckpointConfig(Section):
 class LaunchConfig(Section):
     """Processes and their supervision."""
 
+    launcher: Literal["torchrun", "deepspeed"] = unkeyed("torchrun")
+    """What starts the ranks, with either engine; a single rank on this machine needs neither."""
+    hostfile: str | None = unkeyed(None, min_length=1)
+    """File with a line `host slots=ranks` for each machine, which all have the workspace at the same path, with the
+    launcher deepspeed; null means this machine alone."""
     nproc_per_node: int | Literal["auto"] = unkeyed("auto")
-    """Ranks on this machine; auto means one per GPU, without a GPU one replica's (tensor x pipeline)."""
+    """Ranks on this machine; auto means the hostfile's slots, else one per GPU, without a GPU one replica's (tensor x
+    pipeline)."""
     threads_per_rank: int | None = unkeyed(None, gt=0)
     """CPU threads of each rank; null divides the cores evenly."""
     allow_cpu: bool = unkeyed(False)
@@ -85,6 +93,15 @@ class LaunchConfig(Section):
     """How often a lost rank or a failed download is tried again."""
     retry_delay: float = unkeyed(5.0, ge=0)
     """Seconds before a retry."""
+
+    @model_validator(mode="after")
+    def _launcher_reads_the_hostfile(self) -> Self:
+        if self.hostfile is not None and self.launcher != "deepspeed":
+            raise ValueError(
+                f"hostfile is {self.hostfile!r}, which only the launcher deepspeed reads, and launcher is "
+                f"{self.launcher}: set launch.launcher to deepspeed, or launch.hostfile to null"
+            )
+        return self
 
 
 class ZeroShotConfig(Section):

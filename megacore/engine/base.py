@@ -92,13 +92,18 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Everything that a checkpoint holds as tensors, under its global name; they are loaded in place."""
+        """Everything that a checkpoint holds as tensors, under its global name. Collective."""
         ...
 
     def state(self) -> dict[str, Any]:
         """Everything else that a checkpoint holds, as JSON."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state` and from the tensors, which were loaded in place before."""
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]) -> None:
+        """Continue from a checkpoint. Collective.
+
+        Args:
+            state: what `state` returned when it was written.
+            tensors: what `tensors` returned now, or a part of it, filled in place with what was written.
+        """
         ...

@@ -5,17 +5,17 @@ weights, accumulated gradients and moments in fp32; only fp16 needs a loss scale
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.engine.base import Update
+from megacore.engine.outcome import global_means, update_of
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
 from megacore.optim.grad_scaler import DynamicLossScaler
@@ -106,31 +106,15 @@ class NativeEngine:
             scale = self.loss_scale
             norm = self._optimizer.grad_norm(scale=scale)
             # One transfer to the host per iteration: a bad gradient has to be seen before the weights are touched.
-            *means, grad_norm = torch.cat([self._global_means(), norm.view(1)]).tolist()
+            losses = global_means(self._losses, self._micro_batches, len(self.loss_names), self._mesh, self.device)
+            *means, grad_norm = torch.cat([losses, norm.view(1)]).tolist()
             applied = math.isfinite(grad_norm)
             if self._scaler:
                 self._scaler.update(overflow=not applied)
             if applied:
                 self._optimizer.step(lr, weight_decay, norm=norm, max_norm=self._clip_grad, scale=scale)
         fatal = not applied and (self._scaler is None or self._scaler.exhausted)
-        names = self.loss_names
-        rows = [means[first : first + len(names)] for first in range(0, len(means), len(names))]
-        terms = {name: sum(term) / len(rows) for name, term in zip(names, zip(*rows, strict=True), strict=True)}
-        return Update(tuple(map(sum, rows)), terms, grad_norm, applied, fatal)
-
-    def _global_means(self) -> Tensor:
-        """Mean losses of all micro batches of the global batch, fp32, in the order of its samples: [m x dp x terms].
-
-        One small all-reduce brings them from the last pipeline stages to every rank.
-        """
-        mesh, replicas = self._mesh, self._mesh.data_parallel
-        means = torch.zeros(self._micro_batches, replicas.size, len(self.loss_names), device=self.device)
-        if mesh.is_last_stage and mesh.tensor_parallel.rank == 0:
-            means[:, replicas.rank] = torch.stack(self._losses)
-        if mesh.world_size > 1:
-            with mesh.time("world wait"):
-                dist.all_reduce(means)
-        return means.view(-1)
+        return update_of(means, self.loss_names, grad_norm, applied=applied, fatal=fatal)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
         """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""
@@ -147,8 +131,8 @@ class NativeEngine:
             "loss_scaler": self._scaler.state() if self._scaler else None,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state` and from the tensors, which were loaded in place before."""
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]) -> None:
+        """Continue from `state`; `tensors` are the engine's own and were filled in place."""
         self._optimizer.steps = int(state["optimizer_steps"])
         if self._scaler and state["loss_scaler"] is not None:
             self._scaler.load_state(state["loss_scaler"])

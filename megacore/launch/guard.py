@@ -1,6 +1,6 @@
 """The process between a task and its ranks: it outlives the one and ends the others.
 
-    python -m megacore.launch.guard --log FILE --grace SECONDS -- COMMAND …
+    python -m megacore.launch.guard [--log FILE] --grace SECONDS -- COMMAND …
 
 torchrun puts every rank into a session of its own, so no signal to a group or a session reaches them all. The
 guard is a subreaper: whatever its command starts stays its descendant, however it was orphaned. It ends them all
@@ -14,6 +14,9 @@ guard is a subreaper: whatever its command starts stays its descendant, however 
 It exits with the command's code, 128 + n for signal n. When the guard itself is killed by SIGKILL, the kernel kills
 the command (PR_SET_PDEATHSIG), and with it each rank that called `exit_reason.die_with_parent`; the supervisor, if it
 still lives, kills whatever else carries the job's mark in its environment.
+
+On another machine it stands between ssh and the ranks of that machine: stdin ends with the connection, whoever
+closed it.
 
 Only the standard library is imported: the guard starts in tens of milliseconds.
 """
@@ -45,14 +48,14 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(arguments: list[str]) -> int:
     """Run a command under guard; returns what to exit with."""
     parser = argparse.ArgumentParser(prog="megacore.launch.guard", description="Run a command and end all it starts.")
-    parser.add_argument("--log", type=Path, required=True, help="file that gets the command's output, appended")
+    parser.add_argument("--log", help="file that gets the command's output, appended; else the guard's own output")
     parser.add_argument("--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("command", nargs="+", help="after --: the program and its arguments")
     options = parser.parse_args(arguments)
     stop = _StopRequest()
     prctl = _prctl()
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with open(options.log, "ab") as log:
+    with open(options.log or sys.stdout.fileno(), "ab", closefd=options.log is not None) as log:
         try:
             child = _start(options.command, log.fileno(), prctl)
         except OSError as error:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.train import Precision
+from megacore.config.train import LaunchConfig, Precision
 from megacore.generate.options import GenerateOptions
 from megacore.generate.source import ModelSource
-from megacore.launch import torchrun
 from megacore.launch.job import RankJob
+from megacore.launch.start import start_ranks
 from megacore.launch.supervise import supervise
 from megacore.parallel.rank_layout import RankLayout
 
@@ -74,28 +74,29 @@ def run_job(
     job: ModelJob,
     scratch: Path,
     *,
-    stop_grace: float = 20.0,
+    launch: LaunchConfig = LaunchConfig(),  # noqa: B008  it is frozen
     on_poll: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Start the job's ranks on this machine and return what they wrote to `job.output`.
+    """Start the job's ranks and return what they wrote to `job.output`.
 
     Args:
         module: entry point of each rank.
         job: what they do.
         scratch: directory for the job file and the log.
-        stop_grace: seconds between asking ranks to stop and killing them.
+        launch: what starts the ranks, and where.
         on_poll: called a few times a second.
 
     Raises the typed error of the rank that failed first, or RankLostError.
     """
     job_file = scratch / "job.json"
     job.write(job_file)
+    start = start_ranks(launch, module, job, job_file)
     supervise(
-        torchrun.command(module, job_file, job.ranks),
+        start.command,
         log=scratch / log_name(module),
         exit_directory=Path(job.exit_directory),
-        env=torchrun.rank_environment(job.threads_per_rank),
-        stop_grace=stop_grace,
+        env=start.env,
+        stop_grace=launch.stop_grace,
         on_poll=on_poll,
     )
     result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))

@@ -13,15 +13,16 @@ def pretrain(job: TrainJob) -> None:
     Raises:
         ConfigError: the job cannot run as configured on this machine.
         DataFormatError: tokens or index maps are missing or damaged.
+        LaunchError: DeepSpeed's operators, which the configuration cannot do without, are not built.
         TrainingError: a loss is not finite, or memory does not suffice.
         CheckpointError: the newest checkpoint, or the pretrained one, is of another model or damaged.
         WorkspaceError: the run directory cannot be written.
     """
     from megacore.data.build import open_split
-    from megacore.engine.native import NativeEngine
+    from megacore.engine.build import build_engine
+    from megacore.engine.deepspeed_ops import load_operators
     from megacore.engine.precision import resolve_precision
     from megacore.launch.process import joined
-    from megacore.models.stage import Stage
     from megacore.observe.flops import peak_tflops
     from megacore.observe.logging import configure_logging
     from megacore.observe.recorder import Recorder
@@ -34,8 +35,15 @@ def pretrain(job: TrainJob) -> None:
         configure_logging(mesh.rank)
         precision = resolve_precision(config.train.precision, device.type)
         with memory_errors(config, mesh.rank, TrainState()):
-            stage = Stage(config, job.vocab_size, mesh, special_tokens=job.special_tokens, device=device)
-            engine = NativeEngine(stage, config, precision)
+            engine = build_engine(
+                config,
+                job.vocab_size,
+                mesh,
+                special_tokens=job.special_tokens,
+                device=device,
+                precision=precision,
+                compiled_adam="cpu_adam" in load_operators(config),
+            )
         splits = [
             open_split(
                 job.token_prefixes,

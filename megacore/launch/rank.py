@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from megacore.errors import MegacoreError
+from megacore.errors import ConfigError, MegacoreError
 from megacore.launch.exit_reason import die_with_parent, reported_exit
 from megacore.launch.job import RankJob
 
@@ -27,14 +27,38 @@ def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] 
         die_with_parent()  # not when started by hand: then the parent is a shell
     parser = argparse.ArgumentParser(description=work.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
+    parser.add_argument(
+        "--local_rank",
+        "--local-rank",
+        type=int,
+        metavar="N",
+        help="this rank's number on its machine, as DeepSpeed's and PyTorch's older launchers pass it; it stands in "
+        "for the variable LOCAL_RANK where a launcher sets none, and must agree with it where one does",
+    )
+    options = parser.parse_args(arguments)
     try:
-        job = kind.read(parser.parse_args(arguments).config)
+        _take_local_rank(options.local_rank)
+        job = kind.read(options.config)
     except MegacoreError as error:
         parser.exit(error.exit_code, f"{error}\n")
     with reported_exit(Path(job.exit_directory), int(os.environ.get("RANK", "0"))):
         work(job)
     if "RANK" in os.environ:
         _leave()
+
+
+def _take_local_rank(local_rank: int | None) -> None:
+    """Set LOCAL_RANK to what the command line says. Raises ConfigError when the two differ: one GPU has one rank."""
+    if local_rank is None:
+        return
+    if local_rank < 0:
+        raise ConfigError(f"--local_rank is {local_rank}: ranks of a machine are counted from 0")
+    known = os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    if known != str(local_rank):
+        raise ConfigError(
+            f"--local_rank is {local_rank} and the environment's LOCAL_RANK is {known}: unset LOCAL_RANK, "
+            "or leave --local_rank out"
+        )
 
 
 def _leave() -> NoReturn:

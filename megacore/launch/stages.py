@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import workspace_errors
-from megacore.launch import torchrun
 from megacore.launch.job import ConvertJob, EvaluateJob, Job, TrainJob
+from megacore.launch.operators import prepare_operators
+from megacore.launch.start import Start, start_here, start_ranks
 from megacore.launch.supervise import supervise
 
 TRAIN_VERSION = 2
@@ -35,22 +36,28 @@ def attempt_log(job: TrainJob) -> Path:
 def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     """Train until `train.train_iters`, from the newest complete checkpoint of the run directory.
 
-    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError.
+    What DeepSpeed compiles is compiled first, on this machine.
+
+    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError; LaunchError when a
+    launcher or a compiler is missing.
     """
     run_directory = Path(job.run_directory)
     with workspace_errors(run_directory):
         attempt_log(job).parent.mkdir(parents=True, exist_ok=True)
         job_file = run_directory / "run.json"
         job.write(job_file)
-    minutes = job.config.launch.timeout_minutes
-    _supervise("megacore.launch.pretrain", job, job_file, attempt_log(job), on_poll, minutes)
+    log = attempt_log(job)
+    env = prepare_operators(job, job_file, log, on_poll)
+    start = start_ranks(job.config.launch, "megacore.launch.pretrain", job, job_file, env)
+    _supervise(start, job, log, on_poll, job.config.launch.timeout_minutes)
 
 
 def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
     """Perplexities of each checkpoint; also written to `job.output`."""
     job_file = scratch / "job.json"
     job.write(job_file)
-    _supervise("megacore.launch.evaluate", job, job_file, scratch / "evaluate.log", on_poll, None)
+    start = start_ranks(job.config.launch, "megacore.launch.evaluate", job, job_file)
+    _supervise(start, job, scratch / "evaluate.log", on_poll, None)
     result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
     return result
 
@@ -59,24 +66,18 @@ def convert(job: ConvertJob, scratch: Path, on_poll: Callable[[], None] = nothin
     """Fill `job.output_directory` and return the gate's report. Raises ConversionError."""
     job_file = scratch / "job.json"
     job.write(job_file)
-    _supervise("megacore.launch.convert", job, job_file, scratch / "convert.log", on_poll, None)
+    start = start_here("megacore.launch.convert", job, job_file)
+    _supervise(start, job, scratch / "convert.log", on_poll, None)
     report: dict[str, Any] = json.loads((Path(job.output_directory) / "parity.json").read_text(encoding="utf-8"))
     return report
 
 
-def _supervise(
-    module: str,
-    job: Job,
-    job_file: Path,
-    log: Path,
-    on_poll: Callable[[], None],
-    minutes: float | None,
-) -> None:
+def _supervise(start: Start, job: Job, log: Path, on_poll: Callable[[], None], minutes: float | None) -> None:
     supervise(
-        torchrun.command(module, job_file, job.ranks),
+        start.command,
         log=log,
         exit_directory=Path(job.exit_directory),
-        env=torchrun.rank_environment(job.threads_per_rank),
+        env=start.env,
         stop_grace=job.config.launch.stop_grace,
         timeout=None if minutes is None else minutes * 60,
         on_poll=on_poll,

@@ -24,8 +24,12 @@ _GUARD_MARGIN = KILL_LIMIT + 0.5
 _LOG_BYTES = 65536
 _LOG_LINES = 5
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)
-_LAUNCHERS_OWN = re.compile(r"^[WE]\d{4} .*torch/distributed/elastic/", re.M)
-"""Where torchrun's account of the failure begins, which says less than the ranks' last lines."""
+_DEEPSPEED_CAUSE = re.compile(r"exits with return code = (-?\d+)")
+"""What DeepSpeed's launcher says of the first rank that failed, without naming it."""
+_LAUNCHERS_OWN = re.compile(
+    r"^[WE]\d{4} .*torch/distributed/elastic/|^(?:\S+: )?\[[^]]*\] \[[A-Z]+\] \[launch\.py:|^pdsh@", re.M
+)
+"""Where a launcher's account of the failure begins, which says less than the ranks' last lines."""
 _PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
 _PORT = re.compile(r"port:? (\d+)")
 
@@ -136,9 +140,8 @@ def _failure(program: str, code: int, log: Path, written: int, reasons: list[Exi
     text = _tail(log, written)
     if code in {NOT_FOUND, NOT_EXECUTABLE} and not reasons:
         return LaunchError(f"cannot start {program} (exit code {code}): {_last_lines(text)}; the log is {log}")
-    root = _ROOT_CAUSE.search(text)
-    lost_rank, lost_code = (int(root[1]), int(root[2])) if root else (None, None)
-    silent = lost_rank is not None and lost_rank not in {reason.rank for reason in reasons}
+    lost_rank, lost_code = _first_to_fail(text)
+    silent = lost_rank is None or lost_rank not in {reason.rank for reason in reasons}
     if reasons and not (silent and lost_code is not None and lost_code < 0):
         return reasons[0].exception()
     if not reasons and _PORT_IN_USE.search(text):
@@ -148,11 +151,19 @@ def _failure(program: str, code: int, log: Path, written: int, reasons: list[Exi
             f"or start again for another port; the log is {log}"
         )
     number = lost_code if lost_code is not None else code
-    who = f"rank {lost_rank}" if lost_rank is not None else "the job"
+    who = f"rank {lost_rank}" if lost_rank is not None else "the job" if lost_code is None else "a rank"
     return RankLostError(
         f"{who} {_ended(number)} without giving a reason; a retry resumes from the last complete checkpoint; "
         f"last lines of {log}: {_last_lines(text)}"
     )
+
+
+def _first_to_fail(text: str) -> tuple[int | None, int | None]:
+    """Rank and exit code of the first rank that failed, as far as the launcher's account of it says."""
+    if root := _ROOT_CAUSE.search(text):
+        return int(root[1]), int(root[2])
+    cause = _DEEPSPEED_CAUSE.search(text)
+    return None, int(cause[1]) if cause else None
 
 
 def _ended(code: int) -> str:

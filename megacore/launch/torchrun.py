@@ -34,21 +34,22 @@ def command(module: str, config_path: Path, ranks: int, *, log_directory: Path |
     ]
 
 
-def rank_environment(threads: int) -> dict[str, str]:
-    """Environment variables for every rank: CPU threads, and one-machine traffic kept on the loopback interface.
+def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str]:
+    """Environment variables for every rank: CPU threads, and one machine's traffic kept on the loopback interface.
 
     glibc is told to keep large blocks: it would give the logits' memory back after each step and fault it in again
     in the next (8 to 10 % of a small model's step). Other C libraries ignore the two names.
     """
     count = str(threads)
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}
     return {
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,
         "NUMEXPR_NUM_THREADS": count,
         "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": "lo",
         "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BLOCK),
         "MALLOC_TRIM_THRESHOLD_": str(2 * _KEPT_BLOCK),
         "PYTHONUNBUFFERED": "1",
+        **loopback,
     }

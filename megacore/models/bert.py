@@ -108,8 +108,10 @@ class BertModel(Model):
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> logits [b, s, v/t] and [b, 2]."""
         answers = self.binary_head(self.pooler(hidden)) if self.sentence_loss is not None else None
+        hidden = self.lm_head(hidden)
+        # Asked for after the head has run, which under ZeRO-3 gives its own parameters back.
         output = (self._output_weight(), self.lm_head.bias)
-        return column_parallel(self.lm_head(hidden), [output], self.tp, self.sequence_parallel)[0], answers
+        return column_parallel(hidden, [output], self.tp, self.sequence_parallel)[0], answers
 
     def _losses(self, hidden: Tensor, given: ModelInput) -> Losses:
         logits, answers = self._heads(hidden)

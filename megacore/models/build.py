@@ -22,6 +22,7 @@ def build_model(
     *,
     device: torch.device | str = "cpu",
     chunk: ModelChunk | None = None,
+    initial_weights: bool = True,
 ) -> Model:
     """The model of a run, in fp32, with the initial weights of `config.seed`, the same for every layout.
 
@@ -32,6 +33,7 @@ def build_model(
             holds the whole layer.
         device: where the parameters are; "meta" builds shapes alone, for planning.
         chunk: the part of the model to build; None is all of it.
+        initial_weights: whether parameters get their values here; else they are left uninitialised.
 
     Raises:
         ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
@@ -53,7 +55,7 @@ def build_model(
         device=device,
         **options,
     )
-    if torch.device(device).type != "meta":
+    if initial_weights and torch.device(device).type != "meta":
         initialize(model, spec, seed=config.seed)
     return model
 

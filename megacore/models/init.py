@@ -29,19 +29,32 @@ def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
     public Mesh TensorFlow code): by the widths of its matrices. The rows of the vocabulary that are padding are drawn
     after the others, whose values thus do not depend on the amount of padding.
     """
-    deviation = t5_deviation(spec.model) if spec.family == "t5" else gpt_deviation(spec.model)
-    whole = Partition(0, 0, 1)
     divided = partitions(model)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif "layernorm" in name:
-            parameter.fill_(1.0)
-        else:
-            part = divided.get(name, whole)
-            shape = part.global_shape(tuple(parameter.shape))
-            rows = spec.vocab_size if name.endswith(VOCABULARY_ROWS) else None
-            parameter.copy_(part.shard(_normal(shape, deviation(name, shape), seed, name, rows)))
+        parameter.copy_(initial_weight(name, tuple(parameter.shape), spec, seed=seed, partition=divided.get(name)))
+
+
+def initial_weight(
+    name: str, shape: tuple[int, ...], spec: ModelSpec, *, seed: int, partition: Partition | None = None
+) -> Tensor:
+    """The initial values of one parameter, see `initialize`: fp32 on the CPU.
+
+    Args:
+        name: global name.
+        shape: of this rank's part of it.
+        spec: the model.
+        seed: of the run.
+        partition: which part of the whole that is; None when it is all of it.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "layernorm" in name:
+        return torch.ones(shape)
+    part = partition or Partition(0, 0, 1)
+    whole = part.global_shape(shape)
+    deviation = t5_deviation(spec.model) if spec.family == "t5" else gpt_deviation(spec.model)
+    rows = spec.vocab_size if name.endswith(VOCABULARY_ROWS) else None
+    return part.shard(_normal(whole, deviation(name, whole), seed, name, rows))
 
 
 def gpt_deviation(model: ModelConfig) -> Deviation:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 LM_LOSS = "lm_loss"
@@ -23,6 +24,13 @@ class LossTerm(NamedTuple):
         if self.counts is None:
             return self.losses.mean()
         return (self.losses * self.counts).sum() / self.counts.sum().clamp(min=1)
+
+    def total(self) -> Tensor:
+        """Sum of those that count, and their number: fp64 [2]."""
+        exact = self.losses.double()
+        if self.counts is None:
+            return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
+        return torch.stack([(exact * self.counts).sum(), self.counts.sum().double()])
 
 
 Losses = dict[str, LossTerm]

@@ -33,6 +33,7 @@ class Stage:
         *,
         special_tokens: SpecialTokens,
         device: torch.device | str = "cpu",
+        initial_weights: bool = True,
     ) -> None:
         """Build the chunks with their initial weights, the same for every layout.
 
@@ -42,6 +43,7 @@ class Stage:
             mesh: this process's groups.
             special_tokens: ids of the tokens that have a role.
             device: where the parameters are.
+            initial_weights: whether parameters get their values here; else they are left uninitialised.
 
         Raises:
             ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
@@ -55,7 +57,10 @@ class Stage:
         virtual = config.parallel.virtual_pipeline_model_parallel_size if stages.size > 1 else 1
         self._parts = chunks_of(config, vocab_size) if stages.size > 1 else []
         own: list[ModelChunk | None] = [*self._parts[stages.rank :: stages.size]] or [None]
-        self.chunks = [build_model(config, vocab_size, mesh, device=device, chunk=part) for part in own]
+        self.chunks = [
+            build_model(config, vocab_size, mesh, device=device, chunk=part, initial_weights=initial_weights)
+            for part in own
+        ]
         self.device = torch.device(device)
         self._pipeline = Pipeline(stages.size, virtual)
         self._passes: dict[int, tuple[Pass, ...]] = {}
@@ -238,11 +243,7 @@ class _Scoring(_Work):
         output = self._run(chunk, hidden, None)
         if isinstance(output, Tensor):
             return output
-        for sums, name in zip(self.total, self._stage.loss_names, strict=True):
-            losses, counts = output[name]
-            exact = losses.double()
-            sums[0] += exact.sum() if counts is None else (exact * counts).sum()
-            sums[1] += losses.numel() if counts is None else counts.sum()
+        self.total += torch.stack([output[name].total() for name in self._stage.loss_names])
         return self.total
 
     def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:

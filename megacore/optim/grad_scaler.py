@@ -54,7 +54,7 @@ class DynamicLossScaler:
             return
         self._skipped_at_minimum = 0
         self._growth_tracker += 1
-        if self._growth_tracker == self._config.window:
+        if self._growth_tracker >= self._config.window:
             self._growth_tracker = 0
             self._hysteresis_tracker = self._config.hysteresis
             self._scale *= GROWTH_FACTOR

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from megacore.config.optim import LrDecayStyle, LrWsdDecayStyle
+from megacore.config.optim import LrDecayStyle, LrWarmupStyle, LrWsdDecayStyle
 from megacore.config.run import RunConfig
 
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Linear warm-up, then a decay to a floor (Megatron-LM `OptimizerParamScheduler`)."""
+    """Warm-up, then a decay to a floor (Megatron-LM `OptimizerParamScheduler`)."""
 
     lr: float
     """Peak, reached at `warmup_steps`."""
@@ -28,6 +28,8 @@ class LrSchedule:
     """Shape of the last part of WSD."""
     wsd_steps: int = 0
     """Optimizer steps of the last part of WSD, which ends at `decay_steps`."""
+    warmup_style: LrWarmupStyle = "linear"
+    """Shape of the warm-up."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -42,12 +44,13 @@ class LrSchedule:
             init_lr=optim.lr_warmup_init,
             wsd_style=optim.lr_wsd_decay_style,
             wsd_steps=optim.lr_wsd_decay_iters or 0,
+            warmup_style=optim.lr_warmup_style,
         )
 
     def at(self, step: int) -> float:
         """Learning rate of optimizer step number `step`, counted from 1; skipped iterations are no steps."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.init_lr + (self.lr - self.init_lr) * step / self.warmup_steps
+            return self._warm_up(step)
         if self.style == "constant":
             return self.lr
         if step > self.decay_steps:
@@ -55,6 +58,14 @@ class LrSchedule:
         if self.style == "inverse-square-root":
             return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
         return self.min_lr + self._share(step) * (self.lr - self.min_lr)
+
+    def _warm_up(self, step: int) -> float:
+        """The rate of a step up to `warmup_steps`."""
+        rise = self.lr - self.init_lr
+        if self.warmup_style == "linear":
+            return self.init_lr + rise * step / self.warmup_steps
+        # As DeepSpeed's WarmupLR: at the peak one step early, and never of fewer than two steps.
+        return self.init_lr + rise * min(1.0, math.log(step + 1) / math.log(max(2, self.warmup_steps)))
 
     def _share(self, step: int) -> float:
         """How much of the way from `min_lr` up to `lr` is left at a step after the warm-up."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megacore.config.deepspeed_json import asked_of
 from megacore.config.run import RunConfig
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.pipeline_parallel.schedules import Direction, build_schedule
@@ -68,6 +69,22 @@ class Activations:
         """Bytes that a layer keeps when the rest is computed again."""
         return self._recomputed(self.layer, self.attention, self.tokens)
 
+    def offloaded(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> int:
+        """Most that a stage with these chunks keeps in main memory at a time.
+
+        DeepSpeed puts there what full recomputation keeps of a layer, when it is told to.
+        """
+        if not self._told("cpu_checkpointing") or self.config.train.recompute != "full":
+            return 0
+        limit, sizes = self.config.train.recompute_num_layers, []
+        for chunk in chunks:
+            encoder = self._layers(len(chunk.layers), limit, self._layer_input(self.tokens), 0)
+            left = None if limit is None else max(0, limit - len(chunk.layers))
+            sizes.append(
+                encoder + self._layers(len(chunk.decoder_layers), left, self._layer_input(self._decoder_tokens), 0)
+            )
+        return self._most(sizes, stage, micro_batches)
+
     def chunk(self, chunk: ModelChunk) -> int:
         """Bytes that a chunk keeps, its losses and logits left out."""
         limit = self.config.train.recompute_num_layers
@@ -103,16 +120,21 @@ class Activations:
         Returns:
             Bytes of activations, and micro batches whose logits are there at a time.
         """
-        parallel, sizes = self.config.parallel, [self.chunk(chunk) for chunk in chunks]
+        kept = self._most([self.chunk(chunk) for chunk in chunks], stage, micro_batches)
+        losses = self._most([int(chunk.has_head) for chunk in chunks], stage, micro_batches)
+        return kept + self._working_set(chunks), losses
+
+    def _most(self, sizes: Sequence[int], stage: int, micro_batches: int) -> int:
+        """Most that is there at a time of what a micro batch has on each chunk of a stage."""
+        parallel = self.config.parallel
         stages, kind = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
         if kind == "1f1b":
             # What is in flight repeats itself after a few rounds.
             micro_batches = min(micro_batches, 3 * stages)
-        passes = build_schedule(kind, stages, micro_batches, len(chunks))[stage]
-        steps = [(1 if each.direction is Direction.FORWARD else -1, each.chunk) for each in passes]
-        kept = max(accumulate(step * sizes[chunk] for step, chunk in steps))
-        losses = max(accumulate(step * chunks[chunk].has_head for step, chunk in steps))
-        return kept + self._working_set(chunks), losses
+        passes = build_schedule(kind, stages, micro_batches, len(sizes))[stage]
+        return max(
+            accumulate(sizes[each.chunk] * (1 if each.direction is Direction.FORWARD else -1) for each in passes)
+        )
 
     def _working_set(self, chunks: Sequence[ModelChunk]) -> int:
         """What the layer that is computed again needs beside what it kept."""
@@ -178,7 +200,19 @@ class Activations:
             case "selective":
                 return whole - attention
             case "full":
-                return self._hidden(self.element, tokens)
+                return 0 if self._told("cpu_checkpointing") else self._layer_input(tokens)
+
+    def _layer_input(self, tokens: int) -> int:
+        """What full recomputation keeps of a layer; DeepSpeed's tensor-parallel ranks may divide it."""
+        whole = self._hidden(self.element, tokens)
+        divides = self._told("partition_activations") and not self.config.parallel.sequence_parallel
+        return whole // self._tensor if divides else whole
+
+    def _told(self, name: str) -> bool:
+        """Whether DeepSpeed is told to do this with what recomputation keeps."""
+        return self.config.engine == "deepspeed" and bool(
+            asked_of(self.config).values.get(f"activation_checkpointing.{name}")
+        )
 
     def _layers(self, layers: int, limit: int | None, recomputed_layer: int, layer: int) -> int:
         """Of some layers, of which the first `limit` (None: all) recompute."""

@@ -1,5 +1,7 @@
 """How many parameters a model has, and a rank's part of it, counted without building it."""
 
+from collections.abc import Iterator
+
 from megacore import tokenizer
 from megacore.config.model import ModelConfig
 from megacore.config.run import RunConfig
@@ -23,62 +25,78 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
 
 def chunk_parameters(config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int) -> int:
     """Parameters of a chunk on one of `tensor` ranks; a head whose table of tokens is elsewhere too has a copy."""
+    return sum(chunk_sizes(config, vocab_size, chunk, tensor))
+
+
+def chunk_sizes(config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int) -> Iterator[int]:
+    """Elements of each parameter tensor of a chunk on one of `tensor` ranks."""
     model, family = config.model, config.family
     table = padded_vocab_size(config, vocab_size) // tensor * model.hidden_size
-    count = len(chunk.layers) * layer_parameters(model, tensor)
-    count += len(chunk.decoder_layers) * layer_parameters(model, tensor, decoder=True)
     untied = model.untie_embeddings_and_output_weights
+    yield from layer_sizes(model, tensor) * len(chunk.layers)
+    yield from layer_sizes(model, tensor, decoder=True) * len(chunk.decoder_layers)
     if chunk.has_embedding or chunk.has_decoder_embedding or (chunk.has_head and not untied):
-        count += table
+        yield table
     if chunk.has_embedding:
-        count += _embedding_parameters(config)
+        yield from _embedding_sizes(config)
     if chunk.has_head:
-        count += table if untied else 0
-        count += _norm(model) if model.norm_position == "pre" else 0
-        count += _bert_head(config, vocab_size, tensor) if family == "bert" else 0
+        if untied:
+            yield table
+        if model.norm_position == "pre":
+            yield from _norm(model)
+        if family == "bert":
+            yield from _bert_head(config, vocab_size, tensor)
     if family == "t5":
-        stacks = (len(chunk.layers) > 0) + (len(chunk.decoder_layers) > 0)
-        count += stacks * model.relative_attention_num_buckets * model.num_attention_heads // tensor
+        for stack in (chunk.layers, chunk.decoder_layers):
+            if stack:
+                yield model.relative_attention_num_buckets * model.num_attention_heads // tensor
         # The encoder's final norm is where its last layer is, and not with the head.
         if chunk.layers and chunk.layers.stop == model.num_layers:
-            count += _norm(model)
-    return count
+            yield from _norm(model)
 
 
 def layer_parameters(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> int:
-    """Parameters of one layer on one of `tensor` ranks; norms and the biases of row-parallel layers are whole.
+    """Parameters of one layer on one of `tensor` ranks; see `layer_sizes`."""
+    return sum(layer_sizes(model, tensor, decoder=decoder))
 
-    `decoder` is for a layer with cross attention.
+
+def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> list[int]:
+    """Elements of each parameter tensor of a layer on one of `tensor` ranks.
+
+    Norms and the biases of row-parallel layers are whole. `decoder` is for a layer with cross attention.
     """
-    hidden, ffn, inner = model.hidden_size, model.ffn_size, model.attention_size
-    bias = int(model.add_bias_linear)
-    inputs = 2 * ffn if model.gated else ffn
-    divided = (inner + 2 * model.query_groups * model.head_dim + inputs) * (hidden + bias) + hidden * (inner + ffn)
-    whole = 2 * _norm(model) + 2 * hidden * bias
-    if model.qk_layernorm:
-        whole += 2 * _norm(model) // hidden * model.head_dim
+    hidden, inner, keys = model.hidden_size, model.attention_size, 2 * model.query_groups * model.head_dim
+    grouped = model.query_groups < model.num_attention_heads
+    column = [inner, keys] if grouped else [inner + keys]
+    column += [model.ffn_size] * (2 if model.gated else 1)
+    row = [inner, model.ffn_size]
+    norms = 2 * _norm(model)
     if decoder:
-        divided += 3 * inner * (hidden + bias) + hidden * inner
-        whole += _norm(model) + hidden * bias
-    return divided // tensor + whole
+        column += [inner, 2 * inner]
+        row.append(inner)
+        norms += _norm(model)
+    if model.qk_layernorm:
+        norms += 2 * _norm(model, model.head_dim)
+    biases = [width // tensor for width in column] + [hidden] * len(row) if model.add_bias_linear else []
+    return [width * hidden // tensor for width in column + row] + biases + norms
 
 
-def _norm(model: ModelConfig) -> int:
-    """Parameters of a norm of hidden states."""
-    return model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+def _norm(model: ModelConfig, width: int | None = None) -> list[int]:
+    """Parameters of a norm, of hidden states unless `width` says otherwise."""
+    return [width or model.hidden_size] * (2 if model.normalization == "layernorm" else 1)
 
 
-def _embedding_parameters(config: RunConfig) -> int:
+def _embedding_sizes(config: RunConfig) -> list[int]:
     """What is beside the table of tokens."""
     model = config.model
-    rows = config.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
-    rows += _SEGMENTS if config.family == "bert" else 0
-    return rows * model.hidden_size + (_norm(model) if model.norm_position == "post" else 0)
+    rows = [config.max_position_embeddings] if model.position_embedding_type == "learned_absolute" else []
+    rows += [_SEGMENTS] if config.family == "bert" else []
+    return [count * model.hidden_size for count in rows] + (_norm(model) if model.norm_position == "post" else [])
 
 
-def _bert_head(config: RunConfig, vocab_size: int, tensor: int) -> int:
+def _bert_head(config: RunConfig, vocab_size: int, tensor: int) -> list[int]:
     """The masked LM's dense layer, norm and bias of the vocabulary; the pooler and the binary head."""
     model, hidden = config.model, config.model.hidden_size
-    dense = hidden * (hidden + 1)
-    count = dense + _norm(model) + padded_vocab_size(config, vocab_size) // tensor
-    return count + (dense + _ANSWERS * (hidden + 1) if model.bert_binary_head else 0)
+    dense = [hidden * hidden, hidden]
+    sizes = [*dense, *_norm(model), padded_vocab_size(config, vocab_size) // tensor]
+    return sizes + ([*dense, _ANSWERS * hidden, _ANSWERS] if model.bert_binary_head else [])

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from megacore.config.run import RunConfig
+from megacore.launch.hostfile import read_hostfile
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
 from megacore.pipeline_parallel.simulate import Timeline, simulate
 from megacore.plan.hardware import Hardware
 from megacore.plan.layouts import layout_of
-from megacore.plan.memory import GIB, MemoryEstimate, estimate_stages
+from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_stages
 from megacore.plan.throughput import chunk_flops
 
 
@@ -44,11 +45,12 @@ class PipelinePlan:
     def summary(self) -> str:
         """The layout and the bubble, a line each."""
         train, layout = self.config.train, self.layout
+        engine = "" if self.config.engine == "native" else f"; {engine_name(self.config)}"
         return (
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = {layout.world_size} "
             f"rank{'s' if layout.world_size > 1 else ''}; {self.micro_batches} micro "
             f"batch{'es' if self.micro_batches > 1 else ''} of {train.micro_batch_size} on each replica, "
-            f"{train.global_batch_size} samples per step\n"
+            f"{train.global_batch_size} samples per step{engine}\n"
             f"{self.name}: bubble {self.timeline.bubble_fraction:.1%} of the compute time, "
             f"{self.equal_bubble:.1%} if all chunks cost the same"
         )
@@ -58,7 +60,8 @@ class PipelinePlan:
         table = Table()
         chunks = self.timeline.chunks
         layers = ["layers"] if chunks == 1 else [f"layers of chunk {chunk}" for chunk in range(chunks)]
-        for column in ("stage", *layers, "parameters", "memory", "passes in flight", "busy"):
+        offloaded = [name for name in ("host", "nvme") if any(getattr(memory, name) for memory in self.memory)]
+        for column in ("stage", *layers, "parameters", "memory", *offloaded, "passes in flight", "busy"):
             table.add_column(column, justify="left" if column in layers else "right")
         stages = self.layout.pipeline
         for stage, memory in enumerate(self.memory):
@@ -68,6 +71,7 @@ class PipelinePlan:
                 *(_content(chunk) for chunk in self.chunks[stage::stages]),
                 f"{memory.parameters / 1e6:,.1f} M",
                 f"{memory.total / GIB:,.1f} GiB",
+                *(f"{getattr(memory, name) / GIB:,.1f} GiB" for name in offloaded),
                 str(max_in_flight(passes)),
                 f"{self.timeline.busy[stage] / self.timeline.makespan:.1%}",
             )
@@ -77,8 +81,8 @@ class PipelinePlan:
 def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> PipelinePlan:
     """Divide a configuration's model and batch, and simulate a step.
 
-    The ranks are `launch.nproc_per_node`, whether this machine has them or not; for auto they are its GPUs, or one
-    replica without any.
+    The ranks are those of the hostfile, or `launch.nproc_per_node`, whether this machine has them or not; for auto
+    they are its GPUs, or one replica without any.
 
     Args:
         config: the run.
@@ -91,7 +95,9 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
     parallel, train = config.parallel, config.train
     stages, replica = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     ranks = config.launch.nproc_per_node
-    if ranks == "auto":
+    if config.launch.hostfile is not None:
+        ranks = sum(read_hostfile(config.launch.hostfile, ranks).values())
+    elif ranks == "auto":
         ranks = len(hardware.gpus) or replica * stages
     layout = layout_of(config, ranks, vocab_size)
     micro_batches = train.global_batch_size // (train.micro_batch_size * layout.data)

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 from megacore.config.run import RunConfig
+from megacore.engine.deepspeed_ops import require_deepspeed
 from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.launch.hostfile import local_slots, read_hostfile
 from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
+from megacore.plan.fit import Room, check_memory, gib
 from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.layouts import layout_of
-from megacore.plan.memory import GIB, MemoryEstimate, estimate_memory
+from megacore.plan.memory import MemoryEstimate, engine_name, estimate_memory
 from megacore.plan.parameters import parameter_count
 from megacore.plan.throughput import assumed_flops_per_second, training_days
 from megacore.plan.vocabulary import is_on_the_hub
@@ -29,10 +32,14 @@ class Report:
     threads_per_rank: int
     device_type: str
     precision: str
+    engine: str
+    """With the ZeRO stage, and what is offloaded."""
     memory: MemoryEstimate
     """Of one rank of the pipeline stage that needs most."""
     memory_available: int
-    """Bytes of one GPU, or of main memory divided by the ranks."""
+    """Bytes of one GPU, or of main memory divided by the ranks of a machine."""
+    host_available: int
+    """Bytes of main memory divided by the ranks of a machine."""
     days: float
     """The pipeline's bubble included."""
     flops_per_second: float
@@ -40,7 +47,7 @@ class Report:
 
     @property
     def ranks(self) -> int:
-        """Processes on this machine."""
+        """Processes of the job."""
         return self.layout.world_size
 
     def summary(self) -> str:
@@ -49,103 +56,99 @@ class Report:
         threads = "" if self.device_type == "cuda" else f" x {self.threads_per_rank} threads"
         axes = self.layout
         divided = f" (tensor {axes.tensor} x pipeline {axes.pipeline} x data {axes.data})"
+        engine = "" if self.engine == "native" else f" with {self.engine}"
         return (
             f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} {where} rank{'s' if self.ranks > 1 else ''}"
-            f"{threads}{divided if axes.data < self.ranks else ''} in {self.precision}: "
-            f"about {_gib(self.memory.total)} of {_gib(self.memory_available)} per rank, "
+            f"{threads}{divided if axes.data < self.ranks else ''} in {self.precision}{engine}: "
+            f"about {gib(self.memory.total)} of {gib(self.memory_available)} per rank{self._offloaded()}, "
             f"{_duration(self.days)} at an assumed {self.flops_per_second / 1e12:.3g} TFLOP/s"
         )
+
+    def _offloaded(self) -> str:
+        """What is elsewhere than where the model computes."""
+        host = f" and {gib(self.memory.host)} of {gib(self.host_available)} of main memory" if self.memory.host else ""
+        return host + (f" and {gib(self.memory.nvme)} on NVMe" if self.memory.nvme else "")
 
 
 def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     """Estimate memory and time; refuse what this machine lacks.
 
     Raises ParallelLayoutError when ranks do not fit together with the model, its batch or the GPUs, and ConfigError
-    when TensorBoard is asked for and not installed, when fp16 is asked for without a GPU, when memory does not
-    suffice, or when CPUs would need more than CPU_DAYS_LIMIT days; `launch.allow_cpu: true` permits fp16 and any time
-    on CPUs.
+    when TensorBoard or DeepSpeed is asked for and not installed, when fp16 is asked for without a GPU, when memory, or
+    the disk for what is offloaded, does not suffice, or when CPUs would need more than CPU_DAYS_LIMIT days;
+    `launch.allow_cpu: true` permits any time on CPUs and, with the native engine, fp16.
     """
+    require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
+    beside = ranks if config.launch.hostfile is None else max(read_hostfile(config.launch.hostfile).values())
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
+
+    def estimate(changed: RunConfig) -> MemoryEstimate:
+        return estimate_memory(changed, vocab_size, precision, hardware.device_type, layout.data)
+
     report = Report(
         parameters=parameter_count(config, vocab_size),
         layout=layout,
         threads_per_rank=threads,
         device_type=hardware.device_type,
         precision=precision,
-        memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
-        memory_available=min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.memory // ranks,
+        engine=engine_name(config),
+        memory=estimate(config),
+        memory_available=min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.memory // beside,
+        host_available=hardware.memory // beside,
         days=training_days(config, vocab_size, rate, layout.data),
         flops_per_second=rate,
     )
     if config.tracking.tensorboard:
         check_tensorboard()
-    if not hardware.gpus and not config.launch.allow_cpu:
+    if not hardware.gpus:
         _check_meant_for_cpu(config, report)
-    _check_memory(config, report)
+    room = Room(report.memory_available, report.host_available, report.device_type, beside, layout.data)
+    check_memory(config, report.memory, room, estimate)
     return report
 
 
 def resolve_launch(config: RunConfig, hardware: Hardware, vocab_size: int | None = None) -> tuple[int, int]:
-    """Ranks of this machine and CPU threads of each; `vocab_size` is the tokenizer's, None where it is not known yet.
+    """Ranks of the job and CPU threads of each; `vocab_size` is the tokenizer's, None where it is not known yet.
 
-    Raises ParallelLayoutError when there are more ranks than GPUs, or they cannot share the model and its batch.
+    Raises ParallelLayoutError when there are more ranks than GPUs, or they cannot share the model and its batch, and
+    ConfigError when the hostfile cannot be used.
     """
     launch, parallel = config.launch, config.parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks = (len(hardware.gpus) or replica) if launch.nproc_per_node == "auto" else launch.nproc_per_node
-    if hardware.gpus and ranks > len(hardware.gpus):
+    here, setting = ranks, f"launch.nproc_per_node is {ranks}"
+    if launch.hostfile is not None:
+        hosts = read_hostfile(launch.hostfile, launch.nproc_per_node)
+        ranks, here = sum(hosts.values()), local_slots(hosts)
+        setting = f"slots of this machine in {launch.hostfile} is {here}"
+    if hardware.gpus and here > len(hardware.gpus):
         raise ParallelLayoutError(
-            f"launch.nproc_per_node is {ranks} and this machine has {len(hardware.gpus)} visible "
+            f"{setting} and this machine has {len(hardware.gpus)} visible "
             f"GPU{'s' if len(hardware.gpus) > 1 else ''}: set it to {len(hardware.gpus)} or to auto"
         )
     layout_of(config, ranks, vocab_size)
-    return ranks, launch.threads_per_rank or max(1, hardware.cores // ranks)
+    return ranks, launch.threads_per_rank or max(1, hardware.cores // max(1, here))
 
 
 def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:
-    needs = f"about {_gib(report.memory.total)} of memory per rank and {_duration(report.days)}"
-    if report.precision == "fp16":
+    needs = f"about {gib(report.memory.total)} of memory per rank and {_duration(report.days)}"
+    allowed, deepspeed = config.launch.allow_cpu, config.engine == "deepspeed"
+    if report.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
-            f"train.precision is fp16, which needs a GPU, and this machine has none: for {config.name} its CPUs "
-            f"would need {needs}: set train.precision to auto, or launch.allow_cpu to true to start it all the same"
+            f"train.precision is fp16, which {'DeepSpeed has on GPUs alone' if deepspeed else 'needs a GPU'}, and this "
+            f"machine has none: for {config.name} its CPUs would need {needs}: set train.precision to auto, or "
+            f"{'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to start it all the same"
         )
-    if report.days > CPU_DAYS_LIMIT:
+    if report.days > CPU_DAYS_LIMIT and not allowed:
         raise ConfigError(
             f"{config.name} is sized for GPUs and this machine has none: its CPUs would need {needs}: lower "
             f"train.train_iters ({config.train.train_iters}) or the model, "
             "or set launch.allow_cpu to true to start it all the same"
         )
-
-
-def _check_memory(config: RunConfig, report: Report) -> None:
-    if report.memory.total <= report.memory_available:
-        return
-    train, parallel = config.train, config.parallel
-    advice = [f"lower train.micro_batch_size ({train.micro_batch_size})"]
-    if train.recompute != "full" or train.recompute_num_layers is not None:
-        advice.append("set train.recompute to full for all layers")
-    if report.layout.data > 1 and not parallel.use_distributed_optimizer:
-        advice.append("set parallel.use_distributed_optimizer to true")
-    if report.layout.data > 1 and report.device_type == "cuda":
-        advice.append(
-            f"raise parallel.tensor_model_parallel_size ({parallel.tensor_model_parallel_size}) or "
-            f"parallel.pipeline_model_parallel_size ({parallel.pipeline_model_parallel_size})"
-        )
-    if report.device_type == "cpu" and report.layout.data > 1:
-        advice.append(f"lower launch.nproc_per_node ({report.ranks})")
-    raise ConfigError(
-        f"{config.name} needs about {_gib(report.memory.total)} of memory per rank "
-        f"({_gib(report.memory.activations + report.memory.logits)} of it for activations) and this machine has "
-        f"{_gib(report.memory_available)} per rank: {', or '.join(advice)}"
-    )
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"
 
 
 def _duration(days: float) -> str:

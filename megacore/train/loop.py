@@ -119,7 +119,7 @@ class Trainer:
         if path is not None:
             tensors = self._engine.tensors()
             saved = load_checkpoint(path, tensors, expected=names_of_all(tensors))
-            self._engine.load_state(saved["engine"])
+            self._engine.load_state(saved["engine"], tensors)
             restored = TrainState.from_json(saved["train"])
             vars(self.state).update(vars(restored))
             logger.info("resumed from %s at iteration %d", path, self.state.iteration)
@@ -147,7 +147,7 @@ class Trainer:
         self._ranks.on_first(check)
         weights = {name: tensor for name, tensor in self._engine.tensors().items() if name.startswith(WEIGHTS_PREFIX)}
         load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
-        self._engine.load_state(self._engine.state())  # brings the weights into the model
+        self._engine.load_state(self._engine.state(), weights)  # brings the weights into the model
         logger.info("began with the weights of %s", path)
 
     def _find_checkpoint(self) -> Path | None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megacore.config.deepspeed_json import asked_of
 from megacore.config.run import RunConfig
 from megacore.errors import TrainingError
 from megacore.train.state import TrainState
@@ -24,11 +25,11 @@ def memory_errors(config: RunConfig, rank: int, state: TrainState) -> Iterator[N
 
     def message(reason: str) -> str:
         train, parallel = config.train, config.parallel
-        sharded = "" if parallel.use_distributed_optimizer else "set parallel.use_distributed_optimizer to true, "
+        further = _divide_further(config)
         return (
             f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): lower "
             f"train.micro_batch_size (now {train.micro_batch_size}; with the same train.global_batch_size the results "
-            f"stay the same), set train.recompute to full (now {train.recompute}), {sharded}raise "
+            f"stay the same), set train.recompute to full (now {train.recompute}), {further}raise "
             f"parallel.tensor_model_parallel_size (now {parallel.tensor_model_parallel_size}) or "
             f"parallel.pipeline_model_parallel_size (now {parallel.pipeline_model_parallel_size}), or lower "
             f"data.seq_length (now {config.data.seq_length})"
@@ -50,6 +51,22 @@ def scoring_memory_errors(config: RunConfig, rank: int) -> Iterator[None]:
 
     with _reworded(message):
         yield
+
+
+def _divide_further(config: RunConfig) -> str:
+    """What of ZeRO is left to use, with a comma behind; nothing where all of it is used."""
+    stages = config.parallel.pipeline_model_parallel_size
+    if config.engine == "native":
+        if not config.parallel.use_distributed_optimizer:
+            return "set parallel.use_distributed_optimizer to true, "
+        return "set engine to deepspeed with deepspeed.zero_stage 2 or 3, " if stages == 1 else ""
+    asked = asked_of(config)
+    if asked.stage < (3 if stages == 1 else 1):
+        return f"raise {asked.named('zero_optimization.stage')} (now {asked.stage}), "
+    for what in ("offload_optimizer", "offload_param") if asked.stage == 3 else ("offload_optimizer",):
+        if asked.device(what) == "none" and torch.cuda.is_available():
+            return f"set {asked.named(f'zero_optimization.{what}.device')} to cpu (now none), "
+    return ""
 
 
 @contextmanager

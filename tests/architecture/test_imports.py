@@ -24,7 +24,7 @@ LIGHT = (
 
 ONLY_IN = {
     "transformers": ("megacore/convert/", "megacore/finetune/"),
-    "deepspeed": ("megacore/engine/deepspeed.py",),
+    "deepspeed": ("megacore/engine/deepspeed",),
     "apex": ("megacore/kernels/",),
 }
 

@@ -104,6 +104,7 @@ def test_stage_folders_are_spelled_in_one_place() -> None:
         "zeroshot": "zeroshot",
         "convert": "exports",
         "publish": "published",
+        "operator": "extensions",
     }
     joined = [
         f"{path}:{node.lineno} / {node.right.value!r}"

@@ -47,6 +47,21 @@ def test_key_parameters_take_keyed_values_alone_as_json() -> None:
     assert json.loads(json.dumps(parameters)) == parameters
 
 
+class Switches(Section):
+    """Fields that take true and false, or do not."""
+
+    maybe: bool | None = unkeyed(None)
+    """Takes them, or null."""
+    count: int | None = unkeyed(None)
+    """Takes a number, or null."""
+
+
+def test_true_and_false_are_no_numbers() -> None:
+    assert (Switches(maybe=True).maybe, Switches(maybe=None).maybe) == (True, None)
+    with pytest.raises(ValueError, match="count is true: give a value of its type, not true or false"):
+        Switches(count=True)
+
+
 def test_a_field_must_say_whether_it_is_keyed() -> None:
     with pytest.raises(KeyError, match=r"Silent\.value says neither"):
         is_keyed(Silent, "value")
@@ -65,6 +80,7 @@ def test_a_field_must_say_whether_it_is_keyed() -> None:
         {"train.recompute": "selective", "train.recompute_num_layers": 2},
         {"parallel.tensor_model_parallel_size": 2},
         {"parallel.use_distributed_optimizer": True},
+        {"engine": "deepspeed", "deepspeed.zero_stage": 3},
         {"checkpoint.keep_last": 9},
         {"launch.retries": 5},
         {"launch.nproc_per_node": 1},
@@ -89,6 +105,7 @@ def test_how_a_stage_runs_leaves_its_key(override: dict[str, Any]) -> None:
         {"optim.lr": 0.77},
         {"optim.loss_scale.window": 77},
         {"optim.lr_warmup_init": 1e-4},
+        {"optim.lr_warmup_style": "log"},
         {"model.num_query_groups": 2},
         {"train.label_smoothing": 0.1},
         {"train.rampup_batch_size": {"start": 8, "increment": 8, "samples": 80}, "launch.nproc_per_node": 1},

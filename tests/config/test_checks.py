@@ -50,6 +50,7 @@ RAMP = {"start": 2, "increment": 2, "samples": 60}
             {"lr_warmup_init": 2e-3, "lr_warmup_iters": 5},
             "optim.lr_warmup_init 0.002 is above optim.lr 0.001: lower it",
         ),
+        ({"lr_warmup_style": "log"}, "optim.lr_warmup_style is log and there is no warm-up"),
         ({"lr_warmup_init": 1e-4}, "optim.lr_warmup_init is 0.0001 and there is no warm-up"),
         ({"lr_decay_style": "inverse-square-root"}, "inverse-square-root counts from the end of the warm-up"),
         ({"lr_decay_style": "inverse-square-root", "lr_warmup_fraction": 0.001}, "there is none"),

@@ -22,11 +22,12 @@ def values(**changes: Any) -> dict[str, Any]:
         "train": {"micro_batch_size": 1, "global_batch_size": 48, "train_iters": 10},
         "checkpoint": {"save_interval": 5},
         "parallel": {},
+        "deepspeed": {},
         "launch": {},
     }
     for name, value in changes.items():
         section, _, key = name.partition("__")
-        sections[section][key] = value
+        (sections[section] if key else sections)[key or section] = value
     return sections
 
 
@@ -39,6 +40,19 @@ def make(tp: int = 1, pp: int = 1, v: int = 1, ranks: int | str = "auto", **chan
     }
     return parse_config(values(**sizes, **changes), origin="test")
 
+
+DEEPSPEED: dict[str, Any] = {"engine": "deepspeed"}
+T5: dict[str, Any] = {
+    "family": "t5",
+    "data__append_eod": False,
+    "data__split_sentences": True,
+    "data__tokenizer": {
+        "kind": "train-bpe",
+        "special_tokens": ["[PAD]", "[CLS]", "[SEP]", "[MASK]"],
+        "vocab_extra_ids": 100,
+    },
+    "model__position_embedding_type": "relative",
+}
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "heads": (
@@ -153,6 +167,34 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "train.rampup_batch_size.increment 20 is not a multiple of train.micro_batch_size 1 x 8 data-parallel ranks = "
         "8: use 24, or use ",
     ),
+    "ZeRO stage 2 in a pipeline": (
+        {**DEEPSPEED, "pp": 2, "ranks": 4, "deepspeed__zero_stage": 2},
+        "deepspeed.zero_stage is 2 but parallel.pipeline_model_parallel_size is 2, and DeepSpeed's pipeline keeps the "
+        "gradients of all micro batches until the step, so that replicas can divide the optimizer's state alone: set "
+        "deepspeed.zero_stage to 1, or use tensor 2 x pipeline 1 x data 2, tensor 1 x pipeline 1 x data 4 or "
+        "tensor 4 x pipeline 1 x data 1",
+    ),
+    "ZeRO stage 3 of a file in a pipeline": (
+        {**DEEPSPEED, "pp": 4, "deepspeed__config": {"zero_optimization": {"stage": 3}}},
+        "zero_optimization.stage of deepspeed.config is 3 but parallel.pipeline_model_parallel_size is 4, and "
+        "DeepSpeed's pipeline keeps the gradients of all micro batches until the step, so that replicas can divide the "
+        "optimizer's state alone: set zero_optimization.stage of deepspeed.config to 1, or use tensor 4 x pipeline 1",
+    ),
+    "chunks in DeepSpeed's pipeline": (
+        {**DEEPSPEED, "pp": 2, "v": 2},
+        "parallel.virtual_pipeline_model_parallel_size is 2 but engine is deepspeed, whose stages have one chunk each: "
+        "set it to 1, or set engine to native, or use tensor 1 x pipeline 2 or tensor 2 x pipeline 1",
+    ),
+    "gpipe in DeepSpeed's pipeline": (
+        {**DEEPSPEED, "pp": 2, "ranks": 2, "parallel__pipeline_schedule": "gpipe"},
+        "parallel.pipeline_schedule is gpipe but engine is deepspeed, whose pipeline has 1F1B alone: set it to 1f1b, "
+        "or set engine to native, or use tensor 2 x pipeline 1 x data 1 or tensor 1 x pipeline 1 x data 2",
+    ),
+    "heads with ZeRO stage 3": (
+        {**DEEPSPEED, "tp": 8, "ranks": 8, "deepspeed__zero_stage": 3},
+        "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size 8: use "
+        "tensor 4 x pipeline 1 x data 2, tensor 2 x pipeline 1 x data 4 or tensor 1 x pipeline 1 x data 8",
+    ),
     "ranks": (
         {"tp": 2, "pp": 2, "ranks": 6},
         "6 ranks are not a multiple of parallel.tensor_model_parallel_size 2 x parallel.pipeline_model_parallel_size 2 "
@@ -196,6 +238,14 @@ def proposals(message: str) -> list[tuple[int, int, int, int]]:
         {"ranks": 1, "parallel__use_distributed_optimizer": True},
         {"pp": 2, "v": 2, "ranks": 4, "train__rampup_batch_size": {"start": 4, "increment": 4, "samples": 100}},
         {"tp": 2, "pp": 2, "ranks": 16},
+        {**DEEPSPEED, "tp": 2, "pp": 2, "ranks": 8, "deepspeed__zero_stage": 1, "parallel__sequence_parallel": True},
+        {**DEEPSPEED, "pp": 2, "ranks": 2, "parallel__pipeline_partition": [5, 7], "deepspeed__zero_stage": 0},
+        {**DEEPSPEED, "pp": 2, "ranks": 4, "deepspeed__zero_stage": 1, "deepspeed__offload_optimizer": "cpu"},
+        {**DEEPSPEED, "tp": 2, "ranks": 4, "deepspeed__zero_stage": 3, "deepspeed__offload_param": "cpu"},
+        {**DEEPSPEED, "ranks": 2, "parallel__pipeline_schedule": "gpipe", "deepspeed__zero_stage": 2},
+        {**DEEPSPEED, **T5, "tp": 2, "ranks": 4, "deepspeed__zero_stage": 2},
+        {**DEEPSPEED, **T5, "pp": 2, "ranks": 4, "deepspeed__zero_stage": 1},
+        {"pp": 2, "v": 2, "deepspeed__zero_stage": 3},
     ],
 )
 def test_what_can_work_is_taken(changes: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The shipped configurations hold the public recipes' numbers."""
 
+import json
 from typing import Any
 
 import pytest
@@ -54,6 +55,19 @@ GPT2_345M = {
     "seed": 1234,
 }
 
+DEEPSPEED_345M = {
+    **{key: value for key, value in GPT2_345M.items() if key != "optim.lr_warmup_fraction"},
+    "lr_warmup_iters": 32_000,
+    "optim.adam_beta2": 0.95,
+    "train.eval_interval": 100,
+    "train.micro_batch_size": 8,
+    "train.global_batch_size": 32,
+    "engine": "deepspeed",
+    "launch.nproc_per_node": 4,
+    "launch.launcher": "torchrun",
+}
+"""What the public DeepSpeed recipe has in common with Megatron-LM's, and where it differs."""
+
 TINY = {
     "data.source.kind": "source_tree",
     "data.source.path": None,
@@ -62,6 +76,8 @@ TINY = {
     "launch.allow_cpu": False,
 }
 """What a first run needs: text that is there, and two cores."""
+
+ZERO2 = json.loads((CONF_DIR / "ds" / "zero2.json").read_text(encoding="utf-8"))
 
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt2-345m": GPT2_345M | {"train.micro_batch_size": 4, "train.global_batch_size": 8, "launch.nproc_per_node": 1},
@@ -209,6 +225,64 @@ RECIPES: dict[str, dict[str, Any]] = {
         "train.precision": "bf16",
         "launch.nproc_per_node": 8,
     },
+    "gpt2-345m-zero1": DEEPSPEED_345M | {"deepspeed.zero_stage": 1, "deepspeed.config": None},
+    "gpt2-345m-zero2": DEEPSPEED_345M | {"deepspeed.zero_stage": None, "deepspeed.config": ZERO2},
+    "gpt2-7b": DEEPSPEED_345M
+    | {
+        "model.num_layers": 32,
+        "model.hidden_size": 4096,
+        "model.num_attention_heads": 32,
+        "model.max_position_embeddings": 2024,
+        "data.seq_length": 2024,
+        "train.micro_batch_size": 4,
+        "train.global_batch_size": 16,
+        "deepspeed.zero_stage": 1,
+    },
+    "gpt2-xl-zero3-offload": {
+        "data.source.dataset": "Salesforce/wikitext",
+        "data.source.config": "wikitext-2-raw-v1",
+        "data.tokenizer.name": "openai-community/gpt2",
+        "data.seq_length": 128,
+        "model.num_layers": 48,
+        "model.hidden_size": 1600,
+        "model.num_attention_heads": 25,
+        "model.max_position_embeddings": 1024,
+        "optim.lr": 5e-4,
+        "train.micro_batch_size": 16,
+        "train.global_batch_size": 16,
+        "train.precision": "fp16",
+        "engine": "deepspeed",
+        "deepspeed.zero_stage": 3,
+        "deepspeed.offload_optimizer": "cpu",
+        "deepspeed.offload_param": "cpu",
+        "launch.nproc_per_node": 1,
+    },
+    "gpt2-13b-3d": {
+        "data.seq_length": 2048,
+        "model.num_layers": 40,
+        "model.hidden_size": 5120,
+        "model.num_attention_heads": 40,
+        "model.max_position_embeddings": 2048,
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        "optim.lr": 1e-4,
+        "optim.min_lr": 1e-5,
+        "optim.lr_decay_style": "cosine",
+        "optim.weight_decay": 0.1,
+        "optim.adam_beta1": 0.9,
+        "optim.adam_beta2": 0.95,
+        "optim.adam_eps": 1e-8,
+        "optim.clip_grad": 1.0,
+        "train.global_batch_size": 1_024,
+        "train.precision": "bf16",
+        "train.recompute": "full",
+        "engine": "deepspeed",
+        "parallel.tensor_model_parallel_size": 2,
+        "parallel.sequence_parallel": True,
+        "parallel.pipeline_model_parallel_size": 2,
+        "deepspeed.zero_stage": 1,
+        "launch.nproc_per_node": 8,
+    },
     "bert-tiny": TINY
     | {
         "family": "bert",
@@ -243,6 +317,16 @@ def value_at(config: RunConfig, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def test_13b_sees_the_papers_tokens() -> None:
+    """Brown et al. 2020, appendix B: a warm-up of 375 M tokens, a decay over 260 B, and 300 B in all."""
+    config = load_config("gpt2-13b-3d", conf_dir=CONF_DIR)
+    batch = config.train.global_batch_size * config.data.seq_length
+    assert batch == pytest.approx(2e6, rel=0.05)
+    assert config.lr_warmup_iters * batch == pytest.approx(375e6, rel=0.002)
+    assert config.lr_decay_iters * batch == pytest.approx(260e9, rel=1e-4)
+    assert config.train.train_iters * batch == pytest.approx(300e9, rel=1e-4)
 
 
 def test_every_conf_is_held_against_a_recipe() -> None:

@@ -18,6 +18,7 @@ def main() -> None:
     die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--local_rank", help="passed by DeepSpeed's launcher")
     config = json.loads(parser.parse_args().config.read_text())
     rank = int(os.environ.get("RANK", "0"))
     with reported_exit(Path(config["exit_directory"]), rank):

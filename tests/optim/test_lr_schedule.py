@@ -28,6 +28,16 @@ def test_warm_up_may_start_above_zero() -> None:
     assert [schedule.at(step) for step in (0, 1, 5, 10)] == pytest.approx([5e-4, 5.5e-4, 7.5e-4, 1e-3], rel=1e-15)
 
 
+def test_warm_up_may_rise_as_a_logarithm_that_is_at_the_peak_one_step_early() -> None:
+    schedule = LrSchedule(1e-3, 0.0, 8, 100, "linear", init_lr=1e-4, warmup_style="log")
+    assert [schedule.at(step) for step in (0, 1, 3, 7, 8)] == pytest.approx(
+        [1e-4, 1e-4 + 9e-4 / 3, 1e-4 + 9e-4 * 2 / 3, 1e-3, 1e-3], rel=1e-15
+    )
+    assert schedule.at(9) == pytest.approx(1e-3 * 91 / 92)
+    for steps in (1, 2):
+        assert LrSchedule(1e-3, 0.0, steps, 100, "constant", warmup_style="log").at(1) == 1e-3
+
+
 def test_cosine_follows_half_a_wave_and_stays_at_the_floor() -> None:
     schedule = LrSchedule(1e-3, 1e-4, 10, 110, "cosine")
     for step in (11, 35, 60, 109):
@@ -91,8 +101,9 @@ def test_a_configuration_describes_its_schedule() -> None:
             "lr_decay_iters": 80,
             "lr_warmup_samples": 39,
             "lr_warmup_init": 1e-5,
+            "lr_warmup_style": "log",
         }
     )
     schedule = LrSchedule.of(config.model_copy(update={"optim": optim}))
-    assert schedule == LrSchedule(2e-3, 1e-4, 10, 80, "WSD", 1e-5, "minus_sqrt", 20)
+    assert schedule == LrSchedule(2e-3, 1e-4, 10, 80, "WSD", 1e-5, "minus_sqrt", 20, "log")
     assert LrSchedule.of(config) == LrSchedule(1e-3, 0.0, 0, 100, "cosine")

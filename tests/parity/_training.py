@@ -13,7 +13,8 @@ from megacore.config.model import Family
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data.sampler import micro_batch_indices
-from megacore.engine.native import NativeEngine
+from megacore.engine.base import Engine
+from megacore.engine.build import build_engine
 from megacore.models.stage import Stage
 from megacore.optim.lr_schedule import LrSchedule
 from megacore.parallel.mesh import ProcessMesh
@@ -49,6 +50,8 @@ class Case:
     data: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
     family: Family = "gpt"
+    engine: str = "native"
+    deepspeed: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ def config(case: Case) -> RunConfig:
                 **case.train,
             },
             "checkpoint": {"save_interval": STEPS},
+            "engine": case.engine,
             "parallel": case.parallel,
+            "deepspeed": case.deepspeed,
             "launch": {"nproc_per_node": dist.get_world_size() if dist.is_initialized() else 1},
         },
         origin="tests",
@@ -145,8 +150,9 @@ def train(case: Case) -> Result:
     """Train as one rank of the default group, or alone."""
     own = config(case)
     mesh = mesh_of(own)
-    stage = Stage(own, VOCAB, mesh, special_tokens=TOKENS)
-    engine = NativeEngine(stage, own, own.train.precision)
+    engine = build_engine(
+        own, VOCAB, mesh, special_tokens=TOKENS, device=torch.device("cpu"), precision=own.train.precision
+    )
     differing = _differing(engine, own)
     schedule, data = LrSchedule.of(own), samples(case.family)
     updates = []
@@ -161,7 +167,7 @@ def train(case: Case) -> Result:
     return Result(
         [update.loss for update in updates],
         [update.grad_norm for update in updates],
-        {name: [update.terms[name] for update in updates] for name in stage.loss_names},
+        {name: [update.terms[name] for update in updates] for name in engine.loss_names},
         validation[:, 0].tolist(),
         differing,
     )
@@ -200,7 +206,7 @@ def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:
     return (data[each] for each in indices)
 
 
-def _differing(engine: NativeEngine, own: RunConfig) -> list[str]:
+def _differing(engine: Engine, own: RunConfig) -> list[str]:
     """Names of this rank's initial weights that are not a part of the serial model's, bit for bit."""
     serial = dict(Stage(own, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS).named_parameters)
     found = []

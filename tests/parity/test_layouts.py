@@ -28,6 +28,7 @@ M4 = {"micro_batch_size": 2}
 """Four micro batches."""
 M8 = {"micro_batch_size": 1}
 FP16 = {"loss_scale": {"initial": 1024.0}}
+BF16 = {"precision": "bf16"}
 FEW = 8
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 """The same elements are dropped whatever the stages; tensor-parallel ranks drop others."""
@@ -77,9 +78,9 @@ TWO_RANKS = {
     "dp2": Case(),
     "dp2 distributed optimizer": Case(ZERO1),
     "dp2 distributed optimizer, small buckets": Case(ZERO1 | {"grad_reduce_bucket_mb": 0.05}),
-    "tp2 bf16": Case(TP2, {"precision": "bf16"}, SMALL),
-    "pp2 bf16": Case(PP2, {"precision": "bf16"}, SMALL),
-    "dp2 distributed optimizer bf16": Case(ZERO1, {"precision": "bf16"}, SMALL),
+    "tp2 bf16": Case(TP2, BF16, SMALL),
+    "pp2 bf16": Case(PP2, BF16, SMALL),
+    "dp2 distributed optimizer bf16": Case(ZERO1, BF16, SMALL),
     "tp2 sp fp16": Case(TP2 | SP, {"precision": "fp16"}, SMALL, FP16),
     "pp2 fp16": Case(PP2, {"precision": "fp16"}, SMALL, FP16),
     "dp2 distributed optimizer fp16": Case(ZERO1, {"precision": "fp16"}, SMALL, FP16),
@@ -113,7 +114,7 @@ FOUR_RANKS = {
     "dp2 pp2 interleaved, distributed optimizer": Case(PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}),
     "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1),
     "dp4": Case(train=M4),
-    "tp2 pp2 sp bf16": Case(TP2 | PP2 | SP, {"precision": "bf16"}, SMALL),
+    "tp2 pp2 sp bf16": Case(TP2 | PP2 | SP, BF16, SMALL),
     "tp2 pp2 sp fp16": Case(TP2 | PP2 | SP, {"precision": "fp16"}, SMALL, FP16),
     "bert tp2 pp2 sp": bert(TP2 | PP2 | SP),
     "t5 pp4, two stages each": t5(PP4 | {"pipeline_model_parallel_split_rank": 2}),
@@ -148,7 +149,7 @@ def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[
     key = repr((case.model, case.optim, case.data, precision, z_loss, case.steps, case.family))
     if key not in serial:
         kept = {name: value for name, value in case.train.items() if not name.startswith("recompute")}
-        serial[key] = train(replace(case, parallel={}, train=kept))
+        serial[key] = train(replace(case, parallel={}, train=kept, engine="native", deepspeed={}))
     expected = serial[key]
     loss_tolerance, norm_tolerance = TOLERANCES[case.train.get("precision", "fp32")]
     assert expected.losses[-1] < expected.losses[0]

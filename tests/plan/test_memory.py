@@ -7,12 +7,15 @@ from megacore.models.build import build_model
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.activations import Activations
-from megacore.plan.memory import (
-    MemoryEstimate,
-    estimate_memory,
-    estimate_stages,
+from megacore.plan.memory import MemoryEstimate, engine_name, estimate_memory, estimate_stages
+from megacore.plan.parameters import (
+    chunk_parameters,
+    chunk_sizes,
+    layer_parameters,
+    padded_vocab_size,
+    parameter_count,
 )
-from megacore.plan.parameters import chunk_parameters, layer_parameters, padded_vocab_size, parameter_count
+from tests.plan._deepspeed import deepspeed
 from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
 
 
@@ -103,10 +106,11 @@ def test_parameters_of_every_family_are_counted(overrides: dict[str, object], tp
     mesh = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, tp))
     for chunk in chunks_of(config, VOCAB_SIZE):
         model = build_model(config, VOCAB_SIZE, mesh, device="meta", chunk=chunk)
-        held = sum(parameter.numel() for parameter in model.parameters())
-        assert chunk_parameters(config, VOCAB_SIZE, chunk, tp) == held
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        assert sorted(chunk_sizes(config, VOCAB_SIZE, chunk, tp)) == sorted(sizes)
+        assert chunk_parameters(config, VOCAB_SIZE, chunk, tp) == sum(sizes)
     if tp == pp == 1:
-        assert parameter_count(config, VOCAB_SIZE) == held
+        assert parameter_count(config, VOCAB_SIZE) == sum(sizes)
 
 
 @pytest.mark.parametrize(
@@ -216,3 +220,89 @@ def test_recomputation_saves_memory() -> None:
     kept = estimate_memory(tiny(recompute="none"), VOCAB_SIZE, "fp32", "cpu").activations
     recomputed = estimate_memory(tiny(recompute="full"), VOCAB_SIZE, "fp32", "cpu").activations
     assert recomputed < kept / 2
+
+
+@pytest.mark.parametrize(("precision", "element"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_divides_what_its_stage_says(stage: int, precision: str, element: int) -> None:
+    config = deepspeed(stage, **{"train.global_batch_size": 32})
+    estimate = estimate_memory(config, VOCAB_SIZE, precision, "cuda", data_parallel_size=8)
+    count, share = estimate.parameters, -(-estimate.parameters // 8)
+    main = 4 * (share if stage else count) if precision != "fp32" or stage else 0
+    assert estimate.weights == element * (share if stage == 3 else count) + main
+    accumulated = 4 if stage else element
+    assert estimate.gradients == accumulated * (share if stage >= 2 else count)
+    assert estimate.optimizer == 8 * (share if stage else count)
+    assert (estimate.host, estimate.nvme) == (0, 0)
+
+
+def test_the_step_comes_when_activations_are_gone() -> None:
+    large, small = (
+        estimate_memory(deepspeed(1, **{"train.micro_batch_size": b}), VOCAB_SIZE, "fp32", "cpu") for b in (4, 1)
+    )
+    for estimate in (large, small):
+        rest = estimate.total - estimate.weights - estimate.gradients - estimate.optimizer
+        rest -= estimate.buffers + estimate.process
+        assert rest == max(estimate.activations + estimate.logits, estimate.step)
+    assert large.step == small.step == 4 * large.parameters
+    assert large.activations + large.logits > large.step
+
+
+def test_offloading_moves_bytes_to_main_memory() -> None:
+    config = deepspeed(3, offload_optimizer="cpu", offload_param="cpu")
+    on_gpu, apart = (estimate_memory(each, VOCAB_SIZE, "fp16", "cuda", 2) for each in (deepspeed(3), config))
+    share = apart.parameters // 2
+    assert (apart.weights, apart.gradients, apart.optimizer, apart.step) == (0, 0, 0, 0)
+    assert apart.host == (2 + 4 + 12 + 4) * share
+    assert on_gpu.total - apart.total == on_gpu.weights + on_gpu.gradients + on_gpu.optimizer
+    # A CPU has no other memory to offload to.
+    alone = estimate_memory(config, VOCAB_SIZE, "fp16", "cpu", 2)
+    assert (alone.host, alone.weights + alone.gradients + alone.optimizer) == (0, 18 * share)
+    assert alone.buffers == apart.buffers + 4 * share
+
+
+def test_nvme_takes_what_is_offloaded_there() -> None:
+    config = deepspeed(3, offload_optimizer="nvme", offload_param="nvme", nvme_path="/nvme")
+    estimate = estimate_memory(config, VOCAB_SIZE, "bf16", "cuda", 2)
+    assert estimate.nvme == 14 * (estimate.parameters // 2)
+    assert estimate.weights + estimate.gradients + estimate.optimizer == 0
+
+
+def test_replicas_of_a_stage_divide_its_part_of_the_model() -> None:
+    sizes = {"parallel.tensor_model_parallel_size": 2, "parallel.pipeline_model_parallel_size": 2}
+    stages = estimate_stages(deepspeed(1, **sizes), VOCAB_SIZE, "bf16", "cuda", 2)
+    native = layout(2, 2, **{"model.num_layers": 3, "parallel.pipeline_partition": "balanced"})
+    assert [stage.parameters for stage in stages] == [
+        stage.parameters for stage in estimate_stages(native, VOCAB_SIZE, "bf16", "cuda", 2)
+    ]
+    assert all(stage.optimizer == 8 * -(-stage.parameters // 2) for stage in stages)
+
+
+def test_what_recomputation_keeps_may_be_divided_or_leave() -> None:
+    def estimate(**deepspeed_values: object) -> MemoryEstimate:
+        values = {"train.recompute": "full", "parallel.tensor_model_parallel_size": 2, **deepspeed_values}
+        return estimate_memory(deepspeed(1, **values), VOCAB_SIZE, "bf16", "cuda")
+
+    inputs = 3 * 2 * 4 * 128 * 128
+    plain, divided, apart = estimate(), estimate(partition_activations=True), estimate(cpu_checkpointing=True)
+    both = estimate(partition_activations=True, cpu_checkpointing=True)
+    # What the layer in work needs beside its input grows by as much as is kept of it less.
+    assert plain.activations - divided.activations == inputs // 2 - inputs // 6
+    assert (plain.host, divided.host, apart.host, both.host) == (0, 0, inputs, inputs // 2)
+    assert plain.activations - apart.activations == inputs - inputs // 3
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (tiny(), "native"),
+        (deepspeed(0), "deepspeed ZeRO-0"),
+        (deepspeed(2, offload_optimizer="cpu"), "deepspeed ZeRO-2, optimizer on cpu"),
+        (
+            deepspeed(3, offload_optimizer="nvme", offload_param="cpu", nvme_path="/nvme"),
+            "deepspeed ZeRO-3, optimizer on nvme, weights on cpu",
+        ),
+    ],
+)
+def test_an_engine_is_named_with_its_stage(config: RunConfig, name: str) -> None:
+    assert engine_name(config) == name

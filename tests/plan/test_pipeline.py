@@ -90,3 +90,15 @@ def test_a_layout_that_cannot_work_is_refused() -> None:
     config = conf(launch__nproc_per_node="auto", parallel__pipeline_model_parallel_size=8)
     with pytest.raises(ParallelLayoutError, match=r"4 ranks are not a multiple of .*size 8"):
         plan_pipeline(config, 8192, GPUS)
+
+
+def test_deepspeed_is_named_and_what_is_offloaded_has_columns() -> None:
+    given = {"engine": "deepspeed", "deepspeed__offload_optimizer": "cpu", "launch__nproc_per_node": 2}
+    plan = plan_pipeline(conf(**given, deepspeed__zero_stage=2), 8192, GPUS)
+    assert plan.summary().splitlines()[0].endswith("samples per step; deepspeed ZeRO-2, optimizer on cpu")
+    header, only = (line for line in shown(plan).splitlines() if line[0] in "┃│")
+    names = [cell.strip() for cell in header.split("┃")]
+    assert names[names.index("memory") + 1] == "host"
+    assert "nvme" not in names
+    assert [cell.strip() for cell in only.split("│")][names.index("host")] == f"{plan.memory[0].host / 2**30:.1f} GiB"
+    assert "host" not in shown(plan_pipeline(conf(engine="deepspeed"), 8192, GPUS))

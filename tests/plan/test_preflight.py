@@ -31,6 +31,13 @@ def test_345m_in_fp16_may_start_on_cpus_when_asked() -> None:
     assert report.days > 1000
 
 
+@pytest.mark.parametrize("allow_cpu", [False, True])
+def test_deepspeed_has_no_fp16_on_cpus(allow_cpu: bool) -> None:
+    message = r"which DeepSpeed has on GPUs alone.* GiB.*precision to auto, or engine to native and launch\.allow_cpu"
+    with pytest.raises(ConfigError, match=message):
+        preflight(conf("gpt2-345m-zero1", launch__allow_cpu=allow_cpu), VOCAB_SIZE, CPU)
+
+
 def test_345m_in_fp32_without_a_gpu_is_refused_for_its_days() -> None:
     with pytest.raises(ConfigError, match=r"sized for GPUs.*days.*train\.train_iters \(500000\)"):
         preflight(conf("gpt2-345m", train__precision="auto"), VOCAB_SIZE, CPU)
@@ -119,6 +126,36 @@ def test_advice_on_memory_names_what_is_left_to_set() -> None:
     with pytest.raises(ConfigError, match=r"or set train\.recompute to full for all layers, or set parallel") as caught:
         preflight(conf("gpt2-345m-8gpu", train__recompute="selective"), VOCAB_SIZE, small)
     assert "launch.nproc_per_node" not in str(caught.value)
+
+
+def test_deepspeed_is_shown_with_its_stage_and_what_it_offloads() -> None:
+    eight = Hardware(64, 512 * GIB, (A100,) * 8, native_bf16=True)
+    assert "x data 2) in bf16 with deepspeed ZeRO-1: about 45.9 GiB of 80.0 GiB per rank, " in (
+        preflight(conf("gpt2-13b-3d"), VOCAB_SIZE, eight).summary()
+    )
+    card = Hardware(16, 64 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB),))
+    report = preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
+    assert (
+        "1557.7 M parameters on 1 GPU rank in fp16 with deepspeed ZeRO-3, optimizer on cpu, weights on cpu: about "
+        "8.0 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of main memory, "
+    ) in report.summary()
+    disk = {"deepspeed__offload_optimizer": "nvme", "deepspeed__nvme_path": "/"}
+    with_disk = preflight(conf("gpt2-xl-zero3-offload", **disk), VOCAB_SIZE, card).summary()
+    assert " of main memory and 17.4 GiB on NVMe, " in with_disk
+
+
+def test_main_memory_for_what_is_offloaded_is_checked() -> None:
+    card = Hardware(16, 30 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB),))
+    with pytest.raises(ConfigError, match=r"offloads about 31\.9 GiB per rank to main memory.* has 30\.0 GiB of it"):
+        preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
+
+
+def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"engine is deepspeed, which is not installed: pip install megacore\[deepspeed\]"
+    ):
+        preflight(conf("gpt2-tiny", engine="deepspeed"), 8192, CPU)
 
 
 def test_threads_can_be_set() -> None:

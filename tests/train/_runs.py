@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megacore.config.run import RunConfig
@@ -12,9 +13,8 @@ from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
-from megacore.engine.native import NativeEngine
+from megacore.engine.build import build_engine
 from megacore.launch.job import TrainJob
-from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
@@ -28,8 +28,8 @@ SEQ_LENGTH = 16
 SAMPLES = 400
 
 
-def config(**sections: dict[str, Any]) -> RunConfig:
-    """A two-layer model; each keyword replaces values of one section."""
+def config(engine: str = "native", **sections: dict[str, Any]) -> RunConfig:
+    """A two-layer model; each keyword but the first replaces values of one section."""
     values: dict[str, dict[str, Any]] = {
         "data": {
             "source": {"kind": "source_tree"},
@@ -60,7 +60,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     }
     for section, changes in sections.items():
         values[section] = values.get(section, {}) | changes
-    return RunConfig.model_validate({"name": "tiny", **values})
+    return RunConfig.model_validate({"name": "tiny", "engine": engine, **values})
 
 
 def write_data(directory: Path, run: RunConfig) -> Path:
@@ -114,7 +114,9 @@ def mesh(run: RunConfig | None = None) -> ProcessMesh:
 
 def trainer(run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder) -> Trainer:
     """A trainer with its initial weights, on this process."""
-    engine = NativeEngine(Stage(run, VOCAB_SIZE, own, special_tokens=TOKENS), run, run.train.precision)
+    engine = build_engine(
+        run, VOCAB_SIZE, own, special_tokens=TOKENS, device=torch.device("cpu"), precision=run.train.precision
+    )
     splits = [
         GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
         for name in ("train", "valid")

@@ -1,6 +1,8 @@
 """Transformer layers, with norms before each branch (Radford et al. 2019) or after each sum (Vaswani et al. 2017)."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,11 @@ _NORMS = (
     "post_inter_attention_layernorm",
     "output_layernorm",
 )
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What `function` makes of `x`, which alone is kept for the backward pass."""
+    return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 class TransformerLayer(nn.Module):
@@ -63,6 +70,8 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.number = number
         self.recompute = recompute
+        self.recomputed: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = recomputed
+        """Runs a layer that recomputes; an engine may have its own way."""
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.hidden_dropout = model.hidden_dropout
@@ -105,7 +114,7 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         if self.recompute == "full" and self.training and torch.is_grad_enabled():
-            return checkpoint(self._all, x, dropout_seed, shared, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+            return self.recomputed(partial(self._all, dropout_seed=dropout_seed, shared=shared), x)
         return self._all(x, dropout_seed, shared)
 
     def partial_gradients(self) -> frozenset[str]:

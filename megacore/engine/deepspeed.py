@@ -1,0 +1,144 @@
+"""The engine that DeepSpeed carries out: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al. 2021).
+
+Models, data, events and checkpoints are those of the native engine.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.engine.base import Update
+from megacore.engine.deepspeed_adam import set_hyperparameters
+from megacore.engine.deepspeed_base import DeepSpeedBase
+from megacore.engine.deepspeed_join import checkpoint_activations, join_ranks
+from megacore.engine.deepspeed_mpu import MeshUnit
+from megacore.engine.deepspeed_setup import import_deepspeed
+from megacore.models.base import Model
+from megacore.models.inputs import InputRules
+from megacore.models.stage import Stage
+from megacore.parallel.mesh import ProcessMesh
+
+
+class MicroBatch(nn.Module):
+    """A model as DeepSpeed calls it: the ids of a micro batch in, what is minimised out."""
+
+    def __init__(self, model: Model, rules: InputRules) -> None:
+        super().__init__()
+        self.model = model
+        self._rules = rules
+
+    def forward(self, batch: Tensor, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
+        """The sum of the mean losses, and each of them [terms]; in evaluation 0, and sums and numbers [terms, 2].
+
+        Args:
+            batch: ids [b, width].
+            dropout_seed: of the micro batch.
+        """
+        losses = self.model.run(self._rules.read(batch), dropout_seed=dropout_seed)
+        assert isinstance(losses, dict)
+        if not self.training:
+            return batch.new_zeros(()), torch.stack([term.total() for term in losses.values()])
+        means = torch.stack([term.mean() for term in losses.values()])
+        return means.sum(), means.detach()
+
+
+class DeepSpeedEngine(DeepSpeedBase):
+    """Implements `megacore.engine.base.Engine` for models without pipeline stages."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        mesh: ProcessMesh,
+        *,
+        special_tokens: SpecialTokens,
+        device: torch.device,
+        precision: str,
+        compiled_adam: bool = False,
+    ) -> None:
+        """Build this rank's part of the model with its initial weights, and divide it as ZeRO says.
+
+        Args:
+            config: the run.
+            vocab_size: entries of the tokenizer, before padding.
+            mesh: this process's groups.
+            special_tokens: ids of the tokens that have a role.
+            device: to train on.
+            precision: fp32, bf16 or fp16.
+            compiled_adam: whether DeepSpeed's own Adam for the CPU is there to be loaded.
+
+        Raises:
+            ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
+        """
+        super().__init__(config, mesh, device, precision)
+        join_ranks()
+        mpu = MeshUnit(mesh)
+        with self._divided_from_the_start(mpu):
+            stage = Stage(
+                config,
+                vocab_size,
+                mesh,
+                special_tokens=special_tokens,
+                device=device,
+                initial_weights=self._zero_stage < 3,
+            )
+        self._prepare(stage, compiled_adam=compiled_adam)
+        (model,) = stage.chunks
+        checkpoint_activations(model, config, self._settings, mpu)
+        engine, optimizer, _, _ = import_deepspeed().initialize(
+            model=MicroBatch(model, stage.rules), optimizer=self._adam, mpu=mpu, config=self._settings
+        )
+        self._take_over(engine, optimizer, ModelSpec.of(config, vocab_size), mpu)
+
+    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+        """Accumulate the gradient of one global batch: ids [b, width] for each seed."""
+        engine, mesh = self._engine, self._mesh
+        self._set_batch(len(seeds))
+        self._losses = []
+        for number, seed in enumerate(seeds, start=1):
+            batch = next(batches)
+            engine.set_gradient_accumulation_boundary(number == len(seeds))
+            with mesh.time("forward-compute"):
+                loss, means = engine(batch, seed)
+            with mesh.time("backward-compute"):
+                engine.backward(loss)
+            self._losses.append(means)
+
+    def update(self, lr: float, weight_decay: float) -> Update:
+        """Clip the averaged gradients and make one optimizer step.
+
+        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16.
+        """
+        scale = self.loss_scale
+        set_hyperparameters(self._adam, lr, weight_decay)
+        with self._mesh.time("optimizer"):
+            self._engine.step()
+        return self._outcome(len(self._losses), scale)
+
+    def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""
+        total = torch.zeros(len(self.loss_names), 2, dtype=torch.float64, device=self.device)
+        self._engine.eval()
+        try:
+            # In inference mode ZeRO-3 would gather weights that no later backward pass may use.
+            with torch.no_grad():
+                for batch in batches:
+                    total += self._engine(batch)[1]
+        finally:
+            self._engine.train()
+        return total
+
+    def _divided_from_the_start(self, mpu: MeshUnit) -> AbstractContextManager[Any]:
+        """Under ZeRO-3 no rank ever has the whole model: parameters are divided as soon as they are made."""
+        if self._zero_stage < 3:
+            return nullcontext()
+        # The type is in the settings: a type given by itself is replaced by bf16 on a CPU.
+        context: AbstractContextManager[Any] = import_deepspeed().zero.Init(
+            data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=self._settings, mpu=mpu
+        )
+        return context

@@ -1,0 +1,96 @@
+"""Adam as a DeepSpeed engine steps it: torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config.run import RunConfig
+from megacore.config.zero import zero_of
+from megacore.engine.deepspeed_setup import import_deepspeed
+from megacore.engine.deepspeed_state import Moments, shape_of
+from megacore.models.stage import Stage
+from megacore.optim.grad_clip import clip_divisor, sum_of_squares
+from megacore.optim.param_groups import param_groups
+from megacore.parallel.collectives import all_reduce
+
+_DECAYS = "decays"
+"""Of a parameter group: whether weight decay applies to it."""
+
+
+def make_adam(
+    parameters: Mapping[str, nn.Parameter], config: RunConfig, *, compiled: bool
+) -> tuple[torch.optim.Optimizer, Moments]:
+    """AdamW over all parameters, and its state; its learning rate and weight decay are 0 until they are set.
+
+    Args:
+        parameters: by global name.
+        config: the run.
+        compiled: whether DeepSpeed's own Adam for the CPU is there to be loaded.
+    """
+    shapes = {name: torch.empty(shape_of(parameter), device="meta") for name, parameter in parameters.items()}
+    groups = [
+        {"params": [parameters[name] for name in group.names], _DECAYS: group.decays}
+        for group in param_groups(shapes.items())
+    ]
+    optim = config.optim
+    values: dict[str, Any] = {
+        "lr": 0.0,
+        "betas": (optim.adam_beta1, optim.adam_beta2),
+        "eps": optim.adam_eps,
+        "weight_decay": 0.0,
+    }
+    adam: torch.optim.Optimizer
+    if compiled and zero_of(config).offload_optimizer != "none":
+        import_deepspeed()
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        adam, moments = DeepSpeedCPUAdam(groups, adamw_mode=True, **values), Moments(lambda weight: 0)
+    else:
+        adam, moments = torch.optim.AdamW(groups, fused=True, **values), Moments(_zero_steps)
+    adam.state = moments
+    return adam, moments
+
+
+def set_hyperparameters(adam: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+    """Say what the next update uses."""
+    for group in adam.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay if group[_DECAYS] else 0.0
+
+
+class WholeGradients:
+    """Norm and clipping of gradients without ZeRO in fp32, where DeepSpeed tells no norm and does not look at it."""
+
+    def __init__(self, adam: torch.optim.Optimizer, stage: Stage, max_norm: float) -> None:
+        """Look at the gradients before each step of `adam`; 0 for `max_norm` does not clip."""
+        self._stage, self._max_norm = stage, max_norm
+        self.norm = 0.0
+        """Of the last step's gradients, before clipping."""
+        adam.register_step_pre_hook(self._look)
+
+    def _look(self, adam: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        """Clip; without its gradients, which are taken away where they are not finite, Adam changes nothing."""
+        stage = self._stage
+        parameters = stage.named_parameters
+        counted = [
+            parameter.grad.flatten()
+            for name, parameter in parameters.items()
+            if parameter.grad is not None
+            and (name in stage.partitions or stage.mesh.tensor_parallel.rank == 0)
+            and not getattr(parameter, "ds_pipe_replicated", False)
+        ]
+        norm = all_reduce(sum_of_squares(counted, stage.device), stage.mesh.model_parallel).sqrt().float()
+        self.norm = float(norm)
+        finite, divisor = math.isfinite(self.norm), clip_divisor(norm, self._max_norm)
+        for parameter in parameters.values():
+            if not finite:
+                parameter.grad = None
+            elif parameter.grad is not None and self._max_norm > 0:
+                parameter.grad.div_(divisor)
+
+
+def _zero_steps(weight: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=weight.device)

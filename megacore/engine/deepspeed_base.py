@@ -1,0 +1,142 @@
+"""What DeepSpeed's engines with and without pipeline stages have in common."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.shard import TensorShard
+from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
+from megacore.config.zero import zero_of
+from megacore.engine.base import Update
+from megacore.engine.deepspeed_adam import WholeGradients, make_adam
+from megacore.engine.deepspeed_join import prepare_parameters, show_log
+from megacore.engine.deepspeed_mpu import MeshUnit
+from megacore.engine.deepspeed_scale import DeepSpeedLossScale
+from megacore.engine.deepspeed_settings import deepspeed_settings
+from megacore.engine.deepspeed_state import DeepSpeedState, shape_of
+from megacore.engine.outcome import global_means, update_of
+from megacore.models.init import initial_weight
+from megacore.models.stage import Stage
+from megacore.parallel.mesh import ProcessMesh
+
+
+class DeepSpeedBase:
+    """Holds DeepSpeed's engine, the model's stage that it trains, and their fp32 state."""
+
+    def __init__(self, config: RunConfig, mesh: ProcessMesh, device: torch.device, precision: str) -> None:
+        """Note what is known before there is a model."""
+        self.device, self.precision = device, precision
+        self._config, self._mesh = config, mesh
+        self._zero_stage = zero_of(config).stage
+        self._settings: dict[str, Any] = deepspeed_settings(
+            config, precision=precision, device_type=device.type, data_parallel_size=mesh.data_parallel.size
+        )
+        if self._zero_stage == 0 and precision == "fp32":
+            self._settings["gradient_clipping"] = 0.0  # see `WholeGradients`
+        show_log(self._settings)
+        self._losses: list[Tensor] = []
+        self._updates = 0
+
+    _stage: Stage
+    _engine: Any
+    """DeepSpeed's own."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of the whole model's parameters."""
+        return self._stage.parameter_count
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self._stage.padded_vocab_size
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether this rank needs the samples."""
+        return self._stage.reads_tokens
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        return self._stage.loss_names
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss before backward: 1 but for fp16."""
+        return self._scale.scale if self._scale else 1.0
+
+    def tensors(self) -> dict[str, Tensor | TensorShard]:
+        """Copies of this rank's fp32 main weights `model.*` and moments `optimizer.*`; `load_state` takes them back."""
+        return self._state.tensors()
+
+    def state(self) -> dict[str, Any]:
+        """Number of updates and, for fp16, the loss scale."""
+        return {"optimizer_steps": self._updates, "loss_scaler": self._scale.state() if self._scale else None}
+
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]) -> None:
+        """Continue from `state` and from what was read into `tensors`."""
+        self._state.write(tensors)
+        self._updates = int(state["optimizer_steps"])
+        self._moments.set_steps(self._updates)
+        if self._scale and state["loss_scaler"] is not None:
+            self._scale.load_state(state["loss_scaler"])
+
+    def _prepare(self, stage: Stage, *, compiled_adam: bool) -> None:
+        """Take over a stage, and make the optimizer of its parameters."""
+        self._stage = stage
+        prepare_parameters(stage.chunks[0], self._mesh)
+        self._adam, self._moments = make_adam(stage.named_parameters, self._config, compiled=compiled_adam)
+
+    def _take_over(self, engine: Any, optimizer: Any, spec: ModelSpec, mpu: MeshUnit) -> None:
+        """Take hold of what DeepSpeed made of model and optimizer, and give the main weights their initial values."""
+        self._engine = engine
+        self._whole = (
+            WholeGradients(self._adam, self._stage, self._config.optim.clip_grad) if optimizer is self._adam else None
+        )
+        parameters = self._stage.named_parameters
+        self._state = DeepSpeedState(parameters, self._stage.partitions, optimizer, self._moments, mpu.data_parallel)
+        self._moments.set_steps(0)  # DeepSpeed may have stepped once, at a learning rate of 0, to allocate
+        self._scale = (
+            DeepSpeedLossScale(optimizer.loss_scaler, self._config.optim.loss_scale)
+            if self.precision == "fp16"
+            else None
+        )
+        self.kernels = {
+            "attention": "torch scaled_dot_product_attention",
+            "optimizer": f"deepspeed {type(optimizer).__name__} over {type(self._adam).__name__}",
+            "communication": "none" if self._mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
+        }
+        if self._zero_stage < 3 and self.precision == "fp32":
+            return
+        # Main weights start in fp32, not rounded to the compute type; under ZeRO-3 they have no values before.
+        for name, parameter in parameters.items():
+            partition = self._stage.partitions.get(name)
+            shape = tuple(shape_of(parameter))
+            values = initial_weight(name, shape, spec, seed=self._config.seed, partition=partition)
+            self._state.set_weight(name, values)
+
+    def _set_batch(self, micro_batches: int) -> None:
+        """Tell DeepSpeed how many micro batches there are; they become more while the batch ramps up."""
+        if micro_batches != self._engine.gradient_accumulation_steps():
+            replica = micro_batches * self._config.train.micro_batch_size
+            self._engine.set_train_batch_size(replica * self._mesh.data_parallel.size)
+
+    def _outcome(self, micro_batches: int, scale: float) -> Update:
+        """What an iteration came to that DeepSpeed has just stepped, at the loss scale `scale`."""
+        losses = global_means(self._losses, micro_batches, len(self.loss_names), self._mesh, self.device)
+        if self._whole:
+            grad_norm = self._whole.norm
+        else:
+            grad_norm = float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
+        applied = math.isfinite(grad_norm)
+        self._updates += applied
+        if self._scale:
+            self._scale.take_note(scale, overflow=not applied)
+        fatal = not applied and (self._scale is None or self._scale.exhausted)
+        means: Sequence[float] = losses.tolist()
+        return update_of(means, self.loss_names, grad_norm, applied=applied, fatal=fatal)

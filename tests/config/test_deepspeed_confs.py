@@ -1,0 +1,114 @@
+"""The deployments with the engine deepspeed: their layouts work, and their ranks fit the cards they are meant for."""
+
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from megacore.config import RunConfig, load_config
+from megacore.config.zero import ZeroSettings, zero_of
+from megacore.models.build import build_model
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+from megacore.pipeline_parallel.partition import chunks_of
+from megacore.plan.hardware import Gpu, Hardware
+from megacore.plan.layouts import layout_of
+from megacore.plan.memory import GIB, estimate_stages
+from megacore.plan.parameters import parameter_count
+from megacore.plan.preflight import preflight
+from tests.config.test_load import CONF_DIR
+
+VOCAB_SIZE = 50_257
+
+
+class Deployment(NamedTuple):
+    """What a configuration was made for."""
+
+    parameters: float
+    """Of the model, within 2 %."""
+    zero: ZeroSettings
+    layout: RankLayout
+    micro_batches: int
+    card: int
+    """GiB of each GPU."""
+    room: float
+    """GiB of it that a rank takes at most."""
+
+
+CONFS = {
+    "gpt2-345m-zero1": Deployment(355e6, ZeroSettings(1), RankLayout(data=4), 1, 16, 7),
+    "gpt2-345m-zero2": Deployment(355e6, ZeroSettings(2), RankLayout(data=4), 1, 16, 6),
+    "gpt2-7b": Deployment(6.66e9, ZeroSettings(1), RankLayout(data=4), 1, 80, 64),
+    "gpt2-xl-zero3-offload": Deployment(1.558e9, ZeroSettings(3, "cpu", "cpu"), RankLayout(), 1, 24, 9),
+    "gpt2-13b-3d": Deployment(13e9, ZeroSettings(1), RankLayout(data=2, pipeline=2, tensor=2), 128, 80, 46),
+}
+
+
+@cache
+def conf(name: str) -> RunConfig:
+    return load_config(name, conf_dir=CONF_DIR)
+
+
+@pytest.fixture(params=CONFS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_every_conf_with_deepspeed_is_here() -> None:
+    names = {path.stem for path in CONF_DIR.glob("*.yaml") if conf(path.stem).engine == "deepspeed"}
+    assert names == set(CONFS)
+
+
+def test_the_model_has_its_size(name: str) -> None:
+    assert parameter_count(conf(name), VOCAB_SIZE) == pytest.approx(CONFS[name].parameters, rel=0.02)
+
+
+def test_the_layout_works(name: str) -> None:
+    config, meant = conf(name), CONFS[name]
+    ranks = config.launch.nproc_per_node
+    assert isinstance(ranks, int)
+    layout = layout_of(config, ranks, VOCAB_SIZE)
+    assert (layout, zero_of(config)) == (meant.layout, meant.zero)
+    batch = config.train.micro_batch_size * layout.data * meant.micro_batches
+    assert batch == config.train.global_batch_size
+
+
+def test_every_stage_builds_without_memory(name: str) -> None:
+    """On the meta device, for a rank of its tensor-parallel group."""
+    config, layout = conf(name), CONFS[name].layout
+    mesh = replace(
+        ProcessMesh.serial(),
+        layout=layout,
+        tensor_parallel=ParallelGroup(None, layout.tensor - 1, layout.tensor, "tensor"),
+    )
+    chunks = chunks_of(config, VOCAB_SIZE)
+    precision = config.train.precision
+    estimates = estimate_stages(config, VOCAB_SIZE, precision, "cuda", layout.data)
+    assert len(chunks) == len(estimates) == layout.pipeline
+    for chunk, estimate in zip(chunks, estimates, strict=True):
+        model = build_model(config, VOCAB_SIZE, mesh, device="meta", chunk=chunk)
+        parameters = list(model.parameters())
+        assert {parameter.device.type for parameter in parameters} == {"meta"}
+        assert sum(parameter.numel() for parameter in parameters) == estimate.parameters
+
+
+def test_a_rank_fits_its_card(name: str) -> None:
+    config, meant = conf(name), CONFS[name]
+    machine = Hardware(64, 256 * GIB, (Gpu("a card", meant.card * GIB),) * meant.layout.world_size, native_bf16=True)
+    report = preflight(config, VOCAB_SIZE, machine)
+    assert 0.85 * meant.room * GIB < report.memory.total <= meant.room * GIB
+    assert report.memory.total < 0.9 * meant.card * GIB
+    assert report.precision == config.train.precision
+
+
+def test_gpt2_xl_needs_the_main_memory_that_its_file_says() -> None:
+    (estimate,) = estimate_stages(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, "fp16", "cuda", 1)
+    assert estimate.host / GIB == pytest.approx(32, abs=0.5)
+    assert "of which it takes 32 GiB" in (CONF_DIR / "gpt2-xl-zero3-offload.yaml").read_text(encoding="utf-8")
+
+
+def test_zero1_and_zero2_are_the_same_run() -> None:
+    one, two = conf("gpt2-345m-zero1"), conf("gpt2-345m-zero2")
+    for section in ("data", "model", "optim", "train", "checkpoint", "parallel", "launch", "seed"):
+        assert getattr(one, section) == getattr(two, section)

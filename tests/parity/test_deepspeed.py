@@ -1,0 +1,99 @@
+"""Losses and gradient norms of DeepSpeed's engines against the native serial run."""
+
+from typing import Any
+
+import pytest
+
+from tests._dist import run_distributed
+from tests.parity._training import Case, Result, train_all
+from tests.parity.test_layouts import BF16, DOCUMENTS, DROPOUT, LLAMA, M4, M8, PP2, SMALL, SP, T5, T5_V11, TP2, compare
+
+ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage} for stage in (1, 2, 3))
+DIVIDE_ALL = ZERO_3 | {"stage3_param_persistence_threshold": 0}
+"""Small parameters would stay whole."""
+OFFLOAD = {"offload_optimizer": "cpu"}
+FULL = {"recompute": "full"}
+FEW = 8
+
+
+def zero(
+    deepspeed: dict[str, Any],
+    parallel: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    **values: Any,
+) -> Case:
+    return Case(parallel or {}, train or {}, engine="deepspeed", deepspeed=deepspeed, **values)
+
+
+def other(family: str, model: dict[str, Any], deepspeed: dict[str, Any], *layout: dict[str, Any]) -> Case:
+    optim = {} if family == "gpt" else {"lr": 3e-3}
+    return zero(deepspeed, *layout, model=model, optim=optim, steps=FEW, family=family)
+
+
+TWO_RANKS = {
+    "stage 0": zero({"zero_stage": 0}),
+    "the native distributed optimizer is stage 1": zero({}, {"use_distributed_optimizer": True}, M4),
+    "stage 1": zero(ZERO_1),
+    "stage 1, small buckets that overlap": zero(
+        ZERO_1 | {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "overlap_comm": True}
+    ),
+    "stage 2": zero(ZERO_2, train=M4),
+    "stage 2, full recomputation": zero(ZERO_2, train=M4 | FULL),
+    "stage 2, optimizer on the CPU": zero(ZERO_2 | OFFLOAD, train=M4),
+    "stage 3": zero(DIVIDE_ALL, train=M4),
+    "stage 3, small parameters whole": zero(ZERO_3),
+    "stage 3, full recomputation": zero(DIVIDE_ALL, train=M4 | FULL),
+    "stage 3, everything on the CPU": zero(DIVIDE_ALL | OFFLOAD | {"offload_param": "cpu"}, train=M4),
+    "tp2 stage 1": zero(ZERO_1, TP2),
+    "tp2 stage 1, activations divided": zero(ZERO_1 | {"partition_activations": True}, TP2, FULL),
+    "tp2 sp stage 2": zero(ZERO_2, TP2 | SP),
+    "tp2 sp stage 3": zero(DIVIDE_ALL, TP2 | SP),
+    "pp2 stage 0": zero({"zero_stage": 0}, PP2, M4),
+    "pp2 stage 1": zero(ZERO_1, PP2, M4),
+    "pp2 stage 1 uneven": zero(ZERO_1, PP2 | {"pipeline_partition": [3, 1]}, M4),
+    "pp2 stage 1, documents by themselves, full recomputation": zero(ZERO_1, PP2, FULL, data=DOCUMENTS),
+    "stage 2, dropout": zero(ZERO_2, model=DROPOUT, steps=FEW),
+    "stage 1 bf16": zero(ZERO_1, train=BF16, model=SMALL),
+    "stage 0 bf16": zero({"zero_stage": 0}, train=BF16, model=SMALL),
+    "stage 2 bf16": zero(ZERO_2, train=BF16, model=SMALL),
+    "stage 3 bf16": zero(DIVIDE_ALL, train=BF16, model=SMALL),
+    "pp2 stage 1 bf16": zero(ZERO_1, PP2, BF16, model=SMALL),
+    "llama stage 3": other("gpt", LLAMA, DIVIDE_ALL),
+    "llama tp2 stage 3": other("gpt", LLAMA, DIVIDE_ALL, TP2),
+    "bert stage 3": other("bert", SMALL, DIVIDE_ALL),
+    "bert pp2 stage 1, norms after sums": other("bert", SMALL | {"norm_position": "post"}, ZERO_1, PP2),
+    "t5 stage 3, full recomputation": other("t5", T5_V11, DIVIDE_ALL, {}, FULL),
+    "t5 pp2 stage 1": other("t5", T5, ZERO_1, PP2),
+}
+FOUR_RANKS = {
+    "dp4 stage 3": zero(DIVIDE_ALL, train=M8, steps=FEW),
+    "dp2 tp2 sp stage 3": zero(DIVIDE_ALL, TP2 | SP, M4, steps=FEW),
+    "dp2 pp2 stage 1": zero(ZERO_1, PP2, M8, steps=FEW),
+    "tp2 pp2 stage 1": zero(ZERO_1, TP2 | PP2, M4, steps=FEW),
+    "tp2 pp2 sp stage 1": zero(ZERO_1, TP2 | PP2 | SP, M4, steps=FEW),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Result]]:
+    return run_distributed(2, train_all, TWO_RANKS, timeout=90)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, Result]]:
+    return run_distributed(4, train_all, FOUR_RANKS, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[str, Result]:
+    return {}
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks(name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+    compare(TWO_RANKS[name], name, two_ranks, serial)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks(name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+    compare(FOUR_RANKS[name], name, four_ranks, serial)

@@ -1,0 +1,103 @@
+"""Whole runs on DeepSpeed's engines: resumed bit for bit, and in another stage, number of ranks or engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config.run import RunConfig
+from tests._dist import run_distributed, still_alive
+from tests.train import _runs
+from tests.train.test_loop import DROPOUT, assert_same_run
+
+Kind = tuple[str, dict[str, Any], dict[str, Any], str]
+"""Engine, sections deepspeed and parallel, precision."""
+
+DIVIDE_ALL = {"zero_stage": 3, "stage3_param_persistence_threshold": 0}
+KINDS: dict[str, Kind] = {
+    "stage 0": ("deepspeed", {"zero_stage": 0}, {}, "fp32"),
+    "stage 1": ("deepspeed", {"zero_stage": 1}, {}, "fp32"),
+    "stage 2": ("deepspeed", {"zero_stage": 2}, {}, "fp32"),
+    "stage 3": ("deepspeed", DIVIDE_ALL, {}, "fp32"),
+    "stage 2, optimizer on the CPU": ("deepspeed", {"zero_stage": 2, "offload_optimizer": "cpu"}, {}, "fp32"),
+    "stage 3, everything on the CPU": (
+        "deepspeed",
+        DIVIDE_ALL | {"offload_optimizer": "cpu", "offload_param": "cpu"},
+        {},
+        "fp32",
+    ),
+    "tp2 stage 1": ("deepspeed", {"zero_stage": 1}, {"tensor_model_parallel_size": 2}, "fp32"),
+    "pp2 stage 1": ("deepspeed", {"zero_stage": 1}, {"pipeline_model_parallel_size": 2}, "fp32"),
+    "stage 0 bf16": ("deepspeed", {"zero_stage": 0}, {}, "bf16"),
+    "stage 1 bf16": ("deepspeed", {"zero_stage": 1}, {}, "bf16"),
+    "stage 3 bf16": ("deepspeed", DIVIDE_ALL, {}, "bf16"),
+}
+NATIVE: Kind = ("native", {}, {}, "fp32")
+ON_TWO: tuple[Kind, ...] = (KINDS["stage 2"], KINDS["pp2 stage 1"], KINDS["stage 3"])
+ON_ONE: tuple[Kind, ...] = (KINDS["stage 3"], NATIVE, KINDS["stage 1"], KINDS["stage 0"])
+"""The kinds that one run is trained with, two iterations each: on two ranks, then on one."""
+ITERATIONS = 2 * (len(ON_TWO) + len(ON_ONE))
+
+
+def until(train_iters: int, kind: Kind, ranks: int = 2, **model: float) -> RunConfig:
+    engine, deepspeed, parallel, precision = kind
+    changes = {"train_iters": train_iters, "eval_interval": 100, "precision": precision}
+    return _runs.config(
+        engine,
+        model=model,
+        train=_runs.config().train.model_dump() | changes,
+        checkpoint={"save_interval": 3},
+        parallel=parallel,
+        deepspeed=deepspeed,
+        launch={"nproc_per_node": ranks},
+    )
+
+
+def resumed_and_whole(data: Path, root: Path) -> None:
+    """Each kind with dropout: 3 iterations and 3 more beside 6 in one go; and one run that changes its kind."""
+    for name, kind in KINDS.items():
+        still_alive()
+        _runs.train(until(6, kind, **DROPOUT), data, root / name / "whole")
+        _runs.train(until(3, kind, **DROPOUT), data, root / name / "resumed")
+        _runs.train(until(6, kind, **DROPOUT), data, root / name / "resumed", attempt=2)
+    for number, kind in enumerate(ON_TWO, 1):
+        still_alive()
+        _runs.train(until(2 * number, kind), data, root / "changing", attempt=number)
+
+
+def changing_alone(data: Path, root: Path) -> None:
+    for number, kind in enumerate(ON_ONE, 1 + len(ON_TWO)):
+        _runs.train(until(2 * number, kind, ranks=1), data, root / "changing", attempt=number)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    _runs.write_data(directory, _runs.config())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("deepspeed")
+    run_distributed(2, resumed_and_whole, data, root, timeout=90)
+    return root
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_resuming_is_bit_identical(name: str, runs: Path) -> None:
+    assert_same_run(runs / name / "whole", runs / name / "resumed", 6)
+
+
+def test_a_run_may_change_stage_ranks_and_engine_whenever_it_resumes(runs: Path, data: Path, tmp_path: Path) -> None:
+    run_distributed(1, changing_alone, data, runs, timeout=90)
+    starts = _runs.events(runs / "changing", "start")
+    assert [event["resumed_from"] for event in starts] == [None, *range(2, ITERATIONS, 2)]
+    assert [event["ranks"] for event in starts] == [2] * len(ON_TWO) + [1] * len(ON_ONE)
+    assert sum("deepspeed" in event["kernels"]["optimizer"] for event in starts) == len(starts) - 1
+    serial = tmp_path / "serial"
+    _runs.train(until(ITERATIONS, NATIVE, ranks=1), data, serial)
+    expected = _runs.losses(serial)
+    assert list(_runs.losses(runs / "changing").values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    validation = [_runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)]
+    assert validation[0] == pytest.approx(validation[1], rel=1e-5)
