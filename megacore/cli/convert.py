@@ -21,22 +21,27 @@ def import_(
     from_megatron: Annotated[
         Path | None, typer.Option("--from-megatron", help="checkpoint of Megatron-LM: its root, or one iter_*")
     ] = None,
+    from_deepspeed: Annotated[
+        Path | None,
+        typer.Option("--from-deepspeed", help="checkpoint of DeepSpeed: a run's directory, or one global_step*"),
+    ] = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Make a checkpoint of a model of transformers or Megatron-LM, for training at any layout."""
+    """Make a checkpoint of a model of transformers, Megatron-LM or DeepSpeed, for training at any layout."""
     from rich.console import Console
 
-    given = [path for path in (from_hf, from_megatron) if path is not None]
+    sources = {"hf": from_hf, "megatron": from_megatron, "deepspeed": from_deepspeed}
+    given = {form: path for form, path in sources.items() if path is not None}
     if len(given) != 1:
-        raise ConfigError("give one of --from-hf and --from-megatron: the directory of the model")
+        raise ConfigError("give one of --from-hf, --from-megatron and --from-deepspeed: the directory of the model")
     os.environ.update(_OFFLINE)
-    from megacore.convert.imported import import_model, open_from_hf, open_from_megatron
+    from megacore.convert.imported import OPENERS, import_model
     from megacore.convert.staged import check_output
 
     check_output(output)
-    opener = open_from_hf if from_hf is not None else open_from_megatron
-    foreign = opener(given[0])
-    checkpoint = import_model(foreign, given[0], output, tokenizer)
+    [(form, source)] = given.items()
+    foreign = OPENERS[form](source)
+    checkpoint = import_model(foreign, source, output, tokenizer)
     named = foreign.spec.tokenizer_directory
     without = "without a tokenizer" if named is None else f"naming the tokenizer that its files name, {named}"
     beside = "with its tokenizer" if (output / "tokenizer").is_dir() else without

@@ -1,7 +1,7 @@
 """Models of others as checkpoints of ours, without data and, where there is none, without a tokenizer."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from megacore.errors import ConfigError, ConversionError
 
 RECORD_NAME = "import.json"
 TOKENIZER_DIRECTORY = "tokenizer"
+OPTIMIZER_PREFIX = "optimizer."
+"""Under which a checkpoint keeps the moments, by kind and name."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Foreign:
     """A model in the form of another program, opened."""
 
     form: str
-    """hf or megatron."""
+    """hf, megatron or deepspeed."""
     kind: str
     """Its class, or what the form calls it."""
     spec: ModelSpec
@@ -40,6 +42,10 @@ class Foreign:
     """Optimizer steps behind it, where it says."""
     remarks: tuple[str, ...] = ()
     """Sentences about what it leaves open."""
+    moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Adam's exp_avg and exp_avg_sq of every parameter, in the same way; empty without."""
+    optimizer_steps: int | None = None
+    """Steps behind the moments; None without."""
 
 
 def open_from_hf(directory: Path) -> Foreign:
@@ -62,6 +68,32 @@ def open_from_megatron(directory: Path) -> Foreign:
     return Foreign("megatron", kind, opened.spec, opened.tensors, files, opened.iteration, opened.remarks)
 
 
+def open_from_deepspeed(directory: Path) -> Foreign:
+    """A checkpoint of DeepSpeed. Raises CheckpointError, ConversionError, ParallelLayoutError."""
+    from megacore.convert.deepspeed_read import read_deepspeed
+
+    opened = read_deepspeed(directory)
+    return Foreign(
+        "deepspeed",
+        opened.kind,
+        opened.spec,
+        opened.tensors,
+        opened.files,
+        opened.iteration,
+        opened.remarks,
+        opened.moments,
+        opened.optimizer_steps,
+    )
+
+
+OPENERS: Mapping[str, Callable[[Path], Foreign]] = {
+    "hf": open_from_hf,
+    "megatron": open_from_megatron,
+    "deepspeed": open_from_deepspeed,
+}
+"""What opens a model of each form."""
+
+
 def import_model(foreign: Foreign, source: Path, output: Path, tokenizer: Path | None = None) -> Path:
     """Write `output/iter_…`, `output/tokenizer` when there is one, and `output/import.json`; return the checkpoint.
 
@@ -81,7 +113,10 @@ def import_model(foreign: Foreign, source: Path, output: Path, tokenizer: Path |
     with staged(output) as staging:
         spec = _with_tokenizer(foreign.spec, tokenizer or source, staging, output, given=tokenizer is not None)
         tensors = {PREFIX + name: foreign.tensors[name] for name in foreign.tensors}
-        state = {MODEL_KEY: spec.model_dump(mode="json")}
+        state: dict[str, Any] = {MODEL_KEY: spec.model_dump(mode="json")}
+        for kind, moments in foreign.moments.items():
+            tensors |= {f"{OPTIMIZER_PREFIX}{kind}.{name}": moments[name] for name in moments}
+            state["engine"] = {"optimizer_steps": foreign.optimizer_steps, "loss_scaler": None}
         checkpoint = save_checkpoint(staging, foreign.iteration, tensors, state)
         write_json(staging / RECORD_NAME, _record(foreign, source, spec, checkpoint))
     return output / directory_name(foreign.iteration)
@@ -116,6 +151,7 @@ def _record(foreign: Foreign, source: Path, spec: ModelSpec, checkpoint: Path) -
         "checkpoint": checkpoint.name,
         "iteration": foreign.iteration,
         "dtype": "float32",
+        "moments": sorted(foreign.moments),
         "tokenizer": spec.tokenizer_directory,
         "remarks": list(foreign.remarks),
         "gate": None,

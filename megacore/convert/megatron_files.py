@@ -1,16 +1,15 @@
 """Files of a checkpoint of Megatron-LM: which there are, and one of them without executing anything in it."""
 
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from megacore.checkpoint.format import TRACKER_NAME, directory_name, iteration_of, read_tracker
+from megacore.convert.inert import Record, load_inert
 from megacore.errors import CheckpointError, ConversionError
 
 FILE_NAME = "model_optim_rng.pt"
@@ -18,36 +17,8 @@ _FILE_NAMES = (FILE_NAME, "model_rng.pt")
 """The second is written where a distributed optimizer has files of its own."""
 _RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-_ASKED = re.compile(r"GLOBAL (\S+)")
 _CHUNK = re.compile(r"model(\d*)")
-_INERT = frozenset(
-    {
-        "argparse.Namespace",
-        "types.SimpleNamespace",
-        "builtins.getattr",
-        "datetime.timedelta",
-        "pathlib.PosixPath",
-        "signal.Signals",
-        *(f"numpy.{module}.multiarray.{name}" for module in ("core", "_core") for name in ("_reconstruct", "scalar")),
-        "numpy.ndarray",
-        "numpy.dtype",
-    }
-)
-"""Names that files hold beside tensors: in args, whose enumerations some versions of Python pickle by getattr, and in
-the state of random number generators. A Record stands for each, as for whatever is below `megatron`."""
-_INERT_PACKAGE = "megatron."
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
-
-
-class Record:
-    """What a class or function named by a file becomes when it is read: it is called, and keeps attributes."""
-
-    def __init__(self, *values: Any) -> None:
-        del values
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
 
 
 @dataclass(frozen=True)
@@ -167,39 +138,27 @@ def read_rank_file(path: Path) -> RankFile:
         raise ConversionError(
             f"{path} has checkpoint_version {version!r}, known are {', '.join(map(str, VERSIONS))}: use another"
         )
-    args, iteration = state.get("args"), state.get("iteration")
+    iteration = state.get("iteration")
     return RankFile(
         path,
-        args=dict(args) if isinstance(args, Mapping) else dict(vars(args)) if isinstance(args, Record) else {},
+        args=args_in(state),
         version=float(version),
         iteration=iteration if type(iteration) is int else None,
         chunks=chunks,
     )
 
 
+def args_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the program that wrote a file; nothing where it has none."""
+    args = state.get("args")
+    return dict(args) if isinstance(args, Mapping) else dict(vars(args)) if isinstance(args, Record) else {}
+
+
 def _load(path: Path) -> Mapping[str, Any]:
-    zipped = zipfile.is_zipfile(path)
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
-        harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGE)}
-        # torch takes pairs of what to call and the name that a file knows it by.
-        with torch.serialization.safe_globals([(Record, name) for name in harmless]):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # a damaged pickle raises whatever its next byte asks for
-        raise CheckpointError(f"{path} {_problem(error)}") from error
+    state = load_inert(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds {type(state).__name__}, not a dictionary: use another checkpoint")
     return state
-
-
-def _problem(error: Exception) -> str:
-    """What torch refused, without its advice to execute it."""
-    cause = error.__context__ if isinstance(error, UnpicklingError) and error.__context__ else error
-    asked = _ASKED.search(str(cause))
-    if asked:
-        return f"asks for {asked[1]}, which no checkpoint of a model needs: nothing of it was run, do not use it"
-    reason = " ".join(str(cause).split()).partition(". ")[0][:200]
-    return f"cannot be read ({type(cause).__name__}: {reason}): use another checkpoint"
 
 
 def _chunks(state: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], ...]:

@@ -12,7 +12,7 @@ from megacore.convert.megatron_spec import MODEL_ARGS, tensor_size
 from megacore.convert.megatron_table import WORD_EMBEDDINGS, Slot, current_rows, dotted, layer_numbers, stage_slots
 from megacore.errors import CheckpointError
 
-Stage = tuple[dict[str, Tensor], ...]
+Stage = tuple[Mapping[str, Tensor], ...]
 """What the tensor-parallel ranks of one pipeline stage hold, by dotted name, in their order."""
 _NAMED_AT_ONCE = 4
 

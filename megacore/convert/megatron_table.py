@@ -260,11 +260,10 @@ def dotted(model: Mapping[str, Any], first_layer: int, where: str) -> dict[str, 
     Raises CheckpointError for an entry that is neither a tensor nor known to hold no weights; `where` is the file.
     """
     found: dict[str, Tensor] = {}
-    for name, value in _leaves(model, ""):
-        if _NO_WEIGHTS.search(name):
+    for old, value in leaves(model):
+        name = current_name(old)
+        if name is None:
             continue
-        for old, new in _OLD_NAMES:
-            name = old.sub(new, name)
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{where} holds {type(value).__name__} as {name} where a tensor belongs: use another")
         if name in found:
@@ -278,10 +277,20 @@ def layer_numbers(names: Iterable[str]) -> set[int]:
     return {int(match[1]) for name in names if (match := _LAYER.match(name))}
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def current_name(name: str) -> str | None:
+    """A dotted name as this table has it, whatever version of Megatron-LM gave it; None where it is of no weights."""
+    if _NO_WEIGHTS.search(name):
+        return None
+    for old, new in _OLD_NAMES:
+        name = old.sub(new, name)
+    return name
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What nested dictionaries hold, by dotted name."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+            yield from leaves(inner, f"{name}.{key}" if name else str(key))
     else:
         yield name, value
 

@@ -4,14 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megacore.cli import app
+from megacore.convert.megatron import read_megatron
 from megacore.errors import ConfigError, ConversionError
 from megacore.generate.source import find_model
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import train_bpe
 from megacore.tokenizer.load import JsonTokenizer
+from tests.convert._megatron import ITERATION
+from tests.convert._megatron_deepspeed import written_zero1
 from tests.convert._models import their_model, tiny_spec
 
 
@@ -78,11 +82,27 @@ def test_megatrons_files_there_and_back(model: Path, tmp_path: Path) -> None:
     assert spec.tokenizer_directory == str(tmp_path / "again" / "tokenizer")
 
 
+def test_deepspeeds_checkpoints_come_in_and_go_out_as_others(model: Path, tmp_path: Path) -> None:
+    spec, tensors = written_zero1(tmp_path / "ds" / f"global_step{ITERATION}")
+    (tmp_path / "ds" / "latest").write_text(f"global_step{ITERATION}")
+    printed = run("import", "--from-deepspeed", tmp_path / "ds", "--output", tmp_path / "in", "--tokenizer", model)
+    assert "DeepSpeed's sharded checkpoint of Megatron-DeepSpeed, gpt, with its tokenizer" in printed
+    record = json.loads((tmp_path / "in" / "import.json").read_text(encoding="utf-8"))
+    assert (record["form"], record["moments"]) == ("deepspeed", ["exp_avg", "exp_avg_sq"])
+    assert len(record["files"]) == 6
+    assert find_model(tmp_path / "in").spec.model == spec.model
+    run("export", "--checkpoint", tmp_path / "in", "--output", tmp_path / "out", "--format", "megatron")
+    exported = read_megatron(tmp_path / "out")
+    assert exported.iteration == ITERATION
+    assert all(torch.equal(exported.tensors[name], value) for name, value in tensors.items())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("import", "--output", "x"), "give one of --from-hf and --from-megatron"),
+        (("import", "--output", "x"), "give one of --from-hf, --from-megatron and --from-deepspeed"),
         (("import", "--output", "x", "--from-hf", "a", "--from-megatron", "b"), "give one of --from-hf"),
+        (("import", "--output", "x", "--from-megatron", "a", "--from-deepspeed", "b"), "give one of --from-hf"),
         (("export", "--output", "x", "--checkpoint", "c", "--format", "onnx"), "--format is onnx: give hf or megatron"),
         (("export", "--output", "x", "--checkpoint", "c", "--dtype", "int8"), "--dtype is int8: give float32 or"),
         (

@@ -1,0 +1,190 @@
+"""Files of a checkpoint that DeepSpeed's engine wrote: which there are, of which ranks, and one of them opened."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megacore.convert.inert import Record, load_inert
+from megacore.errors import CheckpointError, ConversionError
+
+LATEST = ("latest", "latest_universal")
+"""Files of a run's directory that name the newest checkpoint in it, or the newest one that was made universal."""
+UNIVERSAL = "zero"
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_DIVIDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_EXPERT = re.compile(
+    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
+_NAMED_AT_ONCE = 4
+Rank = tuple[int, int]
+
+
+@dataclass
+class Saved:
+    """The files of one checkpoint. A model rank counts pipeline stages and, within each, tensor-parallel ranks."""
+
+    directory: Path
+    model: dict[int, Path] = field(default_factory=dict)
+    """What each model rank saved of the model, and of an optimizer that is not divided."""
+    divided_model: dict[Rank, Path] = field(default_factory=dict)
+    """The same of ZeRO stage 3, by data-parallel rank and model rank."""
+    optimizer: dict[Rank, Path] = field(default_factory=dict)
+    """Parts of the optimizer's state, by data-parallel rank and model rank."""
+    layers: dict[Rank, Path] = field(default_factory=dict)
+    """Layers of a pipeline, by number and tensor-parallel rank."""
+    universal: dict[str, Path] = field(default_factory=dict)
+    """Directories of the parameters of a universal checkpoint."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All of them."""
+        parameters = [path for folder in self.universal.values() for path in sorted(folder.glob("*.pt"))]
+        saved = (self.model, self.divided_model, self.optimizer, self.layers)
+        return (*(path for kind in saved for path in kind.values()), *parameters)
+
+    @cached_property
+    def states(self) -> dict[int, Mapping[str, Any]]:
+        """What each model rank saved beside the optimizer's parts; of stage 3 its first data-parallel rank."""
+        paths = self.model or {rank: path for (replica, rank), path in self.divided_model.items() if replica == 0}
+        return {rank: open_file(path) for rank, path in sorted(paths.items())}
+
+    def path_of(self, rank: int) -> Path:
+        """The file of `states`."""
+        return self.model[rank] if self.model else self.divided_model[0, rank]
+
+    @cached_property
+    def tensor_size(self) -> int:
+        """Tensor-parallel size. Raises CheckpointError when the number of files is another."""
+        count = len(self.states)
+        said = next(iter(self.states.values())).get("checkpoint_parallel_dimensions")
+        if isinstance(said, Mapping) and isinstance(said.get("tp_degree"), int):
+            size: int = said["tp_degree"]
+        else:
+            size = 1 + max(rank for _, rank in self.layers) if self.layers else count
+        if size < 1 or count % size:
+            raise CheckpointError(
+                f"{self.directory} has files of {count} model ranks, which is no multiple of the tensor parallel size "
+                f"of {size}: a file is missing, use a whole checkpoint"
+            )
+        return size
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError naming `path` when what it holds is not of the form that DeepSpeed writes."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{path} is not as DeepSpeed writes it ({type(error).__name__}: {reason}): use another checkpoint"
+        ) from error
+
+
+def open_file(path: Path) -> Mapping[str, Any]:
+    """One file; its tensors stay on the disk. Raises CheckpointError."""
+    state = load_inert(path)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds {type(state).__name__}, not a dictionary: use another checkpoint")
+    return state
+
+
+def plain(value: Any) -> Any:
+    """The value of an enumeration, which a Record stands for."""
+    given = getattr(value, "given", ()) if isinstance(value, Record) else ()
+    return given[0] if given else value
+
+
+def checkpoint_directory(directory: Path) -> Path:
+    """The directory of one checkpoint, given it or a run's with a file `latest`. Raises CheckpointError."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory: give a run's with a file latest, or one global_step*")
+    if (directory / UNIVERSAL).is_dir() or any(directory.glob("*_states.pt")):
+        return directory
+    tracker = next((directory / name for name in LATEST if (directory / name).is_file()), None)
+    if tracker is None:
+        raise CheckpointError(
+            f"{directory} is no checkpoint of DeepSpeed: it has neither *_model_states.pt, nor {UNIVERSAL}/, nor a "
+            "file latest that names a directory which has"
+        )
+    try:
+        tag = tracker.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error}): give the directory of one checkpoint") from error
+    if not tag or not (directory / tag).is_dir():
+        raise CheckpointError(f"{tracker} names {tag!r}, which is not there: give the directory of one checkpoint")
+    return directory / tag
+
+
+def saved_files(directory: Path) -> Saved:
+    """The files in the directory of one checkpoint.
+
+    Raises:
+        CheckpointError: ranks are missing, there are two files for one, or files of ZeRO stage 3 and of another.
+        ConversionError: it holds experts.
+    """
+    saved = Saved(directory)
+    for path in sorted(directory.iterdir()):
+        if _EXPERT.fullmatch(path.name):
+            raise ConversionError(f"{path} holds experts, for which there is no model of ours")
+        if match := _MODEL.fullmatch(path.name):
+            saved.model[int(match[1])] = path
+        elif match := _DIVIDED_MODEL.fullmatch(path.name):
+            saved.divided_model[int(match[1]), int(match[2])] = path
+        elif match := _LAYER.fullmatch(path.name):
+            saved.layers[int(match[1]), int(match[2] or 0)] = path
+        elif match := _OPTIMIZER.fullmatch(path.name):
+            rank = int(match[1]), int(match[2])
+            if rank in saved.optimizer:
+                raise CheckpointError(
+                    f"{saved.optimizer[rank]} and {path} are both of data-parallel rank {rank[0]} and model rank "
+                    f"{rank[1]}: remove the one that an earlier run left"
+                )
+            saved.optimizer[rank] = path
+    if (directory / UNIVERSAL).is_dir():
+        saved.universal = {path.parent.name: path.parent for path in sorted((directory / UNIVERSAL).glob("*/fp32.pt"))}
+        if not saved.universal:
+            raise CheckpointError(f"{directory / UNIVERSAL} has no fp32.pt in any of its directories: use another")
+    _check(saved)
+    return saved
+
+
+def _check(saved: Saved) -> None:
+    if not saved.model and not saved.divided_model:
+        raise CheckpointError(f"{saved.directory} has no *_model_states.pt: use a whole checkpoint")
+    if saved.model and saved.divided_model:
+        raise CheckpointError(
+            f"{saved.directory} has {next(iter(saved.divided_model.values())).name} of ZeRO stage 3 and "
+            f"{next(iter(saved.model.values())).name} of another stage: remove what an earlier run left"
+        )
+    ranks = {*saved.model, *(rank for _, rank in saved.divided_model)}
+    wanted = range(max((rank for _, rank in saved.optimizer), default=0) + 1)
+    missing = sorted({*wanted, *range(max(ranks) + 1)} - ranks)
+    if missing:
+        raise CheckpointError(
+            f"{saved.directory} lacks *mp_rank_{missing[0]:02d}_model_states.pt, and has such files of "
+            f"{len(ranks)} model ranks: use a whole checkpoint"
+        )
+    for kind in (saved.divided_model, saved.optimizer):
+        _check_grid(saved.directory, kind, len(ranks))
+
+
+def _check_grid(directory: Path, files: Mapping[Rank, Path], model_ranks: int) -> None:
+    """Every data-parallel rank of every model rank is there; how many there are, the files say, and `parts` checks."""
+    if not files:
+        return
+    replicas = 1 + max(replica for replica, _ in files)
+    missing = [(d, m) for m in range(model_ranks) for d in range(replicas) if (d, m) not in files]
+    if missing:
+        suffix = next(iter(files.values())).name.rpartition("_mp_rank_")[2].partition("_")[2]
+        named = ", ".join(f"zero_pp_rank_{d}_mp_rank_{m:02d}_{suffix}" for d, m in missing[:_NAMED_AT_ONCE])
+        raise CheckpointError(
+            f"{directory} lacks {named}: {model_ranks} model ranks and {replicas} data-parallel ranks make "
+            f"{model_ranks * replicas} files, and {len(files)} are there"
+        )
