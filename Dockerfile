@@ -8,7 +8,7 @@ FROM ${BASE}
 
 # A base without Python gets its distribution's; the official Python images have theirs.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential git make \
+    && apt-get install -y --no-install-recommends build-essential git libaio-dev make openssh-client pdsh \
     && if ! command -v python3 >/dev/null; then \
            apt-get install -y --no-install-recommends python3 python3-dev python3-venv; \
        fi \
