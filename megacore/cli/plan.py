@@ -27,10 +27,14 @@ def plan(
     if draw is not None:
         pictures.check_drawable(draw)
     config = load_config(conf, parse_overrides(override or []))
-    planned = plan_pipeline(config, expected_vocab_size(config), Hardware.detect())
+    hardware = Hardware.detect()
+    planned = plan_pipeline(config, expected_vocab_size(config), hardware)
     if draw is not None:
         pictures.draw(planned.timeline, draw, planned.name)
         Console().print(f"wrote {draw}", soft_wrap=True)
         return
     Console().print(planned.summary(), soft_wrap=True)
     Console(width=None if sys.stdout.isatty() else 200).print(planned.table())
+    if not hardware.gpus:
+        precision = hardware.resolve_precision(config.train.precision)
+        Console().print(f"memory is that of CPU ranks in {precision}: this machine has no GPU", soft_wrap=True)

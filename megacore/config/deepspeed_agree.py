@@ -120,9 +120,9 @@ def _check_loss_scale(config: "RunConfig", asked: Asked) -> None:
     for key, name in SAME_IN_FP16.items():
         _same(asked, key, name, _value(config, name))
     power, initial = asked.values.get("fp16.initial_scale_power"), config.optim.loss_scale.initial
-    if power is not None and 2.0**power != initial:
+    if power is not None and power != math.log2(initial):
         raise ValueError(
-            f"fp16.initial_scale_power of deepspeed.config is {power}, a first scale of {2.0**power:g}, but "
+            f"fp16.initial_scale_power of deepspeed.config is {power}, a first scale of 2^{power}, but "
             f'optim.loss_scale.initial is {initial:g}: change one of them, or say "auto" in the JSON'
         )
     if asked.values.get("fp16.consecutive_hysteresis"):

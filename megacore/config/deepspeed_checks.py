@@ -17,7 +17,6 @@ _STAGE_3_ONLY = (
     "stage3_model_persistence_threshold",
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
-    "stage3_module_granularity_threshold",
     "stage3_use_all_reduce_for_fetch_params",
     "stage3_allgather_sequential",
 )
@@ -36,12 +35,12 @@ def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None
     _check_stage(config, asked)
     _check_offload(config, asked)
     _check_recompute(config, asked)
-    if config.train.precision == "fp16":
-        _check_scale(config)
     if config.train.precision != "auto":
         accumulation_type(asked, config.train.precision)
     if asked.in_file:
         check_agreement(config, asked, data_parallel_size)
+    if config.train.precision == "fp16":
+        _check_scale(config, asked)
 
 
 def accumulation_type(asked: Asked, precision: str) -> str:
@@ -147,14 +146,19 @@ def _check_recompute(config: "RunConfig", asked: Asked) -> None:
             f"{asked.named(divided)} is true but parallel.tensor_model_parallel_size is 1: there are no ranks to "
             "divide activations, remove the former"
         )
+    if divided in wanted and config.parallel.sequence_parallel:
+        raise ValueError(
+            f"{asked.named(divided)} is true but parallel.sequence_parallel is true, with which tensor-parallel ranks "
+            "keep a part of each layer's input already: remove the former"
+        )
     buffer = f"{block}.contiguous_memory_optimization"
     for needed in (divided, f"{block}.number_checkpoints"):
         if buffer in wanted and needed not in wanted:
             raise ValueError(f"{asked.named(buffer)} is true without {needed}: give both, or neither")
 
 
-def _check_scale(config: "RunConfig") -> None:
-    """DeepSpeed takes the first scale as a power of two, and the least as an integer."""
+def _check_scale(config: "RunConfig", asked: Asked) -> None:
+    """DeepSpeed scales losses with ZeRO alone, from a power of two on and down to an integer."""
     scale = config.optim.loss_scale
     if math.frexp(scale.initial)[0] != 0.5 or scale.initial < 1:
         raise ValueError(
@@ -165,4 +169,9 @@ def _check_scale(config: "RunConfig") -> None:
         raise ValueError(
             f"optim.loss_scale.minimum is {scale.minimum:g} but engine is deepspeed, whose least loss scale is an "
             f"integer: use {max(1, round(scale.minimum))}"
+        )
+    if asked.stage == 0:
+        raise ValueError(
+            f"train.precision is fp16 but {asked.named(_STAGE)} is 0, where DeepSpeed 0.19 divides gradients by a loss "
+            "scale that it has not multiplied the loss by: use stage 1, 2 or 3, bf16, or engine native"
         )

@@ -218,14 +218,15 @@ def _flag(value: Any) -> bool | None:
 
 
 def _number(value: Any) -> float | int | None:
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    return value
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(number):
+        return None
+    return number if isinstance(value, str) else value
 
 
 def _integer(value: Any) -> int | None:

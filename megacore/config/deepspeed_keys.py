@@ -80,19 +80,18 @@ PASSED: dict[str, Key] = {
     "log_level": Key("text", ("debug", "info", "warning", "error", "critical")),
     "data_types.grad_accum_dtype": Key("text", ("fp32", "bf16", "fp16")),
     "bf16.immediate_grad_update": Key("flag"),
-    "bf16.check_grad_overflow": Key("flag"),
     "zero_optimization.stage": Key("integer", (0, 1, 2, 3)),
     **_block(
         "zero_optimization",
         {
             "flag": "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
-            "overlap_comm ignore_unused_parameters round_robin_gradients parameter_alignment memory_efficient_linear "
+            "overlap_comm ignore_unused_parameters parameter_alignment memory_efficient_linear "
             "log_trace_cache_warnings enable_sanity_checks stage3_gather_16bit_weights_on_model_save "
             "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
             "size": "reduce_bucket_size",
             "integer": "allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
             "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
-            "stage3_max_reuse_distance stage3_module_granularity_threshold",
+            "stage3_max_reuse_distance",
         },
     ),
     "zero_optimization.offload_optimizer.device": Key("text", ("none", "cpu", "nvme")),
@@ -160,7 +159,6 @@ RENAMED = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
-    "zero_optimization.module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
     "zero_optimization.use_all_reduce_for_fetch_params": "zero_optimization.stage3_use_all_reduce_for_fetch_params",
     "zero_optimization.allgather_sequential": "zero_optimization.stage3_allgather_sequential",
 }
@@ -271,6 +269,18 @@ REFUSED: dict[str, Refused] = {
     ),
     "zero_optimization.compute_grad_norm": Refused(
         "the norm clips the gradient and is logged: set it to true", (True,)
+    ),
+    "zero_optimization.round_robin_gradients": Refused(
+        "DeepSpeed 0.19 then takes one parameter's state for another's, and a checkpoint would hold wrong values: "
+        "set it to false"
+    ),
+    **_each(
+        "DeepSpeed 0.19 then gathers whole modules and fails in backward: set it to 0",
+        ("zero_optimization.stage3_module_granularity_threshold", "zero_optimization.module_granularity_threshold"),
+        (0,),
+    ),
+    "bf16.check_grad_overflow": Refused(
+        "a gradient that is not finite must leave the weights alone: set it to true", (True,)
     ),
     "zero_optimization.override_module_apply": Refused("models are built as DeepSpeed expects it: remove it", (True,)),
     "zero_optimization.save_muon_momentum_buffer_in_memory": Refused("megacore trains with AdamW alone: remove it"),

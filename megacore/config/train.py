@@ -98,7 +98,7 @@ class LaunchConfig(Section):
     def _launcher_reads_the_hostfile(self) -> Self:
         if self.hostfile is not None and self.launcher != "deepspeed":
             raise ValueError(
-                f"hostfile is {self.hostfile!r}, which only the launcher deepspeed reads, and launcher is "
+                f"launch.hostfile is {self.hostfile!r}, which only the launcher deepspeed reads, and launcher is "
                 f"{self.launcher}: set launch.launcher to deepspeed, or launch.hostfile to null"
             )
         return self

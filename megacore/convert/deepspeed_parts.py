@@ -7,6 +7,7 @@ stretch of the result (stage 1 and 2), or gives each replica a stretch of each p
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,11 @@ def sharded_parts(saved: Saved, rank: int) -> Parts:
     stage = _stage_of(states, saved)
     model, path = saved.states[rank], saved.path_of(rank)
     with reading(path):
+        groups = [list(group) for group in model["param_shapes"]]
         shapes = {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
     parts = _stretches_of_parameters(states, shapes) if stage == 3 else _stretches_of_groups(states, shapes)
+    if stage < 3:
+        _check_order(states, groups)
     _check_sizes(parts, shapes, saved.directory)
     parts.others = _frozen(saved, rank, shapes, len(states)) if stage == 3 else _others(model, path, shapes)
     return parts
@@ -222,6 +226,21 @@ def _stretches_of_groups(states: Sequence[tuple[Path, Mapping[str, Any]]], shape
                             found[kind][name].append(source.detach().narrow(0, address.start, address.numel))
     _put(parts, found, shapes)
     return parts
+
+
+def _check_order(states: Sequence[tuple[Path, Mapping[str, Any]]], groups: Sequence[Sequence[str]]) -> None:
+    """Raise ConversionError where stretches are said to have another order than the shapes, which is the true one."""
+    for number, group in enumerate(groups):
+        said: list[str] = []
+        for path, state in states:
+            with reading(path):
+                addresses = state["param_slice_mappings"][number]
+                said += sorted(addresses, key=lambda name: addresses[name].start)
+        if [name for name, _ in groupby(said)] != group:
+            raise ConversionError(
+                f"{states[0][0]} does not say where its parameters lie: with round_robin_gradients DeepSpeed takes one "
+                "for another in param_slice_mappings; use a checkpoint of a run without it"
+            )
 
 
 def _stretches_of_parameters(states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]) -> Parts:

@@ -114,11 +114,10 @@ class DeepSpeedEngine(DeepSpeedBase):
 
         A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16.
         """
-        scale = self.loss_scale
         set_hyperparameters(self._adam, lr, weight_decay)
         with self._mesh.time("optimizer"):
             self._engine.step()
-        return self._outcome(len(self._losses), scale)
+        return self._outcome(len(self._losses))
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
         """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""

@@ -62,11 +62,23 @@ def set_hyperparameters(adam: torch.optim.Optimizer, lr: float, weight_decay: fl
 
 
 class WholeGradients:
-    """Norm and clipping of gradients without ZeRO in fp32, where DeepSpeed tells no norm and does not look at it."""
+    """Norm and clipping of gradients without ZeRO.
 
-    def __init__(self, adam: torch.optim.Optimizer, stage: Stage, max_norm: float) -> None:
-        """Look at the gradients before each step of `adam`; 0 for `max_norm` does not clip."""
-        self._stage, self._max_norm = stage, max_norm
+    DeepSpeed tells no norm in fp32, and in bf16 one without the parts that other tensor-parallel ranks hold.
+    """
+
+    def __init__(
+        self, adam: torch.optim.Optimizer, stage: Stage, main_weights: Mapping[str, Tensor], max_norm: float
+    ) -> None:
+        """Look at the gradients before each step of `adam`.
+
+        Args:
+            adam: steps `main_weights`.
+            stage: whose parameters they are.
+            main_weights: by global name.
+            max_norm: to clip to; 0 does not clip.
+        """
+        self._stage, self._main_weights, self._max_norm = stage, main_weights, max_norm
         self.norm = 0.0
         """Of the last step's gradients, before clipping."""
         adam.register_step_pre_hook(self._look)
@@ -74,22 +86,22 @@ class WholeGradients:
     def _look(self, adam: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
         """Clip; without its gradients, which are taken away where they are not finite, Adam changes nothing."""
         stage = self._stage
-        parameters = stage.named_parameters
+        parameters, partitions = stage.named_parameters, stage.partitions
         counted = [
-            parameter.grad.flatten()
-            for name, parameter in parameters.items()
-            if parameter.grad is not None
-            and (name in stage.partitions or stage.mesh.tensor_parallel.rank == 0)
-            and not getattr(parameter, "ds_pipe_replicated", False)
+            weight.grad.flatten()
+            for name, weight in self._main_weights.items()
+            if weight.grad is not None
+            and (name in partitions or stage.mesh.tensor_parallel.rank == 0)
+            and not getattr(parameters[name], "ds_pipe_replicated", False)
         ]
         norm = all_reduce(sum_of_squares(counted, stage.device), stage.mesh.model_parallel).sqrt().float()
         self.norm = float(norm)
         finite, divisor = math.isfinite(self.norm), clip_divisor(norm, self._max_norm)
-        for parameter in parameters.values():
+        for weight in self._main_weights.values():
             if not finite:
-                parameter.grad = None
-            elif parameter.grad is not None and self._max_norm > 0:
-                parameter.grad.div_(divisor)
+                weight.grad = None
+            elif weight.grad is not None and self._max_norm > 0:
+                weight.grad.div_(divisor)
 
 
 def _zero_steps(weight: Tensor) -> Tensor:

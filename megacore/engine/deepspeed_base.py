@@ -17,7 +17,7 @@ from megacore.engine.deepspeed_join import prepare_parameters, show_log
 from megacore.engine.deepspeed_mpu import MeshUnit
 from megacore.engine.deepspeed_scale import DeepSpeedLossScale
 from megacore.engine.deepspeed_settings import deepspeed_settings
-from megacore.engine.deepspeed_state import DeepSpeedState, shape_of
+from megacore.engine.deepspeed_state import DeepSpeedState, main_weights, shape_of
 from megacore.engine.outcome import global_means, update_of
 from megacore.models.init import initial_weight
 from megacore.models.stage import Stage
@@ -35,7 +35,9 @@ class DeepSpeedBase:
         self._settings: dict[str, Any] = deepspeed_settings(
             config, precision=precision, device_type=device.type, data_parallel_size=mesh.data_parallel.size
         )
-        if self._zero_stage == 0 and precision == "fp32":
+        # With pipeline stages bf16 has an optimizer of its own, as with ZeRO.
+        self._clips_itself = self._zero_stage == 0 and (precision == "fp32" or mesh.pipeline_parallel.size == 1)
+        if self._clips_itself:
             self._settings["gradient_clipping"] = 0.0  # see `WholeGradients`
         show_log(self._settings)
         self._losses: list[Tensor] = []
@@ -95,10 +97,12 @@ class DeepSpeedBase:
     def _take_over(self, engine: Any, optimizer: Any, spec: ModelSpec, mpu: MeshUnit) -> None:
         """Take hold of what DeepSpeed made of model and optimizer, and give the main weights their initial values."""
         self._engine = engine
-        self._whole = (
-            WholeGradients(self._adam, self._stage, self._config.optim.clip_grad) if optimizer is self._adam else None
-        )
         parameters = self._stage.named_parameters
+        self._whole = (
+            WholeGradients(self._adam, self._stage, main_weights(optimizer, parameters), self._config.optim.clip_grad)
+            if self._clips_itself
+            else None
+        )
         self._state = DeepSpeedState(parameters, self._stage.partitions, optimizer, self._moments, mpu.data_parallel)
         self._moments.set_steps(0)  # DeepSpeed may have stepped once, at a learning rate of 0, to allocate
         self._scale = (
@@ -126,17 +130,17 @@ class DeepSpeedBase:
             replica = micro_batches * self._config.train.micro_batch_size
             self._engine.set_train_batch_size(replica * self._mesh.data_parallel.size)
 
-    def _outcome(self, micro_batches: int, scale: float) -> Update:
-        """What an iteration came to that DeepSpeed has just stepped, at the loss scale `scale`."""
+    def _outcome(self, micro_batches: int) -> Update:
+        """What an iteration came to that DeepSpeed has just stepped."""
         losses = global_means(self._losses, micro_batches, len(self.loss_names), self._mesh, self.device)
-        if self._whole:
-            grad_norm = self._whole.norm
+        if not self._engine.was_step_applied():
+            grad_norm = math.inf
         else:
-            grad_norm = float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
+            grad_norm = self._whole.norm if self._whole else float(self._engine.get_global_grad_norm())
         applied = math.isfinite(grad_norm)
         self._updates += applied
         if self._scale:
-            self._scale.take_note(scale, overflow=not applied)
+            self._scale.update(overflow=not applied)
         fatal = not applied and (self._scale is None or self._scale.exhausted)
         means: Sequence[float] = losses.tolist()
         return update_of(means, self.loss_names, grad_norm, applied=applied, fatal=fatal)

@@ -26,7 +26,7 @@ def join_ranks() -> None:
     """Let DeepSpeed use the process group that is there; a process that works alone gets one of its own."""
     os.environ.setdefault("LOCAL_RANK", "0")  # a pipeline asks for it
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     import_deepspeed().comm.init_distributed(verbose=False, timeout=timedelta(minutes=30))
 
@@ -62,6 +62,8 @@ def checkpoint_activations(model: nn.Module, config: RunConfig, settings: dict[s
     if config.family == "t5" or not any(layer.recompute == "full" for layer in layers):
         return
     checkpointing = import_deepspeed().checkpointing
-    checkpointing.configure(mpu, deepspeed_config=settings)
+    # What lies in main memory already must stay: moving it there would empty it.
+    leaves = {} if torch.cuda.is_available() else {"checkpoint_in_cpu": False}
+    checkpointing.configure(mpu, deepspeed_config=settings, **leaves)
     for layer in layers:
         layer.recomputed = checkpointing.checkpoint

@@ -229,6 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     job = TrainJob.read(options.config)
     with reported_exit(Path(job.exit_directory), 0):
         for name in [options.operator] if options.operator else needed_operators(job.config):
+            if not operator_is_built(name):
+                sys.stdout.write(f"compiling DeepSpeed's operator {name}, once for this machine: a minute or more\n")
+                sys.stdout.flush()
             sys.stdout.write(f"{name} is in {build_operator(name)}\n")
 
 

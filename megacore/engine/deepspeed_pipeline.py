@@ -114,13 +114,12 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
 
         A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16.
         """
-        scale = self.loss_scale
         set_hyperparameters(self._adam, lr, weight_decay)
         # Each stage reads its own micro batches: DeepSpeed would give them to the first and the last alone.
         nothing = torch.zeros(1, device=self.device)
         self._engine.train_batch(iter([(nothing, nothing)] * len(self._seeds)))
         self._losses = self._layer.losses
-        return self._outcome(len(self._seeds), scale)
+        return self._outcome(len(self._seeds))
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
         """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""
@@ -144,4 +143,6 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
                     layers.append(LayerSpec(nn.Identity))
             layers.append(self._layer if stage == own else LayerSpec(nn.Identity))
         topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
-        return PipelineModule(layers=layers, topology=topology, partition_method="uniform")
+        # It broadcasts tied weights, of which torch would warn in each backward pass.
+        with torch.no_grad():
+            return PipelineModule(layers=layers, topology=topology, partition_method="uniform")

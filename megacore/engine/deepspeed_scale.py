@@ -7,11 +7,16 @@ from megacore.optim.grad_scaler import LossScaleState
 
 
 class DeepSpeedLossScale:
-    """Watches DeepSpeed's scaler, which counts otherwise than the native engine's and to the same end."""
+    """Moves DeepSpeed's scaler, which counts otherwise than the native engine's and to the same end."""
 
     def __init__(self, scaler: Any, config: LossScaleConfig) -> None:
-        """Take hold of DeepSpeed's `DynamicLossScaler`, which is not to raise at its minimum but to wait, as ours."""
+        """Take hold of DeepSpeed's `DynamicLossScaler`, which is not to raise at its minimum but to wait, as ours.
+
+        Nor is it to move by itself: DeepSpeed has it grow between backward and the division by the scale, which halves
+        that iteration's gradients, and in ZeRO-3 the norm that it tells.
+        """
         self._scaler, self._config = scaler, config
+        self._move, scaler.update_scale = scaler.update_scale, lambda overflow: None
         self._skipped_at_minimum = 0
         scaler.raise_error_at_min_scale = False
 
@@ -25,9 +30,11 @@ class DeepSpeedLossScale:
         """Whether the last `patience` iterations in a row overflowed at the minimum."""
         return self._skipped_at_minimum >= self._config.patience
 
-    def take_note(self, before: float, *, overflow: bool) -> None:
-        """Count an iteration that was made at the scale `before`."""
-        self._skipped_at_minimum = self._skipped_at_minimum + (before <= self._config.minimum) if overflow else 0
+    def update(self, *, overflow: bool) -> None:
+        """Count an iteration, and choose the scale of the next."""
+        at_minimum = self.scale <= self._config.minimum
+        self._skipped_at_minimum = self._skipped_at_minimum + at_minimum if overflow else 0
+        self._move(overflow)
 
     def state(self) -> LossScaleState:
         """Values for a checkpoint."""

@@ -80,10 +80,12 @@ class DeepSpeedState:
         first = next(iter(self._parameters.values()))
         self._partitioned = hasattr(first, "ds_id")
         self._mapped = hasattr(first, "_hp_mapping")
-        self._main = {} if self._partitioned or self._mapped else _main_weights(optimizer, self._parameters)
+        self._main = {} if self._partitioned or self._mapped else main_weights(optimizer, self._parameters)
         if self._mapped:
             # The first step would do it, but a checkpoint is read before.
             optimizer._lazy_init_hp_params_optimizer_state()
+        if getattr(optimizer, "swap_optimizer", False):
+            self._write_zeros(optimizer)
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
         """Copies of this rank's runs, in main memory, under the names of a checkpoint. Collective."""
@@ -110,6 +112,15 @@ class DeepSpeedState:
     def set_weight(self, name: str, values: Tensor) -> None:
         """Give a parameter new values, fp32, shaped like this rank's part and the same on all replicas. Collective."""
         self._write(name, None, values.flatten()[slice(*self._bounds(name))])
+
+    def _write_zeros(self, optimizer: Any) -> None:
+        """Put moments of every group of weights on NVMe: DeepSpeed cannot read what it has not written."""
+        groups = {
+            optimizer.grad_position[optimizer.get_param_id(parameter)][0]: name
+            for name, parameter in self._parameters.items()
+        }
+        for name in groups.values():
+            self._write(name, "exp_avg", torch.empty(0))
 
     def _bounds(self, name: str) -> tuple[int, int]:
         """First and last element of this rank's run of a parameter's elements."""
@@ -159,13 +170,15 @@ class DeepSpeedState:
             parameter.data.copy_(whole)
 
     def _write_partition(self, parameter: nn.Parameter, key: str | None, padded: Tensor) -> None:
-        if key is not None:
-            self._api.safe_set_local_optimizer_state(parameter, padded, key)
+        if key is None:
+            with self._zero.GatheredParameters([parameter], modifier_rank=0):
+                self._api.safe_set_local_fp32_param(parameter, padded)
+                parameter.data.copy_(self._api.safe_get_full_fp32_param(parameter))
             return
-        self._api.safe_set_local_fp32_param(parameter, padded)
-        whole = self._api.safe_get_full_fp32_param(parameter)
-        with self._zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.data.copy_(whole)
+        # While a weight's part lies on NVMe, DeepSpeed takes its length for 1.
+        swapped_out = parameter.ds_tensor.numel() != padded.numel()  # type: ignore[attr-defined]
+        with self._zero.GatheredParameters([parameter], enabled=swapped_out):
+            self._api.safe_set_local_optimizer_state(parameter, padded, key)
 
     def _gathered(self, padded: Tensor) -> Tensor:
         """All replicas' runs of one parameter."""
@@ -180,7 +193,7 @@ def _copied(run: Tensor) -> Tensor:
     return run.detach().to("cpu", torch.float32, copy=True)
 
 
-def _main_weights(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def main_weights(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Without ZeRO: the fp32 copies that DeepSpeed keeps of a model of lower precision, or its own parameters."""
     if not hasattr(optimizer, "fp32_groups"):
         return dict(parameters)

@@ -58,6 +58,8 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     timers = Timers(device)
     if world_size == 1:
         yield ProcessMesh(timers=timers), device
+        if dist.is_initialized():  # DeepSpeed wants a group even of one process
+            dist.destroy_process_group()
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     shared = shared_stages(job.config, job.vocab_size)

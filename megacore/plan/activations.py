@@ -205,8 +205,7 @@ class Activations:
     def _layer_input(self, tokens: int) -> int:
         """What full recomputation keeps of a layer; DeepSpeed's tensor-parallel ranks may divide it."""
         whole = self._hidden(self.element, tokens)
-        divides = self._told("partition_activations") and not self.config.parallel.sequence_parallel
-        return whole // self._tensor if divides else whole
+        return whole // self._tensor if self._told("partition_activations") else whole
 
     def _told(self, name: str) -> bool:
         """Whether DeepSpeed is told to do this with what recomputation keeps."""

@@ -7,6 +7,7 @@ import pytest
 from tests.config._deepspeed import asking, refusal
 
 FULL = {"recompute": "full"}
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FP16 = {"precision": "fp16"}
 
 
@@ -71,9 +72,17 @@ FP16 = {"precision": "fp16"}
             "deepspeed.partition_activations is true but parallel.tensor_model_parallel_size is 1",
         ),
         (
+            {"deepspeed": {"partition_activations": True}, "train": FULL, "parallel": TP2_SP},
+            "deepspeed.partition_activations is true but parallel.sequence_parallel is true",
+        ),
+        (
             {"train": FP16, "optim": {"loss_scale": {"initial": 60000}}},
             "optim.loss_scale.initial is 60000 but engine is deepspeed, whose first loss scale is a power of two: use "
             "65536",
+        ),
+        (
+            {"train": FP16},
+            "train.precision is fp16 but deepspeed.zero_stage is 0, where DeepSpeed 0.19 divides gradients by a loss",
         ),
         (
             {"train": FP16, "optim": {"loss_scale": {"minimum": 0.5}}},
@@ -150,6 +159,6 @@ def test_what_can_work_is_taken() -> None:
         train=FULL,
         parallel={"tensor_model_parallel_size": 2},
     )
-    asking(train=FP16)
+    asking(train=FP16, deepspeed={"zero_stage": 1})
     asking({"zero_optimization": {"stage": 0, "overlap_comm": False, "reduce_bucket_size": 5e8}})
     asking({"activation_checkpointing": {"cpu_checkpointing": False}})

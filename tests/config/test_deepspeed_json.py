@@ -194,7 +194,7 @@ def test_a_refused_key_that_asks_for_nothing_is_left_out(key: str) -> None:
         if key.startswith("optimizer.params."):
             content["optimizer"]["type"] = "AdamW"
         assert key not in asked_of(asking(content)).values
-    if REFUSED[key].off:
+    if REFUSED[key].off and False not in REFUSED[key].off:
         assert f"{key} of deepspeed.config is false, which is refused" in refusal(
             {"optimizer": {"type": "AdamW", "params": {key.rsplit(".", 1)[1]: False}}}
             if key.startswith("optimizer.params.")

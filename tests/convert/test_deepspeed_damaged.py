@@ -197,3 +197,14 @@ def test_moments_without_a_number_of_steps_are_left_out(tmp_path: Path) -> None:
     assert read.spec.model == spec.model
     assert (dict(read.moments), read.optimizer_steps) == ({}, None)
     assert "after one number of steps: none is taken" in read.remarks[0]
+
+
+def test_stretches_in_another_order_than_the_shapes_are_refused(tmp_path: Path) -> None:
+    written_zero1(tmp_path, tensor=1)
+
+    def shuffle(state: dict[str, Any]) -> None:
+        first, *rest = state["param_shapes"][0].items()
+        state["param_shapes"][0] = dict([*rest, first])
+
+    change(tmp_path / MODEL, shuffle)
+    assert "with round_robin_gradients DeepSpeed takes one for another" in refusal(tmp_path, ConversionError)

@@ -12,6 +12,7 @@ from megacore.config.optim import LossScaleConfig
 from megacore.config.run import RunConfig
 from megacore.engine.base import Engine, Update
 from megacore.engine.build import build_engine
+from megacore.engine.deepspeed_ops import load_operators, operator_is_built
 from megacore.optim.grad_scaler import DynamicLossScaler
 from tests._dist import run_distributed, still_alive
 from tests.train import _runs
@@ -177,9 +178,10 @@ def scales() -> dict[str, Any]:
     def advance(theirs: Any, ours: DeepSpeedLossScale, overflows: list[int]) -> list[tuple[float, bool]]:
         course = []
         for overflow in overflows:
-            before = ours.scale
-            theirs.update_scale(bool(overflow))
-            ours.take_note(before, overflow=bool(overflow))
+            before = theirs.cur_scale
+            theirs.update_scale(bool(overflow))  # as DeepSpeed does within a step
+            assert theirs.cur_scale == before
+            ours.update(overflow=bool(overflow))
             course.append((ours.scale, ours.exhausted))
         return course
 
@@ -213,3 +215,28 @@ def test_the_native_scaler_goes_on_from_deepspeeds_state(shown: dict[str, Any]) 
         native.load_state(state)
         native.update(overflow=True)
         assert (native.scale, native.exhausted) == whole[stop], f"after {stop} iterations"
+
+
+def everything_on_nvme(directory: Path) -> tuple[list[list[Update]], bool]:
+    """Steps of two engines, the first on NVMe; and whether another one is the first when it has read its state."""
+    model = {"hidden_size": 256}  # DeepSpeed leaves what is small in main memory
+    there = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(directory), "cpu_adam": "torch"}
+    run = config(DIVIDE_ALL | there, model=model)
+    load_operators(run)
+    first, plain = engine(run), engine(config(DIVIDE_ALL, model=model))
+    updates = [[step(own) for _ in range(2)] for own in (first, plain)]
+    expected, state, tensors = values(first), first.state(), first.tensors()
+    second = engine(run)
+    second.tensors()
+    second.load_state(state, tensors)
+    found = values(second)
+    same = all(torch.equal(found[name], value) for name, value in expected.items())
+    return updates, same and step(second) == step(first)
+
+
+def test_what_lies_on_nvme_is_trained_and_restored(tmp_path: Path) -> None:
+    if not operator_is_built("async_io"):
+        pytest.skip("DeepSpeed's operator async_io is not built: python -m megacore.engine.deepspeed_ops")
+    ((on_nvme, plain), restored) = run_distributed(1, everything_on_nvme, tmp_path, timeout=60)[0]
+    assert [update.loss for update in on_nvme] == pytest.approx([update.loss for update in plain], rel=1e-5)
+    assert restored

@@ -71,7 +71,8 @@ def test_everything_is_said_for_a_small_run() -> None:
 
 def test_fp16_has_the_loss_scale_of_the_configuration() -> None:
     scale = {"initial": 2.0**20, "window": 500, "hysteresis": 3, "minimum": 4.0}
-    values = settings(asking(train={"precision": "fp16"}, optim={"loss_scale": scale}))
+    sections = {"train": {"precision": "fp16"}, "deepspeed": {"zero_stage": 1}}
+    values = settings(asking(optim={"loss_scale": scale}, **sections))
     assert values["fp16"] == {
         "enabled": True,
         "loss_scale": 0,
@@ -91,8 +92,10 @@ def test_fp16_has_the_loss_scale_of_the_configuration() -> None:
     }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(0, "fp32"), (0, "bf16"), *((stage, each) for stage in (1, 2, 3) for each in ("fp32", "bf16", "fp16"))],
+)
 def test_gradients_add_up_in_fp32_where_deepspeed_can(stage: int, precision: str) -> None:
     values = settings(asking(deepspeed={"zero_stage": stage}, train={"precision": precision}))
     assert values["data_types"]["grad_accum_dtype"] == ("fp32" if stage else precision)

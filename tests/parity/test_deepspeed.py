@@ -1,10 +1,12 @@
 """Losses and gradient norms of DeepSpeed's engines against the native serial run."""
 
+import json
 from typing import Any
 
 import pytest
 
 from tests._dist import run_distributed
+from tests.architecture._source import ROOT
 from tests.parity._training import Case, Result, train_all
 from tests.parity.test_layouts import BF16, DOCUMENTS, DROPOUT, LLAMA, M4, M8, PP2, SMALL, SP, T5, T5_V11, TP2, compare
 
@@ -30,6 +32,9 @@ def other(family: str, model: dict[str, Any], deepspeed: dict[str, Any], *layout
     return zero(deepspeed, *layout, model=model, optim=optim, steps=FEW, family=family)
 
 
+FILES = {name: json.loads((ROOT / f"conf/ds/{name}.json").read_text()) for name in ("zero2", "zero3-offload")}
+"""Of DeepSpeed's own form; what they leave to us is "auto"."""
+
 TWO_RANKS = {
     "stage 0": zero({"zero_stage": 0}),
     "the native distributed optimizer is stage 1": zero({}, {"use_distributed_optimizer": True}, M4),
@@ -38,12 +43,14 @@ TWO_RANKS = {
         ZERO_1 | {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "overlap_comm": True}
     ),
     "stage 2": zero(ZERO_2, train=M4),
-    "stage 2, full recomputation": zero(ZERO_2, train=M4 | FULL),
+    "stage 2, full recomputation in main memory": zero(ZERO_2 | {"cpu_checkpointing": True}, train=M4 | FULL),
     "stage 2, optimizer on the CPU": zero(ZERO_2 | OFFLOAD, train=M4),
     "stage 3": zero(DIVIDE_ALL, train=M4),
     "stage 3, small parameters whole": zero(ZERO_3),
     "stage 3, full recomputation": zero(DIVIDE_ALL, train=M4 | FULL),
     "stage 3, everything on the CPU": zero(DIVIDE_ALL | OFFLOAD | {"offload_param": "cpu"}, train=M4),
+    "stage 2 by a file": zero({"config": FILES["zero2"]}, train=M4),
+    "stage 3 on the CPU by a file": zero({"config": FILES["zero3-offload"]}, train=M4),
     "tp2 stage 1": zero(ZERO_1, TP2),
     "tp2 stage 1, activations divided": zero(ZERO_1 | {"partition_activations": True}, TP2, FULL),
     "tp2 sp stage 2": zero(ZERO_2, TP2 | SP),
@@ -55,6 +62,8 @@ TWO_RANKS = {
     "stage 2, dropout": zero(ZERO_2, model=DROPOUT, steps=FEW),
     "stage 1 bf16": zero(ZERO_1, train=BF16, model=SMALL),
     "stage 0 bf16": zero({"zero_stage": 0}, train=BF16, model=SMALL),
+    "tp2 stage 0 bf16": zero({"zero_stage": 0}, TP2, BF16, model=SMALL),
+    "pp2 stage 0 bf16": zero({"zero_stage": 0}, PP2, BF16, model=SMALL),
     "stage 2 bf16": zero(ZERO_2, train=BF16, model=SMALL),
     "stage 3 bf16": zero(DIVIDE_ALL, train=BF16, model=SMALL),
     "pp2 stage 1 bf16": zero(ZERO_1, PP2, BF16, model=SMALL),

@@ -30,7 +30,7 @@ KINDS: dict[str, Kind] = {
     "pp2 stage 1": ("deepspeed", {"zero_stage": 1}, {"pipeline_model_parallel_size": 2}, "fp32"),
     "stage 0 bf16": ("deepspeed", {"zero_stage": 0}, {}, "bf16"),
     "stage 1 bf16": ("deepspeed", {"zero_stage": 1}, {}, "bf16"),
-    "stage 3 bf16": ("deepspeed", DIVIDE_ALL, {}, "bf16"),
+    "stage 3 bf16, weights in many groups": ("deepspeed", DIVIDE_ALL | {"sub_group_size": 1000}, {}, "bf16"),
 }
 NATIVE: Kind = ("native", {}, {}, "fp32")
 ON_TWO: tuple[Kind, ...] = (KINDS["stage 2"], KINDS["pp2 stage 1"], KINDS["stage 3"])
