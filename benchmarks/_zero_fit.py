@@ -1,0 +1,78 @@
+"""The largest micro batch that fits into a GPU's memory, and the time of an epoch at it."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from benchmarks._zero_ranks import OutOfMemoryError, started
+from benchmarks._zero_variants import FITS, VARIANTS, Work
+from megacore.engine.deepspeed_ops import build_operator
+
+_STEPS = 3
+"""After one to warm up; what does not fit shows in these as well."""
+_SMOKE_MB = 64
+"""What the ranks of the tiny model may allocate after it, so that it runs out of memory as well."""
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits, when all below one that fits do; 0 when 1 does not."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def try_steps(work: Work) -> list[dict[str, Any]] | None:
+    """What the ranks measured, or None when they ran out of memory."""
+    results: list[dict[str, Any]] | None
+    try:
+        with started(work) as ranks:
+            ranks.ask("run 1")
+            results = ranks.ask(f"run {_STEPS}")
+    except OutOfMemoryError:
+        results = None
+    sys.stderr.write(f"{work.size} {work.variant}: {work.micro_batch_size} {'fits' if results else 'does not fit'}\n")
+    return results
+
+
+def fit_table(options: argparse.Namespace, precision: str) -> None:
+    """Search, measure and print."""
+    if any(VARIANTS[name].compiled_adam for name in FITS):
+        build_operator("cpu_adam")
+    sys.stdout.write(
+        f"\n{precision}, {options.ranks} ranks, full recomputation, epochs of {options.samples:,} samples\n\n"
+        "| model | variant | largest micro batch | time of an epoch (s) | peak on the device (MB) | peak of a rank in "
+        "main memory (MB) |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
+    )
+    for size in ["tiny"] if options.smoke else options.sizes:
+        for name in FITS:
+            work = Work(name, size, precision, options.device, options.ranks, recompute="full")
+            if options.smoke and options.device == "cpu":
+                work = replace(work, limit_mb=_SMOKE_MB)
+            sys.stdout.write(f"| {size} | {name} | {_cells(work, options)} |\n")
+            sys.stdout.flush()
+
+
+def _cells(work: Work, options: argparse.Namespace) -> str:
+    tried: dict[int, list[dict[str, Any]]] = {}
+
+    def fits(micro_batch_size: int) -> bool:
+        results = try_steps(replace(work, micro_batch_size=micro_batch_size))
+        if results is not None:
+            tried[micro_batch_size] = results
+        return results is not None
+
+    size = largest(fits, options.most)
+    if not size:
+        return "out of memory at 1 | - | - | -"
+    results = tried[size]
+    seconds = max(rank["seconds"] for rank in results) * math.ceil(options.samples / (size * work.ranks))
+    peaks = (max(rank[kind] for rank in results) for kind in ("device_mb", "training_mb"))
+    return f"{size} | {seconds:,.0f} | {' | '.join(f'{peak:,.0f}' for peak in peaks)}"

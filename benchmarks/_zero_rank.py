@@ -1,0 +1,192 @@
+"""One rank of one way to keep a model's state: does what standard input says, and tells of it as lines of JSON."""
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import _zero_census as census
+from benchmarks._zero_variants import SIZES, VARIANTS, Work
+from megacore.config.spec import SpecialTokens
+from megacore.config.zero import zero_of
+from megacore.engine.base import Engine
+from megacore.engine.build import build_engine
+from megacore.engine.native import DTYPES
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+
+OUT_OF_MEMORY = 77
+"""Exit code."""
+_PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class Rank:
+    """A model that makes steps."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.config = work, work.config()
+        number = f":{os.environ['LOCAL_RANK']}" if work.device == "cuda" else ""
+        self.device = torch.device(f"{work.device}{number}")
+        size = SIZES[work.size]
+        shape = (work.micro_batches, work.micro_batch_size, size.seq_length + 1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.batches = list(torch.randint(size.vocab_size, shape, generator=generator).to(self.device))
+        self.tokens = SpecialTokens(eod=size.vocab_size - 1)
+        self.engine: Engine | None = None
+        self.allocated_before = census.allocated_bytes(self.device)
+        self.resident_before = census.resident_mb("VmRSS")
+        self.step = self._ddp() if VARIANTS[work.variant].engine == "ddp" else self._own()
+        self.resident_built = census.resident_mb("VmHWM")
+        census.reset_peak()
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Make steps: seconds of one, and memory."""
+        seconds = []
+        for _ in range(steps):
+            dist.barrier()
+            start = time.perf_counter()
+            self.step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        peak = torch.cuda.max_memory_allocated(self.device) / 1e6 if self.device.type == "cuda" else 0.0
+        return {
+            "seconds": statistics.median(seconds),
+            "before_mb": self.resident_before,
+            "building_mb": self.resident_built,
+            "training_mb": census.resident_mb("VmHWM"),
+            "device_mb": peak,
+        }
+
+    def census(self) -> dict[str, Any]:
+        """Bytes after the last backward pass, before the step."""
+        assert self.engine is not None
+        self.engine.forward_backward(iter(self.batches), list(range(len(self.batches))))
+        found = census.take(self.engine, zero_of(self.config), self.allocated_before)
+        self.engine.update(1e-4, 0.01)
+        return {**vars(found), "psi": self.engine.parameters}
+
+    def _own(self) -> Callable[[], object]:
+        engine = self.engine = build_engine(
+            self.config,
+            SIZES[self.work.size].vocab_size,
+            ProcessMesh.build(RankLayout.of_world(dist.get_world_size())),
+            special_tokens=self.tokens,
+            device=self.device,
+            precision=self.work.precision,
+            compiled_adam=VARIANTS[self.work.variant].compiled_adam,
+        )
+
+        def step() -> object:
+            engine.forward_backward(iter(self.batches), list(range(len(self.batches))))
+            return engine.update(1e-4, 0.01)
+
+        return step
+
+    def _ddp(self) -> Callable[[], object]:
+        """torch's DistributedDataParallel over transformers' GPT-2 of the same shape, autocast to the compute type."""
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.nn.utils import clip_grad_norm_
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        size = SIZES[self.work.size]
+        config = GPT2Config(
+            vocab_size=size.vocab_size,
+            n_layer=size.layers,
+            n_embd=size.hidden,
+            n_head=size.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+        model: Any = GPT2LMHeadModel(config)
+        model.to(self.device)
+        if self.work.recompute == "full":
+            model.gradient_checkpointing_enable()
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+        dtype = DTYPES[self.work.precision]
+        scaler = torch.amp.GradScaler(self.device.type, enabled=dtype == torch.float16)
+
+        def step() -> object:
+            optimizer.zero_grad(set_to_none=True)
+            for number, batch in enumerate(self.batches, start=1):
+                wrapped.require_backward_grad_sync = number == len(self.batches)
+                with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+                    loss = wrapped(batch, labels=batch).loss / len(self.batches)
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = clip_grad_norm_(wrapped.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return float(loss.detach()), float(norm)
+
+        return step
+
+
+@contextmanager
+def running_out_of_memory() -> Iterator[None]:
+    """End this process with a code of its own when an allocation in the body fails."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in _PHRASES):
+            sys.stderr.flush()
+            os._exit(OUT_OF_MEMORY)
+        raise
+
+
+def limit_memory(limit_mb: int) -> None:
+    """Let this process allocate no more than so much on top of what it has."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    data = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (data + limit_mb * 2**20, resource.RLIM_INFINITY))
+
+
+def main(work: Work) -> None:
+    """Answer every command with one line, on the first rank, until standard input ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(work.threads)
+    torch.set_flush_denormal(True)
+    if work.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
+    variant = VARIANTS[work.variant]
+    if variant.engine == "deepspeed":
+        from megacore.engine.deepspeed_setup import import_deepspeed
+
+        import_deepspeed()
+        if variant.compiled_adam:
+            from megacore.engine.deepspeed_ops import load_operators
+
+            load_operators(work.config())
+    with running_out_of_memory():
+        rank = Rank(work)
+        if work.limit_mb:
+            limit_memory(work.limit_mb)
+        for line in sys.stdin:
+            name, *arguments = line.split()
+            result = rank.census() if name == "census" else rank.run(int(*arguments))
+            results: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(results, result)
+            if dist.get_rank() == 0:
+                answers.write(json.dumps(results) + "\n")
+                answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Work(**json.loads(sys.argv[1])))

@@ -1,0 +1,102 @@
+"""Starts the ranks of one piece of work, asks them, and ends them."""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks._zero_rank import OUT_OF_MEMORY
+from benchmarks._zero_variants import Work
+from megacore.launch.torchrun import rank_environment
+
+_GRACE = 10.0
+"""Seconds in which ranks that lost a peer find out; the peer tells why."""
+
+
+class OutOfMemoryError(Exception):
+    """A rank had no memory left."""
+
+
+class Ranks:
+    """The processes of one piece of work."""
+
+    def __init__(self, work: Work) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.work = work
+        self.processes = []
+        for rank in range(work.ranks):
+            environment = {
+                **os.environ,
+                **rank_environment(work.threads),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(work.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks._zero_rank", json.dumps(asdict(work))],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def ask(self, command: str) -> list[dict[str, Any]]:
+        """What each rank answers. Raises OutOfMemoryError; any other failure ends the benchmark."""
+        for process in self.processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(f"{command}\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                break
+        answers = self.processes[0].stdout
+        assert answers is not None
+        while not select.select([answers], [], [], 0.2)[0]:
+            if any(process.poll() is not None for process in self.processes):
+                self._failed()
+        line = answers.readline()
+        if not line:
+            self._failed()
+        results: list[dict[str, Any]] = json.loads(line)
+        return results
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def _failed(self) -> None:
+        deadline = time.monotonic() + _GRACE
+        codes: list[int | None] = []
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in self.processes]
+            if OUT_OF_MEMORY in codes or -9 in codes:  # the kernel's killer, which no rank survives to tell of
+                raise OutOfMemoryError
+            if None not in codes:
+                break
+            time.sleep(0.1)
+        raise SystemExit(f"{self.work}: ranks ended with {codes}, their errors are above")
+
+
+@contextmanager
+def started(work: Work) -> Iterator[Ranks]:
+    """Ranks that end with the body."""
+    ranks = Ranks(work)
+    try:
+        yield ranks
+    finally:
+        ranks.end()

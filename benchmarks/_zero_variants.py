@@ -1,0 +1,126 @@
+"""What `benchmarks/zero.py` compares: models, and ways to keep their state on data-parallel ranks."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.config.load import parse_config
+from megacore.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab_size: int = 50_257
+    seq_length: int = 1024
+    """Of a sample; the model has positions for 1024."""
+
+
+SIZES = {
+    "tiny": Size(2, 64, 4, 512, 64),
+    "124M": Size(12, 768, 12, seq_length=64),
+    "345M": Size(24, 1024, 16),
+    "1.5B": Size(48, 1600, 25, seq_length=128),
+}
+
+ZERO_2 = {"zero_stage": 2, "offload_optimizer": "cpu"}
+ZERO_3 = {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}
+TORCH, COMPILED = {"cpu_adam": "torch"}, {"cpu_adam": "deepspeed"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to keep the state of a model."""
+
+    engine: str = "deepspeed"
+    """deepspeed, native, or ddp for torch's DistributedDataParallel and AdamW over transformers' model."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def compiled_adam(self) -> bool:
+        """Whether DeepSpeed's Adam updates what is offloaded, instead of torch's."""
+        return self.deepspeed.get("cpu_adam") == "deepspeed"
+
+
+REFERENCE, DISTRIBUTED = "native", "native, distributed optimizer"
+STATES = {
+    REFERENCE: Variant("native"),
+    DISTRIBUTED: Variant("native", {"use_distributed_optimizer": True}),
+    "ZeRO-0": Variant(deepspeed={"zero_stage": 0}),
+    "ZeRO-1": Variant(deepspeed={"zero_stage": 1}),
+    "ZeRO-2": Variant(deepspeed={"zero_stage": 2}),
+    "ZeRO-3": Variant(deepspeed={"zero_stage": 3}),
+    "ZeRO-2, optimizer offloaded": Variant(deepspeed=ZERO_2 | TORCH),
+    "ZeRO-2, optimizer offloaded, DeepSpeed's Adam": Variant(deepspeed=ZERO_2 | COMPILED),
+    "ZeRO-3, all offloaded": Variant(deepspeed=ZERO_3 | TORCH),
+    "ZeRO-3, all offloaded, DeepSpeed's Adam": Variant(deepspeed=ZERO_3 | COMPILED),
+}
+FITS = {
+    "torch DDP": Variant("ddp"),
+    REFERENCE: STATES[REFERENCE],
+    "ZeRO-2": STATES["ZeRO-2"],
+    "ZeRO-3, all offloaded": STATES["ZeRO-3, all offloaded"],
+    "ZeRO-3, all offloaded, DeepSpeed's Adam": STATES["ZeRO-3, all offloaded, DeepSpeed's Adam"],
+}
+VARIANTS = STATES | FITS
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank is started for; travels as JSON."""
+
+    variant: str
+    size: str
+    precision: str
+    device: str
+    ranks: int
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    """Of each rank in one step."""
+    recompute: str = "none"
+    limit_mb: int = 0
+    """On a CPU what may be allocated after the model, as if there were no more; 0 does not limit."""
+
+    @property
+    def threads(self) -> int:
+        """Of each rank; beside a GPU all cores take part, for what is offloaded."""
+        return 1 if self.device == "cpu" else max(1, (os.cpu_count() or 1) // self.ranks)
+
+    def config(self) -> RunConfig:
+        """The run that this makes steps of."""
+        variant, size = VARIANTS[self.variant], SIZES[self.size]
+        values = {
+            "name": "benchmark",
+            "data": {
+                "source": {"kind": "source_tree"},
+                "tokenizer": {"kind": "hf", "name": "gpt2"},
+                "seq_length": size.seq_length,
+            },
+            "model": {
+                "num_layers": size.layers,
+                "hidden_size": size.hidden,
+                "num_attention_heads": size.heads,
+                "max_position_embeddings": 1024,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+            },
+            "optim": {"lr": 1e-4, "clip_grad": 1.0, "weight_decay": 0.01},
+            "train": {
+                "micro_batch_size": self.micro_batch_size,
+                "global_batch_size": self.micro_batch_size * self.micro_batches * self.ranks,
+                "train_iters": 1_000_000,
+                "precision": self.precision,
+                "recompute": self.recompute,
+            },
+            "checkpoint": {"save_interval": 1_000_000},
+            "engine": "native" if variant.engine == "ddp" else variant.engine,
+            "parallel": variant.parallel,
+            "deepspeed": variant.deepspeed,
+            "launch": {"nproc_per_node": self.ranks, "threads_per_rank": self.threads},
+        }
+        return parse_config(values, origin="benchmarks/zero.py")

@@ -1,0 +1,213 @@
+"""The state of a model on data-parallel ranks: DeepSpeed's ZeRO and offload beside the native engine.
+
+    python -m benchmarks.zero state [--precision fp32 bf16] [--rounds 2] [--steps 2]
+    python -m benchmarks.zero fit --device cuda [--sizes 345M 1.5B]
+
+`state` counts, on one of two ranks of GPT-2 small, the bytes of parameters, gradients and optimizer state from the
+engine's own tensors after the last backward pass and before the step, and holds them against ZeRO's formula; then
+peak memory and tokens per second. One variant runs at a time, in processes of its own; every other round goes through
+them backwards, ratios are taken within a round, and medians are printed. `fit` looks for the largest micro batch that
+fits and takes the time of an epoch at it. `--smoke` does either with a tiny model.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks import _zero_census as census
+from benchmarks._zero_fit import fit_table
+from benchmarks._zero_ranks import started
+from benchmarks._zero_variants import DISTRIBUTED, REFERENCE, SIZES, STATES, VARIANTS, Work
+from megacore.config.zero import zero_of
+from megacore.engine.deepspeed_ops import build_operator
+from megacore.engine.deepspeed_settings import deepspeed_settings
+from megacore.plan.zero import ELEMENT_BYTES, ZeroBytes, zero_bytes
+
+TOLERANCE = 0.05
+MB = 1e6
+_OWN_COLUMNS = (census.PERSISTED, census.BUCKETS)
+
+
+@dataclass
+class Measured:
+    """One variant."""
+
+    work: Work
+    seconds: list[float] = field(default_factory=list)
+    """Of a step on the slowest rank, in each round."""
+    memory: list[dict[str, float]] = field(default_factory=list)
+    """Of the rank that took most, in each round."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """Census of the first rank."""
+
+    def run(self, steps: int) -> None:
+        """Start the ranks, warm up, make steps, and count once."""
+        with started(self.work) as ranks:
+            ranks.ask("run 1")
+            results = ranks.ask(f"run {steps}")
+            self.found = self.found or ranks.ask("census")[0]
+        self.seconds.append(max(rank["seconds"] for rank in results))
+        self.memory.append(max(results, key=lambda rank: float(rank["training_mb"])))
+
+    def peak(self, moment: str) -> float:
+        """Resident memory in MB, median over the rounds."""
+        return statistics.median(each[f"{moment}_mb"] for each in self.memory)
+
+    def ratio(self, other: "Measured") -> float:
+        """Median over the rounds of how many times as fast this is as another."""
+        return statistics.median(theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True))
+
+
+def formula(work: Work, psi: int) -> ZeroBytes:
+    """ZeRO's, with gradients in the type in which those of micro batches add up."""
+    config = work.config()
+    zero, accumulated = zero_of(config), 4
+    if config.engine == "deepspeed":
+        settings = deepspeed_settings(
+            config, precision=work.precision, device_type=work.device, data_parallel_size=work.ranks
+        )
+        accumulated = ELEMENT_BYTES[settings["data_types"]["grad_accum_dtype"]]
+    return zero_bytes(
+        psi,
+        zero.stage,
+        work.ranks,
+        work.precision,
+        gradient_bytes=accumulated,
+        offload_optimizer=zero.offload_optimizer,
+        offload_param=zero.offload_param,
+    )
+
+
+def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[str]]:
+    """Rows of Markdown, and what differs from the formula."""
+    rows = [
+        "| variant | parameters | gradients | optimizer | of these offloaded "
+        f"| {' | '.join(_OWN_COLUMNS)} | further | of live tensors known |",
+        "| --- |" + " ---: |" * (4 + len(_OWN_COLUMNS)) + " --- | ---: |",
+    ]
+    beyond = []
+    for name, each in measured.items():
+        kinds, expected = dict(each.found["kinds"]), formula(each.work, each.found["psi"])
+        known = sum(kinds.values())
+        optimizer = (census.MOMENTS,) if each.work.precision == "fp32" else (census.MAIN, census.MOMENTS)
+        offloaded = sum(each.found["hosted"].get(kind, 0) for kind in (census.PARAMETERS, census.GRADIENTS, *optimizer))
+        pairs = {
+            "parameters": (kinds.pop(census.PARAMETERS, 0), expected.parameters),
+            "gradients": (kinds.pop(census.GRADIENTS, 0), expected.gradients),
+            "optimizer": (sum(kinds.pop(kind, 0) for kind in optimizer), expected.optimizer),
+        }
+        beyond += [
+            f"{name}: {what} {count / wanted:.3f} of the formula"
+            for what, (count, wanted) in pairs.items()
+            if abs(count / wanted - 1) > TOLERANCE
+        ]
+        cells = [f"{count / MB:,.0f} ({count / wanted:.3f})" for count, wanted in pairs.values()]
+        cells += [f"{offloaded / MB:,.0f}" if offloaded else "-"]
+        cells += [f"{kinds.pop(kind, 0) / MB:,.1f}" for kind in _OWN_COLUMNS]
+        further = [f"{_further(kind)} {count / MB:,.0f}" for kind, count in kinds.items() if count >= MB / 10]
+        cells += [", ".join(further) or "-", f"{known / (known + each.found['unknown']):.3%}"]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows, beyond
+
+
+def speed_table(measured: dict[str, Measured]) -> list[str]:
+    """Rows of Markdown."""
+    rows = [
+        "| variant | tokens/s | to native | to native, distributed optimizer | before the model | peak of building it "
+        "| peak of training | of this temporary | heap of the model | of this known |",
+        "| --- |" + " ---: |" * 9,
+    ]
+    for name, each in measured.items():
+        work = each.work
+        tokens = SIZES[work.size].seq_length * work.micro_batch_size * work.micro_batches * work.ranks
+        known, heap = sum(each.found["kinds"].values()), each.found["allocated"]
+        before, building, training = (each.peak(moment) for moment in ("before", "building", "training"))
+        cells = [f"{tokens / statistics.median(each.seconds):,.0f}"]
+        cells += [f"{each.ratio(measured[other]):.2f}" for other in (REFERENCE, DISTRIBUTED)]
+        # Beside the model, between two steps there is nothing but what the process began with.
+        cells += [f"{mb:,.0f}" for mb in (before, building, training, training - before - heap / MB, heap / MB)]
+        cells += [f"{known / heap:.1%}"]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def _further(kind: str) -> str:
+    return "fp32 copy of the weights" if kind == census.MAIN else kind
+
+
+def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measured]:
+    """What takes part, nothing of it measured."""
+    size = "tiny" if options.smoke else "124M"
+    names = [name for name in STATES if name in {REFERENCE, DISTRIBUTED, *(options.variants or STATES)}]
+    if any(VARIANTS[name].compiled_adam for name in names):
+        build_operator("cpu_adam")
+    return {
+        name: Measured(Work(name, size, precision, options.device, options.ranks, micro_batches=options.micro_batches))
+        for name in names
+    }
+
+
+def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
+    """Run every contestant once, in an odd round backwards."""
+    for name in measured if number % 2 == 0 else reversed(measured):
+        load = os.getloadavg()[0]
+        each = measured[name]
+        each.run(steps)
+        sys.stderr.write(
+            f"{each.work.precision} round {number + 1} {name}: {each.seconds[-1]:.2f} s, load before {load:.1f}, "
+            f"largest unknown {each.found['largest_unknown'][:1]}\n"
+        )
+
+
+def report(measured: dict[str, Measured]) -> None:
+    """Print both tables and what differs from the formula."""
+    rows, beyond = state_table(measured)
+    first = measured[REFERENCE]
+    title = f"{first.work.precision}, {first.found['psi']:,} parameters; MB, and how many times the formula:"
+    sys.stdout.write("\n".join(["", title, "", *rows, "", *speed_table(measured), ""]))
+    for line in beyond:
+        sys.stdout.write(f"beyond {TOLERANCE:.0%}: {line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("state", "fit"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, help="default: 2 on a CPU, every GPU")
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--smoke", action="store_true", help="with a tiny model")
+    state = parser.add_argument_group("state")
+    state.add_argument("--variants", nargs="+", choices=STATES, help="beside the two native ones")
+    state.add_argument("--rounds", type=int, default=2)
+    state.add_argument("--steps", type=int, default=2, help="of each variant in a round")
+    state.add_argument("--micro-batches", type=int, default=2, help="of one sample, on each rank in a step")
+    fit = parser.add_argument_group("fit")
+    fit.add_argument("--sizes", nargs="+", choices=SIZES, default=["345M", "1.5B"])
+    fit.add_argument("--samples", type=int, default=10_000, help="of an epoch")
+    fit.add_argument("--most", type=int, default=1024, help="largest micro batch that is tried")
+    options = parser.parse_args()
+    if options.ranks is None:
+        options.ranks = 2 if options.device == "cpu" else _gpus()
+    for precision in options.precision or (["fp32", "bf16"] if options.what == "state" else ["bf16"]):
+        if options.what == "fit":
+            fit_table(options, precision)
+            continue
+        measured = contestants(options, precision)
+        for number in range(options.rounds):
+            take_turns(measured, number, options.steps)
+        report(measured)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    main()
