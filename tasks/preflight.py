@@ -16,6 +16,7 @@ from megacore.artifact import Artifact, StageKey, Workspace, open_artifact
 from megacore.config import RunConfig, load_config
 from megacore.convert.exportable import exportable
 from megacore.errors import MegacoreError
+from megacore.launch.start import check_launcher
 from megacore.plan.hardware import Hardware
 from megacore.plan.preflight import preflight
 from megacore.plan.vocabulary import expected_vocab_size
@@ -37,7 +38,7 @@ CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 def load_checked_config(conf: str, overrides: Mapping[str, Any] | None, *, trains: bool = True) -> RunConfig:
     """Load `conf`, apply `overrides`, and refuse what cannot work on this machine.
 
-    Raises ConfigError, ParallelLayoutError, WorkspaceError or ConversionError before any stage starts.
+    Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or ConversionError before any stage starts.
     """
     config = load_config(conf, overrides, conf_dir=CONF_DIR)
     Workspace.of()
@@ -49,9 +50,10 @@ def load_checked_config(conf: str, overrides: Mapping[str, Any] | None, *, train
 def check_machine(config: RunConfig) -> str:
     """Memory per rank and days of a training here, in one sentence.
 
-    Raises ConfigError, ParallelLayoutError or ConversionError when it cannot work.
+    Raises ConfigError, ParallelLayoutError, LaunchError or ConversionError when it cannot work.
     """
     check_pretrained(config)
+    check_launcher(config.launch)
     exportable(config)
     text_digests(config)
     return preflight(config, expected_vocab_size(config), Hardware.detect()).summary()

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megacore.errors import LaunchError
@@ -50,12 +50,7 @@ def command_on(
     Raises:
         LaunchError: pdsh or ssh is not installed.
     """
-    for program in ("pdsh", "ssh"):
-        if shutil.which(program) is None:
-            raise LaunchError(
-                f"the ranks of {', '.join(hosts)} are started by pdsh over ssh, and {program} is not installed: "
-                f"install it (apt-get install pdsh openssh-client), or let launch.hostfile name this machine alone"
-            )
+    check_programs(hosts)
     master = os.environ.get("MASTER_ADDR") or next(iter(hosts)).rpartition("@")[2]
     port = int(os.environ.get("MASTER_PORT") or free_port())
     variables = {**_passed_on(), **environment}
@@ -66,6 +61,16 @@ def command_on(
     ]
     line = f"cd {_quoted([os.getcwd()])} && {_quoted(node)} --node_rank=%n {_quoted(_program(module, config_path))}"
     return ["pdsh", "-S", "-R", "ssh", "-f", str(len(hosts)), "-w", ",".join(hosts), line]
+
+
+def check_programs(hosts: Iterable[str]) -> None:
+    """Raise LaunchError where what reaches other machines is not installed."""
+    for program in ("pdsh", "ssh"):
+        if shutil.which(program) is None:
+            raise LaunchError(
+                f"the ranks of {', '.join(hosts)} are started by pdsh over ssh, and {program} is not installed: "
+                f"install it (apt-get install pdsh openssh-client), or let launch.hostfile name this machine alone"
+            )
 
 
 def free_port() -> int:

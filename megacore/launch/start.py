@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megacore.config.train import LaunchConfig
 from megacore.launch import deepspeed_launcher, torchrun
-from megacore.launch.deepspeed_launcher import command_on
+from megacore.launch.deepspeed_launcher import check_programs, command_on
 from megacore.launch.hostfile import is_only_here, read_hostfile
 from megacore.launch.job import RankJob
 from megacore.plan.hardware import Hardware
@@ -25,6 +25,13 @@ class Start:
 def start_here(module: str, job: RankJob, job_file: Path) -> Start:
     """The job's ranks on this machine through torchrun, one of them as a plain process."""
     return Start(torchrun.command(module, job_file, job.ranks), torchrun.rank_environment(job.threads_per_rank))
+
+
+def check_launcher(launch: LaunchConfig) -> None:
+    """Raise, before anything runs, what `start_ranks` would for want of a hostfile or a program."""
+    hosts = read_hostfile(launch.hostfile) if launch.hostfile else {}
+    if not is_only_here(hosts):
+        check_programs(hosts)
 
 
 def start_ranks(

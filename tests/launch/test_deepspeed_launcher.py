@@ -3,16 +3,18 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megacore.config.train import LaunchConfig
 from megacore.errors import DataFormatError, LaunchError, RankLostError
 from megacore.launch import stages
 from megacore.launch.deepspeed_launcher import command, command_on
 from megacore.launch.guard import descendants
-from megacore.launch.start import start_ranks
+from megacore.launch.start import check_launcher, start_ranks
 from megacore.launch.supervise import supervise
 from megacore.launch.torchrun import rank_environment
 from tests.launch._hosts import Hosts
@@ -151,6 +153,10 @@ def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "pdsh").chmod(0o755)
     with pytest.raises(LaunchError, match="and ssh is not installed: install it"):
         command_on({"one": 1, "two": 1}, "m", Path("c.json"), **arguments)
+    for host, refused in (("localhost", nullcontext()), ("one", pytest.raises(LaunchError, match="ranks of one are"))):
+        (tmp_path / "hosts").write_text(f"{host} slots=1\n")
+        with refused:
+            check_launcher(LaunchConfig(launcher="deepspeed", hostfile=str(tmp_path / "hosts")))
 
 
 def test_what_the_hosts_are_told(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
