@@ -4,24 +4,18 @@ Models, data, events and checkpoints are those of the native engine.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megacore.config.run import RunConfig
-from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.engine.base import Update
 from megacore.engine.deepspeed_adam import set_hyperparameters
 from megacore.engine.deepspeed_base import DeepSpeedBase
-from megacore.engine.deepspeed_join import checkpoint_activations, join_ranks
 from megacore.engine.deepspeed_mpu import MeshUnit
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.models.base import Model
 from megacore.models.inputs import InputRules
-from megacore.models.stage import Stage
-from megacore.parallel.mesh import ProcessMesh
 
 
 class MicroBatch(nn.Module):
@@ -50,50 +44,12 @@ class MicroBatch(nn.Module):
 class DeepSpeedEngine(DeepSpeedBase):
     """Implements `megacore.engine.base.Engine` for models without pipeline stages."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        vocab_size: int,
-        mesh: ProcessMesh,
-        *,
-        special_tokens: SpecialTokens,
-        device: torch.device,
-        precision: str,
-        compiled_adam: bool = False,
-    ) -> None:
-        """Build this rank's part of the model with its initial weights, and divide it as ZeRO says.
-
-        Args:
-            config: the run.
-            vocab_size: entries of the tokenizer, before padding.
-            mesh: this process's groups.
-            special_tokens: ids of the tokens that have a role.
-            device: to train on.
-            precision: fp32, bf16 or fp16.
-            compiled_adam: whether DeepSpeed's own Adam for the CPU is there to be loaded.
-
-        Raises:
-            ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
-        """
-        super().__init__(config, mesh, device, precision)
-        join_ranks()
-        mpu = MeshUnit(mesh)
-        with self._divided_from_the_start(mpu):
-            stage = Stage(
-                config,
-                vocab_size,
-                mesh,
-                special_tokens=special_tokens,
-                device=device,
-                initial_weights=self._zero_stage < 3,
-            )
-        self._prepare(stage, compiled_adam=compiled_adam)
-        (model,) = stage.chunks
-        checkpoint_activations(model, config, self._settings, mpu)
+    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+        (model,) = self._stage.chunks
         engine, optimizer, _, _ = import_deepspeed().initialize(
-            model=MicroBatch(model, stage.rules), optimizer=self._adam, mpu=mpu, config=self._settings
+            model=MicroBatch(model, self._stage.rules), optimizer=self._adam, mpu=mpu, config=self._settings
         )
-        self._take_over(engine, optimizer, ModelSpec.of(config, vocab_size), mpu)
+        return engine, optimizer
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
         """Accumulate the gradient of one global batch: ids [b, width] for each seed."""
@@ -131,13 +87,3 @@ class DeepSpeedEngine(DeepSpeedBase):
         finally:
             self._engine.train()
         return total
-
-    def _divided_from_the_start(self, mpu: MeshUnit) -> AbstractContextManager[Any]:
-        """Under ZeRO-3 no rank ever has the whole model: parameters are divided as soon as they are made."""
-        if self._zero_stage < 3:
-            return nullcontext()
-        # The type is in the settings: a type given by itself is replaced by bf16 on a CPU.
-        context: AbstractContextManager[Any] = import_deepspeed().zero.Init(
-            data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=self._settings, mpu=mpu
-        )
-        return context

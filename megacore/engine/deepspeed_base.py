@@ -1,7 +1,9 @@
 """What DeepSpeed's engines with and without pipeline stages have in common."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,26 +11,41 @@ from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
-from megacore.config.spec import ModelSpec
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.config.zero import zero_of
 from megacore.engine.base import Update
 from megacore.engine.deepspeed_adam import WholeGradients, make_adam
-from megacore.engine.deepspeed_join import prepare_parameters, show_log
+from megacore.engine.deepspeed_join import checkpoint_activations, join_ranks, prepare_parameters, show_log
 from megacore.engine.deepspeed_mpu import MeshUnit
 from megacore.engine.deepspeed_scale import DeepSpeedLossScale
 from megacore.engine.deepspeed_settings import deepspeed_settings
+from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.engine.deepspeed_state import DeepSpeedState, main_weights, shape_of
 from megacore.engine.outcome import global_means, update_of
+from megacore.engine.staged import StageEngine
 from megacore.models.init import initial_weight
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 
 
-class DeepSpeedBase:
+class DeepSpeedBase(StageEngine, ABC):
     """Holds DeepSpeed's engine, the model's stage that it trains, and their fp32 state."""
 
-    def __init__(self, config: RunConfig, mesh: ProcessMesh, device: torch.device, precision: str) -> None:
-        """Note what is known before there is a model."""
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        mesh: ProcessMesh,
+        *,
+        special_tokens: SpecialTokens,
+        device: torch.device,
+        precision: str,
+        compiled_adam: bool = False,
+    ) -> None:
+        """Build this rank's part of the model with its initial weights, and divide it as ZeRO says. Collective.
+
+        The arguments, and what is raised, are those of `megacore.engine.build.build_engine`.
+        """
         self.device, self.precision = device, precision
         self._config, self._mesh = config, mesh
         self._zero_stage = zero_of(config).stage
@@ -42,30 +59,27 @@ class DeepSpeedBase:
         show_log(self._settings)
         self._losses: list[Tensor] = []
         self._updates = 0
+        join_ranks()
+        mpu = MeshUnit(mesh)
+        with self._divided_from_the_start(mpu):
+            self._stage = Stage(
+                config,
+                vocab_size,
+                mesh,
+                special_tokens=special_tokens,
+                device=device,
+                initial_weights=self._zero_stage < 3,
+            )
+        (model,) = self._stage.chunks
+        prepare_parameters(model, mesh)
+        self._adam, self._moments = make_adam(self._stage.named_parameters, config, compiled=compiled_adam)
+        checkpoint_activations(model, config, self._settings, mpu)
+        self._engine, optimizer = self._initialize(mpu, vocab_size)
+        self._take_over(optimizer, ModelSpec.of(config, vocab_size), mpu)
 
-    _stage: Stage
-    _engine: Any
-    """DeepSpeed's own."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of the whole model's parameters."""
-        return self._stage.parameter_count
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self._stage.padded_vocab_size
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples."""
-        return self._stage.reads_tokens
-
-    @property
-    def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses whose sum is minimised, `lm_loss` first."""
-        return self._stage.loss_names
+    @abstractmethod
+    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+        """DeepSpeed's engine of the stage, and what it made of our optimizer."""
 
     @property
     def loss_scale(self) -> float:
@@ -88,15 +102,18 @@ class DeepSpeedBase:
         if self._scale and state["loss_scaler"] is not None:
             self._scale.load_state(state["loss_scaler"])
 
-    def _prepare(self, stage: Stage, *, compiled_adam: bool) -> None:
-        """Take over a stage, and make the optimizer of its parameters."""
-        self._stage = stage
-        prepare_parameters(stage.chunks[0], self._mesh)
-        self._adam, self._moments = make_adam(stage.named_parameters, self._config, compiled=compiled_adam)
+    def _divided_from_the_start(self, mpu: MeshUnit) -> AbstractContextManager[Any]:
+        """Under ZeRO-3 no rank ever has the whole model: parameters are divided as soon as they are made."""
+        if self._zero_stage < 3:
+            return nullcontext()
+        # The type is in the settings: a type given by itself is replaced by bf16 on a CPU.
+        context: AbstractContextManager[Any] = import_deepspeed().zero.Init(
+            data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=self._settings, mpu=mpu
+        )
+        return context
 
-    def _take_over(self, engine: Any, optimizer: Any, spec: ModelSpec, mpu: MeshUnit) -> None:
+    def _take_over(self, optimizer: Any, spec: ModelSpec, mpu: MeshUnit) -> None:
         """Take hold of what DeepSpeed made of model and optimizer, and give the main weights their initial values."""
-        self._engine = engine
         parameters = self._stage.named_parameters
         self._whole = (
             WholeGradients(self._adam, self._stage, main_weights(optimizer, parameters), self._config.optim.clip_grad)

@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.config.run import RunConfig
-from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.engine.base import Update
 from megacore.engine.deepspeed_adam import set_hyperparameters
 from megacore.engine.deepspeed_base import DeepSpeedBase
-from megacore.engine.deepspeed_join import checkpoint_activations, join_ranks
 from megacore.engine.deepspeed_mpu import MeshUnit
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.models.stage import Stage
-from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.copies import copied_parameters
 
 
@@ -69,39 +65,19 @@ class TiedParameter(nn.Module):
 class DeepSpeedPipelineEngine(DeepSpeedBase):
     """Implements `megacore.engine.base.Engine` for models with pipeline stages."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        vocab_size: int,
-        mesh: ProcessMesh,
-        *,
-        special_tokens: SpecialTokens,
-        device: torch.device,
-        precision: str,
-        compiled_adam: bool = False,
-    ) -> None:
-        """Build this rank's stage with its initial weights; the arguments are those of `DeepSpeedEngine`.
+    _seeds: Sequence[int] = ()
 
-        Raises:
-            ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
-        """
-        super().__init__(config, mesh, device, precision)
+    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
         # With sequence parallelism tensor-parallel ranks do not hold the same, of which each could send a part.
-        same = not config.parallel.sequence_parallel
+        same = not self._config.parallel.sequence_parallel
         self._settings["pipeline"] = {"pipe_partitioned": same, "grad_partitioned": same}
-        join_ranks()
-        mpu = MeshUnit(mesh)
-        stage = Stage(config, vocab_size, mesh, special_tokens=special_tokens, device=device)
-        self._prepare(stage, compiled_adam=compiled_adam)
-        self._layer = StageLayer(stage)
+        self._layer = StageLayer(self._stage)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers
             module = self._module(vocab_size)
-        checkpoint_activations(stage.chunks[0], config, self._settings, mpu)
         engine, optimizer, _, _ = import_deepspeed().initialize(
             model=module, optimizer=self._adam, config=self._settings
         )
-        self._take_over(engine, optimizer, ModelSpec.of(config, vocab_size), mpu)
-        self._seeds: Sequence[int] = ()
+        return engine, optimizer
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
         """Take the micro batches of one global batch: DeepSpeed's schedule ends with the optimizer's step."""

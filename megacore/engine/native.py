@@ -16,6 +16,7 @@ from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.engine.base import Update
 from megacore.engine.outcome import global_means, update_of
+from megacore.engine.staged import StageEngine
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
 from megacore.optim.grad_scaler import DynamicLossScaler
@@ -24,7 +25,7 @@ from megacore.tensor_parallel import partial_gradients
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class NativeEngine:
+class NativeEngine(StageEngine):
     """Implements `megacore.engine.base.Engine`."""
 
     def __init__(self, stage: Stage, config: RunConfig, precision: str) -> None:
@@ -60,26 +61,6 @@ class NativeEngine:
             "optimizer": "torch fused AdamW",
             "communication": "none" if stage.mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
         }
-
-    @property
-    def parameters(self) -> int:
-        """Number of the whole model's parameters."""
-        return self._stage.parameter_count
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self._stage.padded_vocab_size
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: pipeline stages in between do for masks alone."""
-        return self._stage.reads_tokens
-
-    @property
-    def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses whose sum is minimised, `lm_loss` first."""
-        return self._stage.loss_names
 
     @property
     def loss_scale(self) -> float:
