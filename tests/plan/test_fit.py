@@ -14,6 +14,9 @@ VOCAB_SIZE = 50_257
 XL = {"engine": "deepspeed", "launch.nproc_per_node": 4, "train.global_batch_size": 64}
 """1.56 B parameters: 23.2 GiB of main weights, moments and gradients, 2.9 GiB of fp16 weights."""
 
+BF16 = {"train.precision": "bf16"}
+"""Which DeepSpeed has without ZeRO, unlike fp16."""
+
 
 def conf(name: str = "gpt2-xl-zero3-offload", **overrides: object) -> RunConfig:
     """GPT-2 XL on 4 GPUs without offload, or another configuration; keys of the section deepspeed are plain."""
@@ -28,7 +31,7 @@ def refusal(config: RunConfig, device: float, host: float = 1000.0, **room: obje
     there = Room(int(device * GIB), int(host * GIB), **values)  # type: ignore[arg-type]
 
     def estimate(changed: RunConfig) -> MemoryEstimate:
-        return estimate_memory(changed, VOCAB_SIZE, "fp16", there.device_type, there.replicas)
+        return estimate_memory(changed, VOCAB_SIZE, changed.train.precision, there.device_type, there.replicas)
 
     with pytest.raises(ConfigError) as caught:
         check_memory(config, estimate(config), there, estimate)
@@ -39,7 +42,7 @@ def refusal(config: RunConfig, device: float, host: float = 1000.0, **room: obje
     ("given", "device", "advice"),
     [
         # The least that suffices.
-        ({"zero_stage": 0}, 25, "set deepspeed.zero_stage to 1"),
+        ({"zero_stage": 0, **BF16}, 25, "set deepspeed.zero_stage to 1"),
         ({"zero_stage": 1}, 18, "set deepspeed.zero_stage to 2"),
         ({"zero_stage": 1}, 14.7, "set deepspeed.zero_stage to 3"),
         ({"zero_stage": 1}, 9, "set deepspeed.zero_stage to 3 and deepspeed.offload_optimizer to cpu"),
@@ -79,7 +82,7 @@ def test_the_native_engine_is_told_of_its_own_first() -> None:
 
 def test_stages_of_a_pipeline_divide_the_optimizer_alone() -> None:
     pipeline = {"parallel.pipeline_model_parallel_size": 2, "train.micro_batch_size": 8}
-    message = refusal(conf(zero_stage=0, **pipeline), 5, replicas=2)
+    message = refusal(conf(zero_stage=0, **BF16, **pipeline), 5, replicas=2)
     assert "set deepspeed.zero_stage to 1 and deepspeed.offload_optimizer to cpu" in message
 
 
