@@ -4,12 +4,17 @@
 `exit_code` is what a command line exits with.
 """
 
+from megacore.redact import redact
+
 
 class MegacoreError(Exception):
-    """Base of every error that is raised on purpose."""
+    """Base of every error that is raised on purpose; its message never holds a credential."""
 
     retryable: bool = False
     exit_code: int = 1
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(redact(argument) if isinstance(argument, str) else argument for argument in arguments))
 
 
 class ConfigError(MegacoreError):
@@ -63,6 +68,26 @@ class TrainingError(MegacoreError):
     exit_code = 7
 
 
+class MemoryExhaustedError(TrainingError):
+    """A rank needed more memory than there is, as it said itself or as the kernel did that killed it."""
+
+
+class LossError(TrainingError):
+    """A loss or a gradient is not finite, or a loss jumped."""
+
+
+class TrainingStoppedError(MegacoreError):
+    """Training stopped before its end because it was asked to; a complete checkpoint holds where it stands."""
+
+    exit_code = 75  # sysexits.h: try again later
+
+
+class PreemptedError(TrainingStoppedError):
+    """A signal asked for it, as a scheduler does that takes a machine back; starting again goes on."""
+
+    retryable = True
+
+
 class LaunchError(MegacoreError):
     """A process could not be started or ended in a way that is not the training's own fault."""
 
@@ -73,6 +98,10 @@ class RankLostError(LaunchError):
     """A rank died of a signal or without a reason; a retry resumes from the last complete checkpoint."""
 
     retryable = True
+
+
+class RankStalledError(RankLostError):
+    """A rank made no progress for longer than `launch.stall_limit`."""
 
 
 class WorkerLostError(LaunchError):
@@ -105,8 +134,13 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         CheckpointError,
         ConversionError,
         TrainingError,
+        MemoryExhaustedError,
+        LossError,
+        TrainingStoppedError,
+        PreemptedError,
         LaunchError,
         RankLostError,
+        RankStalledError,
         WorkerLostError,
         StageTimeoutError,
         TrackingError,

@@ -3,24 +3,28 @@
 Below `checkpoints/`:
 
 * `latest_checkpointed_iteration.txt`: the newest iteration, as Megatron-LM writes it; a hint, never trusted alone.
-* `iter_0000400/__0_0.distcp` …: tensor slices of each rank (torch.distributed.checkpoint).
+* `iter_0000400/__0_0.distcp` …: tensor slices of each rank (torch.distributed.checkpoint), in several files where
+  they are many, which are hashed at the same time.
 * `iter_0000400/.metadata`: where the slices of each global name lie.
 * `iter_0000400/state.json`: state that is no tensor.
 * `iter_0000400/complete.json`: written last, size and sha256 of every other file.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megacore.artifact.files import sync_directory, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
+from megacore.checkpoint.lock import shared_lock
 from megacore.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -31,6 +35,8 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 STALE_SUFFIX = ".tmp-"
 
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
+_THREADS = 4
+"""That hash files at most; a disk is not faster with more."""
 _logger = logging.getLogger(__name__)
 
 
@@ -79,7 +85,7 @@ class Marker:
             files = {_plain_name(name): FileRecord(**record) for name, record in values.pop("files").items()}
             marker = cls(files=files, **values)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{directory} has no {MARKER_NAME}: it is not a complete checkpoint") from error
+            raise CheckpointError(_incomplete(directory)) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}): use another checkpoint") from error
         if marker.format_version != FORMAT_VERSION:
@@ -94,21 +100,57 @@ class Marker:
 
         quick compares sizes, and hashes of files that were touched after the marker; full compares every sha256.
         """
-        marked = (directory / MARKER_NAME).stat().st_mtime_ns
+        problem, touched = self.quick_problem(directory)
+        if problem is not None:
+            return problem
+        differing = self.differing(directory, self.files if mode == "full" else touched)
+        return next(iter(differing.values()), None)
+
+    def quick_problem(self, directory: Path) -> tuple[str | None, list[str]]:
+        """What is wrong with the files' sizes, and the names of those that were touched after the marker."""
+        touched = []
+        try:
+            marked = (directory / MARKER_NAME).stat().st_mtime_ns
+        except OSError as error:
+            return f"{directory / MARKER_NAME} cannot be read: {error.strerror}", []
         for name, record in self.files.items():
             path = directory / name
             try:
                 status = path.stat()
-                if status.st_size != record.size:
-                    return f"{path} has {status.st_size} bytes instead of {record.size}"
-                touched = mode == "full" or status.st_mtime_ns > marked
-                if touched and file_digest(path) != record.sha256:
-                    return f"{path} has another content than when it was written"
+            except FileNotFoundError:
+                return f"{path} is missing", []
+            except OSError as error:
+                return f"{path} cannot be read: {error.strerror}", []
+            if status.st_size != record.size:
+                return f"{path} has {status.st_size} bytes instead of {record.size}", []
+            if status.st_mtime_ns > marked:
+                touched.append(name)
+        return None, touched
+
+    def differing(self, directory: Path, names: Collection[str], *, threads: int | None = None) -> dict[str, str]:
+        """What is wrong with the content of the named files, by name, in the marker's order; several are read at once.
+
+        `threads` hash at the same time; None means one per core, at most a few.
+        """
+
+        def check(name: str) -> str | None:
+            path = directory / name
+            try:
+                same = file_digest(path) == self.files[name].sha256
+                return None if same else f"{path} has another content than when it was written"
             except FileNotFoundError:
                 return f"{path} is missing"
             except OSError as error:
                 return f"{path} cannot be read: {error.strerror}"
-        return None
+
+        ordered = [name for name in self.files if name in names]
+        workers = min(threads or min(_THREADS, os.cpu_count() or 1), len(ordered))
+        if workers <= 1:
+            found = [check(name) for name in ordered]
+        else:
+            with ThreadPoolExecutor(workers) as pool:
+                found = list(pool.map(check, ordered))
+        return {name: problem for name, problem in zip(ordered, found, strict=True) if problem is not None}
 
 
 def _plain_name(name: str) -> str:
@@ -142,18 +184,48 @@ def checkpoint_directories(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Keep a complete checkpoint from being deleted while it is read: retention passes over what is held.
+
+    Raises CheckpointError when it is not complete, or was deleted or replaced meanwhile.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(shared_lock(directory / MARKER_NAME))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(_incomplete(directory)) from error
+        except OSError as error:
+            raise CheckpointError(f"{directory / MARKER_NAME} cannot be read: {error.strerror}") from error
+        yield
+
+
 def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
     """The marker of a checkpoint whose files are as they were written.
 
     Raises CheckpointError naming the file that is missing or damaged.
     """
-    marker = Marker.read(directory)
-    problem = marker.problem(directory, mode)
-    if problem is None and iteration_of(directory) not in {None, marker.iteration}:
-        problem = f"its marker is of iteration {marker.iteration}"
+    with reading(directory):
+        marker = Marker.read(directory)
+        refuse(directory, misplaced(directory, marker) or marker.problem(directory, mode))
+        return marker
+
+
+def misplaced(directory: Path, marker: Marker) -> str | None:
+    """What is wrong with a marker in this directory, or None."""
+    if iteration_of(directory) not in {None, marker.iteration}:
+        return f"its marker is of iteration {marker.iteration}"
+    return None
+
+
+def refuse(directory: Path, problem: str | None) -> None:
+    """Raise CheckpointError if there is a problem."""
     if problem is not None:
         raise CheckpointError(f"checkpoint {directory} is damaged: {problem}: use another checkpoint")
-    return marker
+
+
+def _incomplete(directory: Path) -> str:
+    return f"{directory} has no {MARKER_NAME}: it is not a complete checkpoint"
 
 
 def complete_checkpoints(root: Path, mode: Literal["quick", "full"] = "quick") -> dict[Path, Marker]:
@@ -178,14 +250,24 @@ def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning)
         try:
             verify(directory, "full")
         except CheckpointError as error:
-            log(f"{error}; passing it over for the one before")
+            log(passed_over(error))
             continue
         chosen = directory
         break
+    check_tracker(root, chosen, log)
+    return chosen
+
+
+def passed_over(error: CheckpointError) -> str:
+    """The warning about a checkpoint that cannot be believed."""
+    return f"{error}; passing it over for the one before"
+
+
+def check_tracker(root: Path, chosen: Path | None, log: Callable[[str], None]) -> None:
+    """Warn when the tracker file names a checkpoint that is not there."""
     tracked = read_tracker(root)
     if tracked is not None and not (root / directory_name(tracked)).is_dir():
         log(f"{root / TRACKER_NAME} names iteration {tracked}, which is not there; using {chosen or 'none'}")
-    return chosen
 
 
 def read_tracker(root: Path) -> int | None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.format import latest_complete, read_state
+from megacore.checkpoint.format import latest_complete, read_state, reading
 from megacore.checkpoint.metadata import SafeFileSystemReader
 from megacore.checkpoint.shard import ShardLoadPlanner, TensorShard
 from megacore.errors import CheckpointError
@@ -34,7 +34,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint in `path` and return its state that is no tensor.
 
-    The files' hashes are not checked again: take `path` from `latest_complete`, or call `format.verify` first.
+    The files' hashes are not checked again: take `path` from `latest_complete`, or call `format.verify` first. The
+    checkpoint is not deleted while it is read; hold `format.reading` around several readings that belong together.
 
     Args:
         path: of the checkpoint, whatever layout wrote it.
@@ -46,15 +47,16 @@ def load_checkpoint(
     Raises:
         CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`, or a shape or
             dtype differs: both sides are shown, and nothing was changed. Or a file is damaged, or holds anything but
-            tensors.
+            tensors, or `path` is no complete checkpoint.
     """
-    reader = SafeFileSystemReader(path)
-    state = read_state(path)
-    saved = {name: entry for name, entry in reader.tensors.items() if name.startswith(prefix)}
-    _check_names(path, saved, {*tensors, *(expected or ())})
-    _check_entries(path, saved, tensors)
-    _fill(reader, tensors, path)
-    return state
+    with reading(path):
+        reader = SafeFileSystemReader(path)
+        state = read_state(path)
+        saved = {name: entry for name, entry in reader.tensors.items() if name.startswith(prefix)}
+        _check_names(path, saved, {*tensors, *(expected or ())})
+        _check_entries(path, saved, tensors)
+        _fill(reader, tensors, path)
+        return state
 
 
 def names_of_all(tensors: Iterable[str], group: dist.ProcessGroup | None = None) -> frozenset[str]:
@@ -71,7 +73,17 @@ def read_tensors(
     `dtype` converts floating-point tensors. Needs no process group. Raises CheckpointError for a name that the
     checkpoint has not.
     """
-    reader = SafeFileSystemReader(path)
+    with reading(path):
+        tensors = _read_whole(SafeFileSystemReader(path), path, names, prefix)
+    return {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _read_whole(
+    reader: SafeFileSystemReader, path: Path, names: Iterable[str] | None, prefix: str
+) -> dict[str, torch.Tensor]:
     wanted = list(names) if names is not None else [name for name in reader.tensors if name.startswith(prefix)]
     missing = [name for name in wanted if name not in reader.tensors]
     if missing or not wanted:
@@ -81,10 +93,7 @@ def read_tensors(
         name: torch.empty(reader.tensors[name].size, dtype=reader.tensors[name].properties.dtype) for name in wanted
     }
     _fill(reader, tensors, path)
-    return {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    return tensors
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -20,8 +20,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from megacore.checkpoint.format import METADATA_NAME
+from megacore.checkpoint.slices import read_slices
 from megacore.errors import CheckpointError
 
 _DCP = "torch.distributed.checkpoint"
@@ -54,8 +57,8 @@ _DTYPES = {
 class SafeFileSystemReader(FileSystemReader):
     """A FileSystemReader that executes nothing: `.metadata` is read here, once, when it is made.
 
-    Slices go through `torch.load(weights_only=True)` as in torch itself; entries that are no tensor, which torch
-    would unpickle, are refused. Raises CheckpointError.
+    Slices go through `torch.load(weights_only=True)` as in torch itself, but their data straight into the tensors that
+    are filled; entries that are no tensor, which torch would unpickle, are refused. Raises CheckpointError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,6 +68,13 @@ class SafeFileSystemReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata that was read and checked."""
         return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors."""
+        read_slices(Path(self.path), plan.items, self.storage_data, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     @property
     def tensors(self) -> dict[str, TensorStorageMetadata]:

@@ -6,7 +6,14 @@ import shutil
 from pathlib import Path
 
 from megacore.artifact.files import sync_directory, workspace_errors
-from megacore.checkpoint.format import STALE_SUFFIX, TRACKER_NAME, complete_checkpoints, iteration_of
+from megacore.checkpoint.format import (
+    MARKER_NAME,
+    STALE_SUFFIX,
+    TRACKER_NAME,
+    complete_checkpoints,
+    iteration_of,
+)
+from megacore.checkpoint.lock import exclusive_lock
 
 
 def apply_retention(
@@ -20,9 +27,9 @@ def apply_retention(
     """Delete the complete checkpoints below `root` that no rule keeps; return their paths, oldest first.
 
     Kept are the newest `keep_last`, those at multiples of `keep_every` iterations, the one with the lowest
-    validation loss (the older on a tie) if `keep_best`, and the one `in_use`. The newest is always kept, so the
-    only complete one is never deleted. Incomplete ones are left alone. Call it on one rank, while no save is
-    under way. Raises WorkspaceError.
+    validation loss (the older on a tie) if `keep_best`, the one `in_use`, and for this time those that somebody reads
+    (`format.reading`). The newest is always kept, so the only complete one is never deleted. Incomplete ones are left
+    alone. Call it on one rank, while no save is under way. Raises WorkspaceError.
     """
     markers = complete_checkpoints(root)
     newest_first = sorted(markers, key=lambda path: markers[path].iteration, reverse=True)
@@ -34,19 +41,31 @@ def apply_retention(
         kept.add(min(measured, key=lambda path: (markers[path].validation_loss, markers[path].iteration)))
     if in_use is not None:
         kept.add(root / in_use.name)
-    deleted = [path for path in reversed(newest_first) if path not in kept]
     with workspace_errors(root):
-        for path in deleted:
-            remove_directory(path)
-    return deleted
+        return [path for path in reversed(newest_first) if path not in kept and _remove_unread(path)]
+
+
+def _remove_unread(directory: Path) -> bool:
+    """Delete a checkpoint unless somebody reads it; whether it was deleted."""
+    with exclusive_lock(directory / MARKER_NAME) as unread:
+        # A reader that opened the marker before waits for the lock, and then finds that the marker has moved.
+        doomed = _rename_away(directory) if unread else None
+    if doomed is not None:
+        shutil.rmtree(doomed)
+    return doomed is not None
 
 
 def remove_directory(directory: Path) -> None:
-    """Delete a checkpoint so that no reader sees half of it: it is renamed away first."""
+    """Delete a checkpoint so that nobody who looks for one sees half of it: it is renamed away first."""
+    shutil.rmtree(_rename_away(directory))
+
+
+def _rename_away(directory: Path) -> Path:
+    """Give a checkpoint the name of something stale, durably, and return its new path."""
     doomed = directory.with_name(f"{directory.name}{STALE_SUFFIX}{secrets.token_hex(4)}-deleted")
     os.rename(directory, doomed)
     sync_directory(directory.parent)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 def remove_stale(root: Path) -> list[Path]:

@@ -1,25 +1,20 @@
 """Saving together: staged, synced, marked, renamed. A crash at any instruction leaves the whole checkpoint or none."""
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from megacore.artifact.files import sync_directory, workspace_errors, write_json
+from megacore.artifact.files import sync_directory, workspace_errors
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import (
     METADATA_NAME,
@@ -33,6 +28,7 @@ from megacore.checkpoint.format import (
 )
 from megacore.checkpoint.retain import remove_directory, remove_stale
 from megacore.checkpoint.shard import ShardSavePlanner, TensorShard
+from megacore.checkpoint.write import CheckpointWriter
 from megacore.errors import CheckpointError, WorkspaceError
 
 
@@ -55,19 +51,67 @@ def save_checkpoint(
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is left visible.
     """
     ranks = RankGroup(group)
+
+    def check() -> str:
+        check_types(tensors)
+        return encode_state(state, iteration) if ranks.rank == 0 else ""
+
     # Apart from the writing, whose own collectives a rank that raised before them would leave waiting.
-    ranks.everywhere(lambda: _check_types(tensors))
+    text = ranks.everywhere(check)[0]
+    path, _ = write_checkpoint(root, iteration, tensors, text, ranks, validation_loss=validation_loss)
+    return path
+
+
+def write_checkpoint(
+    root: Path,
+    iteration: int,
+    tensors: Mapping[str, torch.Tensor | TensorShard],
+    state: str,
+    ranks: RankGroup,
+    *,
+    validation_loss: float | None,
+    staged: Callable[[Path], None] = lambda _: None,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[Path, Marker]:
+    """What `save_checkpoint` does once types are checked; returns path and marker, on every rank. Collective.
+
+    Args:
+        root: directory of the checkpoints.
+        iteration: optimizer steps done.
+        tensors: what this rank may write.
+        state: JSON; the first rank's is written.
+        ranks: that save together.
+        validation_loss: at this iteration.
+        staged: called with the directory that grows, before anything is written.
+        progress: called whenever this rank has finished a file.
+    """
     staging = ranks.on_first(lambda: _open_staging(root, iteration))
     try:
-        ranks.everywhere(lambda: _write_tensors(staging, tensors, ranks))
-        records = ranks.everywhere(lambda: _finish_rank(staging, state, ranks.rank))
-        files = {name: record for own in records for name, record in own.items()}
-        marker = Marker(iteration, finite_or_none(validation_loss), files)
-        return ranks.on_first(lambda: _publish(staging, root, marker))
+        staged(staging)
+        records = ranks.everywhere(lambda: _write_tensors(staging, tensors, ranks, progress))
+        rest = ranks.on_first(lambda: _write_state(staging, state))
+        files = {name: record for own in [*records, rest] for name, record in own.items()}
+        marker = Marker(iteration, finite_or_none(validation_loss), dict(sorted(files.items())))
+        return ranks.on_first(lambda: _publish(staging, root, marker)), marker
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def check_types(tensors: Mapping[str, torch.Tensor | TensorShard]) -> None:
+    """Raise CheckpointError for a value that is no tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor | TensorShard):
+            raise CheckpointError(f"{name} is {type(tensor).__name__}, not a tensor: put it into the state")
+
+
+def encode_state(state: Mapping[str, Any], iteration: int) -> str:
+    """The state as JSON. Raises CheckpointError."""
+    try:
+        return json.dumps(dict(state), indent=2, sort_keys=True) + "\n"
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state of {directory_name(iteration)} is not JSON: {error}") from error
 
 
 def _open_staging(root: Path, iteration: int) -> Path:
@@ -83,23 +127,21 @@ def _open_staging(root: Path, iteration: int) -> Path:
     return staging
 
 
-def _check_types(tensors: Mapping[str, torch.Tensor | TensorShard]) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor | TensorShard):
-            raise CheckpointError(f"{name} is {type(tensor).__name__}, not a tensor: put it into the state")
-
-
-def _write_tensors(staging: Path, tensors: Mapping[str, torch.Tensor | TensorShard], ranks: RankGroup) -> None:
-    """Write every rank's slices and `.metadata`, synced. Collective."""
-    with workspace_errors(staging), _first_failure(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(
+def _write_tensors(
+    staging: Path, tensors: Mapping[str, torch.Tensor | TensorShard], ranks: RankGroup, progress: Callable[[], None]
+) -> dict[str, FileRecord]:
+    """Write every rank's slices and `.metadata`, synced; this rank's files of slices. Collective."""
+    writer = CheckpointWriter(staging, progress=progress)
+    with workspace_errors(staging), _first_failure():
+        # Beneath torch's `save`, whose warning about a single process could only be silenced for all threads at once.
+        _save_state_dict(
             dict(tensors),
-            storage_writer=_Writer(staging, sync_files=True),
+            storage_writer=writer,
             planner=ShardSavePlanner(),
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )
+    return writer.records
 
 
 @contextlib.contextmanager
@@ -114,36 +156,14 @@ def _first_failure() -> Iterator[None]:
         raise CheckpointError(f"rank {rank} could not save its tensors: {type(cause).__name__}: {cause}") from error
 
 
-class _Writer(FileSystemWriter):
-    """Names no absolute path in the metadata, and reports a full disk as what it is."""
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Nothing: a checkpoint may be moved."""
-        return None
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's slices. Raises the OSError that torch's zip writer hides behind a RuntimeError."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # The context does not survive the way to the other ranks: raise the cause itself.
-            hidden = error.__context__
-            if isinstance(hidden, OSError):
-                raise hidden from None
-            raise
-
-
-def _finish_rank(staging: Path, state: Mapping[str, Any], rank: int) -> dict[str, FileRecord]:
-    """Size and hash of the files that this rank wrote; the first also writes the state."""
-    names = [path.name for path in staging.glob(f"__{rank}_*.distcp")]
-    if rank == 0:
-        try:
-            write_json(staging / STATE_NAME, dict(state))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"the state of {staging.name} is not JSON: {error}") from error
-        names += [METADATA_NAME, STATE_NAME]
+def _write_state(staging: Path, state: str) -> dict[str, FileRecord]:
+    """Write the state, synced; it and the metadata, which is written by then."""
     with workspace_errors(staging):
-        return {name: FileRecord.of(staging / name) for name in sorted(names)}
+        with open(staging / STATE_NAME, "w", encoding="utf-8") as file:
+            file.write(state)
+            file.flush()
+            os.fsync(file.fileno())
+        return {name: FileRecord.of(staging / name) for name in (METADATA_NAME, STATE_NAME)}
 
 
 def _publish(staging: Path, root: Path, marker: Marker) -> Path:

@@ -1,11 +1,26 @@
+import errno
 import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.format import FileRecord, Marker, checkpoint_directories, directory_name, iteration_of
+from megacore.checkpoint.format import (
+    MARKER_NAME,
+    FileRecord,
+    Marker,
+    checkpoint_directories,
+    directory_name,
+    iteration_of,
+    reading,
+)
+from megacore.checkpoint.lock import exclusive_lock
 from megacore.checkpoint.retain import apply_retention, remove_directory, remove_stale
+from megacore.errors import CheckpointError
 
 
 def make(root: Path, losses: dict[int, float | None]) -> None:
@@ -52,6 +67,92 @@ def test_the_only_complete_one_stays_though_newer_ones_are_damaged(tmp_path: Pat
 
 def test_nothing_to_keep_is_no_error(tmp_path: Path) -> None:
     assert apply_retention(tmp_path / "absent", keep_last=1) == []
+
+
+def test_what_another_process_reads_stays_until_it_has_read(tmp_path: Path) -> None:
+    make(tmp_path, {100: None, 200: None, 300: None})
+    script = """
+import sys
+from pathlib import Path
+from megacore.checkpoint.format import reading
+with reading(Path(sys.argv[1])):
+    print("reads", flush=True)
+    sys.stdin.readline()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / directory_name(100))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [directory_name(200)]
+        assert left(tmp_path) == [100, 300]
+        reader.communicate("\n", timeout=30)
+        assert reader.returncode == 0
+    assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [directory_name(100)]
+    assert left(tmp_path) == [300]
+
+
+def test_what_this_process_reads_stays_too(tmp_path: Path) -> None:
+    make(tmp_path, {100: None, 200: None})
+    with reading(tmp_path / directory_name(100)):
+        assert apply_retention(tmp_path, keep_last=1) == []
+        with reading(tmp_path / directory_name(100)):  # readers do not keep each other out
+            pass
+    assert left(tmp_path) == [100, 200]
+    assert len(apply_retention(tmp_path, keep_last=1)) == 1
+
+
+def test_a_reader_is_told_that_its_checkpoint_vanished(tmp_path: Path) -> None:
+    make(tmp_path, {100: None, 200: None})
+    directory = tmp_path / directory_name(100)
+
+    def replace() -> None:
+        with reading(directory):
+            remove_directory(directory)
+            make(tmp_path, {100: 1.0})
+
+    with pytest.raises(CheckpointError, match="iter_0000100 was deleted or replaced while it was opened or read"):
+        replace()
+    remove_directory(directory)
+    with pytest.raises(CheckpointError, match=r"iter_0000100 has no complete\.json"), reading(directory):
+        pass
+
+
+def test_a_reader_that_waited_for_the_deletion_is_told(tmp_path: Path) -> None:
+    """It has opened the marker, and the lock comes free when the checkpoint is gone."""
+    make(tmp_path, {100: None})
+    directory = tmp_path / directory_name(100)
+    met: list[str] = []
+
+    def read() -> None:
+        try:
+            with reading(directory):
+                met.append("nothing")
+        except CheckpointError as error:
+            met.append(str(error))
+
+    with exclusive_lock(directory / MARKER_NAME) as unread:
+        assert unread
+        reader = threading.Thread(target=read)
+        reader.start()
+        time.sleep(0.2)
+        assert met == []
+        remove_directory(directory)
+    reader.join(10)
+    assert len(met) == 1
+    assert "was deleted or replaced" in met[0]
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, {100: None, 200: None})
+
+    def flock(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert len(apply_retention(tmp_path, keep_last=1)) == 1
+    assert "file system without locks: it may be deleted while it is read" in caplog.text
 
 
 def test_deletion_that_is_interrupted_leaves_nothing_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megacore.checkpoint.format import Marker, latest_complete, read_tracker, verify
 from megacore.checkpoint.load import load_checkpoint, names_of_all, read_tensors, tensor_shapes
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.write import CheckpointWriter
 from megacore.errors import CheckpointError, WorkspaceError
 from tests._dist import run_distributed
 
@@ -158,14 +158,14 @@ def test_state_must_be_json_and_tensors_tensors(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def full_disk(self: FileSystemWriter, *args: Any) -> Any:
+def full_disk(self: CheckpointWriter, *args: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
 
 
 def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path, 1, example(), STATE)
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(FileSystemWriter, "write_data", full_disk)
+    monkeypatch.setattr(CheckpointWriter, "write_data", full_disk)
     with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
         save_checkpoint(tmp_path, 2, example(), STATE)
     assert sorted(tmp_path.rglob("*")) == before
@@ -242,15 +242,15 @@ def rectangles(tensor: Tensor | TensorShard) -> list[tuple[tuple[int, ...], Tens
 
 
 def failing_save(root: Path, write: Any, tensors: dict[str, Any] | None = None) -> tuple[str, str]:
-    original = FileSystemWriter.write_data
+    original = CheckpointWriter.write_data
     if write is not None:
-        FileSystemWriter.write_data = write  # type: ignore[method-assign]
+        CheckpointWriter.write_data = write  # type: ignore[method-assign]
     try:
         save_checkpoint(root, 3, tensors or example(), STATE)
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
-        FileSystemWriter.write_data = original  # type: ignore[method-assign]
+        CheckpointWriter.write_data = original  # type: ignore[method-assign]
     return "nothing", ""
 
 

@@ -1,0 +1,192 @@
+"""One rank of `benchmarks.checkpoint`: goes through the rounds with its peers; the first writes the results."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.checkpoint.background import CheckpointSaver, SaveFinished
+from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.load import load_checkpoint
+from megacore.checkpoint.staging import Shares, pieces_of
+from megacore.checkpoint.together import verify_together
+
+KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+LAYERS = 12
+BLOCK = 8 << 20
+
+
+def model_state(hidden: int, vocabulary: int) -> dict[str, Tensor]:
+    """Weights and moments of a GPT of 12 layers, fp32, under the names of a checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {"word": (vocabulary, hidden), "position": (1024, hidden)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"layers.{layer}.qkv.weight": (3 * hidden, hidden),
+            f"layers.{layer}.qkv.bias": (3 * hidden,),
+            f"layers.{layer}.dense.weight": (hidden, hidden),
+            f"layers.{layer}.dense.bias": (hidden,),
+            f"layers.{layer}.up.weight": (4 * hidden, hidden),
+            f"layers.{layer}.up.bias": (4 * hidden,),
+            f"layers.{layer}.down.weight": (hidden, 4 * hidden),
+            f"layers.{layer}.down.bias": (hidden,),
+            **{f"layers.{layer}.{norm}.{what}": (hidden,) for norm in ("first", "second") for what in ("w", "b")},
+        }
+    return {f"{kind}.{name}": torch.rand(shape) for kind in KINDS for name, shape in shapes.items()}
+
+
+class Rank:
+    """What a rank does in a round; every method is called by all ranks at the same time."""
+
+    def __init__(self, directory: Path, options: Mapping[str, Any]) -> None:
+        self.directory, self.options = directory, options
+        self.ranks = RankGroup(None)
+        self.state = model_state(options["hidden"], options["vocabulary"])
+        shares = Shares(self.ranks)
+        shares.decide(self.state)
+        self.own = pieces_of(shares.own(self.state))
+        self.total = shares.total_bytes
+        self.savers = {
+            kind: CheckpointSaver(
+                directory / f"run-{kind}", asynchronous=kind == "asynchronous", keep_last=1, keep_best=False
+            )
+            for kind in ("synchronous", "asynchronous")
+        }
+        self.iteration = 0
+        self.net = nn.Sequential(*(nn.Linear(options["width"], options["width"]) for _ in range(6)))
+        self.batch = torch.rand(256, options["width"])
+
+    def timed(self, action: Callable[[], object]) -> float:
+        """Seconds until the slowest rank has done it."""
+        self.together()
+        began = time.perf_counter()
+        action()
+        return self.slowest(time.perf_counter() - began)
+
+    def together(self) -> None:
+        """Wait for the others."""
+        if self.ranks.distributed:
+            dist.barrier()
+
+    def slowest(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        return max(self.ranks.everywhere(lambda: value))
+
+    def plain_copy(self) -> None:
+        """Write this rank's share of the bytes into one file, and sync it."""
+        with open(self.directory / f"plain-{self.ranks.rank}", "wb", buffering=0) as file:
+            for piece in self.own.values():
+                rest = memoryview(piece.numpy().reshape(-1).view("u1"))  # type: ignore[arg-type]
+                while rest:
+                    rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+    def save(self, kind: str) -> tuple[float, SaveFinished]:
+        """A checkpoint from beginning to end with nothing beside it; seconds that `save` took, and what came of it."""
+        self.iteration += 1
+        saver = self.savers[kind]
+        self.together()
+        started = saver.save(self.iteration, self.state, {}, validation_loss=None)
+        finished = saver.wait()
+        assert finished is not None, "a save ends with a result or raises"
+        return self.slowest(started.stall_seconds), finished
+
+    def step(self) -> float:
+        """Seconds of one training step of a small model, its gradient summed over the ranks."""
+        began = time.perf_counter()
+        self.net(self.batch).square().mean().backward()
+        if self.ranks.distributed:
+            for parameter in self.net.parameters():
+                dist.all_reduce(parameter.grad)
+        return time.perf_counter() - began
+
+    def steps_beside(self) -> tuple[float, float]:
+        """Mean seconds of a step alone, and of those beside a save."""
+        count = self.options["steps"]
+        alone = [self.step() for _ in range(count)]
+        self.iteration += 1
+        self.savers["asynchronous"].save(self.iteration, self.state, {}, validation_loss=None)
+        beside: list[float] = []
+        # As many on every rank, as the save is over on all at nearly the same time.
+        while len(beside) < 4 or any(self.ranks.everywhere(lambda: self.savers["asynchronous"].progress() is not None)):
+            beside += [self.step() for _ in range(4)]
+        self.savers["asynchronous"].wait()
+        return sum(alone) / len(alone), sum(beside) / len(beside)
+
+    def round(self) -> dict[str, float]:
+        """Everything once."""
+        copy = self.timed(self.plain_copy)
+        cold = self.timed(self.plain_read)
+        (self.directory / f"plain-{self.ranks.rank}").unlink()
+        _, synchronous = self.save("synchronous")
+        stall, asynchronous = self.save("asynchronous")
+        drop_caches(asynchronous.path) if self.ranks.rank == 0 else None
+        verify = self.timed(lambda: verify_together(asynchronous.path, self.ranks))
+        load = self.timed(lambda: load_checkpoint(asynchronous.path, self.state))
+        alone, beside = self.steps_beside()
+        return {
+            "copy": copy,
+            "read": cold,
+            "synchronous": self.slowest(synchronous.seconds),
+            "asynchronous": self.slowest(asynchronous.seconds),
+            "stall": stall,
+            "verify": verify,
+            "load": load,
+            "step": self.slowest(alone),
+            "step beside": self.slowest(beside),
+        }
+
+    def plain_read(self) -> None:
+        """Read this rank's file from the disk."""
+        path = self.directory / f"plain-{self.ranks.rank}"
+        _drop(path)
+        block = bytearray(BLOCK)
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+    def close(self) -> None:
+        """Give everything back."""
+        for saver in self.savers.values():
+            saver.close()
+
+
+def drop_caches(directory: Path) -> None:
+    """Let the files of a directory come from the disk again."""
+    for path in directory.iterdir():
+        _drop(path)
+
+
+def _drop(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    """Go through the rounds; the first is not reported: buffers and the system's caches are allocated in it."""
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(options["threads"])
+    if options["ranks"] > 1:
+        dist.init_process_group("gloo")
+    directory = Path(options["directory"])
+    rank = Rank(directory, options)
+    rounds = [rank.round() for _ in range(options["rounds"] + 1)][1:]
+    rank.close()
+    if rank.ranks.rank == 0:
+        (directory / "results.json").write_text(json.dumps({"bytes": rank.total, "rounds": rounds}))
+        for kind in rank.savers:
+            shutil.rmtree(directory / f"run-{kind}")
+    if rank.ranks.distributed:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Saving and loading a checkpoint beside a plain copy of the same bytes on the same disk, and what training waits for.
+
+    python -m benchmarks.checkpoint [--directory DIR] [--ranks 1 2] [--rounds 5] [--hidden 768]
+
+Ranks are data-parallel replicas: together they write each byte once, and each of them loads the whole. In every round,
+one after another: the bytes are written to a plain file and synced, and read again from the disk; saved, training
+waiting; saved beside the training; verified and loaded, from the disk again; and steps of a small model are made alone
+and beside a save. Ratios are taken within a round, and medians over the rounds are printed. The last line is the
+verdict; a missed goal ends the command with status 1. `--smoke` goes through all of it with a few megabytes and judges
+nothing.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megacore.launch.torchrun import rank_environment
+
+STALL_GOAL = 0.05
+"""Of the time of a save for which training waits: most that a save beside it may hold it up."""
+BANDWIDTH_GOAL = 0.7
+"""Of a plain copy's: least of a save, and of a load with verification."""
+
+
+def measure(ranks: int, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Run the ranks in `directory`; what the first wrote."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    values = {
+        "directory": str(directory),
+        "ranks": ranks,
+        "threads": threads,
+        "rounds": 1 if options.smoke else options.rounds,
+        "hidden": 32 if options.smoke else options.hidden,
+        "vocabulary": 1024 if options.smoke else 50304,
+        "width": 64 if options.smoke else 1024,
+        "steps": 20,
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks._checkpoint_rank", json.dumps(values)],
+            env={
+                **os.environ,
+                **rank_environment(threads),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise SystemExit(f"{ranks} ranks ended with {codes}: their errors are above")
+    results: dict[str, Any] = json.loads((directory / "results.json").read_text(encoding="utf-8"))
+    return results
+
+
+def ratios(ranks: int, rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over the rounds. A load's bytes are those that all ranks fill: each holds the whole state."""
+    taken = {
+        "save": [each["copy"] / each["synchronous"] for each in rounds],
+        "asynchronous": [each["copy"] / each["asynchronous"] for each in rounds],
+        "load": [ranks * each["copy"] / (each["verify"] + each["load"]) for each in rounds],
+        "load to read": [ranks * each["read"] / (each["verify"] + each["load"]) for each in rounds],
+        "stall": [each["stall"] / each["synchronous"] for each in rounds],
+        "step": [each["step beside"] / each["step"] for each in rounds],
+    }
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def table(results: dict[int, dict[str, Any]]) -> list[str]:
+    """Rows of Markdown."""
+    rows = [
+        "| ranks | GiB | plain copy (s) | plain read (s) | save (s) | to the copy | asynchronous save (s) | stall (s) "
+        "| of the save | step beside a save | verify + load (s) | to the copy | to the read |",
+        "| ---: |" + " ---: |" * 12,
+    ]
+    for ranks, result in results.items():
+        rounds, found = result["rounds"], ratios(ranks, result["rounds"])
+        seconds = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        cells = [
+            str(ranks),
+            f"{result['bytes'] / 2**30:.2f}",
+            f"{seconds['copy']:.2f}",
+            f"{seconds['read']:.2f}",
+            f"{seconds['synchronous']:.2f}",
+            f"{found['save']:.2f}",
+            f"{seconds['asynchronous']:.2f}",
+            f"{seconds['stall']:.3f}",
+            f"{found['stall']:.1%}",
+            f"{found['step']:.2f} x",
+            f"{seconds['verify']:.2f} + {seconds['load']:.2f}",
+            f"{found['load']:.2f}",
+            f"{found['load to read']:.2f}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def misses(results: dict[int, dict[str, Any]]) -> list[str]:
+    """Goals that were not reached."""
+    missed = []
+    for ranks, result in results.items():
+        found = ratios(ranks, result["rounds"])
+        if found["stall"] >= STALL_GOAL:
+            missed.append(f"{ranks} ranks: stall {found['stall']:.1%} of a save, goal under {STALL_GOAL:.0%}")
+        missed += [
+            f"{ranks} ranks: {name} at {found[name]:.2f} of the copy's bandwidth, goal {BANDWIDTH_GOAL}"
+            for name in ("save", "load")
+            if found[name] < BANDWIDTH_GOAL
+        ]
+    return missed
+
+
+def main() -> None:
+    """Measure, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's for temporaries")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5, help="after one that is not reported")
+    parser.add_argument("--hidden", type=int, default=768, help="of 12 layers; 768 are 1.4 GiB with Adam's moments")
+    parser.add_argument("--smoke", action="store_true", help="a few megabytes, one round, no verdict")
+    options = parser.parse_args()
+    results = {}
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory(prefix="megacore-checkpoint-", dir=options.directory) as directory:
+            results[ranks] = measure(ranks, options, Path(directory))
+    sys.stdout.write("\n".join([*table(results), ""]))
+    if options.smoke:
+        sys.stdout.write("smoke: nothing is judged\n")
+        return
+    missed = misses(results)
+    sys.stdout.write(f"missed: {'; '.join(missed)}\n" if missed else "all goals reached\n")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

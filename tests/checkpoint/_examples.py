@@ -1,0 +1,22 @@
+"""Tensors of every form that a rank may hold."""
+
+import torch
+from torch import Tensor
+
+
+def example() -> dict[str, Tensor]:
+    """Large and small, contiguous and not, every position of its own value."""
+    return {
+        "model.large": torch.arange(700_000.0).view(700, 1000),
+        "model.turned": torch.arange(600_000.0).view(600, 1000).t(),
+        "model.part": torch.arange(40.0).view(8, 5)[2:5, 1:3],
+        "model.half": torch.arange(7.0).to(torch.bfloat16),
+        "model.none": torch.zeros(0, 3),
+        "optimizer.step": torch.tensor(7),
+    }
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=0, atol=0)

@@ -1,0 +1,76 @@
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from megacore.checkpoint import write
+from megacore.checkpoint.format import Marker, verify
+from megacore.checkpoint.load import load_checkpoint, read_tensors
+from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.shard import TensorShard
+from megacore.errors import CheckpointError
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_part_of_any_form_into_any_form(tmp_path: Path, threads: int) -> None:
+    """Rows, columns and inner rectangles of tensors in row-major and in column-major order."""
+    whole = torch.arange(60.0).view(10, 6)
+    tensors = {"rows": whole, "turned": whole.t().contiguous().t(), "scalar": torch.tensor(3.0)}
+    path = save_checkpoint(tmp_path, 1, tensors, {})
+    corners = {(0, 0): (4, 6), (4, 1): (3, 2), (9, 5): (1, 1), (2, 0): (8, 1)}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name in ("rows", "turned"):
+            for (row, column), (rows, columns) in corners.items():
+                for target in (torch.zeros(rows, columns), torch.zeros(columns, rows).t()):
+                    shard = TensorShard(whole.shape, whole.dtype, {torch.Size((row, column)): target})
+                    wanted = {name: shard, "scalar": torch.tensor(0.0)}
+                    load_checkpoint(path, wanted, expected=tensors.keys())
+                    assert torch.equal(target, whole[row : row + rows, column : column + columns])
+                    assert wanted["scalar"] == 3.0
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_large_share_is_divided_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "LEAST_FILE_BYTES", 4000)
+    tensors = {f"model.{n}": torch.full((10 * n,), float(n)) for n in range(1, 31)}
+    path = save_checkpoint(tmp_path, 1, tensors, {})
+    sizes = [record.size for name, record in Marker.read(path).files.items() if name.endswith(".distcp")]
+    assert 5 <= len(sizes) <= write.MOST_FILES
+    assert verify(path).iteration == 1
+    read = read_tensors(path)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def damaged(tmp_path: Path, change: object) -> Path:
+    path = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(40, 3)}, {})
+    (shard,) = path.glob("*.distcp")
+    if isinstance(change, torch.Tensor):
+        torch.save(change, shard)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    length = shard.stat().st_size if change != "long" else 1 << 40
+    metadata.storage_data = {index: _StorageInfo(shard.name, 0, length) for index in metadata.storage_data}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if change == "short":
+        shard.write_bytes(shard.read_bytes()[:300])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (torch.ones(40, 3, dtype=torch.float64), r"holds \[40, 3\] torch.float64 of model.w, and its metadata says"),
+        (torch.ones(39, 3), r"cannot be read"),
+        (torch.ones(40, 3).to_sparse(), r"cannot be read"),
+        ("short", r"cannot be read"),
+        ("long", r"cannot be read"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path: Path, change: object, message: str) -> None:
+    path = damaged(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path, {"model.w": torch.zeros(40, 3)})

@@ -1,0 +1,154 @@
+"""No file that the package reads can execute anything: a malicious one of each kind is planted, and refused."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from megacore.artifact.manifest import MANIFEST_NAME, Manifest
+from megacore.checkpoint.format import MARKER_NAME, STATE_NAME, Marker, read_state
+from megacore.checkpoint.save import save_checkpoint
+from megacore.convert.hf_directory import open_hf
+from megacore.convert.inert import load_inert
+from megacore.convert.source import CheckpointTensors
+from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.map_files import load_map
+from megacore.errors import MegacoreError
+from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, load_tokenizer
+
+HF_CONFIG = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 64,
+    "n_positions": 16,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+}
+
+
+class Payload:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def pickled(path: Path, payload: Payload) -> None:
+    """A plain pickle, whatever the file's name."""
+    path.write_bytes(pickle.dumps(payload, protocol=2))
+
+
+def zipped(path: Path, payload: Payload) -> None:
+    """Torch's form, the payload beside a tensor."""
+    torch.save({"w": torch.ones(3), "x": payload}, path)
+
+
+def legacy(path: Path, payload: Payload) -> None:
+    """Torch's form before 1.6."""
+    torch.save({"w": torch.ones(3), "x": payload}, path, _use_new_zipfile_serialization=False)
+
+
+def array(path: Path, payload: Payload) -> None:
+    """NumPy's form, of objects."""
+    np.save(path, np.array([payload], dtype=object), allow_pickle=True)
+
+
+def hf(directory: Path) -> Any:
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG))
+    return open_hf(directory)[2]["embedding.word.weight"]
+
+
+def hf_of_several(directory: Path) -> Any:
+    index = {"weight_map": {"wte.weight": "pytorch_model-00001-of-00001.bin"}}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return hf(directory)
+
+
+def tokenizer(directory: Path) -> Any:
+    if not (directory / TOKENIZER_CONFIG_NAME).exists():
+        (directory / TOKENIZER_CONFIG_NAME).write_text('{"eos_token": "<|endoftext|>"}')
+    return load_tokenizer(directory)
+
+
+Plant = Callable[[Path, Payload], None]
+Read = Callable[[Path], Any]
+CASES: list[tuple[str, Plant, Read]] = [
+    ("pytorch_model.bin", pickled, hf),
+    ("pytorch_model.bin", zipped, hf),
+    ("pytorch_model.bin", legacy, hf),
+    ("pytorch_model-00001-of-00001.bin", zipped, hf_of_several),
+    ("pytorch_model.bin.index.json", pickled, hf),
+    ("model.safetensors", pickled, hf),
+    ("model.safetensors", zipped, hf),
+    ("model.safetensors.index.json", pickled, hf),
+    ("model_optim_rng.pt", pickled, lambda directory: load_inert(directory / "model_optim_rng.pt")),
+    ("model_optim_rng.pt", zipped, lambda directory: load_inert(directory / "model_optim_rng.pt")),
+    ("mp_rank_00_model_states.pt", legacy, lambda directory: load_inert(directory / "mp_rank_00_model_states.pt")),
+    ("document_index.npy", pickled, lambda directory: load_map(directory / "document_index.npy")),
+    ("document_index.npy", array, lambda directory: load_map(directory / "document_index.npy")),
+    ("tokens.idx", pickled, lambda directory: IndexedDataset(directory / "tokens")),
+    ("tokenizer.json", pickled, tokenizer),
+    ("tokenizer.model", pickled, tokenizer),
+    (TOKENIZER_CONFIG_NAME, pickled, tokenizer),
+    (STATE_NAME, pickled, read_state),
+    (MARKER_NAME, pickled, Marker.read),
+    (MANIFEST_NAME, pickled, Manifest.read),
+]
+
+
+@pytest.mark.parametrize(("name", "plant", "read"), CASES, ids=[f"{case[0]}-{case[1].__name__}" for case in CASES])
+def test_a_planted_file_is_refused_and_not_run(tmp_path: Path, name: str, plant: Plant, read: Read) -> None:
+    trap = tmp_path / "executed"
+    directory = tmp_path / "files"
+    directory.mkdir()
+    plant(directory / name, Payload(trap))
+    with pytest.raises(MegacoreError) as caught:
+        read(directory)
+    assert name in str(caught.value), "the file is named"
+    assert not trap.exists(), "the pickle was executed"
+
+
+@pytest.mark.parametrize("plant", [pickled, zipped, legacy, array])
+def test_the_payloads_would_work(tmp_path: Path, plant: Plant) -> None:
+    trap, path = tmp_path / "executed", tmp_path / "file.npy"
+    plant(path, Payload(trap))
+    if plant is pickled:
+        pickle.loads(path.read_bytes())
+    elif plant is array:
+        np.load(path, allow_pickle=True)
+    else:
+        torch.load(path, weights_only=False)
+    assert trap.is_dir()
+
+
+def test_a_checkpoint_that_is_converted(tmp_path: Path) -> None:
+    """Conversion reads the archives of a checkpoint by a reader of its own."""
+    trap = tmp_path / "executed"
+    checkpoint = save_checkpoint(tmp_path / "root", 1, {"model.w": torch.ones(4, 3)}, {})
+    (shard,) = checkpoint.glob("*.distcp")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(shard) as old, zipfile.ZipFile(buffer, "w") as new:
+        for item in old.infolist():
+            is_pickle = item.filename.endswith("data.pkl")
+            new.writestr(item.filename, pickle.dumps(Payload(trap), 2) if is_pickle else old.read(item.filename))
+    shard.write_bytes(buffer.getvalue())
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    whole = _StorageInfo(shard.name, 0, shard.stat().st_size)
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, whole)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MegacoreError, match="cannot be read"):
+        CheckpointTensors(checkpoint)["w"]
+    assert not trap.exists()
