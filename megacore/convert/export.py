@@ -1,6 +1,6 @@
 """The stage: one checkpoint to a transformers directory that has passed the gate."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megacore
 from megacore.artifact.files import workspace_errors, write_json
-from megacore.checkpoint.format import verify
+from megacore.checkpoint.format import reading, verify
 from megacore.convert.exportable import exportable
 from megacore.convert.forms import form_of
 from megacore.convert.hf_export import copy_tokenizer, write_model
@@ -40,11 +40,12 @@ REPORT_NAME = "parity.json"
 SAMPLE_NAME = "sample.txt"
 
 
-def export(job: ConvertJob) -> ParityReport:
+def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) -> ParityReport:
     """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
 
     The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate fails its report is
-    also left in `job.exit_directory`, because a failed stage's output is discarded.
+    also left in `job.exit_directory`, because a failed stage's output is discarded. `beat` is told each phase, and of
+    the long ones each tensor and each batch.
 
     Raises:
         ConversionError: the model has no counterpart, or the export differs from it.
@@ -53,11 +54,15 @@ def export(job: ConvertJob) -> ParityReport:
     """
     exportable(job.config)
     output, directory = Path(job.output_directory), Path(job.output_directory) / MODEL_DIRECTORY
-    marker = verify(Path(job.checkpoint))
-    tensors = CheckpointTensors(Path(job.checkpoint))
     found, form = form_of(job.spec)
-    write_export(directory, job, tensors)
-    report, exported = pass_gate(job, load_weights(job.spec, tensors, _device()))
+    with reading(Path(job.checkpoint)):
+        beat("verify")
+        marker = verify(Path(job.checkpoint))
+        tensors = _Told(CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights"))
+        write_export(directory, job, tensors)
+        model = load_weights(job.spec, tensors, _device())
+    report, exported = pass_gate(job, model, beat)
+    beat("sample")
     table = form.key_map(job.spec)
     card = model_card(
         job.config,
@@ -83,6 +88,23 @@ def export(job: ConvertJob) -> ParityReport:
     return report
 
 
+class _Told(Mapping[str, Tensor]):
+    """Tensors of which each look-up is told first."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], tell: Callable[[], None]) -> None:
+        self._tensors, self._tell = tensors, tell
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._tell()
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]) -> None:
     """Write weights, configuration and tokenizer; one tensor is in memory at a time.
 
@@ -92,7 +114,9 @@ def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]
     copy_tokenizer(Path(job.tokenizer_directory), directory, job.config.max_position_embeddings)
 
 
-def pass_gate(job: ConvertJob, model: Model) -> tuple[ParityReport, Any]:
+def pass_gate(
+    job: ConvertJob, model: Model, beat: Callable[[str], None] = lambda phase: None
+) -> tuple[ParityReport, Any]:
     """Compare what transformers loads from the job's output with `model`, and write `parity.json`.
 
     The weights of `model` are rounded to the export's type. Returns the report and the loaded model.
@@ -101,9 +125,11 @@ def pass_gate(job: ConvertJob, model: Model) -> tuple[ParityReport, Any]:
     """
     config = job.config.export
     directory = Path(job.output_directory) / MODEL_DIRECTORY
+    beat("load the export")
     exported, tokenizer = load_exported(directory), load_exported_tokenizer(directory)
     device = next(model.parameters()).device
-    samples = samples_of(job, device)
+    beat("compare")
+    samples = samples_of(job, device, lambda: beat("compare perplexities"))
     report = ParityReport(config.parity_tolerance, config.dtype, perplexity_split=samples.split)
     pair = Pair(job.spec, form_of(job.spec)[1], model, exported.to(device))
     compare_tokenizers(

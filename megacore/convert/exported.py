@@ -9,7 +9,7 @@ from typing import Any
 import megacore
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
-from megacore.checkpoint.format import MARKER_NAME, Marker, verify
+from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
 from megacore.convert.adopt import tokenizer_size
 from megacore.convert.exportable import Dtype
@@ -76,7 +76,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
     """
     found, form = form_of(source.spec)
     table = form.key_map(source.spec)
-    with staged(output) as staging:
+    with reading(source.checkpoint), staged(output) as staging:
         write_model(staging, source.spec, CheckpointTensors(source.checkpoint), dtype=dtype)
         if source.tokenizer is not None:
             copy_tokenizer(source.tokenizer, staging, source.spec.max_position_embeddings)
@@ -102,7 +102,7 @@ def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int)
 
     spec = source.spec.model_copy(update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)})
     check_megatron(spec, tensor=tensor, pipeline=pipeline)
-    with staged(output) as staging:
+    with reading(source.checkpoint), staged(output) as staging:
         write_megatron(
             spec,
             CheckpointTensors(source.checkpoint),

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from megacore.config.model import Family, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert import hf_bert, hf_gpt2, hf_llama, hf_neox, hf_t5
@@ -154,12 +156,19 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
     values = FORMS[found.model_type].read_config(config)
     if found.family == "bert":
         values["bert_binary_head"] = bool(found.options["bert_binary_head"][0])
-    spec = ModelSpec(
-        family=found.family,
-        model=ModelConfig(**values),
-        vocab_size=config.get("vocab_size", int),
-        special_tokens=_special_tokens(config, found.family),
-    )
+    try:
+        spec = ModelSpec(
+            family=found.family,
+            model=ModelConfig(**values),
+            vocab_size=config.get("vocab_size", int),
+            special_tokens=_special_tokens(config, found.family),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConversionError(
+            f"{config.path} describes no model ({where} is {first['input']!r}: {first['msg']}): copy it again"
+        ) from error
     return counterpart(spec.family, spec.model), spec
 
 

@@ -35,7 +35,7 @@ def open_hf(directory: Path) -> tuple[Counterpart, ModelSpec, Mapping[str, Tenso
     found, spec = read_spec(HfConfig.read(directory))
     form = FORMS[found.model_type]
     table = form.key_map(spec)
-    return found, spec, _InFp32(table.ours(HfTensors(directory, form, table)))
+    return found, spec, _InFp32(table.ours(HfTensors(directory, form, table), str(directory)))
 
 
 class HfTensors(Mapping[str, Tensor]):

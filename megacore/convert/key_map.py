@@ -117,7 +117,7 @@ class KeyMap:
         """
         _check_names(ours, self.our_shapes, "the checkpoint")
         for entry in self.entries:
-            parts = list(entry.layout.split(_taken(ours, entry.ours, entry.shape)))
+            parts = list(entry.layout.split(_taken(ours, entry.ours, entry.shape, "the checkpoint")))
             assert len(parts) == len(entry.theirs), f"layout of {entry.ours} gives {len(parts)} tensors"
             for name in entry.theirs:
                 yield name, parts.pop(0)  # once it is taken nothing here keeps it
@@ -129,26 +129,29 @@ class KeyMap:
         """
         yield from self.ours(theirs).items()
 
-    def ours(self, theirs: Mapping[str, Tensor]) -> "Mapping[str, Tensor]":
+    def ours(self, theirs: Mapping[str, Tensor], where: str = "the transformers model") -> "Mapping[str, Tensor]":
         """Our tensors by name, contiguous, in the table's order; each is made when it is asked for.
+
+        `where` is what errors call the other form.
 
         Raises ConversionError when `theirs` misses a name or has one the table does not know; a wrong shape raises it
         when the tensor is asked for.
         """
-        _check_names(theirs, self.their_shapes, "the transformers model")
-        return _Ours(self, theirs)
+        _check_names(theirs, self.their_shapes, where)
+        return _Ours(self, theirs, where)
 
 
 class _Ours(Mapping[str, Tensor]):
     """Tensors of ours, each merged from the other form's when it is asked for."""
 
-    def __init__(self, table: KeyMap, theirs: Mapping[str, Tensor]) -> None:
-        self._table, self._theirs = table, theirs
+    def __init__(self, table: KeyMap, theirs: Mapping[str, Tensor], where: str) -> None:
+        self._table, self._theirs, self._where = table, theirs, where
         self._entries = {entry.ours: entry for entry in table.entries}
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        parts = tuple(_taken(self._theirs, part, self._table.their_shapes[part]) for part in entry.theirs)
+        shapes = self._table.their_shapes
+        parts = tuple(_taken(self._theirs, part, shapes[part], self._where) for part in entry.theirs)
         tensor = entry.layout.merge(parts)
         assert tuple(tensor.shape) == entry.shape, f"layout of {name} gives {tuple(tensor.shape)}"
         return tensor.contiguous()
@@ -177,11 +180,11 @@ def _check_names(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape], w
         )
 
 
-def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape) -> Tensor:
+def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape, where: str) -> Tensor:
     tensor = tensors[name]
     if tuple(tensor.shape) != shape:
         raise ConversionError(
-            f"{name} has shape {tuple(tensor.shape)} where the configuration says {shape}: "
+            f"{where}: {name} has shape {tuple(tensor.shape)} where the configuration says {shape}: "
             f"give the configuration the model was trained with"
         )
     return tensor

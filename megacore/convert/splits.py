@@ -1,6 +1,6 @@
 """The samples on which an export is compared with the model."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -39,8 +39,11 @@ class Samples:
         return [[token for token in row[:length].tolist() if token >= 0] for row in self.rows]
 
 
-def samples_of(job: ConvertJob, device: torch.device | str) -> Samples:
-    """The samples of a run. Raises DataFormatError when its validation split has none."""
+def samples_of(job: ConvertJob, device: torch.device | str, on_batch: Callable[[], None] = lambda: None) -> Samples:
+    """The samples of a run; `on_batch` is called before each batch is read.
+
+    Raises DataFormatError when its validation split has none.
+    """
     rules = _rules(job)
     rows = validation_rows(job)
     split, test = "test", _open(job, "test")
@@ -50,7 +53,7 @@ def samples_of(job: ConvertJob, device: torch.device | str) -> Samples:
         rows,
         to_device(rules.read(torch.from_numpy(rows)), device),
         split,
-        lambda: _batches(job, test, rules, device),
+        lambda: _batches(job, test, rules, device, on_batch),
     )
 
 
@@ -87,11 +90,14 @@ def _open(job: ConvertJob, split: str) -> Dataset:
     )
 
 
-def _batches(job: ConvertJob, dataset: Dataset, rules: InputRules, device: torch.device | str) -> Iterator[ModelInput]:
+def _batches(
+    job: ConvertJob, dataset: Dataset, rules: InputRules, device: torch.device | str, on_batch: Callable[[], None]
+) -> Iterator[ModelInput]:
     limit = job.config.export.max_test_samples
     count = len(dataset) if limit is None else min(limit, len(dataset))
     size = max(1, _LOGITS // (job.config.data.seq_length * job.spec.padded_vocab_size))
     for numbers in _grouped(range(count), size):
+        on_batch()
         rows = torch.from_numpy(np.ascontiguousarray(dataset.gather(numbers), dtype=np.int64))
         yield to_device(rules.read(rows), device)
 

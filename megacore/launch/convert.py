@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from megacore.errors import ConfigError
 from megacore.launch.job import ConvertJob
-from megacore.launch.rank import run_rank
+from megacore.launch.rank import begin_heartbeat, run_rank
+from megacore.observe.heartbeat import ENDED
 
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -28,13 +29,15 @@ def convert_checkpoint(job: ConvertJob) -> None:
     """
     if job.ranks != 1:
         raise ConfigError(f"a conversion was asked to run on {job.ranks} ranks: it takes 1")
+    heartbeat = begin_heartbeat(job)
     os.environ.update(_OFFLINE)
     import torch
 
     from megacore.convert.export import export
 
     torch.set_num_threads(job.threads_per_rank)
-    export(job)
+    export(job, heartbeat.beat)
+    heartbeat.beat(ENDED)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

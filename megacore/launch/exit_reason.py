@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -12,7 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megacore.artifact.files import workspace_errors, write_json
-from megacore.errors import ERROR_TYPES, MegacoreError, RankLostError, TrainingError
+from megacore.errors import (
+    ERROR_TYPES,
+    MegacoreError,
+    MemoryExhaustedError,
+    RankLostError,
+    TrainingError,
+    TrainingStoppedError,
+)
 
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
@@ -49,38 +57,68 @@ class ExitReason:
         name = next(base.__name__ for base in type(typed).__mro__ if base.__name__ in ERROR_TYPES)
         return cls(rank, name, str(typed), time.time(), secondary)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the rank only did what it was asked to, and all others with it."""
+        return issubclass(ERROR_TYPES.get(self.error, MegacoreError), TrainingStoppedError)
+
     def exception(self) -> MegacoreError:
-        """The typed error, its message naming the rank."""
-        return ERROR_TYPES.get(self.error, MegacoreError)(f"rank {self.rank}: {self.message}")
+        """The typed error, its message naming the rank unless all of them stopped on request."""
+        text = self.message if self.stopped else f"rank {self.rank}: {self.message}"
+        return ERROR_TYPES.get(self.error, MegacoreError)(text)
 
 
 @contextlib.contextmanager
 def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
     """Write `rank_<rank>.json` into `directory` for any exception of the block, then exit with the error's code.
 
-    The traceback goes to stderr. SystemExit and KeyboardInterrupt pass: they are not the rank's own failure.
+    The traceback goes to stderr. SystemExit and KeyboardInterrupt pass: they are not the rank's own failure. Training
+    that stopped on request is no failure: TrainingStoppedError ends the block, one line of it goes to stderr, and the
+    rank goes on to its end with code 0, unless its reason cannot be written: nobody would know that it stopped.
     """
     try:
         yield
+    except TrainingStoppedError as stop:
+        sys.stderr.write(f"{_one_line(stop)}\n")
+        if not _write_or_say(directory, rank, stop):
+            raise SystemExit(stop.exit_code) from stop
     except Exception as error:
         traceback.print_exception(error)
-        reason = ExitReason.of(rank, error)
-        path = Path(directory) / f"rank_{rank}.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, asdict(reason))
-        except (OSError, MegacoreError) as unwritable:  # a full disk may be the very reason
-            traceback.print_exception(unwritable)
-        raise SystemExit(ERROR_TYPES[reason.error].exit_code) from error
+        _write_or_say(directory, rank, error)
+        raise SystemExit(ERROR_TYPES[ExitReason.of(rank, error).error].exit_code) from error
+
+
+def write_reason(directory: Path | str, rank: int, error: BaseException) -> None:
+    """Write why `rank` ends as `rank_<rank>.json` into `directory`, which is made, atomically.
+
+    Raises:
+        WorkspaceError: the file cannot be written.
+    """
+    path = Path(directory) / f"rank_{rank}.json"
+    with workspace_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(ExitReason.of(rank, error)))
+
+
+def _write_or_say(directory: Path | str, rank: int, error: BaseException) -> bool:
+    try:
+        write_reason(directory, rank, error)
+    except (OSError, MegacoreError) as unwritable:  # a full disk may be the very reason
+        traceback.print_exception(unwritable)
+        return False
+    return True
 
 
 def read_reasons(directory: Path) -> list[ExitReason]:
-    """The reasons in `directory`: those of ranks that failed by themselves first, then by time."""
+    """The reasons in `directory`, by time; those of ranks that failed by themselves come first.
+
+    Then those of ranks that stopped on request, at last those of ranks that only noticed that another one was gone.
+    """
     reasons = []
     for path in directory.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):  # torn by the same crash: no reason then
             reasons.append(ExitReason(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(reasons, key=lambda reason: (reason.secondary, reason.time, reason.rank))
+    return sorted(reasons, key=lambda reason: (reason.secondary, reason.stopped, reason.time, reason.rank))
 
 
 def die_with_parent() -> None:
@@ -101,7 +139,7 @@ def _typed(error: BaseException) -> tuple[MegacoreError, bool]:
     if isinstance(error, MegacoreError):
         return error, False
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return TrainingError(
+        return MemoryExhaustedError(
             f"out of memory ({_one_line(error)}): lower train.micro_batch_size or data.seq_length, "
             "or set train.recompute: full"
         ), False

@@ -11,6 +11,10 @@ guard is a subreaper: whatever its command starts stays its descendant, however 
   (a PR_SET_PDEATHSIG of its own would watch the parent's thread instead of the parent),
 * the command itself ends and leaves something behind.
 
+On SIGUSR1, by which a scheduler says that it will soon take the machine back, it ends nothing: it passes the signal on,
+once, to each process below it that catches it, also to those that begin to later, and waits for the command's end. Who
+does not catch it (torchrun, for one) would die of it.
+
 It exits with the command's code, 128 + n for signal n. When the guard itself is killed by SIGKILL, the kernel kills
 the command (PR_SET_PDEATHSIG), and with it each rank that called `exit_reason.die_with_parent`; the supervisor, if it
 still lives, kills whatever else carries the job's mark in its environment.
@@ -61,7 +65,7 @@ def main(arguments: list[str]) -> int:
         except OSError as error:
             log.write(f"cannot start {options.command[0]}: {error.strerror}\n".encode())
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-    code = _wait(child, stop)
+    code = _wait(child, stop, _Notice())
     left = end_all(lambda: descendants(os.getpid()), options.grace, reap=lambda: _reap(child))
     code = child.returncode if child.returncode is not None else code
     if left or code is None:
@@ -70,10 +74,11 @@ def main(arguments: list[str]) -> int:
 
 
 class _StopRequest:
-    """Whether the command is to be ended; `wait` returns early when that changes or a child ends."""
+    """Whether the command is to be ended, or told that it soon will be; `wait` returns early when that changes."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.notice = False
         self._parent = os.getppid()
         self._watched = [0]
         self._wake, writer = os.pipe()
@@ -82,10 +87,14 @@ class _StopRequest:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in _STOP_SIGNALS:
             signal.signal(number, self._request)
+        signal.signal(signal.SIGUSR1, self._notify)
         signal.signal(signal.SIGCHLD, _ignore)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
+
+    def _notify(self, number: int, frame: FrameType | None) -> None:
+        self.notice = True
 
     def wait(self, seconds: float) -> None:
         ready, _, _ = select.select([self._wake, *self._watched], [], [], seconds)
@@ -133,12 +142,38 @@ def _start(command: list[str], output: int, prctl: Callable[[int, int], None]) -
     )
 
 
-def _wait(child: subprocess.Popen[bytes], stop: _StopRequest) -> int | None:
+class _Notice:
+    """SIGUSR1, once to every process below this one that catches it."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def spread(self) -> None:
+        for pid in descendants(os.getpid()):
+            if pid not in self._told and catches(pid, signal.SIGUSR1):
+                self._told.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal; one without would die of it, or ignores it."""
+    try:
+        status = Path("/proc", str(pid), "status").read_text(errors="replace")
+    except OSError:  # it ended
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _wait(child: subprocess.Popen[bytes], stop: _StopRequest, notice: _Notice) -> int | None:
     """Until the command has ended or is to be ended; its code, or None."""
     while not stop.requested:
         _reap(child)
         if child.returncode is not None:
             return child.returncode
+        if stop.notice:
+            notice.spread()
         stop.wait(0.5)
     return None
 

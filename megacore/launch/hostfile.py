@@ -9,8 +9,9 @@ from typing import Literal
 from megacore.errors import ConfigError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_HOST = re.compile(r"[\w.@-]+")
-"""A name or an IPv4 address, with or without a user; pdsh gives other characters a meaning of their own."""
+_HOST = re.compile(r"(?:\w[\w.-]*@)?\w[\w.-]*", re.ASCII)
+"""A name or an IPv4 address, with or without a user: pdsh gives other characters a meaning of their own, and ssh takes
+what begins with a dash for an option."""
 
 
 def read_hostfile(path: str | Path, nproc_per_node: int | Literal["auto"] = "auto") -> dict[str, int]:

@@ -10,6 +10,7 @@ from megacore.config.base import Section
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConfigError
+from megacore.redact import redact_values
 
 
 class RankJob(Section):
@@ -23,16 +24,24 @@ class RankJob(Section):
     """CPU threads of each process."""
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON, atomically."""
-        write_json(path, self.model_dump(mode="json"))
+        """Write the job as JSON, atomically, without the credentials of what was downloaded: no rank needs them."""
+        write_json(path, redact_values(self.model_dump(mode="json")))
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a job back. Raises ConfigError."""
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValidationError) as error:
-            raise ConfigError(f"{path} is not a job written by this version of megacore: {error}") from error
+        except (OSError, ValueError) as error:  # ValidationError is a ValueError
+            raise ConfigError(f"{path} is not a job written by this version of megacore: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """In one line: of several values that are wrong the first."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 class Job(RankJob):

@@ -1,5 +1,6 @@
 """`python -m megacore.launch.pretrain --config run.json`, on each rank, under torchrun or alone."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def pretrain(job: TrainJob) -> None:
         ConfigError: the job cannot run as configured on this machine.
         DataFormatError: tokens or index maps are missing or damaged.
         LaunchError: DeepSpeed's operators, which the configuration cannot do without, are not built.
+        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it stands.
         TrainingError: a loss is not finite, or memory does not suffice.
         CheckpointError: the newest checkpoint, or the pretrained one, is of another model or damaged.
         WorkspaceError: the run directory cannot be written.
@@ -30,11 +32,12 @@ def pretrain(job: TrainJob) -> None:
     from megacore.train.memory import memory_errors
     from megacore.train.state import TrainState
 
+    started = time.monotonic()
     config, run_directory = job.config, Path(job.run_directory)
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
         precision = resolve_precision(config.train.precision, device.type)
-        with memory_errors(config, mesh.rank, TrainState()):
+        with memory_errors(config, mesh.rank, TrainState(), vocab_size=job.vocab_size):
             engine = build_engine(
                 config,
                 job.vocab_size,
@@ -58,7 +61,10 @@ def pretrain(job: TrainJob) -> None:
         with Recorder(run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board) as recorder:
             peak = peak_tflops(device, precision)
             data = Datasets(*splits)
-            Trainer(config, engine, mesh, data, recorder, run_directory, spec=job.spec, peak=peak).run()
+            trainer = Trainer(
+                config, engine, mesh, data, recorder, run_directory, spec=job.spec, peak=peak, started=started
+            )
+            trainer.run()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megacore.errors import ParallelLayoutError
+from megacore.errors import ParallelLayoutError, TrainingStoppedError
 from megacore.launch.job import Job, RankJob
+from megacore.launch.rank import begin_heartbeat
+from megacore.observe.heartbeat import ENDED
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.copies import shared_stages
@@ -45,26 +47,38 @@ def started_ranks(job: RankJob) -> int:
 def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     """Join the job's other ranks and leave them when the body has succeeded; a failed rank just ends.
 
-    The mesh carries the step timer, which takes the time that a rank waits for others.
+    The mesh carries the step timer, which takes the time that a rank waits for others, and with it the heartbeat of
+    this rank, a file in the job's `exit_directory`. Its phases here are start, rendezvous, build from then on, and
+    ended once the body has succeeded or training was stopped on request.
 
     Raises:
         ParallelLayoutError: another number of processes was started than the job says, or they cannot share the
             model and its batch.
+        WorkspaceError: the heartbeat cannot be written.
     """
     world_size = started_ranks(job)
     layout = layout_of(job.config, world_size, job.vocab_size)
+    heartbeat = begin_heartbeat(job)
     set_up_arithmetic(job.threads_per_rank)
     device = choose_device()
-    timers = Timers(device)
+    timers = Timers(device, heartbeat)
     if world_size == 1:
-        yield ProcessMesh(timers=timers), device
-        if dist.is_initialized():  # DeepSpeed wants a group even of one process
-            dist.destroy_process_group()
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    shared = shared_stages(job.config, job.vocab_size)
-    yield ProcessMesh.build(layout, shared_stages=shared, device_type=device.type, timers=timers), device
-    dist.destroy_process_group()
+        mesh = ProcessMesh(timers=timers)
+    else:
+        heartbeat.beat("rendezvous")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        shared = shared_stages(job.config, job.vocab_size)
+        mesh = ProcessMesh.build(layout, shared_stages=shared, device_type=device.type, timers=timers)
+    heartbeat.beat("build")
+    try:
+        yield mesh, device
+    except TrainingStoppedError:
+        heartbeat.beat(ENDED)
+        raise
+    if dist.is_initialized():  # DeepSpeed wants a group even of one process
+        heartbeat.beat("leave")
+        dist.destroy_process_group()
+    heartbeat.beat(ENDED)
 
 
 def set_up_arithmetic(threads: int) -> None:

@@ -1,16 +1,20 @@
 """The frame of every entry point that a launcher starts once per rank; imports no torch."""
 
 import argparse
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from megacore.artifact.files import workspace_errors
 from megacore.errors import ConfigError, MegacoreError
 from megacore.launch.exit_reason import die_with_parent, reported_exit
 from megacore.launch.job import RankJob
+from megacore.observe.heartbeat import Heartbeat, beat_path, stack_path
 
 J = TypeVar("J", bound=RankJob)
 
@@ -41,10 +45,36 @@ def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] 
         job = kind.read(options.config)
     except MegacoreError as error:
         parser.exit(error.exit_code, f"{error}\n")
-    with reported_exit(Path(job.exit_directory), int(os.environ.get("RANK", "0"))):
+    rank = int(os.environ.get("RANK", "0"))
+    with reported_exit(Path(job.exit_directory), rank):
+        write_stacks_on_signal(Path(job.exit_directory), rank)
         work(job)
     if "RANK" in os.environ:
         _leave()
+
+
+def write_stacks_on_signal(directory: Path, rank: int) -> None:
+    """Let SIGUSR2 write the Python stacks of all threads to `rank_<rank>.stack`, also while the rank is stuck in C.
+
+    Raises:
+        WorkspaceError: the file cannot be written.
+    """
+    path = stack_path(directory, rank)
+    with workspace_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  open for as long as the process runs
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+
+def begin_heartbeat(job: RankJob) -> Heartbeat:
+    """This rank's heartbeat, where whoever supervises the job looks for it.
+
+    Raises:
+        WorkspaceError: the file cannot be written.
+    """
+    path = beat_path(Path(job.exit_directory), int(os.environ.get("RANK", "0")))
+    with workspace_errors(path):
+        return Heartbeat(path)
 
 
 def _take_local_rank(local_rank: int | None) -> None:

@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import workspace_errors
+from megacore.errors import MemoryExhaustedError
+from megacore.launch.exit_reason import read_reasons
+from megacore.launch.hostfile import read_hostfile
 from megacore.launch.job import ConvertJob, EvaluateJob, Job, TrainJob
 from megacore.launch.operators import prepare_operators
 from megacore.launch.start import Start, start_here, start_ranks
 from megacore.launch.supervise import supervise
+from megacore.plan.advice import Place, memory_advice
+from megacore.plan.hardware import Hardware
+from megacore.plan.memory import GIB
 
 TRAIN_VERSION = 2
 EVALUATE_VERSION = 1
@@ -39,7 +45,8 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     What DeepSpeed compiles is compiled first, on this machine.
 
     Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError; LaunchError when a
-    launcher or a compiler is missing.
+    launcher or a compiler is missing; MemoryExhaustedError, with what was predicted and what helps, also for a rank
+    that the kernel killed.
     """
     run_directory = Path(job.run_directory)
     with workspace_errors(run_directory):
@@ -49,7 +56,22 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     log = attempt_log(job)
     env = prepare_operators(job, job_file, log, on_poll)
     start = start_ranks(job.config.launch, "megacore.launch.pretrain", job, job_file, env)
-    _supervise(start, job, log, on_poll, job.config.launch.timeout_minutes)
+    try:
+        _supervise(start, job, log, on_poll, job.config.launch.timeout_minutes)
+    except MemoryExhaustedError as error:
+        if any(reason.error == type(error).__name__ for reason in read_reasons(Path(job.exit_directory))):
+            raise  # a rank that could still speak has said what helps
+        raise MemoryExhaustedError(f"{error}; {_memory_advice(job)}") from error
+
+
+def _memory_advice(job: TrainJob) -> str:
+    """What the planner says of a job whose rank the kernel killed."""
+    hardware = Hardware.detect()
+    hosts = read_hostfile(job.config.launch.hostfile) if job.config.launch.hostfile else {}
+    precision = hardware.resolve_precision(job.config.train.precision)
+    host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
+    place = Place(job.ranks, job.vocab_size, precision, hardware.device_type, host)
+    return f"{memory_advice(job.config, place)} ({hardware.memory / GIB:.1f} GiB of main memory on this machine)"
 
 
 def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
@@ -81,4 +103,6 @@ def _supervise(start: Start, job: Job, log: Path, on_poll: Callable[[], None], m
         stop_grace=job.config.launch.stop_grace,
         timeout=None if minutes is None else minutes * 60,
         on_poll=on_poll,
+        stall_limit=job.config.launch.stall_limit,
+        ranks=job.ranks,
     )

@@ -2,36 +2,28 @@
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from megacore.artifact.files import workspace_errors
-from megacore.errors import LaunchError, MegacoreError, RankLostError, StageTimeoutError
-from megacore.launch.exit_reason import ExitReason, read_reasons
-from megacore.launch.guard import KILL_LIMIT, NOT_EXECUTABLE, NOT_FOUND, end_all
+from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
+from megacore.launch.failure import Attempt
+from megacore.launch.guard import KILL_LIMIT, catches, descendants, end_all
+from megacore.launch.kernel_oom import KillCounter, oom_kills
+from megacore.launch.watch import RankWatch, Trouble
 
 JOB_VARIABLE = "MEGACORE_JOB"
 """Every process of a job inherits this variable, whatever else it does to its session or its parent."""
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
-_LOG_BYTES = 65536
-_LOG_LINES = 5
-_ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)
-_DEEPSPEED_CAUSE = re.compile(r"exits with return code = (-?\d+)")
-"""What DeepSpeed's launcher says of the first rank that failed, without naming it."""
-_LAUNCHERS_OWN = re.compile(
-    r"^[WE]\d{4} .*torch/distributed/elastic/|^(?:\S+: )?\[[^]]*\] \[[A-Z]+\] \[launch\.py:|^pdsh@", re.M
-)
-"""Where a launcher's account of the failure begins, which says less than the ranks' last lines."""
-_PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
-_PORT = re.compile(r"port:? (\d+)")
 
 
 def supervise(
@@ -45,6 +37,9 @@ def supervise(
     timeout_setting: str = "launch.timeout_minutes",
     on_poll: Callable[[], None] = lambda: None,
     poll_interval: float = 0.2,
+    stall_limit: float | None = None,
+    ranks: int | None = None,
+    count_oom_kills: Callable[[], int | None] = oom_kills,
 ) -> None:
     """Run `command` to its end under the guard, its output appended to `log`.
 
@@ -52,35 +47,90 @@ def supervise(
     is called at each interval and once after the end. Whatever is raised meanwhile (KeyboardInterrupt and an
     orchestrator's cancellation included) first ends every process of the job: SIGTERM, `stop_grace`, SIGKILL.
 
-    Raises the error that a rank wrote into `exit_directory`; RankLostError when one died without a word;
-    StageTimeoutError after `timeout`, naming `timeout_setting`; LaunchError when `command` cannot be started.
+    A rank that keeps a heartbeat in `exit_directory` is watched: when it makes no progress for `stall_limit` seconds
+    (None: however long that takes), or is gone and the job goes on without it, the ranks of this machine write their
+    Python stacks, everything is killed at once, and a table of the `ranks` is written beside the log, as
+    `<log>-ranks.txt`, and into it.
+
+    SIGUSR1 is passed on to the ranks while this runs in the main thread. `count_oom_kills` tells how many processes
+    the kernel has killed for want of memory.
+
+    Raises:
+        MegacoreError: the one that a rank wrote into `exit_directory`, TrainingStoppedError although nothing failed.
+        RankStalledError: a rank made no progress.
+        RankLostError: a rank died without a word.
+        MemoryExhaustedError: the kernel killed it because memory ran out.
+        StageTimeoutError: the command ran longer than `timeout`; names `timeout_setting`.
+        LaunchError: `command` cannot be started.
     """
     executable = shutil.which(command[0])
     if executable is None:
         raise LaunchError(f"cannot start {command[0]}: no such executable file: install it or correct its path")
     _prepare(log, exit_directory)
     written = log.stat().st_size if log.exists() else 0
+    attempt = Attempt(command[0], log, written, exit_directory, ranks, KillCounter(count_oom_kills))
+    watch = RankWatch(exit_directory, stall_limit=stall_limit)
     started = time.monotonic()
-    with _guarded([executable, *command[1:]], log, env or {}, stop_grace) as guard:
+    with _Notice() as notice, _guarded([executable, *command[1:]], log, env or {}, stop_grace) as guard:
         while (code := _poll(guard, poll_interval)) is None:
+            notice.pass_on(guard.pid)
             on_poll()
+            if trouble := watch.look():
+                raise _end_at_once(guard.pid, attempt, trouble, stall_limit)
             if timeout is not None and time.monotonic() - started > timeout:
                 raise StageTimeoutError(
                     f"{' '.join(command[-3:])} ran longer than {timeout_setting} = {timeout / 60:g} minutes and was "
                     f"ended: raise {timeout_setting}, or look for a hang in {log}"
                 )
     on_poll()
-    if code != 0:
-        raise _failure(command[0], code, log, written, read_reasons(exit_directory))
+    error = attempt.failed(code) if code != 0 else attempt.stopped()
+    if error is not None:
+        raise error
+
+
+class _Notice:
+    """SIGUSR1 on its way to the guard, which passes it on; of this process, it would be the end."""
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._before = signal.getsignal(signal.SIGUSR1)
+        # A handler that C installed could not be put back.
+        self._possible = threading.current_thread() is threading.main_thread() and self._before is not None
+
+    def __enter__(self) -> "_Notice":
+        if self._possible:
+            signal.signal(signal.SIGUSR1, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._possible:
+            signal.signal(signal.SIGUSR1, self._before)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._pending = True
+
+    def pass_on(self, guard: int) -> None:
+        """Send what has come, as soon as the guard does not die of it."""
+        if self._pending and catches(guard, signal.SIGUSR1):
+            self._pending = False
+            os.kill(guard, signal.SIGUSR1)
+
+
+def _end_at_once(guard: int, attempt: Attempt, trouble: Trouble, stall_limit: float | None) -> MegacoreError:
+    """Ask the ranks where they stand, kill them (stuck ones cannot save anything), and return what to raise."""
+    states = attempt.states(stacks=True)
+    end_all(lambda: descendants(guard), 0.0, reap=lambda: None)
+    return attempt.troubled(trouble, stall_limit, states)
 
 
 def _prepare(log: Path, exit_directory: Path) -> None:
-    """Make the directories; reasons of an earlier attempt would be taken for this one's."""
+    """Make the directories; what ranks of an earlier attempt left there would be taken for this one's."""
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
-        for old in exit_directory.glob("rank_*.json*"):
-            old.unlink()
+        for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack"):
+            for old in exit_directory.glob(pattern):
+                old.unlink()
 
 
 @contextlib.contextmanager
@@ -133,62 +183,3 @@ def _marked(mark: str) -> list[int]:
                 if needle in Path("/proc", name, "environ").read_bytes():
                     found.append(int(name))
     return found
-
-
-def _failure(program: str, code: int, log: Path, written: int, reasons: list[ExitReason]) -> MegacoreError:
-    """The typed error for a command that ended with `code`."""
-    text = _tail(log, written)
-    if code in {NOT_FOUND, NOT_EXECUTABLE} and not reasons:
-        return LaunchError(f"cannot start {program} (exit code {code}): {_last_lines(text)}; the log is {log}")
-    lost_rank, lost_code = _first_to_fail(text)
-    silent = lost_rank is None or lost_rank not in {reason.rank for reason in reasons}
-    if reasons and not (silent and lost_code is not None and lost_code < 0):
-        return reasons[0].exception()
-    if not reasons and _PORT_IN_USE.search(text):
-        port = _PORT.search(text)
-        return RankLostError(
-            f"port {port[1] if port else 'of the rendezvous'} is in use by another process: end it, "
-            f"or start again for another port; the log is {log}"
-        )
-    number = lost_code if lost_code is not None else code
-    who = f"rank {lost_rank}" if lost_rank is not None else "the job" if lost_code is None else "a rank"
-    return RankLostError(
-        f"{who} {_ended(number)} without giving a reason; a retry resumes from the last complete checkpoint; "
-        f"last lines of {log}: {_last_lines(text)}"
-    )
-
-
-def _first_to_fail(text: str) -> tuple[int | None, int | None]:
-    """Rank and exit code of the first rank that failed, as far as the launcher's account of it says."""
-    if root := _ROOT_CAUSE.search(text):
-        return int(root[1]), int(root[2])
-    cause = _DEEPSPEED_CAUSE.search(text)
-    return None, int(cause[1]) if cause else None
-
-
-def _ended(code: int) -> str:
-    """How a process ended, from a negative signal number, a shell's 128 + n, or an exit code."""
-    number = -code if code < 0 else code - 128
-    if number <= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"exited with code {code}"
-    hint = " (as the kernel does when memory runs out)" if name == "SIGKILL" else ""
-    return f"was ended by {name}{hint}"
-
-
-def _tail(log: Path, start: int) -> str:
-    """What this attempt wrote last."""
-    with open(log, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - _LOG_BYTES))
-        return file.read().decode("utf-8", errors="replace")
-
-
-def _last_lines(text: str) -> str:
-    own = _LAUNCHERS_OWN.search(text)
-    said = text[: own.start()] if own and text[: own.start()].strip() else text
-    lines = [line.strip() for line in said.splitlines() if line.strip(" =-*")]
-    return " | ".join(lines[-_LOG_LINES:]) or "none"

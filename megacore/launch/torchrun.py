@@ -1,8 +1,10 @@
 """The command that starts the ranks of one node, and the environment they get."""
 
+import secrets
 import sys
 from pathlib import Path
 
+_MEETING = ".rendezvous-"
 _KEPT_BLOCK = 256 * 2**20
 """Bytes: blocks below this stay with the process when they are freed."""
 
@@ -10,10 +12,11 @@ _KEPT_BLOCK = 256 * 2**20
 def command(module: str, config_path: Path, ranks: int, *, log_directory: Path | None = None) -> list[str]:
     """What starts `python -m module --config config_path` as `ranks` processes of this machine.
 
-    More than one go through torchrun with a rendezvous on 127.0.0.1 and a port of the kernel's choice: no name is
-    looked up and no port can be in use. One rank needs no rendezvous and starts as a plain process, which saves
-    the launcher's own import of torch. torchrun's own small files go to `log_directory` (None: `torchrun` beside
-    the config) instead of the machine's temporary directory, where it would leave them.
+    More than one go through torchrun, on ports of the kernel's choice: no name is looked up and no port can be in use.
+    They meet through a file beside the config: torchrun unpickles the state of a rendezvous, which over TCP anybody
+    could write who reaches this machine. One rank needs no rendezvous and starts as a plain process, which saves the
+    launcher's own import of torch. torchrun's own small files go to `log_directory` (None: `torchrun` beside the
+    config) instead of the machine's temporary directory, where it would leave them.
     """
     program = [module, "--config", str(config_path)]
     if ranks == 1:
@@ -26,12 +29,21 @@ def command(module: str, config_path: Path, ranks: int, *, log_directory: Path |
         f"--nproc-per-node={ranks}",
         "--max-restarts=0",
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
+        f"--rdzv-endpoint={_meeting_place(config_path.absolute().parent)}",
+        # Of one node nobody asks whether it is alive; each answer would make the file longer.
+        "--rdzv-conf=store_type=file,keep_alive_interval=86400",
         "--local-addr=127.0.0.1",
         f"--log-dir={log_directory or config_path.parent / 'torchrun'}",
         "-m",
         *program,
     ]
+
+
+def _meeting_place(directory: Path) -> Path:
+    """A file that is not there yet; those of earlier attempts are removed."""
+    for path in directory.glob(f"{_MEETING}*"):
+        path.unlink(missing_ok=True)
+    return directory / f"{_MEETING}{secrets.token_hex(8)}"
 
 
 def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str]:

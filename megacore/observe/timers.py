@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-WAIT = " wait"
-"""How the name of a phase ends in which a rank waits for others; such phases lie within other ones."""
+from megacore.observe.heartbeat import WAIT, Heartbeat
 
 
 def exposed_communication(milliseconds: Mapping[str, float]) -> float:
@@ -18,9 +17,10 @@ def exposed_communication(milliseconds: Mapping[str, float]) -> float:
 class Timers:
     """Accumulates milliseconds by phase, on a GPU by its own clock, so that nothing waits for it in between."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Measure what runs on `device`."""
+    def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
+        """Measure what runs on `device`, and tell each phase to `heartbeat`, while paused too."""
         self._events = device.type == "cuda"
+        self._heartbeat = heartbeat
         self._running = True
         self._milliseconds: dict[str, float] = {}
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -28,6 +28,25 @@ class Timers:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time of the body to `phase`."""
+        if self._heartbeat is None:
+            with self._timed(phase):
+                yield
+            return
+        outer = self._heartbeat.phase
+        self._heartbeat.beat(phase)
+        try:
+            with self._timed(phase):
+                yield
+        finally:
+            self._heartbeat.back_to(outer)
+
+    def beat(self, phase: str, iteration: int | None = None) -> None:
+        """Tell the heartbeat, if there is one, what this rank does outside of measured phases."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat(phase, iteration)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
         if not self._running:
             yield
         elif self._events:

@@ -126,6 +126,11 @@ class ProcessMesh:
         """Add the time of the body to `phase`."""
         return nullcontext() if self.timers is None else self.timers(phase)
 
+    def beat(self, phase: str, iteration: int | None = None) -> None:
+        """Tell the rank's heartbeat, if it has one, what this rank does now and, where it is given, the iteration."""
+        if self.timers is not None:
+            self.timers.beat(phase, iteration)
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank's pipeline stage takes the tokens."""

@@ -1,5 +1,8 @@
 """A tiny stand-in for torchrun: starts ranks in sessions of their own, each writes its id and behaves as told.
 
+Those whose behaviour ends in "-watched" keep a heartbeat: rank 1 is stopped or killed in a forward pass, and rank 0
+waits for it in a collective; the launcher looks at rank 0 first, so it notices nothing.
+
 python _fake_ranks.py DIRECTORY BEHAVIOUR RANKS
 """
 
@@ -12,6 +15,8 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 from megacore.launch.exit_reason import die_with_parent, reported_exit
+from megacore.launch.rank import write_stacks_on_signal
+from megacore.observe.heartbeat import Heartbeat, beat_path
 
 LIFETIME = 30.0
 """Seconds after which a rank that nobody ended goes by itself."""
@@ -41,6 +46,13 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
     temporary.rename(directory / f"rank_{rank}.pid")
     sys.stdout.write(f"rank {rank} is here\n")
     sys.stdout.flush()
+    if behaviour == "notified" and rank == 1:
+        time.sleep(0.5)  # it begins to catch the signal later than the other
+    if behaviour == "notified":
+        signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(0))
+        (directory / f"rank_{rank}.catches").touch()
+    if behaviour.endswith("watched"):
+        watched(directory, behaviour, rank)
     if behaviour == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "config-error" and rank == 0:
@@ -48,6 +60,24 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
             raise ConfigError("train.lr is 7: lower it")
     if behaviour not in {"quick", "killed", "config-error"}:
         time.sleep(LIFETIME)
+
+
+def watched(directory: Path, behaviour: str, rank: int) -> None:
+    write_stacks_on_signal(directory / "exit", rank)
+    heartbeat = Heartbeat(beat_path(directory / "exit", rank))
+    heartbeat.beat("forward-compute", 7)
+    if rank == 0:
+        waits_in_a_collective(heartbeat)
+    time.sleep(0.3)
+    if "stopped" in behaviour:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if "killed" in behaviour:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def waits_in_a_collective(heartbeat: Heartbeat) -> None:
+    heartbeat.beat("data-parallel wait")
+    time.sleep(LIFETIME)
 
 
 if __name__ == "__main__":

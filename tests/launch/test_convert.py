@@ -10,6 +10,7 @@ import pytest
 
 from megacore.launch.convert import main
 from megacore.launch.job import ConvertJob
+from megacore.observe.heartbeat import beat_path, read_heartbeat
 from tests.convert._tiny import tiny_config, tiny_job
 
 
@@ -37,7 +38,11 @@ def test_a_job_fills_its_output_directory(job: ConvertJob, tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     assert {path.name for path in (tmp_path / "export").iterdir()} == {"model", "parity.json", "sample.txt"}
     assert json.loads((tmp_path / "export" / "parity.json").read_text(encoding="utf-8"))["passed"] is True
-    assert not (tmp_path / "exit").exists()
+    assert not list((tmp_path / "exit").glob("*.json"))
+    beat = read_heartbeat(beat_path(tmp_path / "exit", 0))
+    assert beat is not None
+    assert beat.phase == "ended"
+    assert beat.changes > 30, "each tensor and each batch"
 
 
 def test_a_failing_gate_leaves_its_reason(job: ConvertJob, tmp_path: Path) -> None:

@@ -5,10 +5,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megacore.errors import ConfigError, DataFormatError, RankLostError, TrainingError, WorkspaceError
-from megacore.launch.exit_reason import ExitReason, read_reasons, reported_exit
+from megacore.errors import (
+    ConfigError,
+    DataFormatError,
+    PreemptedError,
+    RankLostError,
+    TrainingError,
+    TrainingStoppedError,
+    WorkspaceError,
+)
+from megacore.launch.exit_reason import ExitReason, read_reasons, reported_exit, write_reason
 from tests.launch._processes import environment, wait_until
 
 
@@ -22,7 +31,8 @@ class OddDataError(DataFormatError):
         (ConfigError("lr is 7: lower it"), "ConfigError", "lr is 7: lower it", 2),
         (OddDataError("x.bin is odd"), "DataFormatError", "x.bin is odd", 3),
         (OSError(28, "No space left on device", "f"), "WorkspaceError", "cannot write f: No space left", 4),
-        (MemoryError(), "TrainingError", "out of memory", 7),
+        (MemoryError(), "MemoryExhaustedError", "out of memory", 7),
+        (torch.OutOfMemoryError("CUDA out of memory"), "MemoryExhaustedError", "CUDA out of memory", 7),
         (ZeroDivisionError("by zero"), "TrainingError", "ZeroDivisionError: by zero", 7),
         (FileNotFoundError(2, "No such file", "f"), "TrainingError", "FileNotFoundError", 7),
     ],
@@ -44,6 +54,34 @@ def test_the_traceback_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit), reported_exit(tmp_path, 0):
         raise ConfigError("bad")
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [TrainingStoppedError, PreemptedError])
+def test_a_stop_on_request_is_reported_and_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[TrainingStoppedError]
+) -> None:
+    with reported_exit(tmp_path / "exit", 3):
+        raise kind("SIGTERM came: training stopped after iteration 8")
+    assert capsys.readouterr().err == "SIGTERM came: training stopped after iteration 8\n"
+    (reason,) = read_reasons(tmp_path / "exit")
+    assert reason.stopped
+    assert type(reason.exception()) is kind
+    assert str(reason.exception()) == "SIGTERM came: training stopped after iteration 8"
+
+
+def test_a_stop_that_cannot_be_reported_is_not_taken_for_the_end(tmp_path: Path) -> None:
+    (tmp_path / "exit").write_text("a file")
+    with pytest.raises(SystemExit) as caught, reported_exit(tmp_path / "exit", 0):
+        raise PreemptedError("stopped")
+    assert caught.value.code == 75
+
+
+def test_a_reason_is_written_without_an_exit(tmp_path: Path) -> None:
+    write_reason(tmp_path / "exit", 5, PreemptedError("stopped"))
+    assert [reason.rank for reason in read_reasons(tmp_path / "exit")] == [5]
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(WorkspaceError):
+        write_reason(tmp_path / "file" / "exit", 5, PreemptedError("stopped"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), SystemExit(5)])
@@ -82,13 +120,19 @@ def test_a_lost_peer_is_secondary_and_retryable(error: Exception) -> None:
     assert isinstance(reason.exception(), RankLostError)
 
 
-def test_own_failures_come_first_then_the_earliest(tmp_path: Path) -> None:
-    for rank, (moment, secondary) in enumerate([(1.0, True), (5.0, False), (3.0, False)]):
-        reason = {"rank": rank, "error": "ConfigError", "message": "m", "time": moment, "secondary": secondary}
+def test_own_failures_come_first_then_stops_then_the_earliest(tmp_path: Path) -> None:
+    cases = [
+        (1.0, True, "RankLostError"),
+        (5.0, False, "ConfigError"),
+        (3.0, False, "ConfigError"),
+        (2.0, False, "PreemptedError"),
+    ]
+    for rank, (moment, secondary, error) in enumerate(cases):
+        reason = {"rank": rank, "error": error, "message": "m", "time": moment, "secondary": secondary}
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(reason))
-    (tmp_path / "rank_3.json").write_text('{"rank": 3')
-    (tmp_path / "rank_4.json").write_text('{"another": "form"}')
-    assert [reason.rank for reason in read_reasons(tmp_path)] == [2, 1, 0]
+    (tmp_path / "rank_4.json").write_text('{"rank": 4')
+    (tmp_path / "rank_5.json").write_text('{"another": "form"}')
+    assert [reason.rank for reason in read_reasons(tmp_path)] == [2, 1, 3, 0]
 
 
 def test_an_unknown_error_name_is_still_an_error() -> None:

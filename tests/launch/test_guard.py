@@ -71,6 +71,34 @@ def test_stop_ends_every_rank(tmp_path: Path, behaviour: str, stop: signal.Signa
         assert took < GRACE, "a polite rank needs no SIGKILL"
 
 
+def test_a_notice_reaches_the_ranks_alone_and_each_once(tmp_path: Path) -> None:
+    # Rank 1 begins to catch the signal half a second after rank 0, and after the guard got it; the launcher never does.
+    with guarded(fake_ranks(tmp_path, "notified"), tmp_path / "log") as guard:
+        wait_until((tmp_path / "rank_0.catches").exists, 15, "rank 0 catches")
+        assert not (tmp_path / "rank_1.catches").exists()
+        guard.send_signal(signal.SIGUSR1)
+        assert guard.wait(timeout=10) == 0, "the launcher lived to see its ranks end well"
+    assert (tmp_path / "rank_1.catches").exists()
+
+
+def test_a_notice_is_not_repeated_and_ends_nothing(tmp_path: Path) -> None:
+    script = f"""
+import pathlib, signal, time
+seen = []
+signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+pathlib.Path({str(tmp_path / "ready")!r}).touch()
+while not seen:
+    time.sleep(0.01)
+time.sleep(1.2)
+print(len(seen))
+"""
+    with guarded([sys.executable, "-c", script], tmp_path / "log") as guard:
+        wait_until((tmp_path / "ready").exists, 15, "it catches")
+        guard.send_signal(signal.SIGUSR1)
+        assert guard.wait(timeout=10) == 0
+    assert (tmp_path / "log").read_text() == "1\n"
+
+
 def test_what_the_command_leaves_behind_is_ended(tmp_path: Path) -> None:
     # The launcher exits at once; each rank forks and its child stays.
     with guarded(fake_ranks(tmp_path, "orphaned"), tmp_path / "log") as guard:

@@ -14,6 +14,7 @@ import torch
 from megacore.launch import torchrun
 from megacore.launch.job import EvaluateJob, TrainJob
 from megacore.models.build import build_model
+from megacore.observe.heartbeat import read_heartbeats
 from megacore.parallel.mesh import ProcessMesh
 from tests.train import _runs
 
@@ -49,7 +50,10 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     assert " validation loss at iteration 6 | lm loss value: " in result.stdout
     assert result.stdout.count("iteration        1/       6 |") == 1
     assert _runs.events(run_directory)[-1]["reason"] == "finished"
-    assert not (run_directory / "exit").exists()
+    assert not list((run_directory / "exit").glob("*.json"))
+    beats = read_heartbeats(run_directory / "exit")
+    assert [(beat.rank, beat.phase, beat.iteration) for beat in beats] == [(0, "ended", 6), (1, "ended", 6)]
+    assert all(beat.collectives >= 6 for beat in beats)
 
     checkpoints = tuple(str(path) for path in sorted((run_directory / "checkpoints").glob("iter_*")))
     output = tmp_path / "out" / "scores.json"
@@ -63,7 +67,8 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     assert results["unigram"].keys() == {"test", "valid"}
     assert all(1 < ppl < 2 * _runs.VOCAB_SIZE for ppl in results["unigram"].values())
     assert list(scores) == list(checkpoints)
-    assert sorted(path.name for path in output.parent.iterdir()) == ["job.json", "scores.json", "torchrun"]
+    left = {path.name for path in output.parent.iterdir() if not path.name.startswith(".rendezvous-")}
+    assert left == {"job.json", "scores.json", "torchrun"}
     check_scores(scores[checkpoints[-1]], run_directory, data)
 
 

@@ -1,14 +1,16 @@
 """What a rank refuses before it joins the others."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.errors import ParallelLayoutError
+from megacore.errors import LossError, ParallelLayoutError, PreemptedError
 from megacore.launch.process import joined
+from megacore.observe.heartbeat import beat_path, read_heartbeat
 from tests.train import _runs
 
 
@@ -26,6 +28,28 @@ def test_a_lone_rank_gets_a_mesh_with_a_timer(tmp_path: Path, monkeypatch: pytes
         assert mesh.world_size == 1
         assert mesh.timers is not None
         assert device.type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("error", "phase"),
+    [(None, "ended"), (PreemptedError("stopped"), "ended"), (LossError("the loss is nan"), "optimizer")],
+)
+def test_the_heartbeat_ends_with_the_work_and_not_with_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, phase: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    job = _runs.job(_runs.config(), tmp_path, tmp_path)
+    path = beat_path(Path(job.exit_directory), 0)
+    with pytest.raises(type(error)) if error else nullcontext(), joined(job) as (mesh, _):
+        begun = read_heartbeat(path)
+        assert begun is not None
+        assert begun.phase == "build"
+        mesh.beat("optimizer", 5)
+        if error:
+            raise error
+    ended = read_heartbeat(path)
+    assert ended is not None
+    assert (ended.phase, ended.iteration) == (phase, 5)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """How an entry point learns which rank of its machine it is."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,27 @@ def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "--local_rank is 0 and the environment's LOCAL_RANK is 1: unset LOCAL_RANK" in capsys.readouterr().err
     assert take(["--local-rank=-1"], monkeypatch)[0] == 2
     assert "--local_rank is -1: ranks of a machine are counted from 0" in capsys.readouterr().err
+
+
+class Child(RankJob):
+    """A job of one rank."""
+
+
+def asks_for_its_stacks(job: Child) -> None:
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_rank_writes_its_stacks_when_it_is_asked(tmp_path: Path) -> None:
+    job = Child(exit_directory=str(tmp_path / "exit"), ranks=1, threads_per_rank=1)
+    job.write(tmp_path / "job.json")
+    script = f"""
+from tests.launch.test_rank import Child, asks_for_its_stacks
+from megacore.launch.rank import run_rank
+run_rank(Child, asks_for_its_stacks, ["--config", {str(tmp_path / "job.json")!r}])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environment)
+    assert "in asks_for_its_stacks" in (tmp_path / "exit" / "rank_00000.stack").read_text()
 
 
 @pytest.mark.parametrize("module", ["pretrain", "evaluate", "convert", "generate", "zeroshot"])

@@ -4,15 +4,24 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.errors import ConfigError, LaunchError, RankLostError, StageTimeoutError
+from megacore.errors import (
+    ConfigError,
+    LaunchError,
+    MemoryExhaustedError,
+    PreemptedError,
+    RankLostError,
+    StageTimeoutError,
+    TrainingStoppedError,
+)
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
-from tests.launch._processes import alive, environment, fake_ranks, none_alive, rank_pids
+from tests.launch._processes import alive, environment, fake_ranks, none_alive, rank_pids, wait_until
 
 GRACE = 1.0
 LIMIT = GRACE + 5
@@ -115,6 +124,127 @@ exit(1)
 """
     with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):
         run(tmp_path, [sys.executable, "-c", script])
+
+
+STOPS = """
+import pathlib, sys
+from megacore.errors import PreemptedError, TrainingStoppedError
+from megacore.launch.exit_reason import write_reason
+kind = PreemptedError if sys.argv[1] == "signal" else TrainingStoppedError
+for rank in (0, 1):
+    write_reason(pathlib.Path(sys.argv[2]), rank, kind("training stopped after iteration 8"))
+print(sys.argv[4])
+sys.exit(int(sys.argv[3]))
+"""
+KILLED = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said", "kind"),
+    [
+        ("signal", 0, "", PreemptedError),
+        ("stop_file", 0, "", TrainingStoppedError),
+        ("signal", 138, "torchrun was ended by SIGUSR1", PreemptedError),
+        ("signal", 1, KILLED, PreemptedError),
+    ],
+)
+def test_a_stop_on_request_wins_over_whatever_the_launcher_says(
+    tmp_path: Path, what: str, code: int, said: str, kind: type[TrainingStoppedError]
+) -> None:
+    command = [sys.executable, "-c", STOPS, what, str(tmp_path / "exit"), str(code), said]
+    with pytest.raises(TrainingStoppedError) as caught:
+        run(tmp_path, command)
+    assert type(caught.value) is kind
+    assert str(caught.value) == "training stopped after iteration 8"
+
+
+@pytest.mark.parametrize(
+    ("counts", "number", "error", "message"),
+    [
+        ((7, 8), 9, MemoryExhaustedError, "the job ran out of main memory: the kernel's .* ended it, with .* GiB of"),
+        ((7, 7), 9, RankLostError, r"the job was ended by SIGKILL without"),
+        ((7, 8), 11, RankLostError, "the job was ended by SIGSEGV without"),
+        ((None, None), 9, RankLostError, r"the job was ended by SIGKILL \(as the kernel does when memory runs out\)"),
+    ],
+)
+def test_a_kill_for_want_of_memory_is_told_from_others(
+    tmp_path: Path, counts: tuple[int | None, int | None], number: int, error: type[LaunchError], message: str
+) -> None:
+    command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {number})"]
+    with pytest.raises(error, match=message):
+        run(tmp_path, command, count_oom_kills=iter(counts).__next__)
+
+
+def test_a_rank_that_only_lost_its_peer_does_not_hide_a_kill_for_want_of_memory(tmp_path: Path) -> None:
+    peer = {"rank": 0, "error": "RankLostError", "message": "lost a peer", "time": 1.0, "secondary": True}
+    script = f"""
+import json, pathlib
+pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
+exit(1)
+"""
+    with pytest.raises(MemoryExhaustedError):
+        run(tmp_path, [sys.executable, "-c", script], count_oom_kills=iter([1, 2]).__next__)
+
+
+def test_the_rank_that_gave_no_reason_is_named_where_the_launcher_names_none(tmp_path: Path) -> None:
+    peer = {"rank": 0, "error": "RankLostError", "message": "lost a peer", "time": 1.0, "secondary": True}
+    script = f"""
+import json, pathlib
+pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
+print("main: 7 exits with return code = -9")
+exit(1)
+"""
+    with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):
+        run(tmp_path, [sys.executable, "-c", script], ranks=2)
+
+
+def test_a_lost_rank_leaves_the_table_of_all_that_had_begun(tmp_path: Path) -> None:
+    script = f"""
+import os, pathlib
+from megacore.observe.heartbeat import Heartbeat, beat_path
+for rank in (0, 1):
+    Heartbeat(beat_path(pathlib.Path({str(tmp_path / "exit")!r}), rank)).beat("backward-compute", 5)
+print({KILLED!r})
+exit(1)
+"""
+    with pytest.raises(RankLostError, match=r"the table of ranks is .*train-ranks\.txt"):
+        run(tmp_path, [sys.executable, "-c", script])
+    table = (tmp_path / "logs" / "train-ranks.txt").read_text()
+    assert "Python stacks" not in table, "they were not there to be asked"
+    (line,) = [line for line in table.splitlines() if line.startswith("->")]
+    assert line.split()[1:2] + line.split()[4:] == ["1", "dead", "5", "backward-compute", "0", line.split()[-1]]
+
+
+def test_a_notice_of_the_flow_process_reaches_the_ranks(tmp_path: Path) -> None:
+    driver = start_driver(tmp_path, "notified")
+    wait_until((tmp_path / "rank_0.catches").exists, 15, "rank 0 catches")
+    driver.send_signal(signal.SIGUSR1)
+    _, errors = driver.communicate(timeout=15)
+    assert (driver.returncode, errors) == (0, b"")
+
+
+def test_the_handler_of_the_caller_is_put_back(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    inside: list[Any] = []
+    try:
+        run(
+            tmp_path,
+            [sys.executable, "-c", "import time; time.sleep(0.3)"],
+            on_poll=lambda: inside.append(signal.getsignal(signal.SIGUSR1)),
+        )
+        assert callable(inside[0])
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_in_another_thread_no_handler_is_touched(tmp_path: Path) -> None:
+    before, inside = signal.getsignal(signal.SIGUSR1), []
+    command = [sys.executable, "-c", "import time; time.sleep(0.3)"]
+    with ThreadPoolExecutor(1) as pool:
+        look = lambda: inside.append(signal.getsignal(signal.SIGUSR1))  # noqa: E731
+        pool.submit(run, tmp_path, command, on_poll=look).result()
+    assert set(inside) == {before}
 
 
 def test_missing_executable(tmp_path: Path) -> None:

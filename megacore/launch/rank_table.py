@@ -1,0 +1,156 @@
+"""The table of a job's ranks, for the moment at which it is ended: what each does, and where the stuck one stands."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.launch.guard import catches
+from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
+
+_STACK_LIMIT = 3.0
+"""Seconds in which all ranks of a machine must have written their stacks."""
+_QUIET = 0.3
+_FRAMES = 3
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.M)
+_HEADER = ("", "rank", "host", "pid", "state", "iteration", "phase", "last collective", "number", "idle s")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank at the end of its job."""
+
+    rank: int
+    """Its number."""
+    beat: Beat | None
+    """What its heartbeat says; None: it has none yet."""
+    state: str
+    """running, stopped, in the kernel, dead, ended, on another host, or absent: it did not come so far."""
+    idle: float
+    """Seconds since its heartbeat changed."""
+    stack: str
+    """Its Python stacks, or why there are none; empty where nobody asked."""
+
+    @property
+    def frames(self) -> str:
+        """The innermost frames of its main thread; empty where its stack is not known."""
+        main = self.stack.rpartition("Thread 0x")[2].rpartition("Current thread 0x")[2]
+        found = [
+            f"{Path(frame['file']).parent.name}/{Path(frame['file']).name}:{frame['line']} ({frame['function']})"
+            for frame in _FRAME.finditer(main)
+        ]
+        return " < ".join(found[:_FRAMES])
+
+    @property
+    def where(self) -> str:
+        """Host, phase and iteration, for a sentence."""
+        if self.beat is None:
+            return "which has not begun its work"
+        iteration = "" if self.beat.iteration is None else f" of iteration {self.beat.iteration}"
+        at = f", at {self.frames}" if self.frames else ""
+        return f"on {self.beat.host} in phase {self.beat.phase}{iteration}{at}"
+
+
+def rank_states(directory: Path, ranks: int | None, *, stacks: bool) -> list[RankState]:
+    """All ranks of a job that have a heartbeat, and those of `ranks` that have none although others do.
+
+    Args:
+        directory: the job's `exit_directory`.
+        ranks: how many there should be; None: as many as have a heartbeat.
+        stacks: whether the ranks of this machine are asked for their stacks; those that hang have them to tell.
+    """
+    beats = {beat.rank: beat for beat in read_heartbeats(directory)}
+    if not beats:
+        return []
+    written = _ask_for_stacks(directory, beats.values()) if stacks else {}
+    states = []
+    for rank in sorted({*beats, *range(ranks or 0)}):
+        beat = beats.get(rank)
+        state = _state(beat)
+        stack = written.get(rank) or (f"no stack: {_WITHOUT_STACK[state]}" if stacks else "")
+        states.append(RankState(rank, beat, state, max(0.0, time.time() - beat.time) if beat else 0.0, stack))
+    return states
+
+
+def furthest_behind(states: Sequence[RankState]) -> RankState:
+    """The rank that the others wait for: one that is not there, or not in a collective, else in the earliest one."""
+
+    def progress(state: RankState) -> tuple[bool, bool, int, int, float]:
+        beat = state.beat
+        if beat is None:
+            return (False, False, 0, 0, 0.0)
+        iteration = -1 if beat.iteration is None else beat.iteration
+        return (True, beat.waits, iteration, beat.collectives, -state.idle)
+
+    working = [state for state in states if state.state not in ("ended", "dead")]
+    return min(working or states, key=progress)
+
+
+def table(states: Sequence[RankState], first: RankState | None, sentence: str) -> str:
+    """The sentence, the table, the stack of the rank that it is about, if it is about one, and those of the others."""
+    rows = [_HEADER, *(_row(state, state is first) for state in states)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    parts = [f"{sentence}\n", "\n".join(lines) + "\n"]
+    asked = [state for state in states if state.stack]
+    for state in sorted(asked, key=lambda state: (state is not first, state.rank)):
+        parts.append(f"Python stacks of rank {state.rank}:\n{state.stack.rstrip()}\n")
+    return "\n".join(parts)
+
+
+def _row(state: RankState, first: bool) -> tuple[str, ...]:
+    mark, beat = "->" if first else "", state.beat
+    if beat is None:
+        return (mark, str(state.rank), "", "", state.state, "", "", "", "", "")
+    iteration = "" if beat.iteration is None else str(beat.iteration)
+    where = (beat.host, str(beat.pid), state.state, iteration, beat.phase, beat.collective)
+    return (mark, str(state.rank), *where, str(beat.collectives), f"{state.idle:.0f}")
+
+
+_WITHOUT_STACK = {
+    "running": "it did not write one when it was asked to",
+    "stopped": "the process is stopped (SIGSTOP), so it cannot write one",
+    "in the kernel": "the process waits in the kernel, for a disk or a network file system, so it cannot write one",
+    "dead": "the process is gone",
+    "ended": "it has done its work",
+    "on another host": "its process is on another machine, which was not asked",
+    "absent": "it has written no heartbeat yet",
+}
+
+
+def _state(beat: Beat | None) -> str:
+    if beat is None:
+        return "absent"
+    if beat.phase == ENDED:
+        return "ended"
+    if not beat.here:
+        return "on another host"
+    if not beat.alive:
+        return "dead"
+    return {"T": "stopped", "t": "stopped", "D": "in the kernel"}.get(process_state(beat.pid), "running")
+
+
+def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
+    """What each rank of this machine writes on SIGUSR2, by rank."""
+    asked = []
+    for beat in beats:
+        if beat.here and beat.alive and catches(beat.pid, signal.SIGUSR2):
+            with contextlib.suppress(OSError):
+                os.kill(beat.pid, signal.SIGUSR2)
+                if _state(beat) == "running":
+                    asked.append(beat.rank)
+    paths = {rank: stack_path(directory, rank) for rank in asked}
+    started = changed = time.monotonic()
+    sizes: dict[int, int] = {}
+    while (now := time.monotonic()) - started < _STACK_LIMIT:
+        found = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+        if found != sizes:
+            sizes, changed = found, now
+        if now - changed > _QUIET and all(sizes.get(rank) for rank in asked):
+            break
+        time.sleep(0.05)
+    return {rank: path.read_text(encoding="utf-8", errors="replace") for rank, path in paths.items() if path.exists()}

@@ -1,0 +1,78 @@
+"""Looks at the ranks' heartbeats: which of them stands still, and which is gone without a word."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.observe.heartbeat import ENDED, Beat, read_heartbeats
+
+INTERVAL = 1.0
+"""Seconds between two looks."""
+LOST_LIMIT = 10.0
+"""Seconds in which a job must have noticed by itself that a rank is gone."""
+STANDSTILL = 5.0
+"""Seconds between two looks after which the watcher itself, and perhaps the whole machine, stood still."""
+REMOTE_DELAY = 120.0
+"""Seconds by which a shared file system may show another machine's heartbeat late."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a job has to be ended."""
+
+    stalled: tuple[int, ...] = ()
+    """Ranks that made no progress for longer than the limit."""
+    lost: tuple[int, ...] = ()
+    """Ranks whose process is gone though they had not done their work."""
+
+
+class RankWatch:
+    """Watches the ranks of one job. A rank without a heartbeat is not watched."""
+
+    def __init__(
+        self, directory: Path, *, stall_limit: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Look at the heartbeats in `directory`.
+
+        Args:
+            directory: the job's `exit_directory`.
+            stall_limit: seconds without a change after which a rank is stalled; None: it never is.
+            clock: tells seconds that pass.
+        """
+        self._directory, self._stall_limit, self._clock = directory, stall_limit, clock
+        self._looked = clock()
+        self._since: dict[int, tuple[tuple[int, int], float]] = {}
+        self._gone: dict[int, float] = {}
+
+    def look(self) -> Trouble | None:
+        """What is wrong, if anything; looks at most once a second."""
+        now = self._clock()
+        pause = now - self._looked
+        if pause < INTERVAL:
+            return None
+        self._looked = now
+        if pause > STANDSTILL:
+            self._since = {rank: (what, moment + pause) for rank, (what, moment) in self._since.items()}
+            self._gone = {rank: moment + pause for rank, moment in self._gone.items()}
+        beats = read_heartbeats(self._directory)
+        self._note(beats, now)
+        stalled = tuple(beat.rank for beat in beats if self._stalls(beat, now))
+        lost = tuple(rank for rank, moment in sorted(self._gone.items()) if now - moment > LOST_LIMIT)
+        return Trouble(() if lost else stalled, lost) if stalled or lost else None
+
+    def _note(self, beats: list[Beat], now: float) -> None:
+        for beat in beats:
+            what = (beat.pid, beat.changes)
+            if self._since.get(beat.rank, (None, 0.0))[0] != what:
+                self._since[beat.rank] = (what, now)
+            if beat.phase != ENDED and beat.here and not beat.alive:
+                self._gone.setdefault(beat.rank, now)
+            else:
+                self._gone.pop(beat.rank, None)
+
+    def _stalls(self, beat: Beat, now: float) -> bool:
+        if self._stall_limit is None or beat.phase == ENDED:
+            return False
+        limit = self._stall_limit + (0.0 if beat.here else REMOTE_DELAY)
+        return now - self._since[beat.rank][1] > limit

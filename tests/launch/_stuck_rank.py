@@ -1,0 +1,47 @@
+"""A rank that torchrun starts: one of two sleeps in its forward pass, the other waits for it in an all-reduce."""
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megacore.launch.rank import write_stacks_on_signal
+from megacore.observe.heartbeat import Heartbeat, beat_path
+from megacore.observe.timers import Timers
+from megacore.parallel.collectives import all_reduce
+from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
+
+
+def hangs_here() -> None:
+    time.sleep(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    directory, rank = (
+        Path(json.loads(parser.parse_args().config.read_text())["exit_directory"]),
+        int(os.environ["RANK"]),
+    )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_stacks_on_signal(directory, rank)
+    heartbeat = Heartbeat(beat_path(directory, rank))
+    timers = Timers(torch.device("cpu"), heartbeat)
+    dist.init_process_group("gloo")
+    mesh = ProcessMesh.build(RankLayout(data=2), timers=timers)
+    for iteration in (1, 2):
+        mesh.beat("iteration", iteration)
+        with timers("forward-compute"):
+            if iteration == 2 and rank == 1:
+                hangs_here()
+        all_reduce(torch.ones(4), mesh.data_parallel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Ranks that stand still or are gone end their job soon, with an account of where each of them was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.errors import DataFormatError, MegacoreError, MemoryExhaustedError, RankLostError, RankStalledError
+from megacore.launch import torchrun, watch
+from megacore.launch.exit_reason import write_reason
+from megacore.launch.failure import Attempt
+from megacore.launch.guard import descendants
+from megacore.launch.kernel_oom import KillCounter
+from megacore.launch.rank_table import RankState, furthest_behind, rank_states, table
+from megacore.launch.supervise import supervise
+from megacore.launch.watch import LOST_LIMIT, REMOTE_DELAY, RankWatch, Trouble
+from megacore.observe.heartbeat import ENDED, Beat, Heartbeat, beat_path, read_heartbeat
+from tests.launch._processes import environment, fake_ranks, wait_until
+
+
+class Clock:
+    """Seconds that a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def look(watched: RankWatch, clock: Clock, seconds: float) -> Trouble | None:
+    """Look once a second for some time; the first trouble."""
+    for _ in range(int(seconds)):
+        clock.now += 1.0
+        if trouble := watched.look():
+            return trouble
+    return None
+
+
+def end_of(tmp_path: Path, command: list[str], **options: Any) -> tuple[MegacoreError, str, str]:
+    """The error of a job that is ended, its table, and its log; nothing of it is left."""
+    before, started = set(descendants(os.getpid())), time.monotonic()
+    log = tmp_path / "logs" / "attempt-003.log"
+    with pytest.raises(MegacoreError) as caught:
+        supervise(
+            command, log=log, exit_directory=tmp_path / "exit", stop_grace=25.0, poll_interval=0.05, ranks=2, **options
+        )
+    assert time.monotonic() - started < 25.0, "stuck ranks get no grace"
+    assert set(descendants(os.getpid())) <= before
+    return caught.value, (tmp_path / "logs" / "attempt-003-ranks.txt").read_text(), log.read_text()
+
+
+def row(text: str, rank: int) -> str:
+    """The line of a rank in the table."""
+    (line,) = [line for line in text.splitlines() if line.removeprefix("->").split()[:1] == [str(rank)]]
+    return line
+
+
+def test_a_stalled_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
+    config = tmp_path / "job.json"
+    config.write_text(json.dumps({"exit_directory": str(tmp_path / "exit")}))
+    command = torchrun.command("tests.launch._stuck_rank", config, 2)
+    env = {**environment(), **torchrun.rank_environment(1)}
+    error, text, log = end_of(tmp_path, command, env=env, stall_limit=2.5)
+    assert isinstance(error, RankStalledError)
+    host = os.uname().nodename
+    expected = f"furthest behind is rank 1 on {host} in phase forward-compute of iteration 2, at launch/_stuck_rank.py:"
+    assert expected in str(error)
+    assert "(hangs_here) < launch/_stuck_rank.py:" in str(error)
+    assert "\n" not in str(error)
+    assert str(tmp_path / "logs" / "attempt-003-ranks.txt") in str(error)
+    assert row(text, 1).startswith("->")
+    assert row(text, 1).split()[4:-1] == ["running", "2", "forward-compute", "data-parallel", "wait", "1"]
+    assert row(text, 0).split()[3:-1] == ["running", "2", *["data-parallel", "wait"] * 2, "2"]
+    stuck, others = text.index("Python stacks of rank 1"), text.index("Python stacks of rank 0")
+    assert "in hangs_here" in text[stuck:others]
+    assert "in all_reduce" in text[others:]
+    assert text in log
+
+
+def test_a_stopped_rank_is_named_though_it_cannot_write_its_stack(tmp_path: Path) -> None:
+    error, text, _ = end_of(
+        tmp_path, fake_ranks(tmp_path, "stubborn-stopped-watched"), env=environment(), stall_limit=1.5
+    )
+    assert isinstance(error, RankStalledError)
+    assert "furthest behind is rank 1" in str(error)
+    assert "stopped" in row(text, 1)
+    assert "Python stacks of rank 1:\nno stack: the process is stopped (SIGSTOP), so it cannot write one" in text
+    assert "in waits_in_a_collective" in text
+
+
+def test_a_killed_rank_ends_a_job_that_hangs_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LOST_LIMIT", 1.0)
+    error, text, _ = end_of(tmp_path, fake_ranks(tmp_path, "stubborn-killed-watched"), env=environment())
+    assert type(error) is RankLostError
+    assert "in phase forward-compute of iteration 7 is gone without giving a reason" in str(error)
+    assert row(text, 1).startswith("->")
+    assert "dead" in row(text, 1)
+    assert "running" in row(text, 0)
+    assert "in waits_in_a_collective" in text
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_the_kernels_kill_for_memory_is_told_from_others(tmp_path: Path, rises: bool) -> None:
+    beat_of_a_dead_process(tmp_path / "exit")
+    error = Attempt.troubled(*attempt_that_lost_its_rank(tmp_path, [4, 5 if rises else 4]))
+    assert type(error) is (MemoryExhaustedError if rises else RankLostError)
+    assert error.retryable is not rises
+    assert "rank 0 ran out of main memory: the kernel" in str(error) or not rises
+    assert row((tmp_path / "log-ranks.txt").read_text(), 0).startswith("->")
+
+
+def test_the_reason_of_a_rank_that_failed_is_raised_though_the_job_hangs(tmp_path: Path) -> None:
+    beat_of_a_dead_process(tmp_path / "exit")
+    write_reason(tmp_path / "exit", 0, DataFormatError("tokens.bin is damaged"))
+    error = Attempt.troubled(*attempt_that_lost_its_rank(tmp_path, [4, 5]))
+    assert isinstance(error, DataFormatError)
+    assert str(error).startswith("rank 0: tokens.bin is damaged; the table of ranks is ")
+
+
+def attempt_that_lost_its_rank(
+    tmp_path: Path, counts: list[int]
+) -> tuple[Attempt, Trouble, float | None, list[RankState]]:
+    kills = KillCounter(iter(counts).__next__)
+    attempt = Attempt("torchrun", tmp_path / "log", 0, tmp_path / "exit", 1, kills)
+    return attempt, Trouble(lost=(0,)), None, attempt.states(stacks=True)
+
+
+def test_only_a_heartbeat_that_stands_still_is_a_stall(tmp_path: Path) -> None:
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=10.0, clock=clock)
+    assert look(watched, clock, 20) is None, "nobody is there yet"
+    first, second = (Heartbeat(beat_path(tmp_path, rank)) for rank in (0, 1))
+    for _ in range(5):
+        first.beat("data")
+        second.beat("data")
+        assert look(watched, clock, 8) is None
+    first.beat(ENDED)
+    assert look(watched, clock, 20) == Trouble(stalled=(1,)), "who has ended is done"
+    second.beat(ENDED)
+    assert look(watched, clock, 20) is None
+
+
+def test_without_a_limit_nobody_stalls(tmp_path: Path) -> None:
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=None, clock=clock)
+    heartbeat = Heartbeat(beat_path(tmp_path, 0))
+    assert look(watched, clock, 2000) is None
+    assert heartbeat.phase == "start"
+
+
+def test_the_time_for_which_the_watcher_stood_still_does_not_count(tmp_path: Path) -> None:
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=10.0, clock=clock)
+    heartbeat = Heartbeat(beat_path(tmp_path, 0))
+    assert look(watched, clock, 8) is None
+    clock.now += 3600.0
+    assert watched.look() is None
+    assert look(watched, clock, 20) == Trouble(stalled=(0,))
+    assert heartbeat.phase == "start"
+
+
+def test_another_machine_may_show_its_heartbeat_late_and_its_processes_are_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat_of_a_dead_process(tmp_path)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=5.0, clock=clock)
+    assert look(watched, clock, REMOTE_DELAY) is None
+    assert look(watched, clock, 10) == Trouble(stalled=(0,))
+    (state,) = rank_states(tmp_path, None, stacks=True)
+    assert state.state == "on another host"
+
+
+def test_a_dead_process_is_lost_after_ten_seconds(tmp_path: Path) -> None:
+    beat_of_a_dead_process(tmp_path)
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=600.0, clock=clock)
+    assert look(watched, clock, LOST_LIMIT) is None
+    assert look(watched, clock, 2) == Trouble(lost=(0,))
+
+
+def test_another_process_under_the_same_id_is_not_the_rank(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(beat_path(tmp_path, 0))
+    data = beat_path(tmp_path, 0).read_bytes()
+    ours = read_heartbeat(beat_path(tmp_path, 0))
+    assert ours is not None
+    assert ours.alive
+    start = ours.process_start.to_bytes(8, "little")
+    beat_path(tmp_path, 0).write_bytes(data.replace(start, (ours.process_start - 1).to_bytes(8, "little")))
+    clock = Clock()
+    assert look(RankWatch(tmp_path, stall_limit=None, clock=clock), clock, 15) == Trouble(lost=(0,))
+    assert heartbeat.phase == "start"
+
+
+def beat_of_a_dead_process(directory: Path) -> None:
+    script = f"""
+from pathlib import Path
+from megacore.observe.heartbeat import *
+Heartbeat(beat_path(Path({str(directory)!r}), 0)).beat("forward-compute", 3)
+"""
+    subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
+
+
+def state(
+    rank: int, phase: str = "forward-compute", iteration: int = 3, collectives: int = 9, idle: float = 5.0
+) -> RankState:
+    beat = Beat(rank, "host", 1, 1, 0, 1, iteration, phase, collectives, "x wait", 0.0)
+    return RankState(rank, beat, "running", idle, "no stack")
+
+
+@pytest.mark.parametrize(
+    ("states", "behind"),
+    [
+        ([state(0, "world wait"), state(1), state(2, "world wait", 2)], 1),
+        ([state(0, "world wait"), state(1, "world wait", collectives=8)], 1),
+        ([state(0, "world wait", 4, 1), state(1, "world wait", 3, 9)], 1),
+        ([state(0), state(1, idle=9.0)], 1),
+        ([state(0), RankState(1, None, "absent", 0.0, "")], 1),
+    ],
+)
+def test_the_rank_that_the_others_wait_for(states: list[RankState], behind: int) -> None:
+    assert furthest_behind(states).rank == behind
+
+
+def test_a_rank_that_never_came_is_in_the_table(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(beat_path(tmp_path, 0))
+    heartbeat.beat("rendezvous")
+    assert rank_states(tmp_path / "nowhere", 2, stacks=False) == []
+    states = rank_states(tmp_path, 2, stacks=False)
+    text = table(states, furthest_behind(states), "a sentence")
+    assert row(text, 1).split() == ["->", "1", "absent"]
+    assert "rendezvous" in row(text, 0)
+    assert furthest_behind(states).where == "which has not begun its work"
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL, "this process would have died had it been asked"
+    wait_until(lambda: rank_states(tmp_path, 2, stacks=True) != [], 5, "looked")
