@@ -16,7 +16,7 @@ from megacore.cli.index import IndexCommand, index
 from megacore.cli.inspect import inspect, verify
 from megacore.cli.plan import plan
 from megacore.cli.tokenize import TokenizeCommand, tokenize
-from megacore.cli.workspace import clean, runs
+from megacore.cli.workspace import clean, runs, stop
 from megacore.errors import MegacoreError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Pretraining of large language models.")
@@ -27,7 +27,7 @@ def options() -> None:
     """Pretraining of large language models: the data's tools, and what a workspace holds."""
 
 
-for command in (runs, clean, plan, inspect, verify, generate, evaluate):
+for command in (runs, stop, clean, plan, inspect, verify, generate, evaluate):
     app.command()(command)
 app.command("import")(import_)
 app.command()(export)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megacore.artifact import Workspace
+from megacore.artifact.files import workspace_errors
 from megacore.errors import WorkspaceError
 
 WorkspaceOption = Annotated[
@@ -41,6 +42,23 @@ def runs(workspace: WorkspaceOption = None) -> None:
             row["path"],
         )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help="key or name of a run as `megacore runs` lists it, or its directory")],
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Ask a training to save a checkpoint after its current iteration and to end; the same command goes on later."""
+    from rich.console import Console
+
+    from megacore.observe.runs import find_run
+    from megacore.train.names import STOP_FILE
+
+    directory = Path(run) if Path(run).is_dir() else find_run(_existing(workspace), run, state="running")
+    file = directory / STOP_FILE
+    with workspace_errors(file):
+        file.touch()
+    Console().print(f"{directory} will save and end after its current iteration", soft_wrap=True, highlight=False)
 
 
 def clean(

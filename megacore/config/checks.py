@@ -1,6 +1,7 @@
 """Checks that cross the sections of a configuration; each raises ValueError with one sentence."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from megacore.config.data import DataConfig
@@ -30,10 +31,31 @@ def check_sections(config: "RunConfig") -> None:
     _check_decay(config)
     _check_weight_decay(config.optim)
     _check_zero_shot(config)
+    _check_resume(config)
     launch = config.launch
     ranks = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) and launch.hostfile is None else None
     check_deepspeed(config, None if ranks is None else Layout.of(config, ranks).data)
     check_layout(config, ranks)
+
+
+def _check_resume(config: "RunConfig") -> None:
+    resume, pretrained = config.resume, config.train.pretrained_checkpoint
+    if resume.checkpoint is not None and pretrained is not None:
+        raise ValueError(
+            f"resume.checkpoint is {resume.checkpoint} and train.pretrained_checkpoint is {pretrained}: give the first "
+            "to go on from a training, or the second to begin with its weights"
+        )
+    for name in resume.override:
+        values: object = config.model_dump(mode="json")
+        for part in name.split("."):
+            if isinstance(values, Mapping) and part not in values:
+                near = get_close_matches(part, list(values), 1)
+                hint = f", did you mean {near[0]}" if near else ""
+                raise ValueError(
+                    f"resume.override has {name}, which has no value {part}{hint}: give dotted names as optim.lr"
+                )
+            # What is null or a list has no names below it that could be checked.
+            values = values[part] if isinstance(values, Mapping) else None
 
 
 def _check_data(data: DataConfig) -> None:

@@ -16,6 +16,7 @@ from megacore.config.train import (
     EvaluateConfig,
     ExportConfig,
     LaunchConfig,
+    ResumeConfig,
     TrackingConfig,
     TrainConfig,
 )
@@ -43,6 +44,8 @@ class RunConfig(Section):
     """The training loop."""
     checkpoint: CheckpointConfig = unkeyed()
     """When to save and what to keep."""
+    resume: ResumeConfig = unkeyed(ResumeConfig())
+    """Going on from another run's checkpoint."""
     engine: Literal["native", "deepspeed"] = unkeyed("native")
     """What carries out an optimizer step: megacore's own code, or DeepSpeed with ZeRO and offload."""
     parallel: ParallelConfig = unkeyed(ParallelConfig())

@@ -1,8 +1,8 @@
 """The training loop, checkpoints, processes, evaluation, export and tracking."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -49,6 +49,12 @@ class TrainConfig(Section):
     """A micro batch whose loss exceeds this multiple of the recent mean is a spike; null does not look."""
     loss_spike_action: Literal["warn", "stop"] = unkeyed("warn")
     """What a spike does: a warning that names rank, iteration and samples, or the same as the run's end."""
+    skip_samples: tuple[str, ...] = unkeyed(())
+    """Samples in the run's order, as "4096" or "4096-4127": a global batch that holds one of them is passed over."""
+    exit_interval: int | None = unkeyed(None, gt=0)
+    """Iterations after whose multiples the run saves and ends, to be gone on with; null means never."""
+    exit_duration_minutes: float | None = unkeyed(None, gt=0)
+    """Minutes after whose end the run saves and ends, to be gone on with; null means never."""
     log_interval: int = unkeyed(10, gt=0)
     """Iterations between log lines and step events."""
     eval_interval: int = unkeyed(100, gt=0)
@@ -56,18 +62,56 @@ class TrainConfig(Section):
     eval_iters: int = unkeyed(10, gt=0)
     """Global batches per validation, the same ones each time."""
 
+    @field_validator("skip_samples", mode="before")
+    @classmethod
+    def _numbers_are_ranges(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(str(item) if type(item) is int else item for item in value)
+        return value
+
+    @field_validator("skip_samples")
+    @classmethod
+    def _ranges_are_numbers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for item in value:
+            first, _, last = item.partition("-")
+            numbers = (first, last if "-" in item else first)
+            if not all(number.isdecimal() for number in numbers) or int(numbers[0]) > int(numbers[1]):
+                raise ValueError(
+                    f"skip_samples has {item!r}: give a sample's number, as 4096, or the first and last, as 4096-4127"
+                )
+        return value
+
+    @property
+    def skipped_ranges(self) -> list[range]:
+        """skip_samples as numbers, in order."""
+        pairs = [item.partition("-")[::2] for item in self.skip_samples]
+        ranges = [range(int(first), int(last or first) + 1) for first, last in pairs]
+        return sorted(ranges, key=lambda samples: (samples.start, samples.stop))
+
 
 class CheckpointConfig(Section):
     """When to save and what to keep."""
 
     save_interval: int = unkeyed(gt=0)
     """Iterations between checkpoints; one more is saved at the last iteration."""
+    asynchronous: bool = unkeyed(True)
+    """Whether training goes on while a checkpoint is written: a step waits for the copy in main memory alone."""
     keep_last: int = unkeyed(2, gt=0)
     """The newest checkpoints that are kept."""
     keep_every: int | None = unkeyed(None, gt=0)
     """Checkpoints at multiples of this iteration count are kept for ever."""
     keep_best: bool = unkeyed(True)
     """Whether the checkpoint with the lowest validation loss is kept."""
+
+
+class ResumeConfig(Section):
+    """Going on from another run's checkpoint, and what may differ from it."""
+
+    checkpoint: str | None = unkeyed(None, min_length=1)
+    """Checkpoint directory (iter_*) of another run to go on from, with its optimizer and data position; null goes on
+    from the run's own newest one. Its content is part of the run's key, not its path."""
+    override: tuple[str, ...] = unkeyed(())
+    """Dotted names of keyed values that may differ from the checkpoint's configuration, as optim.lr."""
 
 
 class LaunchConfig(Section):
@@ -89,6 +133,8 @@ class LaunchConfig(Section):
     """Seconds between asking ranks to stop and killing them."""
     timeout_minutes: float | None = unkeyed(None, gt=0)
     """Limit of the training stage, in minutes; null means none."""
+    stall_limit: float | None = unkeyed(600.0, gt=0)
+    """Seconds without any progress of a rank after which the job is ended; null waits for ever."""
     retries: int = unkeyed(2, ge=0)
     """How often a lost rank or a failed download is tried again."""
     retry_delay: float = unkeyed(5.0, ge=0)

@@ -1,7 +1,7 @@
 """Which samples a rank reads, as a pure function of the samples consumed so far, and reading them ahead of time."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -25,14 +25,30 @@ def micro_batch_indices(
 
 
 def micro_batches(
-    consumed_samples: int, *, micro_batch_size: int, schedule: BatchSchedule, dp_rank: int, dp_size: int, steps: int
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    schedule: BatchSchedule,
+    dp_rank: int,
+    dp_size: int,
+    steps: int,
+    skipped: Sequence[range] = (),
 ) -> Iterator[range]:
-    """One rank's micro batches of `steps` global batches, from `consumed_samples` on, in the order they are read."""
+    """One rank's micro batches of `steps` global batches, from `consumed_samples` on, in the order they are read.
+
+    Global batches that are passed over for one of the `skipped` samples are among the steps and are not read.
+    """
     for _ in range(steps):
         size = schedule.at(consumed_samples)
-        for micro_step in range(size // (micro_batch_size * dp_size)):
-            yield micro_batch_indices(consumed_samples, micro_step, micro_batch_size, dp_rank, dp_size)
+        if not is_passed_over(range(consumed_samples, consumed_samples + size), skipped):
+            for micro_step in range(size // (micro_batch_size * dp_size)):
+                yield micro_batch_indices(consumed_samples, micro_step, micro_batch_size, dp_rank, dp_size)
         consumed_samples += size
+
+
+def is_passed_over(global_batch: range, skipped: Sequence[range]) -> bool:
+    """Whether a global batch holds one of the samples that are to be skipped."""
+    return any(samples.start < global_batch.stop and global_batch.start < samples.stop for samples in skipped)
 
 
 class PrefetchingIterator(Iterator[Batch]):

@@ -194,7 +194,8 @@ class GradSync:
             bucket.expected = bucket.arrived
         order = sorted(range(len(self.buckets)), key=lambda number: completed.get(number, -1))
         agreed = torch.tensor(order, device=self.buckets[0].buffer.device)
-        dist.broadcast(agreed, group=self.mesh.data_parallel.group, group_src=0)
+        with self.mesh.time("data-parallel wait"):
+            dist.broadcast(agreed, group=self.mesh.data_parallel.group, group_src=0)
         return [self.buckets[number] for number in agreed.tolist()]
 
     def _launch(self, buckets: Sequence[Bucket]) -> None:

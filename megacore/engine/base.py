@@ -1,6 +1,6 @@
 """What the training loop asks of an engine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ class Update:
     """Whether the weights were updated: a gradient that is not finite leaves them alone."""
     fatal: bool = False
     """Whether going on cannot help: the gradient is not finite and no lower loss scale is left to try."""
+    withheld: bool = False
+    """Whether the weights were left alone because the caller asked for it, though the gradient is finite."""
+    notices: tuple[bool, ...] = ()
+    """Of each notice whether any rank gave it."""
 
     @property
     def loss(self) -> float:
@@ -75,8 +79,28 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, lr: float, weight_decay: float) -> Update:
-        """Average the gradients over the ranks, clip them, and make one optimizer step."""
+    @property
+    def can_withhold(self) -> bool:
+        """Whether `update` asks before it touches the weights."""
+        ...
+
+    def update(
+        self,
+        lr: float,
+        weight_decay: float,
+        *,
+        notices: Sequence[bool] = (),
+        withhold: Callable[[Sequence[float]], bool] | None = None,
+    ) -> Update:
+        """Average the gradients over the ranks, clip them, and make one optimizer step.
+
+        Args:
+            lr: learning rate.
+            weight_decay: of the decayed weights.
+            notices: what this rank has to say to all; it travels with the losses. As many on every rank.
+            withhold: gets `Update.losses`, before any weight is changed, and says whether to leave them alone; it
+                must say the same on every rank. An engine that cannot withhold refuses one.
+        """
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.engine.base import Update
-from megacore.engine.deepspeed_adam import set_hyperparameters
 from megacore.engine.deepspeed_base import DeepSpeedBase
 from megacore.engine.deepspeed_mpu import MeshUnit
 from megacore.engine.deepspeed_setup import import_deepspeed
@@ -65,15 +63,11 @@ class DeepSpeedEngine(DeepSpeedBase):
                 engine.backward(loss)
             self._losses.append(means)
 
-    def update(self, lr: float, weight_decay: float) -> Update:
-        """Clip the averaged gradients and make one optimizer step.
-
-        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16.
-        """
-        set_hyperparameters(self._adam, lr, weight_decay)
+    def _step(self) -> int:
+        """Let DeepSpeed clip and step."""
         with self._mesh.time("optimizer"):
             self._engine.step()
-        return self._outcome(len(self._losses))
+        return len(self._losses)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
         """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,14 +14,14 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.config.zero import zero_of
 from megacore.engine.base import Update
-from megacore.engine.deepspeed_adam import WholeGradients, make_adam
+from megacore.engine.deepspeed_adam import WholeGradients, make_adam, set_hyperparameters
 from megacore.engine.deepspeed_join import checkpoint_activations, join_ranks, prepare_parameters, show_log
 from megacore.engine.deepspeed_mpu import MeshUnit
 from megacore.engine.deepspeed_scale import DeepSpeedLossScale
 from megacore.engine.deepspeed_settings import deepspeed_settings
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.engine.deepspeed_state import DeepSpeedState, main_weights, shape_of
-from megacore.engine.outcome import global_means, update_of
+from megacore.engine.outcome import Told, global_means
 from megacore.engine.staged import StageEngine
 from megacore.models.init import initial_weight
 from megacore.models.stage import Stage
@@ -80,6 +80,8 @@ class DeepSpeedBase(StageEngine, ABC):
     @abstractmethod
     def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
         """DeepSpeed's engine of the stage, and what it made of our optimizer."""
+
+    can_withhold = False
 
     @property
     def loss_scale(self) -> float:
@@ -147,9 +149,23 @@ class DeepSpeedBase(StageEngine, ABC):
             replica = micro_batches * self._config.train.micro_batch_size
             self._engine.set_train_batch_size(replica * self._mesh.data_parallel.size)
 
-    def _outcome(self, micro_batches: int) -> Update:
-        """What an iteration came to that DeepSpeed has just stepped."""
-        losses = global_means(self._losses, micro_batches, len(self.loss_names), self._mesh, self.device)
+    def update(
+        self,
+        lr: float,
+        weight_decay: float,
+        *,
+        notices: Sequence[bool] = (),
+        withhold: Callable[[Sequence[float]], bool] | None = None,
+    ) -> Update:
+        """Clip the averaged gradients and make one optimizer step.
+
+        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16. DeepSpeed does not
+        ask before it changes the weights.
+        """
+        assert withhold is None, "DeepSpeed's engines cannot withhold an update"
+        set_hyperparameters(self._adam, lr, weight_decay)
+        micro_batches = self._step()
+        losses = global_means(self._losses, micro_batches, len(self.loss_names), self._mesh, self.device, notices)
         if not self._engine.was_step_applied():
             grad_norm = math.inf
         else:
@@ -159,5 +175,9 @@ class DeepSpeedBase(StageEngine, ABC):
         if self._scale:
             self._scale.update(overflow=not applied)
         fatal = not applied and (self._scale is None or self._scale.exhausted)
-        means: Sequence[float] = losses.tolist()
-        return update_of(means, self.loss_names, grad_norm, applied=applied, fatal=fatal)
+        told = Told.of(losses.tolist(), self.loss_names, len(notices))
+        return told.update(grad_norm, applied=applied, fatal=fatal)
+
+    @abstractmethod
+    def _step(self) -> int:
+        """Let DeepSpeed clip and step; returns this replica's number of micro batches."""

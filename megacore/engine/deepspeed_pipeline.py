@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.engine.base import Update
-from megacore.engine.deepspeed_adam import set_hyperparameters
 from megacore.engine.deepspeed_base import DeepSpeedBase
 from megacore.engine.deepspeed_mpu import MeshUnit
 from megacore.engine.deepspeed_setup import import_deepspeed
@@ -85,17 +83,13 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         self._layer.start(batches, seeds)
         self._seeds = seeds
 
-    def update(self, lr: float, weight_decay: float) -> Update:
-        """Run the schedule: forward and backward of all micro batches, clipping, and one optimizer step.
-
-        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16.
-        """
-        set_hyperparameters(self._adam, lr, weight_decay)
+    def _step(self) -> int:
+        """Run the schedule: forward and backward of all micro batches, clipping, and one optimizer step."""
         # Each stage reads its own micro batches: DeepSpeed would give them to the first and the last alone.
         nothing = torch.zeros(1, device=self.device)
         self._engine.train_batch(iter([(nothing, nothing)] * len(self._seeds)))
         self._losses = self._layer.losses
-        return self._outcome(len(self._seeds))
+        return len(self._seeds)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
         """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""

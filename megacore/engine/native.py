@@ -5,7 +5,7 @@ weights, accumulated gradients and moments in fp32; only fp16 needs a loss scale
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.engine.base import Update
-from megacore.engine.outcome import global_means, update_of
+from megacore.engine.outcome import Told, global_means
 from megacore.engine.staged import StageEngine
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
@@ -75,11 +75,20 @@ class NativeEngine(StageEngine):
         scale = self.loss_scale / len(seeds)
         self._losses = self._stage.train_pass(batches, seeds, self._syncs, scale=scale)
 
-    def update(self, lr: float, weight_decay: float) -> Update:
+    can_withhold = True
+
+    def update(
+        self,
+        lr: float,
+        weight_decay: float,
+        *,
+        notices: Sequence[bool] = (),
+        withhold: Callable[[Sequence[float]], bool] | None = None,
+    ) -> Update:
         """Average the gradients over the ranks, clip them, and make one optimizer step.
 
-        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16. Every rank decides
-        alike, since all have the same norm.
+        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16, one that is withheld
+        changes nothing. Every rank decides alike, since all have the same norm and losses.
         """
         for sync in self._syncs:
             sync.finish()
@@ -87,15 +96,17 @@ class NativeEngine(StageEngine):
             scale = self.loss_scale
             norm = self._optimizer.grad_norm(scale=scale)
             # One transfer to the host per iteration: a bad gradient has to be seen before the weights are touched.
-            losses = global_means(self._losses, self._micro_batches, len(self.loss_names), self._mesh, self.device)
-            *means, grad_norm = torch.cat([losses, norm.view(1)]).tolist()
-            applied = math.isfinite(grad_norm)
-            if self._scaler:
-                self._scaler.update(overflow=not applied)
-            if applied:
+            names, count = self.loss_names, self._micro_batches
+            means = global_means(self._losses, count, len(names), self._mesh, self.device, notices)
+            *values, grad_norm = torch.cat([means, norm.view(1)]).tolist()
+            told, finite = Told.of(values, names, len(notices)), math.isfinite(grad_norm)
+            withheld = finite and withhold is not None and withhold(told.losses)
+            if self._scaler and not withheld:
+                self._scaler.update(overflow=not finite)
+            if finite and not withheld:
                 self._optimizer.step(lr, weight_decay, norm=norm, max_norm=self._clip_grad, scale=scale)
-        fatal = not applied and (self._scaler is None or self._scaler.exhausted)
-        return update_of(means, self.loss_names, grad_norm, applied=applied, fatal=fatal)
+        fatal = not finite and (self._scaler is None or self._scaler.exhausted)
+        return told.update(grad_norm, applied=finite and not withheld, fatal=fatal, withheld=withheld)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
         """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""

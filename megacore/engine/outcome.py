@@ -1,6 +1,8 @@
 """What an iteration came to, told to every rank."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -11,11 +13,17 @@ from megacore.parallel.mesh import ProcessMesh
 
 
 def global_means(
-    losses: Sequence[Tensor], micro_batches: int, terms: int, mesh: ProcessMesh, device: torch.device
+    losses: Sequence[Tensor],
+    micro_batches: int,
+    terms: int,
+    mesh: ProcessMesh,
+    device: torch.device,
+    notices: Sequence[bool] = (),
 ) -> Tensor:
-    """Mean losses of all micro batches of the global batch, fp32, in the order of its samples: [m x dp x terms].
+    """Mean losses of all micro batches, and how many ranks gave each notice, fp32: [m x dp x terms + notices].
 
-    One small all-reduce brings them from the last pipeline stages to every rank.
+    The losses are in the order of the global batch's samples. One small all-reduce brings them from the last pipeline
+    stages to every rank.
 
     Args:
         losses: of this rank's micro batches, [terms] each; only the last pipeline stage's are looked at.
@@ -23,19 +31,40 @@ def global_means(
         terms: losses of each.
         mesh: this process's groups.
         device: where the ranks exchange them.
+        notices: what this rank has to say to all.
     """
     replicas = mesh.data_parallel
-    means = torch.zeros(micro_batches, replicas.size, terms, device=device)
+    count = micro_batches * replicas.size * terms
+    told = torch.zeros(count + len(notices), device=device)
     if mesh.is_last_stage and mesh.tensor_parallel.rank == 0:
-        means[:, replicas.rank] = torch.stack(list(losses))
+        told[:count].view(micro_batches, replicas.size, terms)[:, replicas.rank] = torch.stack(list(losses))
+    if any(notices):
+        told[count:] = torch.tensor(notices, dtype=told.dtype)
     if mesh.world_size > 1:
         with mesh.time("world wait"):
-            dist.all_reduce(means)
-    return means.view(-1)
+            dist.all_reduce(told)
+    return told
 
 
-def update_of(means: Sequence[float], names: Sequence[str], grad_norm: float, *, applied: bool, fatal: bool) -> Update:
-    """The outcome of an iteration whose losses are `means`, as `global_means` orders them."""
-    rows = [means[first : first + len(names)] for first in range(0, len(means), len(names))]
-    terms = {name: sum(term) / len(rows) for name, term in zip(names, zip(*rows, strict=True), strict=True)}
-    return Update(tuple(map(sum, rows)), terms, grad_norm, applied, fatal)
+@dataclass(frozen=True)
+class Told:
+    """What `global_means` brought, on the host."""
+
+    losses: tuple[float, ...]
+    """Of each micro batch, summed over its terms."""
+    terms: dict[str, float]
+    """Means over the global batch, by name."""
+    notices: tuple[bool, ...]
+    """Of each notice whether any rank gave it."""
+
+    @classmethod
+    def of(cls, values: Sequence[float], names: Sequence[str], notices: int) -> Self:
+        """Take apart what `global_means` returned for losses of these names and this many notices."""
+        count = len(values) - notices
+        rows = [values[first : first + len(names)] for first in range(0, count, len(names))]
+        terms = {name: sum(term) / len(rows) for name, term in zip(names, zip(*rows, strict=True), strict=True)}
+        return cls(tuple(map(sum, rows)), terms, tuple(value > 0 for value in values[count:]))
+
+    def update(self, grad_norm: float, *, applied: bool, fatal: bool, withheld: bool = False) -> Update:
+        """The outcome of the iteration."""
+        return Update(self.losses, self.terms, grad_norm, applied, fatal, withheld, self.notices)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megacore.artifact import Manifest, Workspace
 from megacore.artifact.manifest import MANIFEST_NAME
-from megacore.errors import ArtifactError, DataFormatError
+from megacore.errors import ArtifactError, ConfigError, DataFormatError
 from megacore.observe.events import EventReader
 
 RunState = Literal["running", "finished", "incomplete", "damaged"]
@@ -28,6 +28,20 @@ def runs(workspace: Workspace) -> list[dict[str, Any]]:
     test_ppl = _test_perplexities(workspace)
     found = [_describe(directory, test_ppl) for directory in _run_directories(workspace.folder("train"))]
     return sorted(found, key=lambda run: run["updated"] or 0.0, reverse=True)
+
+
+def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
+    """Directory of the one run in `state` whose key is, or begins with, or whose name is `name`.
+
+    Raises ConfigError when there is none, or more than one.
+    """
+    every = runs(workspace)
+    found = [run for run in every if run["state"] == state and (run["key"].startswith(name) or run["name"] == name)]
+    if len(found) != 1:
+        named = ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in found or every) or "none"
+        what = f"{len(found)} runs are {state}" if found else f"no run is {state}"
+        raise ConfigError(f"{what} under {name!r} in {workspace.root}, where there are {named}: give one key")
+    return Path(found[0]["path"])
 
 
 def _run_directories(folder: Path) -> Iterator[Path]:

@@ -84,7 +84,8 @@ def evaluate(
         total = model.loss_sum(loaded(read, device, mesh), [len(batch) for batch in batches])
     for group in (replicas, mesh.pipeline_parallel):
         if group.size > 1:
-            dist.all_reduce(total, group=group.group)
+            with mesh.time("world wait"):
+                dist.all_reduce(total, group=group.group)
     sums = dict(zip(model.loss_names, total.tolist(), strict=True))
     tokens = int(sums[LM_LOSS][1])
     if tokens == 0:

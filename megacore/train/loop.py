@@ -1,38 +1,31 @@
 """The training loop: resume, iterate, look, save."""
 
-import time
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.format import Marker, complete_checkpoints, iteration_of, read_state, verify
-from megacore.checkpoint.load import latest_complete, load_checkpoint, names_of_all
-from megacore.checkpoint.retain import apply_retention, remove_stale
-from megacore.checkpoint.save import save_checkpoint
-from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
+from megacore.checkpoint.format import Marker, iteration_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
-from megacore.data.sampler import PrefetchingIterator, micro_batches
+from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Batch, Dataset
 from megacore.engine.base import Engine, Update
-from megacore.errors import DataFormatError, TrainingError
+from megacore.errors import DataFormatError, LossError
 from megacore.observe.flops import TransformerShape
-from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.batch_schedule import BatchSchedule
+from megacore.train.checkpoints import RunCheckpoints
 from megacore.train.evaluate import evaluate
-from megacore.train.loss_check import LossCheck
+from megacore.train.loss_check import BadBatch, LossCheck
 from megacore.train.memory import memory_errors
 from megacore.train.report import RateMeter
 from megacore.train.state import TrainState
 from megacore.train.step import Stepper, reader
-
-CHECKPOINTS_NAME = "checkpoints"
-WEIGHTS_PREFIX = "model."
-"""Of the names of a checkpoint's weights."""
+from megacore.train.stop import StopReason, StopRequest
 
 
 @dataclass(frozen=True)
@@ -57,6 +50,7 @@ class Trainer:
         *,
         spec: ModelSpec,
         peak: float | None = None,
+        started: float | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -69,6 +63,7 @@ class Trainer:
             run_directory: with the run's checkpoints, if any.
             spec: the model by itself, which every checkpoint names.
             peak: this rank's peak rate in TFLOP/s for MFU, None where it is not known.
+            started: time.monotonic() when this attempt began; None means now.
 
         Raises:
             DataFormatError: the training split has fewer samples than the run reads.
@@ -78,11 +73,14 @@ class Trainer:
         self._mesh = mesh
         self._data = datasets
         self._recorder = recorder
-        self._spec = spec
-        self._checkpoints = run_directory / CHECKPOINTS_NAME
-        self._ranks = RankGroup(None)
+        self._vocab_size = spec.vocab_size
+        self._hosts: list[str] = RankGroup(None).everywhere(socket.gethostname)
+        self._checkpoints = RunCheckpoints(config, engine, mesh, recorder, run_directory, spec)
+        self._stop = StopRequest(config.train, run_directory, rank=mesh.rank, started=started)
         self._timers = mesh.timers or Timers(engine.device)
-        self._stepper = Stepper(config, engine, mesh, LossCheck(config, mesh, recorder.warning))
+        check = LossCheck(config, mesh, recorder.warning, self._record_bad_batch, self._hosts)
+        self._read = reader(datasets.train, engine.device)
+        self._stepper = Stepper(config, engine, mesh, check, self._read, recorder.warning)
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
         self.state = TrainState()
@@ -96,104 +94,95 @@ class Trainer:
             )
 
     def run(self) -> None:
-        """Train until `train.train_iters`; a run that is already there ends at once.
+        """Train until `train.train_iters`, or until something asks to stop; a run that is already there ends at once.
 
         Raises:
+            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its last iteration.
             TrainingError: a loss or gradient is not finite, or memory does not suffice.
-            CheckpointError: the newest checkpoint, or the pretrained one, is of another model or damaged.
+            CheckpointError: the checkpoint to go on from, or the pretrained one, is of another model or damaged.
+            ConfigError: the configuration differs from that checkpoint's in what was not allowed to.
             WorkspaceError: a checkpoint or an event cannot be written.
         """
-        with memory_errors(self._config, self._mesh.rank, self.state):
-            self._resume()
-            train = self._config.train
-            read = reader(self._data.train, self._engine.device)
-            with PrefetchingIterator(read, self._upcoming()) as batches:
-                self._meter.start(self.state.iteration, self.state.consumed_samples)
-                while self.state.iteration < train.train_iters:
-                    self._iterate(batches)
-        self._recorder.event("exit", reason="finished", iteration=self.state.iteration)
+        rank, vocab_size = self._mesh.rank, self._vocab_size
+        with self._stop.signals(), memory_errors(self._config, rank, self.state, vocab_size=vocab_size):
+            self._start()
+            try:
+                reason = self._train()
+                self._checkpoints.wait()
+            except LossError:
+                self._checkpoints.wait()  # all ranks are here: what is being written is good
+                raise
+            finally:
+                self._checkpoints.close()
+        self._recorder.event("exit", reason=reason or "finished", iteration=self.state.iteration)
+        if reason is not None:
+            self._stop.take_away_file()
+            raise self._stop.error(reason, self.state.iteration, self._checkpoints.path_of(self.state.iteration))
 
-    def _resume(self) -> None:
-        """Load the newest complete checkpoint, if there is one, and say how the run starts."""
-        path = self._ranks.on_first(self._find_checkpoint)
-        if path is not None:
-            tensors = self._engine.tensors()
-            saved = load_checkpoint(path, tensors, expected=names_of_all(tensors))
-            self._engine.load_state(saved["engine"], tensors)
-            restored = TrainState.from_json(saved["train"])
-            vars(self.state).update(vars(restored))
-            logger.info("resumed from %s at iteration %d", path, self.state.iteration)
-        elif self._config.train.pretrained_checkpoint is not None:
-            self._begin_with(Path(self._config.train.pretrained_checkpoint))
+    def _train(self) -> StopReason | None:
+        """Iterate to the end; returns what ended it before."""
+        left = max(0, self._config.train.train_iters - self.state.iteration)
+        with PrefetchingIterator(self._read, self._stepper.upcoming(self.state, left)) as batches:
+            self._meter.start(self.state.iteration, self.state.consumed_samples)
+            while self.state.iteration < self._config.train.train_iters:
+                reason = self._iterate(batches)
+                if reason is not None:
+                    return reason
+        return None
+
+    def _start(self) -> None:
+        """Go on from a checkpoint, if there is one, say how the run starts, and make up for a validation."""
+        path = self._checkpoints.resume(self.state)
         self._recorder.event(
             "start",
             iteration=self.state.iteration,
             ranks=self._mesh.world_size,
+            hosts=sorted(set(self._hosts)),
             device=self._engine.device.type,
             precision=self._engine.precision,
             parameters=self._engine.parameters,
             kernels=self._engine.kernels,
             resumed_from=None if path is None else iteration_of(path),
+            changes=[str(change) for change in self._checkpoints.changes],
             train_iters=self._config.train.train_iters,
         )
+        due = self.state.iteration > 0 and self.state.iteration % self._config.train.eval_interval == 0
+        if path is not None and due and Marker.read(path).validation_loss is None:
+            self._evaluate()  # a signal had left no time for it
 
-    def _begin_with(self, path: Path) -> None:
-        """Take the weights of a pretrained checkpoint, whatever layout wrote it; the optimizer starts afresh."""
+    def _iterate(self, batches: Iterator[Batch]) -> StopReason | None:
+        """One iteration and what is due after it; validation comes first, so that a checkpoint knows its loss.
 
-        def check() -> None:
-            verify(path)
-            check_same_model(path, read_spec(path), self._spec)
-
-        self._ranks.on_first(check)
-        weights = {name: tensor for name, tensor in self._engine.tensors().items() if name.startswith(WEIGHTS_PREFIX)}
-        load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
-        self._engine.load_state(self._engine.state(), weights)  # brings the weights into the model
-        logger.info("began with the weights of %s", path)
-
-    def _find_checkpoint(self) -> Path | None:
-        """On the first rank: clear what a crash left, and report what it kept from being reported."""
-        if self._checkpoints.is_dir():
-            remove_stale(self._checkpoints)
-        present = {marker.iteration: path for path, marker in complete_checkpoints(self._checkpoints).items()}
-        reported = self._recorder.reported_checkpoints()
-        for iteration in sorted(present.keys() - reported.keys()):
-            marker, train = Marker.read(present[iteration]), read_state(present[iteration])["train"]
-            self._report_checkpoint(present[iteration], marker, TrainState.from_json(train).consumed_samples, None)
-        for iteration in sorted(reported.keys() - present.keys()):
-            self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
-        return latest_complete(self._checkpoints, log=self._recorder.warning)
-
-    def _upcoming(self) -> Iterator[range]:
-        """Samples of this rank's micro batches; none on pipeline stages that do not read them."""
-        if not self._engine.reads_tokens:
-            return iter(())
-        train, replicas = self._config.train, self._mesh.data_parallel
-        return micro_batches(
-            self.state.consumed_samples,
-            micro_batch_size=train.micro_batch_size,
-            schedule=BatchSchedule.of(self._config),
-            dp_rank=replicas.rank,
-            dp_size=replicas.size,
-            steps=max(0, train.train_iters - self.state.iteration),
-        )
-
-    def _iterate(self, batches: Iterator[Batch]) -> None:
-        """One iteration and what is due after it; validation comes first, so that a checkpoint knows its loss."""
+        Returns why the run is to stop now, saved.
+        """
         config, state = self._config, self.state
+        self._mesh.beat("iteration", state.iteration + 1)
         try:
-            update = self._stepper.step(batches, state)
-        except TrainingError as error:
-            raise TrainingError(f"{error}; {self._last_good()}") from error
+            update = self._stepper.step(batches, state, self._notices)
+        except LossError as error:
+            raise LossError(f"{error}; {self._last_good()}") from error
+        *requests, save_failed = update.notices or (False,)  # a batch that was passed over brings none
+        if save_failed:
+            self._checkpoints.wait()  # raises it, on all ranks after the same iteration
+        self._checkpoints.poll()
         last = state.iteration == config.train.train_iters
+        reason = None if last else self._stop.reason(requests, state.iteration)
         if state.iteration % config.train.log_interval == 0 or last:
             self._log(update)
         evaluates = state.iteration % config.train.eval_interval == 0 or last
-        saves = state.iteration % config.checkpoint.save_interval == 0 or last
+        saves = state.iteration % config.checkpoint.save_interval == 0 or last or reason is not None
         if evaluates or saves:
             with self._meter.paused():
-                validation_loss = self._evaluate() if evaluates else None
+                # A signal leaves a few seconds: they are the checkpoint's.
+                validation_loss = self._evaluate() if evaluates and reason != "signal" else None
                 if saves:
-                    self._save(validation_loss)
+                    self._mesh.beat("save")
+                    self._checkpoints.save(state, validation_loss)
+        return reason
+
+    def _notices(self) -> tuple[bool, ...]:
+        """What this rank has to tell the others in the exchange of losses."""
+        return (*self._stop.notices(), self._checkpoints.failed)
 
     def _log(self, update: Update) -> None:
         """Report the interval; what is left of one at the last iteration stays open for a run that is extended."""
@@ -228,49 +217,12 @@ class Trainer:
 
     def _last_good(self) -> str:
         """Where a run that stops can be taken up again."""
-        newest = max(complete_checkpoints(self._checkpoints), default=None)
+        self._checkpoints.wait()
+        newest = self._checkpoints.newest()
         return "no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}"
 
-    def _save(self, validation_loss: float | None) -> None:
-        """Write a checkpoint, then delete those that no rule keeps."""
-        started = time.monotonic()
-        path = save_checkpoint(
-            self._checkpoints,
-            self.state.iteration,
-            self._engine.tensors(),
-            {
-                "train": self.state.to_json(),
-                "engine": self._engine.state(),
-                MODEL_KEY: self._spec.model_dump(mode="json"),
-            },
-            validation_loss=validation_loss,
-        )
-        seconds = time.monotonic() - started
-        self._report_checkpoint(path, Marker.read(path), self.state.consumed_samples, seconds)
-        logger.info("saved checkpoint %s in %.1f s", path, seconds)
-        self._retain()
-
-    def _report_checkpoint(self, path: Path, marker: Marker, consumed_samples: int, seconds: float | None) -> None:
-        self._recorder.event(
-            "checkpoint",
-            iteration=marker.iteration,
-            consumed_samples=consumed_samples,
-            consumed_tokens=consumed_samples * self._config.data.seq_length,
-            path=str(path),
-            size_bytes=marker.size_bytes,
-            seconds=seconds,
-            validation_loss=marker.validation_loss,
-        )
-
-    def _retain(self) -> None:
-        keep = self._config.checkpoint
-        deleted = self._ranks.on_first(
-            lambda: apply_retention(
-                self._checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_best=keep.keep_best
-            )
-        )
-        for path in deleted:
-            self._recorder.event("checkpoint_deleted", iteration=iteration_of(path), path=str(path))
+    def _record_bad_batch(self, batch: BadBatch) -> None:
+        self._recorder.event("bad_batch", **batch.event)
 
     @property
     def _consumed_tokens(self) -> int:

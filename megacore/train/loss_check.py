@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from megacore.config.run import RunConfig
 from megacore.data.sampler import micro_batch_indices
 from megacore.engine.base import Update
-from megacore.errors import TrainingError
+from megacore.errors import LossError
 from megacore.optim.lr_schedule import LrSchedule
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import Coordinate
@@ -15,6 +16,8 @@ from megacore.train.state import TrainState
 
 _MEMORY = 0.98
 """Weight of the past in the moving average of the loss: it remembers about 50 iterations."""
+
+Cause = Literal["loss_not_finite", "gradient_not_finite", "loss_spike"]
 
 
 @dataclass(frozen=True)
@@ -27,37 +30,86 @@ class MicroBatch:
     """Positions in the run's order of samples."""
 
 
+@dataclass(frozen=True)
+class BadBatch:
+    """What is recorded of a global batch that went wrong."""
+
+    iteration: int
+    """Counted from 1: the one that it was to be."""
+    cause: Cause
+    rank: int | None
+    """Of the worst micro batch; None where the gradient alone is bad."""
+    host: str | None
+    """Of that rank."""
+    samples: tuple[int, ...]
+    """Of the worst micro batch, as positions in the run's order of samples; none where the gradient alone is bad."""
+    global_batch: tuple[int, int]
+    """First and last sample of the whole batch: what `train.skip_samples` takes."""
+    loss: float
+    """Of the worst micro batch, or the gradient's norm."""
+    reproduced: bool | None
+    """Whether it came out bad again when it was computed once more; None when it was not."""
+
+    @property
+    def event(self) -> dict[str, Any]:
+        """Fields for an event."""
+        return asdict(self)
+
+
 class LossCheck:
     """Looks at the losses of each iteration, the same ones on every rank."""
 
-    def __init__(self, config: RunConfig, mesh: ProcessMesh, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: ProcessMesh,
+        warn: Callable[[str], None],
+        record: Callable[[BadBatch], None] = lambda batch: None,
+        hosts: Sequence[str] = (),
+    ) -> None:
         """Prepare for a run.
 
         Args:
             config: the run.
             mesh: this process's groups.
-            warn: called with the account of a spike.
+            warn: called with the account of a spike, and of a fault of the hardware.
+            record: called with every batch that went wrong.
+            hosts: name of each rank's machine; none where they are not known.
         """
         self._config = config
         self._layout = mesh.layout
         self._schedule = LrSchedule.of(config)
-        self._warn = warn
+        self._warn, self._record, self._hosts = warn, record, hosts
 
-    def take_note(self, update: Update, state: TrainState) -> None:
+    def is_spike(self, losses: Sequence[float], state: TrainState) -> bool:
+        """Whether a micro batch's loss exceeds the recent mean by more than `train.loss_spike_factor`."""
+        factor = self._config.train.loss_spike_factor
+        return factor is not None and state.recent_loss is not None and max(losses) > factor * state.recent_loss
+
+    def take_note(self, update: Update, state: TrainState, first: Update | None = None) -> None:
         """Count an applied or a skipped iteration in `state`, which still stands before it.
 
+        Args:
+            update: what the iteration came to.
+            state: where the run stands.
+            first: what it had come to before it was computed again; None when it was computed once.
+
         Raises:
-            TrainingError: the iteration was skipped and no lower loss scale can help, or a loss jumped and
+            LossError: the iteration was skipped and no lower loss scale can help, or a loss jumped and
                 `train.loss_spike_action` is stop.
         """
-        if not update.applied:
-            bad = [index for index, loss in enumerate(update.losses) if not math.isfinite(loss)]
-            if update.fatal:
-                raise TrainingError(self._not_finite(update, bad, state))
+        if first is not None and self._cause(update, state) is None:
+            self._suspect_hardware(first, update, state)
+        if update.fatal:
+            bad = self._bad_batch(update, state, None if first is None else True)
+            self._record(bad)
+            raise LossError(self._not_finite(bad, update, state))
+        if not update.applied and not update.withheld:
             state.interval.skipped_iterations += 1
-            state.interval.nan_iterations += bool(bad)
+            state.interval.nan_iterations += not all(map(math.isfinite, update.losses))
             return
-        self._look_for_spikes(update.losses, state)
+        if self.is_spike(update.losses, state):
+            self._report_spike(self._bad_batch(update, state, None if first is None else True), state)
         state.applied_iterations += 1
         state.interval.add(update.terms)
         recent = update.loss if state.recent_loss is None else state.recent_loss
@@ -70,30 +122,63 @@ class LossCheck:
         samples = micro_batch_indices(state.consumed_samples, step, size, replica, self._layout.data)
         return MicroBatch(self._layout.rank(Coordinate(self._layout.pipeline - 1, replica, 0)), tuple(samples))
 
-    def _look_for_spikes(self, losses: Sequence[float], state: TrainState) -> None:
-        factor = self._config.train.loss_spike_factor
-        if factor is None or state.recent_loss is None:
-            return
-        worst = max(range(len(losses)), key=losses.__getitem__)
-        if losses[worst] <= factor * state.recent_loss:
-            return
+    def _cause(self, update: Update, state: TrainState) -> Cause | None:
+        """What is wrong with an outcome; an overflow that a lower loss scale mends is nothing wrong."""
+        if update.fatal:
+            return "gradient_not_finite" if all(map(math.isfinite, update.losses)) else "loss_not_finite"
+        finite = update.applied or update.withheld
+        return "loss_spike" if finite and self.is_spike(update.losses, state) else None
+
+    def _bad_batch(self, update: Update, state: TrainState, reproduced: bool | None) -> BadBatch:
+        cause = self._cause(update, state)
+        assert cause is not None
+        count = len(update.losses) * self._config.train.micro_batch_size
+        whole = (state.consumed_samples, state.consumed_samples + count - 1)
+        iteration = state.iteration + 1
+        if cause == "gradient_not_finite":
+            return BadBatch(iteration, cause, None, None, (), whole, update.grad_norm, reproduced)
+        if cause == "loss_not_finite":
+            worst = next(index for index, loss in enumerate(update.losses) if not math.isfinite(loss))
+        else:
+            worst = max(range(len(update.losses)), key=update.losses.__getitem__)
         origin = self.origin(worst, state)
+        host = self._hosts[origin.rank] if self._hosts else None
+        return BadBatch(iteration, cause, origin.rank, host, origin.samples, whole, update.losses[worst], reproduced)
+
+    def _suspect_hardware(self, first: Update, again: Update, state: TrainState) -> None:
+        """Say that what went wrong did not when it was computed again from the same weights and samples."""
+        bad = self._bad_batch(first, state, False)
+        self._record(bad)
+        what = {
+            "loss_not_finite": f"the loss was {bad.loss}",
+            "gradient_not_finite": f"the gradient norm was {bad.loss}",
+            "loss_spike": f"the loss jumped to {bad.loss:.4g}",
+        }[bad.cause]
+        self._warn(
+            f"{what}{self._place(bad)} at iteration {bad.iteration}, and when that was computed again from the "
+            f"same weights and samples it was not (mean loss {again.loss:.4g}, gradient norm {again.grad_norm:.4g}): "
+            "suspect the hardware of that rank; the run goes on with the second result"
+        )
+
+    def _report_spike(self, bad: BadBatch, state: TrainState) -> None:
+        self._record(bad)
+        assert state.recent_loss is not None
+        factor = self._config.train.loss_spike_factor
         account = (
-            f"the loss jumped to {losses[worst]:.4g} on rank {origin.rank} at iteration {state.iteration + 1} "
-            f"(samples {_listed(origin.samples)}), {losses[worst] / state.recent_loss:.1f} times the recent mean "
-            f"{state.recent_loss:.4g} (train.loss_spike_factor is {factor:g})"
+            f"the loss jumped to {bad.loss:.4g}{self._place(bad)} at iteration {bad.iteration} "
+            f"(samples {_listed(bad.samples)}), {bad.loss / state.recent_loss:.1f} times the recent mean "
+            f"{state.recent_loss:.4g} (train.loss_spike_factor is {factor:g}); {_again(bad)}"
         )
         if self._config.train.loss_spike_action == "stop":
-            raise TrainingError(f"{account}: look at these samples, or set train.loss_spike_action to warn")
+            raise LossError(f"{account}: look at these samples, {_skip(bad)}, or set train.loss_spike_action to warn")
         self._warn(account)
 
-    def _not_finite(self, update: Update, bad: Sequence[int], state: TrainState) -> str:
+    def _not_finite(self, bad: BadBatch, update: Update, state: TrainState) -> str:
         """One sentence with the rank, the iteration and the samples of the first loss that is not finite."""
-        iteration = state.iteration + 1
         lr = self._schedule.at(state.applied_iterations + 1)
         advice = (
             f"lower optim.lr (now {lr:.3E} at this iteration) or optim.clip_grad "
-            f"(now {self._config.optim.clip_grad:g}), or look at these samples"
+            f"(now {self._config.optim.clip_grad:g}), look at these samples, or {_skip(bad)}"
         )
         if self._config.train.precision == "fp16":
             scaling = self._config.optim.loss_scale
@@ -101,18 +186,34 @@ class LossCheck:
                 f"{scaling.patience} iterations in a row overflowed with the loss scale at its minimum "
                 f"{scaling.minimum:g}: {advice}"
             )
-        if not bad:
-            samples = len(update.losses) * self._config.train.micro_batch_size
+        if bad.cause == "gradient_not_finite":
+            first, last = bad.global_batch
             return (
-                f"the gradient norm is {update.grad_norm} at iteration {iteration} (samples {state.consumed_samples} "
-                f"to {state.consumed_samples + samples - 1}) on all {self._layout.world_size} ranks though every "
-                f"loss is finite: {advice}"
+                f"the gradient norm is {bad.loss} at iteration {bad.iteration} (samples {first} to {last}) on all "
+                f"{self._layout.world_size} ranks though every loss is finite; {_again(bad)}: {advice}"
             )
-        origin = self.origin(bad[0], state)
+        count = sum(not math.isfinite(loss) for loss in update.losses)
         return (
-            f"the loss is {update.losses[bad[0]]} on rank {origin.rank} at iteration {iteration} "
-            f"(samples {_listed(origin.samples)}; {len(bad)} micro batches in all): {advice}"
+            f"the loss is {bad.loss}{self._place(bad)} at iteration {bad.iteration} "
+            f"(samples {_listed(bad.samples)}; {count} micro batches in all); {_again(bad)}: {advice}"
         )
+
+    def _place(self, bad: BadBatch) -> str:
+        if bad.rank is None:
+            return ""
+        several = len(set(self._hosts)) > 1
+        return f" on rank {bad.rank}{f' of {bad.host}' if several else ''}"
+
+
+def _again(bad: BadBatch) -> str:
+    if bad.reproduced:
+        return "computed again from the same weights it came out bad again, so data or numerics are at fault"
+    return "it was not computed again, since the weights had changed already"
+
+
+def _skip(bad: BadBatch) -> str:
+    first, last = bad.global_batch
+    return f'pass the batch over with train.skip_samples: ["{first}-{last}"]'
 
 
 def _listed(samples: Sequence[int]) -> str:

@@ -1,39 +1,41 @@
-"""Running out of memory, said as what to change."""
+"""Running out of memory, said as what was predicted, what was in use, and what to change."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from megacore.config.deepspeed_json import asked_of
 from megacore.config.run import RunConfig
-from megacore.errors import TrainingError
+from megacore.engine.precision import resolve_precision
+from megacore.errors import MemoryExhaustedError
+from megacore.plan.advice import Place, memory_advice
+from megacore.plan.hardware import Hardware, memory_info, memory_limit
+from megacore.plan.memory import GIB
 from megacore.train.state import TrainState
 
 _CPU_PHRASES = ("can't allocate memory", "not enough memory")
 
 
 @contextmanager
-def memory_errors(config: RunConfig, rank: int, state: TrainState) -> Iterator[None]:
-    """Turn an allocation that fails in the body into TrainingError with the settings that help training most.
+def memory_errors(config: RunConfig, rank: int, state: TrainState, *, vocab_size: int) -> Iterator[None]:
+    """Turn an allocation that fails in the body into an error that says what helps training most.
 
     Args:
         config: the run.
         rank: this process.
         state: where the run stands when it happens.
+        vocab_size: entries of the vocabulary before padding.
+
+    Raises:
+        MemoryExhaustedError: with the planner's estimate for this rank, what was in use, and three settings.
     """
 
     def message(reason: str) -> str:
-        train, parallel = config.train, config.parallel
-        further = _divide_further(config)
-        return (
-            f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): lower "
-            f"train.micro_batch_size (now {train.micro_batch_size}; with the same train.global_batch_size the results "
-            f"stay the same), set train.recompute to full (now {train.recompute}), {further}raise "
-            f"parallel.tensor_model_parallel_size (now {parallel.tensor_model_parallel_size}) or "
-            f"parallel.pipeline_model_parallel_size (now {parallel.pipeline_model_parallel_size}), or lower "
-            f"data.seq_length (now {config.data.seq_length})"
-        )
+        advice = memory_advice(config, _place(config, vocab_size), rank)
+        return f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): {in_use()}; {advice}"
 
     with _reworded(message):
         yield
@@ -45,28 +47,42 @@ def scoring_memory_errors(config: RunConfig, rank: int) -> Iterator[None]:
 
     def message(reason: str) -> str:
         return (
-            f"rank {rank} ran out of memory while it evaluated ({reason}): lower evaluate.micro_batch_size "
-            f"(now {config.evaluate.micro_batch_size}; the results stay the same)"
+            f"rank {rank} ran out of memory while it evaluated ({reason}): {in_use()}; lower "
+            f"evaluate.micro_batch_size (now {config.evaluate.micro_batch_size}; the results stay the same)"
         )
 
     with _reworded(message):
         yield
 
 
-def _divide_further(config: RunConfig) -> str:
-    """What of ZeRO is left to use, with a comma behind; nothing where all of it is used."""
-    stages = config.parallel.pipeline_model_parallel_size
-    if config.engine == "native":
-        if not config.parallel.use_distributed_optimizer:
-            return "set parallel.use_distributed_optimizer to true, "
-        return "set engine to deepspeed with deepspeed.zero_stage 2 or 3, " if stages == 1 else ""
-    asked = asked_of(config)
-    if asked.stage < (3 if stages == 1 else 1):
-        return f"raise {asked.named('zero_optimization.stage')} (now {asked.stage}), "
-    for what in ("offload_optimizer", "offload_param") if asked.stage == 3 else ("offload_optimizer",):
-        if asked.device(what) == "none" and torch.cuda.is_available():
-            return f"set {asked.named(f'zero_optimization.{what}.device')} to cpu (now none), "
-    return ""
+def in_use() -> str:
+    """What this process has of its device's memory, or without a GPU of main memory, as one clause."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return (
+            f"in use {_gib(torch.cuda.memory_allocated())} allocated and {_gib(torch.cuda.memory_reserved())} reserved "
+            f"by this process, {_gib(total - free)} by all of {_gib(total)} on {torch.cuda.get_device_name()}"
+        )
+    info, limit = memory_info(), memory_limit()
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return (
+        f"in use {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} by this process, {_gib(info['MemAvailable'])} of "
+        f"{_gib(info['MemTotal'])} of the machine available, "
+        f"{'no limit' if limit is None else f'a limit of {_gib(limit)}'} by control groups"
+    )
+
+
+def _place(config: RunConfig, vocab_size: int) -> Place:
+    """This job, as the planner sees it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    precision = resolve_precision(config.train.precision, device)
+    return Place(ranks, vocab_size, precision, device, Hardware.detect().memory // beside)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"
 
 
 @contextmanager
@@ -77,7 +93,7 @@ def _reworded(message: Callable[[str], str]) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         lines = str(error).splitlines()
-        raise TrainingError(message(lines[0] if lines else type(error).__name__)) from error
+        raise MemoryExhaustedError(message(lines[0] if lines else type(error).__name__)) from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -9,9 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.format import verify
+from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.format import reading
 from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.together import verify_together
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import Dataset
 from megacore.data.unigram import UnigramModel
@@ -61,9 +63,12 @@ class Scorer:
         Raises:
             CheckpointError: it is damaged or of another model.
         """
-        iteration = verify(checkpoint).iteration
         weights = {f"model.{name}": self._part(name, weight) for name, weight in self._weights.items()}
-        load_checkpoint(checkpoint, weights, prefix="model.", expected=self._names)
+        with reading(checkpoint):
+            self._mesh.beat("verify")
+            iteration = verify_together(checkpoint, RankGroup(None)).iteration
+            self._mesh.beat("load")
+            load_checkpoint(checkpoint, weights, prefix="model.", expected=self._names)
         for name, parameter in self._stage.named_parameters.items():
             parameter.data.copy_(self._weights[name])  # in fp32 they are the same
         result: dict[str, Any] = {"iteration": iteration}
@@ -88,6 +93,7 @@ class Scorer:
     def unigram(self) -> dict[str, float]:
         """Perplexity of the train split's token frequencies on the very tokens that `score` predicts, by split."""
         job = self._job
+        self._mesh.beat("unigram")
         tokens = train_tokens(
             job.token_prefixes, job.index_directory, job.config, tokenizer_directory=job.tokenizer_directory
         )

@@ -6,7 +6,9 @@ from typing import Any, Self
 
 from megacore.errors import CheckpointError
 
-STATE_VERSION = 3
+STATE_VERSION = 4
+_READABLE = (3, STATE_VERSION)
+"""Version 3 had no `passed_over`."""
 
 
 @dataclass
@@ -48,6 +50,8 @@ class TrainState:
     """Moving average of the losses of applied iterations, which a loss spike is measured by; None before the first."""
     interval: LogInterval = field(default_factory=LogInterval)
     """Since the last log line."""
+    passed_over: list[tuple[int, int]] = field(default_factory=list)
+    """First and last sample of each global batch that `train.skip_samples` kept from training."""
 
     def to_json(self) -> dict[str, Any]:
         """Values for a checkpoint."""
@@ -59,12 +63,13 @@ class TrainState:
         try:
             values = dict(values)
             version = values.pop("version")
-            if version != STATE_VERSION:
+            if version not in _READABLE:
                 raise CheckpointError(
                     f"the checkpoint's training state has version {version}, this version reads {STATE_VERSION}: "
                     "install the version of megacore that wrote it"
                 )
             interval = LogInterval(**values.pop("interval"))
-            return cls(interval=interval, **values)
-        except (KeyError, TypeError) as error:
+            passed_over = [(int(first), int(last)) for first, last in values.pop("passed_over", ())]
+            return cls(interval=interval, passed_over=passed_over, **values)
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's training state is damaged ({error}): use another one") from error

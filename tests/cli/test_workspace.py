@@ -1,5 +1,6 @@
 """The command line says what a workspace holds, and refuses what is not there."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megacore.artifact import lock
 from megacore.cli import app
 from megacore.errors import ConfigError, WorkspaceError
 
@@ -67,3 +69,21 @@ def test_plan_refuses_another_kind_of_picture(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "gpt2-tiny", "--draw", str(tmp_path / "schedule.pdf")])
     assert isinstance(result.exception, ConfigError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_stop_asks_the_run_that_is_named(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "aaaa"
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_text(json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}}))
+    (directory / "events.jsonl").touch()
+    refused = CliRunner().invoke(app, ["stop", "gpt2-test", "--workspace", str(tmp_path)])
+    assert isinstance(refused.exception, ConfigError)
+    assert not (directory / "stop").exists()
+    with lock(directory):  # as the task holds it that trains
+        said = CliRunner().invoke(app, ["stop", "gpt2-test", "--workspace", str(tmp_path)])
+    assert said.exit_code == 0
+    assert f"{directory} will save and end" in said.output
+    assert (directory / "stop").exists()
+    (directory / "stop").unlink()
+    assert CliRunner().invoke(app, ["stop", str(directory)]).exit_code == 0
+    assert (directory / "stop").exists()

@@ -23,6 +23,19 @@ def test_order_is_megatrons() -> None:
     assert micro_batch_indices(100, micro_step=1, micro_batch_size=2, dp_rank=1, dp_size=3) == range(108, 110)
 
 
+def test_a_batch_with_a_skipped_sample_is_left_out_whole_and_no_other_moves() -> None:
+    def read(*skipped: range) -> list[int]:
+        ranges = micro_batches(40, micro_batch_size=2, schedule=EIGHT, dp_rank=0, dp_size=1, steps=3, skipped=skipped)
+        return [sample for micro_batch in ranges for sample in micro_batch]
+
+    first, second, third = (list(range(start, start + 8)) for start in (40, 48, 56))
+    assert read() == first + second + third
+    assert read(range(50, 51)) == first + third
+    assert read(range(47, 49)) == third
+    assert read(range(55, 56), range(63, 64)) == first
+    assert read(range(32, 40), range(64, 65)) == first + second + third
+
+
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (4, 1), (1, 8), (2, 4)])
 def test_a_global_batch_is_the_same_for_every_layout(micro: int, ranks: int) -> None:
     plans = [

@@ -72,7 +72,8 @@ def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples
     own = engine("fp16", run)
     before = copies(own)
     state, mesh = TrainState(), ProcessMesh.serial()
-    update = Stepper(run, own, mesh, LossCheck(run, mesh, print)).step(iter(TOKENS.numpy()), state)
+    stepper = Stepper(run, own, mesh, LossCheck(run, mesh, print), lambda indices: TOKENS[0].numpy(), print)
+    update = stepper.step(iter(TOKENS.numpy()), state)
     assert not update.applied
     assert not update.fatal
     assert own.loss_scale == 2.0**29

@@ -9,8 +9,9 @@ import pytest
 
 from megacore.artifact import StageKey, Workspace, build_artifact, lock
 from megacore.artifact.build import seal
+from megacore.errors import ConfigError
 from megacore.observe.events import EventWriter
-from megacore.observe.runs import runs
+from megacore.observe.runs import find_run, runs
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def workspace(tmp_path: Path) -> Workspace:
     with EventWriter(directory / "events.jsonl", attempt=1) as events:
         for iteration in (10, 20):
             events.write("step", iteration=iteration, consumed_tokens=iteration * 32, lm_loss=4.0)
-            events.write("evaluation", iteration=iteration, ppl=100.0 / iteration)
+            events.write("evaluation", iteration=iteration, consumed_tokens=iteration * 32, ppl=100.0 / iteration)
     return workspace
 
 
@@ -75,6 +76,18 @@ def test_the_newest_run_comes_first_and_other_folders_are_no_runs(workspace: Wor
         events.write("start", ranks=1)
     assert [run["name"] for run in runs(workspace)] == ["later", "gpt2-test"]
     assert runs(workspace)[0]["iteration"] is None
+
+
+def test_a_run_is_found_by_key_or_name_when_it_is_the_only_one(workspace: Workspace) -> None:
+    directory = workspace.folder("train") / "aaaa"
+    for name in ("aaaa", "aa", "gpt2-test"):
+        assert find_run(workspace, name, state="incomplete") == directory
+    with pytest.raises(
+        ConfigError, match=r"no run is running under 'aaaa' .* there are aaaa \(gpt2-test, incomplete\)"
+    ):
+        find_run(workspace, "aaaa", state="running")
+    with pytest.raises(ConfigError, match="no run is incomplete under 'b'"):
+        find_run(workspace, "b", state="incomplete")
 
 
 def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:

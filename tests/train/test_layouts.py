@@ -85,5 +85,5 @@ def test_what_two_ranks_wrote_one_rank_goes_on_with(runs: Path, data: Path, tmp_
 
     for name in LAYOUTS:
         shutil.copytree(runs / name / "whole", tmp_path / name)
-        _runs.train(until(ITERATIONS + 1, {}), data, tmp_path / name, attempt=2)
+        _runs.train(until(ITERATIONS + 1, {}, **DROPOUT), data, tmp_path / name, attempt=2)
         assert _runs.events(tmp_path / name, "start")[-1]["resumed_from"] == ITERATIONS

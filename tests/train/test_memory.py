@@ -1,88 +1,96 @@
-"""Running out of memory is said as what to change."""
+"""Running out of memory is said as what was predicted, what was in use, and what to change."""
+
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from megacore.config import load_config
-from megacore.errors import TrainingError
+from megacore.errors import MemoryExhaustedError
+from megacore.launch import stages
+from megacore.launch.exit_reason import write_reason
+from megacore.plan import advice
 from megacore.train.memory import memory_errors, scoring_memory_errors
 from megacore.train.state import TrainState
 from tests._tiny import tiny_config
+from tests.train import _runs
 
 
-def test_training_names_every_setting_that_helps() -> None:
-    with pytest.raises(TrainingError) as caught, memory_errors(tiny_config(), 3, TrainState(iteration=6)):
+def test_training_says_what_was_predicted_what_was_in_use_and_what_helps() -> None:
+    attempt = memory_errors(tiny_config(), 0, TrainState(iteration=6), vocab_size=512)
+    with pytest.raises(MemoryExhaustedError) as caught, attempt:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes\nand more")
     message = str(caught.value)
-    assert message.startswith("rank 3 ran out of memory at iteration 7 (DefaultCPUAllocator: can't allocate memory")
+    assert message.startswith("rank 0 ran out of memory at iteration 7 (DefaultCPUAllocator: can't allocate memory")
     assert "\n" not in message
-    for setting in (
-        "train.micro_batch_size (now 2",
-        "train.recompute to full (now none)",
-        "parallel.use_distributed_optimizer to true",
-        "parallel.tensor_model_parallel_size (now 1)",
-        "parallel.pipeline_model_parallel_size (now 1)",
-        "data.seq_length (now 16)",
-    ):
-        assert setting in message
+    number = r"\d+\.\d\d"
+    assert re.search(rf": in use {number} GiB by this process, {number} of|: in use {number} GiB ", message)
+    assert re.search(rf"; predicted for rank 0: {number} GiB \(weights {number}, ", message)
+    assert "; what helps most: train.micro_batch_size: 2 -> 1 (predicted " in message or "train.recompute" in message
+    assert 1 <= message.count(" (predicted ") <= 3
 
 
-@pytest.mark.parametrize(
-    ("overrides", "advice"),
-    [
-        ({"parallel.use_distributed_optimizer": True}, "set engine to deepspeed with deepspeed.zero_stage 2 or 3, "),
-        ({"parallel.use_distributed_optimizer": True, "parallel.pipeline_model_parallel_size": 2}, ""),
-        ({"engine": "deepspeed", "deepspeed.zero_stage": 2}, "raise deepspeed.zero_stage (now 2), "),
-        (
-            {"engine": "deepspeed", "deepspeed.config": {"zero_optimization": {"stage": 1}}},
-            "raise zero_optimization.stage of deepspeed.config (now 1), ",
-        ),
-        (
-            {"engine": "deepspeed", "parallel.pipeline_model_parallel_size": 2},
-            "raise deepspeed.zero_stage (now 0), ",
-        ),
-        (
-            {"engine": "deepspeed", "deepspeed.zero_stage": 3},
-            "set deepspeed.offload_optimizer to cpu (now none), ",
-        ),
-        (
-            {"engine": "deepspeed", "deepspeed.zero_stage": 3, "deepspeed.offload_optimizer": "cpu"},
-            "set deepspeed.offload_param to cpu (now none), ",
-        ),
-        (
-            {
-                "engine": "deepspeed",
-                "deepspeed.zero_stage": 3,
-                "deepspeed.offload_optimizer": "cpu",
-                "deepspeed.offload_param": "cpu",
-            },
-            "",
-        ),
-    ],
-)
-def test_what_is_left_of_zero_is_named(
-    overrides: dict[str, object], advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    config = load_config("gpt2-tiny", overrides | {"launch.nproc_per_node": "auto"})
-    with pytest.raises(TrainingError) as caught, memory_errors(config, 0, TrainState()):
+def test_the_settings_are_those_of_the_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "savings", lambda config, place, rank: [])
+    attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
+    with pytest.raises(MemoryExhaustedError, match=r"no setting is known that would save any$"), attempt:
         raise MemoryError
-    assert f"(now none), {advice}raise parallel.tensor_model_parallel_size" in str(caught.value)
 
 
-def test_without_a_gpu_there_is_nowhere_to_offload_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    config = load_config("gpt2-tiny", {"engine": "deepspeed", "deepspeed.zero_stage": 3})
-    with pytest.raises(TrainingError) as caught, memory_errors(config, 0, TrainState()):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPU")
+def test_without_a_gpu_there_is_nowhere_to_offload_to() -> None:
+    config = load_config("gpt2-tiny", {"engine": "deepspeed", "deepspeed.zero_stage": 3, "launch.nproc_per_node": 1})
+    with pytest.raises(MemoryExhaustedError) as caught, memory_errors(config, 0, TrainState(), vocab_size=8192):
         raise MemoryError
     assert "offload" not in str(caught.value)
+    assert "by control groups" in str(caught.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_its_memory_is_counted() -> None:
+    with pytest.raises(MemoryExhaustedError) as caught, memory_errors(tiny_config(), 0, TrainState(), vocab_size=512):
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    message = str(caught.value)
+    assert re.search(
+        r"in use [\d.]+ GiB allocated and [\d.]+ GiB reserved by this process, [\d.]+ GiB by all of ", message
+    )
+
+
+def test_memory_that_really_runs_out_on_a_cpu_is_recognised() -> None:
+    attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
+    with pytest.raises(MemoryExhaustedError, match="tried to allocate"), attempt:
+        torch.empty(2**60, dtype=torch.uint8)
 
 
 def test_other_errors_pass_unchanged() -> None:
-    with pytest.raises(RuntimeError, match="shape mismatch"), memory_errors(tiny_config(), 0, TrainState()):
+    attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
+    with pytest.raises(RuntimeError, match="shape mismatch"), attempt:
         raise RuntimeError("shape mismatch")
 
 
 def test_scoring_names_its_batch() -> None:
-    message = r"rank 1 ran out of memory while it evaluated .* lower evaluate\.micro_batch_size \(now 16"
-    with pytest.raises(TrainingError, match=message), scoring_memory_errors(tiny_config(), 1):
+    message = r"rank 1 ran out of memory while it evaluated .*in use .*; lower evaluate\.micro_batch_size \(now 16"
+    with pytest.raises(MemoryExhaustedError, match=message), scoring_memory_errors(tiny_config(), 1):
         raise MemoryError
+
+
+@pytest.mark.parametrize("spoke", [True, False])
+def test_a_rank_that_the_kernel_killed_gets_the_advice_it_could_not_give(
+    spoke: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = _runs.job(_runs.config(), tmp_path, tmp_path)
+    said = "rank 0 was ended by SIGKILL: the kernel ran out of memory"
+
+    def killed(*arguments: object, **options: object) -> None:
+        if spoke:
+            write_reason(Path(job.exit_directory), 0, MemoryExhaustedError(said))
+        raise MemoryExhaustedError(said)
+
+    monkeypatch.setattr(stages, "supervise", killed)
+    with pytest.raises(MemoryExhaustedError) as caught:
+        stages.train(job)
+    message = str(caught.value)
+    assert message.startswith(said)
+    assert ("; predicted for the rank that needs most: " in message) is not spoke
+    assert ("of main memory on this machine)" in message) is not spoke

@@ -1,0 +1,124 @@
+"""What differs between the configuration that a checkpoint was written with and the one that goes on from it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from megacore.config.base import is_keyed
+from megacore.config.run import RunConfig
+from megacore.errors import ConfigError
+from megacore.redact import redact_values
+
+_LATER_STAGES = ("evaluate", "export")
+"""Sections that are keyed for the stages after training and mean nothing to it."""
+_EARLIER_STAGES = ("data.source", "data.blend", "data.split_blends", "data.tokenizer")
+"""Where tokens come from: within a run they are the same, since its key holds their identity."""
+_OWN_CHECKS = ("train.pretrained_checkpoint", "resume", "name")
+"""What says where weights came from or is only a name."""
+_ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that is not what it was."""
+
+    field: str
+    """Dotted name."""
+    before: Any
+    """In the checkpoint; `absent` where it did not have the field."""
+    now: Any
+    keyed: bool
+    """Whether it changes what a training computes, so that it has to be allowed."""
+
+    def __str__(self) -> str:
+        """The change for people."""
+        return f"{self.field}: {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def changes_of(before: Mapping[str, Any], now: RunConfig, *, another_run: bool = False) -> list[Change]:
+    """What a training would notice of the changes since `before`, by name.
+
+    What only later stages read is left out, and within a run where text and tokenizer come from.
+
+    Args:
+        before: a configuration as JSON.
+        now: what is to go on.
+        another_run: whether `before` is that of another run.
+    """
+    # A checkpoint holds no credentials: without them the two can be compared.
+    old, new = (dict(_leaves(redact_values(values))) for values in (before, now.model_dump(mode="json")))
+    ignored = (*_LATER_STAGES, *_OWN_CHECKS, *(() if another_run else _EARLIER_STAGES))
+    found = []
+    for field in sorted(old.keys() | new.keys()):
+        if any(field == name or field.startswith(f"{name}.") for name in ignored):
+            continue
+        if field not in old and new[field] == _default(now, field):
+            continue  # a field that came later, as if it had not
+        one, other = old.get(field, _ABSENT), new.get(field, _ABSENT)
+        if one != other:
+            found.append(Change(field, one, other, _is_keyed(now, field)))
+    return found
+
+
+def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
+    """Refuse to go on from `checkpoint` when a keyed value differs that `resume.override` does not name.
+
+    A name of a section allows everything in it. Raises ConfigError that shows every such change.
+    """
+    refused = [
+        change
+        for change in changes
+        if change.keyed and not any(change.field == name or change.field.startswith(f"{name}.") for name in allowed)
+    ]
+    if refused:
+        names = ", ".join(change.field for change in refused)
+        raise ConfigError(
+            f"{checkpoint} was written with another configuration ({'; '.join(map(str, refused))}): set them back, or "
+            f"allow the change with resume.override: [{names}]"
+        )
+
+
+def described(changes: Sequence[Change]) -> str:
+    """All changes on one line, or that there is none."""
+    return "; ".join(map(str, changes)) or "none"
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of whatever is no mapping; lists are values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_keyed(config: RunConfig, field: str) -> bool:
+    """Whether a dotted name is keyed on every level; what this configuration does not have counts as keyed."""
+    section: Any = config
+    for name in field.split("."):
+        if not isinstance(section, BaseModel) or name not in type(section).model_fields:
+            return True  # below a value that was null, or of a field that is gone
+        if not is_keyed(type(section), name):
+            return False
+        section = getattr(section, name)
+    return True
+
+
+def _default(config: RunConfig, field: str) -> Any:
+    """The default of a dotted name; a value that equals nothing where there is none."""
+    section: Any = config
+    *sections, last = field.split(".")
+    for name in sections:
+        section = getattr(section, name)
+    if not isinstance(section, BaseModel) or last not in type(section).model_fields:
+        return object()
+    default = type(section).model_fields[last].get_default(call_default_factory=True, validated_data={})
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)

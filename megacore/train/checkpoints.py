@@ -1,0 +1,264 @@
+"""The checkpoints of one run: where it goes on from, what it writes, what it reports of them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megacore.checkpoint.background import CheckpointSaver, SaveFinished
+from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.format import (
+    Marker,
+    complete_checkpoints,
+    directory_name,
+    iteration_of,
+    read_state,
+    reading,
+)
+from megacore.checkpoint.load import load_checkpoint, names_of_all
+from megacore.checkpoint.retain import remove_stale
+from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
+from megacore.checkpoint.together import latest_complete_together, verify_together
+from megacore.config.difference import Change, changes_of, check_resume
+from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
+from megacore.engine.base import Engine
+from megacore.errors import CheckpointError, ConfigError
+from megacore.observe.logging import logger
+from megacore.observe.recorder import Recorder
+from megacore.parallel.mesh import ProcessMesh
+from megacore.train.names import CHECKPOINTS_NAME, CONFIG_KEY, WEIGHTS_PREFIX
+from megacore.train.state import TrainState
+
+_PROGRESS_INTERVAL = 5.0
+"""Seconds between two events of a save that goes on beside the training."""
+
+
+class RunCheckpoints:
+    """Loads and saves for one rank; every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        mesh: ProcessMesh,
+        recorder: Recorder,
+        run_directory: Path,
+        spec: ModelSpec,
+    ) -> None:
+        """Nothing is read or written yet. Collective.
+
+        Args:
+            config: the run.
+            engine: whose tensors are loaded and saved.
+            mesh: this process's groups.
+            recorder: where the account of checkpoints goes.
+            run_directory: below which they lie.
+            spec: the model by itself, which every checkpoint names.
+        """
+        keep = config.checkpoint
+        self.root = run_directory / CHECKPOINTS_NAME
+        self.changes: list[Change] = []
+        """What differs between this configuration and that of the checkpoint which was gone on from."""
+        self._config, self._engine, self._mesh, self._recorder, self._spec = config, engine, mesh, recorder, spec
+        self._ranks = RankGroup(None)
+        self._saver = CheckpointSaver(
+            self.root,
+            asynchronous=keep.asynchronous,
+            keep_last=keep.keep_last,
+            keep_every=keep.keep_every,
+            keep_best=keep.keep_best,
+            beat=mesh.beat,
+        )
+        self._consumed_samples: dict[int, int] = {}
+        self._progress_due = 0.0
+
+    def resume(self, state: TrainState) -> Path | None:
+        """Go on from the newest complete checkpoint of this run, or from what the configuration names; where from.
+
+        Fills engine and `state`. Weights of `train.pretrained_checkpoint` begin a new course: None.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, of another model, or holds weights alone.
+            ConfigError: the configuration differs from the checkpoint's in what was not allowed to.
+        """
+        self._mesh.beat("load")
+        self._ranks.on_first(self._take_stock)
+        path = latest_complete_together(self.root, self._ranks, log=self._recorder.warning)
+        named = self._config.resume.checkpoint
+        if path is not None:
+            self._load(path, state, another_run=False)
+        elif named is not None:
+            path = Path(named)
+            with reading(path):
+                self._check(path)
+                self._load(path, state, another_run=True)
+        elif self._config.train.pretrained_checkpoint is not None:
+            first = Path(self._config.train.pretrained_checkpoint)
+            with reading(first):
+                self._begin_with(first)
+        return path
+
+    def save(self, state: TrainState, validation_loss: float | None) -> None:
+        """Begin a checkpoint of where the run stands; training may go on when this returns. Collective.
+
+        Raises what the save before this one raised.
+        """
+        self._report(self._saver.wait())
+        values = {
+            "train": state.to_json(),
+            "engine": self._engine.state(),
+            MODEL_KEY: self._spec.model_dump(mode="json"),
+            CONFIG_KEY: self._config.model_dump(mode="json"),
+        }
+        self._consumed_samples[state.iteration] = state.consumed_samples
+        started = self._saver.save(state.iteration, self._engine.tensors(), values, validation_loss=validation_loss)
+        self._recorder.event("checkpoint_started", iteration=state.iteration, stall_seconds=started.stall_seconds)
+        self._progress_due = time.monotonic() + _PROGRESS_INTERVAL
+        self.poll()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save beside the training has failed on this rank; `wait` raises its error."""
+        return self._saver.failed
+
+    def poll(self) -> None:
+        """Report what became of a save beside the training; a failure is left to `wait`, for all ranks together."""
+        if self._saver.failed:
+            return
+        self._report(self._saver.poll())
+        if time.monotonic() < self._progress_due:
+            return
+        self._progress_due = time.monotonic() + _PROGRESS_INTERVAL
+        progress = self._saver.progress()
+        if progress is not None:
+            written, size = progress
+            self._recorder.event("checkpoint_progress", bytes_written=written, size_bytes=size)
+
+    def wait(self) -> None:
+        """Until the last save is complete. Raises what it raised."""
+        self._report(self._saver.wait())
+
+    def close(self) -> None:
+        """Give back what saving holds."""
+        self._saver.close()
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run, its files' sizes alone looked at."""
+        return max(complete_checkpoints(self.root), default=None)
+
+    def path_of(self, iteration: int) -> Path:
+        """Where the checkpoint of an iteration lies."""
+        return self.root / directory_name(iteration)
+
+    def _take_stock(self) -> None:
+        """On the first rank: clear what a crash left, and report what it kept from being reported."""
+        if self.root.is_dir():
+            remove_stale(self.root)
+        present = {marker.iteration: path for path, marker in complete_checkpoints(self.root).items()}
+        reported = self._recorder.reported_checkpoints()
+        for iteration in sorted(present.keys() - reported.keys()):
+            marker, train = Marker.read(present[iteration]), read_state(present[iteration])["train"]
+            consumed = TrainState.from_json(train).consumed_samples
+            self._report_checkpoint(present[iteration], marker, consumed)
+        for iteration in sorted(reported.keys() - present.keys()):
+            self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
+
+    def _check(self, path: Path) -> None:
+        """Refuse a damaged checkpoint and one of another model, on all ranks."""
+        verify_together(path, self._ranks)
+        self._ranks.on_first(lambda: check_same_model(path, read_spec(path), self._spec))
+
+    def _load(self, path: Path, state: TrainState, *, another_run: bool) -> None:
+        saved = read_state(path)
+        if "train" not in saved or "engine" not in saved:
+            raise CheckpointError(
+                f"{path} holds weights without the state of a training: begin with them by "
+                "train.pretrained_checkpoint instead of resume.checkpoint"
+            )
+        restored = TrainState.from_json(saved["train"])
+        self._compare(path, saved.get(CONFIG_KEY), another_run=another_run)
+        check_skipped(self._config, restored, path)
+        tensors = self._engine.tensors()
+        load_checkpoint(path, tensors, expected=names_of_all(tensors))
+        self._engine.load_state(saved["engine"], tensors)
+        vars(state).update(vars(restored))
+        logger.info("resumed from %s at iteration %d", path, state.iteration)
+
+    def _compare(self, path: Path, before: dict[str, Any] | None, *, another_run: bool) -> None:
+        """Show what differs from the checkpoint's configuration, and refuse what may not."""
+        if before is None:
+            logger.info("%s does not say with which configuration it was written: nothing was compared", path)
+            return
+        self.changes = changes_of(before, self._config, another_run=another_run)
+        for change in self.changes:
+            logger.info("changed since the checkpoint: %s", change)
+        check_resume(self.changes, self._config.resume.override, str(path))
+
+    def _begin_with(self, path: Path) -> None:
+        """Take the weights of a pretrained checkpoint, whatever layout wrote it; the optimizer starts afresh."""
+        self._check(path)
+        weights = {name: tensor for name, tensor in self._engine.tensors().items() if name.startswith(WEIGHTS_PREFIX)}
+        load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
+        self._engine.load_state(self._engine.state(), weights)  # brings the weights into the model
+        logger.info("began with the weights of %s", path)
+
+    def _report(self, finished: SaveFinished | None) -> None:
+        if finished is None:
+            return
+        iteration = finished.marker.iteration
+        consumed = self._consumed_samples.pop(iteration)
+        self._report_checkpoint(
+            finished.path, finished.marker, consumed, seconds=finished.seconds, stall_seconds=finished.stall_seconds
+        )
+        logger.info(
+            "saved checkpoint %s in %.1f s, for which training waited %.2f s",
+            finished.path,
+            finished.seconds,
+            finished.stall_seconds,
+        )
+        for path in finished.deleted:
+            self._recorder.event("checkpoint_deleted", iteration=iteration_of(path), path=str(path))
+
+    def _report_checkpoint(
+        self,
+        path: Path,
+        marker: Marker,
+        consumed_samples: int,
+        *,
+        seconds: float | None = None,
+        stall_seconds: float | None = None,
+    ) -> None:
+        """One event; times are None where another attempt wrote the checkpoint."""
+        self._recorder.event(
+            "checkpoint",
+            iteration=marker.iteration,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_samples * self._config.data.seq_length,
+            path=str(path),
+            size_bytes=marker.size_bytes,
+            seconds=seconds,
+            stall_seconds=stall_seconds,
+            validation_loss=marker.validation_loss,
+        )
+
+
+def check_skipped(config: RunConfig, state: TrainState, checkpoint: Path) -> None:
+    """Refuse to pass over samples that the checkpoint has learned from already.
+
+    Raises ConfigError that names them.
+    """
+    learned = [samples for samples in config.train.skipped_ranges if any(_learned(samples, state))]
+    if learned:
+        named = ", ".join(f"{samples.start}-{samples.stop - 1}" for samples in learned)
+        raise ConfigError(
+            f"train.skip_samples names {named}, but {checkpoint} was trained on samples up to "
+            f"{state.consumed_samples - 1}, some of these among them: take them out of train.skip_samples, or move "
+            "newer checkpoints away to go on from one before them"
+        )
+
+
+def _learned(samples: range, state: TrainState) -> Iterator[int]:
+    """Those of `samples` that were consumed and not passed over."""
+    done = range(samples.start, min(samples.stop, state.consumed_samples))
+    return (sample for sample in done if not any(first <= sample <= last for first, last in state.passed_over))

@@ -1,0 +1,10 @@
+"""Names within a run's directory and within its checkpoints; nothing here imports torch."""
+
+CHECKPOINTS_NAME = "checkpoints"
+"""Below the run directory."""
+STOP_FILE = "stop"
+"""In the run directory: whoever writes it asks the training to save and end."""
+WEIGHTS_PREFIX = "model."
+"""Of the names of a checkpoint's weights."""
+CONFIG_KEY = "config"
+"""Of a checkpoint's state: the configuration that it was written with, as JSON."""

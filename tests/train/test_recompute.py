@@ -1,0 +1,173 @@
+"""A step that goes wrong is computed once more, which tells data from hardware; and batches that are passed over."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.checkpoint.load import read_state
+from megacore.config.run import RunConfig
+from megacore.errors import ConfigError, LossError
+from megacore.observe.recorder import Recorder
+from tests._dist import run_distributed
+from tests.train import _runs
+from tests.train.test_loop import assert_same_run
+
+ITERATION = 4
+
+
+def run(**train: Any) -> RunConfig:
+    values = _runs.config().train.model_dump() | {"eval_interval": 100} | train
+    return _runs.config(
+        model={"hidden_dropout": 0.1, "attention_dropout": 0.1},
+        train=values,
+        checkpoint={"save_interval": 3, "keep_last": 9},
+    )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    _runs.write_data(directory, _runs.config())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in which nothing goes wrong."""
+    directory = tmp_path_factory.mktemp("whole")
+    _runs.train(run(), data, directory)
+    return directory
+
+
+Fault = Callable[[Any, Callable[[], None]], None]
+"""Gets the engine and what computes the gradients, and does the latter with something going wrong."""
+
+
+def faulty(
+    config: RunConfig, data: Path, directory: Path, fault: Fault, *, calls: tuple[int, ...], attempt: int = 1
+) -> None:
+    """Train; the computations with these numbers, counted from 1, meet the fault."""
+    mesh = _runs.mesh(config)
+    with Recorder(directory, attempt=attempt, rank=mesh.rank, tensorboard=False) as recorder:
+        trainer = _runs.trainer(config, data, directory, mesh, recorder)
+        engine: Any = trainer._engine
+        forward_backward, numbers = engine.forward_backward, iter(range(1, 100))
+
+        def intercepted(*arguments: Any) -> None:
+            if next(numbers) in calls:
+                fault(engine, lambda: forward_backward(*arguments))
+            else:
+                forward_backward(*arguments)
+
+        engine.forward_backward = intercepted
+        trainer.run()
+
+
+def nan_loss(engine: Any, compute: Callable[[], None]) -> None:
+    """A weight reads as NaN for the time of one computation."""
+    weight = next(iter(engine._stage.named_parameters.values())).data
+    kept = weight.clone()
+    weight.fill_(math.nan)
+    compute()
+    weight.copy_(kept)
+
+
+def nan_gradient(engine: Any, compute: Callable[[], None]) -> None:
+    """One gradient is lost after a forward pass that was right."""
+    compute()
+    engine._syncs[0].buckets[0].buffer[0] = math.nan
+
+
+def jumped(engine: Any, compute: Callable[[], None]) -> None:
+    """One loss is a hundred times what it should be."""
+    compute()
+    engine._losses[0].mul_(100.0)
+
+
+def unharmed(engine: Any, compute: Callable[[], None]) -> None:
+    compute()
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [(nan_loss, "loss_not_finite"), (nan_gradient, "gradient_not_finite"), (jumped, "loss_spike")],
+    ids=["loss", "gradient", "spike"],
+)
+def test_what_does_not_happen_again_is_the_hardware_and_leaves_no_trace(
+    data: Path, whole: Path, tmp_path: Path, fault: Fault, cause: str
+) -> None:
+    faulty(run(), data, tmp_path, fault, calls=(ITERATION,))
+    (bad,) = _runs.events(tmp_path, "bad_batch")
+    assert (bad["cause"], bad["iteration"], bad["reproduced"]) == (cause, ITERATION, False)
+    assert bad["global_batch"] == [24, 31]
+    (warning,) = _runs.events(tmp_path, "warning")
+    assert "computed again from the same weights and samples it was not" in warning["message"]
+    assert "suspect the hardware" in warning["message"]
+    assert_same_run(whole, tmp_path, 6)
+
+
+def test_what_happens_again_is_the_datas_fault_and_its_batch_can_be_passed_over(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(LossError, match=r"it came out bad again, so data or numerics.*iter_0000003") as caught:
+        faulty(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
+    advised = 'train.skip_samples: ["24-31"]'
+    assert advised in str(caught.value)
+    (bad,) = _runs.events(tmp_path, "bad_batch")
+    assert (bad["reproduced"], bad["rank"], bad["samples"]) == (True, 0, [24, 25])
+    _runs.train(run(skip_samples=["24-31"]), data, tmp_path, attempt=2)
+    steps = {event["iteration"]: event for event in _runs.events(tmp_path, "step")}
+    assert steps[ITERATION]["lm_loss"] is None
+    assert steps[ITERATION]["skipped_iterations"] == 1
+    assert [steps[i]["consumed_samples"] for i in (3, 4, 5, 6)] == [24, 32, 40, 48]
+    state = read_state(tmp_path / "checkpoints/iter_0000006")["train"]
+    assert (state["applied_iterations"], state["passed_over"]) == (5, [[24, 31]])
+    assert "passes over samples 24 to 31" in _runs.events(tmp_path, "warning")[-1]["message"]
+
+
+def test_the_batches_after_one_that_is_passed_over_are_what_they_were(data: Path, tmp_path: Path) -> None:
+    """Skipping the first batch is training on the others alone: no later sample moves."""
+    _runs.train(run(train_iters=3, skip_samples=[1]), data, tmp_path / "skipped")
+    losses = _runs.losses(tmp_path / "skipped")
+    _runs.train(run(train_iters=3), data, tmp_path / "whole")
+    assert losses[1] is None
+    # The second batch meets the initial weights instead of those after one step: near, and not the same.
+    assert losses[2] == pytest.approx(_runs.losses(tmp_path / "whole")[2], rel=0.05)
+    with pytest.raises(
+        ConfigError, match=r"skip_samples names 9-9, but .*iter_0000003 was trained on samples up to 23"
+    ):
+        _runs.train(run(skip_samples=[9]), data, tmp_path / "skipped", attempt=2)
+    _runs.train(run(skip_samples=[1]), data, tmp_path / "skipped", attempt=2)
+
+
+def test_a_spike_of_the_data_is_applied_with_a_warning_or_stops_before_it_is(data: Path, tmp_path: Path) -> None:
+    faulty(run(), data, tmp_path / "warn", jumped, calls=(ITERATION, ITERATION + 1))
+    (warning,) = _runs.events(tmp_path / "warn", "warning")
+    assert "the loss jumped to" in warning["message"]
+    assert read_state(tmp_path / "warn/checkpoints/iter_0000006")["train"]["applied_iterations"] == 6
+    spiky = run(loss_spike_action="stop")
+    with pytest.raises(LossError, match=r"the loss jumped to .* at iteration 4 .*or set train.loss_spike_action to w"):
+        faulty(spiky, data, tmp_path / "stop", jumped, calls=(ITERATION, ITERATION + 1))
+    assert [path.name for path in (tmp_path / "stop/checkpoints").glob("iter_*")] == ["iter_0000003"]
+
+
+def only_rank_1(data: Path, root: Path) -> None:
+    """The fault is on one rank; both find the same and go on."""
+    fault = nan_loss if os.environ["RANK"] == "1" else unharmed
+    faulty(run(), data, root / "fault", fault, calls=(ITERATION,))
+    _runs.train(run(), data, root / "whole")
+    _runs.train(run(skip_samples=["8-11"]), data, root / "skipped")
+
+
+def test_two_ranks_agree_on_what_went_wrong(data: Path, tmp_path: Path) -> None:
+    run_distributed(2, only_rank_1, data, tmp_path)
+    (bad,) = _runs.events(tmp_path / "fault", "bad_batch")
+    assert (bad["rank"], bad["samples"], bad["reproduced"]) == (1, [26, 27], False)
+    assert_same_run(tmp_path / "whole", tmp_path / "fault", 6)
+    _runs.train(run(skip_samples=["8-11"]), data, tmp_path / "serial")
+    serial, parallel = _runs.losses(tmp_path / "serial"), _runs.losses(tmp_path / "skipped")
+    assert [iteration for iteration, loss in serial.items() if loss is None] == [2]
+    for iteration, loss in serial.items():
+        assert parallel[iteration] == (None if loss is None else pytest.approx(loss, rel=1e-5))

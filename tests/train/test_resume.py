@@ -1,0 +1,94 @@
+"""Going on with another configuration, and from another run's checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.checkpoint.load import read_tensors
+from megacore.config.run import RunConfig
+from megacore.errors import CheckpointError, ConfigError
+from tests.train import _runs
+from tests.train.test_loop import assert_same_run
+
+
+def run(train_iters: int = 6, *, optim: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 100}
+    return _runs.config(train=train, optim=optim or {}, checkpoint={"save_interval": 3, "keep_last": 9}, **sections)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    _runs.write_data(directory, _runs.config())
+    return directory
+
+
+@pytest.fixture
+def half(data: Path, tmp_path: Path) -> Path:
+    """Three iterations."""
+    _runs.train(run(3), data, tmp_path / "half")
+    return tmp_path / "half"
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return read_tensors(directory / "checkpoints/iter_0000006")
+
+
+def test_a_keyed_change_is_refused_until_it_is_allowed_and_nothing_is_lost(data: Path, half: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"iter_0000003 was written with .*optim.lr: 0.01 -> 0.02.*override: \[optim.lr"
+    ):
+        _runs.train(run(optim={"lr": 2e-2}), data, half, attempt=2)
+    assert [path.name for path in (half / "checkpoints").glob("iter_*")] == ["iter_0000003"]
+    _runs.train(run(optim={"lr": 2e-2}, resume={"override": ["optim.lr"]}), data, half, attempt=3)
+    start = _runs.events(half, "start")[-1]
+    assert start["resumed_from"] == 3
+    assert "optim.lr: 0.01 -> 0.02" in start["changes"]
+    steps = {event["iteration"]: event["lr"] for event in _runs.events(half, "step")}
+    assert steps[4] > 1.5 * steps[3]
+
+
+def test_what_may_change_needs_no_permission_and_is_shown(data: Path, half: Path) -> None:
+    _runs.train(run(6, parallel={"grad_reduce_bucket_mb": 1.0}), data, half, attempt=2)
+    assert _runs.events(half, "start")[-1]["changes"] == [
+        "parallel.grad_reduce_bucket_mb: 25.0 -> 1.0",
+        "train.train_iters: 3 -> 6",
+    ]
+
+
+def test_another_run_goes_on_from_a_checkpoint_as_if_it_were_its_own(data: Path, half: Path, tmp_path: Path) -> None:
+    checkpoint = str(half / "checkpoints/iter_0000003")
+    _runs.train(run(6), data, tmp_path / "whole")
+    _runs.train(run(6, resume={"checkpoint": checkpoint}), data, tmp_path / "other")
+    assert_same_run(tmp_path / "whole", tmp_path / "other", 6)
+    assert [event["iteration"] for event in _runs.events(tmp_path / "other", "step")] == [4, 5, 6]
+    # Once it has checkpoints of its own, it goes on from these.
+    _runs.train(run(7, resume={"checkpoint": checkpoint}), data, tmp_path / "other", attempt=2)
+    assert _runs.events(tmp_path / "other", "start")[-1]["resumed_from"] == 6
+
+
+def test_another_run_is_refused_as_well_when_a_keyed_value_differs(data: Path, half: Path, tmp_path: Path) -> None:
+    changed = {"checkpoint": str(half / "checkpoints/iter_0000003")}
+    with pytest.raises(ConfigError, match=r"seed: 1234 -> 7.*override: \[seed\]"):
+        _runs.train(run(resume=changed).model_copy(update={"seed": 7}), data, tmp_path / "other")
+
+
+def test_weights_alone_cannot_be_gone_on_from(data: Path, half: Path, tmp_path: Path) -> None:
+    state = half / "checkpoints/iter_0000003/state.json"
+    marker = state.with_name("complete.json")
+    values = json.loads(state.read_text())
+    del values["train"]
+    state.write_text(json.dumps(values))
+    files = json.loads(marker.read_text())
+    from megacore.checkpoint.format import FileRecord
+
+    record = FileRecord.of(state)
+    files["files"]["state.json"] = {"size": record.size, "sha256": record.sha256}
+    marker.write_text(json.dumps(files))
+    with pytest.raises(
+        CheckpointError, match=r"holds weights without the state of a training: begin with them by train"
+    ):
+        _runs.train(run(resume={"checkpoint": str(state.parent)}), data, tmp_path / "other")
