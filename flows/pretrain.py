@@ -3,6 +3,7 @@
 from typing import Any
 
 from prefect import flow
+from prefect.states import State
 
 from flows.export import publication_stages
 from flows.prepare_data import data_stages
@@ -12,19 +13,23 @@ from tasks.train import train
 
 
 @flow(name="pretrain", flow_run_name="pretrain-{conf}", validate_parameters=False)
-def pretrain(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, dry_run: bool = False) -> None:
+def pretrain(
+    conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, dry_run: bool = False
+) -> State[Any] | None:
     """Pretrain what `conf` says (a name in conf/ or a path), with dotted `overrides`.
 
-    `dry_run` shows keys, what is cached, memory and days, and runs nothing.
+    `dry_run` shows keys, what is cached, memory and days, and runs nothing. A training that is stopped on request ends
+    the run in the state Stopped.
     """
     if dry_run:
         dry_run_report(conf, overrides)
-        return
+        return None
     config = load_checked_config(conf, overrides)
     with Pipeline.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = pipeline.stage(train, *data)
         publication_stages(pipeline, trained, *data)
+    return pipeline.ended
 
 
 if __name__ == "__main__":

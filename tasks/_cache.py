@@ -17,8 +17,11 @@ from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact
 from megacore.config import RunConfig
 from megacore.errors import ArtifactError, MegacoreError
+from tasks._logging import UNLIMITED_RETRIES
 
 KeyFunction = Callable[..., StageKey]
+RetryCondition = Callable[[Any, Any, State[Any]], bool]
+"""Of a task, its run and the failed state: whether to start the task again."""
 logger = logging.getLogger("prefect.megacore")
 
 
@@ -90,8 +93,13 @@ def stage_task(
     key_of: KeyFunction,
     *,
     check: Callable[..., str | None] | None = None,
+    may_pass: RetryCondition | None = None,
 ) -> Callable[[Callable[..., StageResult]], Task[..., StageResult]]:
-    """Make a Prefect task of a stage: `key_of` and `check` take the same arguments as the stage itself."""
+    """Make a Prefect task of a stage: `key_of` and `check` take the same arguments as the stage itself.
+
+    A failure that may pass is retried `launch.retries` times, or, with a condition `may_pass` of the stage's own, as
+    often as that allows.
+    """
 
     def default_check(config: RunConfig, **inputs: Any) -> str | None:
         return artifact_problem(key_of(config=config, **inputs), config)
@@ -102,7 +110,8 @@ def stage_task(
         cache_policy=ArtifactPolicy(key_of, check or default_check),
         persist_result=True,
         result_serializer="json",
-        retry_condition_fn=should_retry,
+        retries=UNLIMITED_RETRIES if may_pass else 0,  # a flow gives the others their number
+        retry_condition_fn=may_pass or should_retry,
         tags={"megacore"},
     )
 

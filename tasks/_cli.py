@@ -9,7 +9,8 @@ from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
 from megacore.config import parse_overrides
-from megacore.errors import LaunchError, MegacoreError
+from megacore.errors import ConfigError, LaunchError, MegacoreError
+from megacore.redact import redact_values
 from tasks._environment import answers
 
 
@@ -27,6 +28,7 @@ def run_flow(flow: Flow[..., Any]) -> None:
     try:
         _require_server()
         parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": parse_overrides(arguments.override)}
+        _refuse_secrets(parameters["overrides"])
         if dry:
             parameters["dry_run"] = arguments.dry_run
         flow(**parameters)
@@ -36,6 +38,16 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command to go on from the last complete checkpoint\n")
         raise SystemExit(130) from None
+
+
+def _refuse_secrets(overrides: dict[str, Any]) -> None:
+    """Refuse what Prefect would store, and show, as a parameter of the run."""
+    for key, value in overrides.items():
+        if redact_values({key: value}) != {key: value}:
+            raise ConfigError(
+                f"override {key} holds a credential, and Prefect stores a run's parameters: write it into the file "
+                "that --conf names, readable by you alone"
+            )
 
 
 def _require_server() -> None:

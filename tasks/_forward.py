@@ -18,7 +18,7 @@ from typing import Any
 
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
-from megacore.errors import TrackingError
+from megacore.errors import DataFormatError, TrackingError
 from megacore.observe.events import EventReader
 from tasks._checkpoint_models import ensure_checkpoint_model, mark_deleted
 from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
@@ -100,15 +100,29 @@ def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
         if kind in CURVES:
             identity = (kind, int(event["iteration"]))
             if identity not in seen and identity not in batch.seen:
-                points = list(points_of(event))
+                points = _checked_points(event, events, end)
                 if len(batch.points) + len(points) > _METRICS_PER_BATCH:
                     break
                 batch.points += points
                 batch.seen.add(identity)
         elif kind in {"checkpoint", "checkpoint_deleted"}:
+            if kind == "checkpoint" and not {"consumed_tokens", "size_bytes"} <= event.keys():
+                raise _damaged(events, end, "it lacks consumed_tokens or size_bytes")
             batch.checkpoints.append(event)
         batch.end = end
     return batch
+
+
+def _checked_points(event: Mapping[str, Any], events: Path, end: int) -> list[Point]:
+    """Raises DataFormatError for an event that a disk has changed into another."""
+    try:
+        return list(points_of(event))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _damaged(events, end, f"{type(error).__name__}: {error}") from error
+
+
+def _damaged(events: Path, end: int, reason: str) -> DataFormatError:
+    return DataFormatError(f"{events}: the event that ends at byte {end} is damaged ({reason}): delete the run")
 
 
 class Forwarder:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import re
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from megacore.artifact import Artifact, Workspace, lock
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import TrackingError
+from megacore.redact import redact, redact_values
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,9 +53,6 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 _QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
-_CREDENTIALS = re.compile(
-    r"(?<=://)[^/@\s]+(?=@)|(?<=[?&])(?:[\w-]*(?:token|key|secret|password|signature))=[^&\s]+", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True)
@@ -167,11 +164,6 @@ def create_store(uri: str) -> None:
         finally:
             engine.dispose()
         os.replace(temporary, path)
-
-
-def redact(text: str) -> str:
-    """`text` without the credentials that URLs in it carry."""
-    return _CREDENTIALS.sub("***", text)
 
 
 def ensure_run(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> str:
@@ -287,7 +279,7 @@ def _describe(tracking: Tracking, run: "Run", run_directory: Path, config: RunCo
     """Bring parameters, tags, inputs and config.yaml up to date: what is there already is not sent again."""
     from mlflow.entities import RunTag
 
-    text = redact(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
     digest = hashlib.sha256(text.encode()).hexdigest()
     if run.data.tags.get(_TAG_CONFIG) == digest:
         return
@@ -296,7 +288,7 @@ def _describe(tracking: Tracking, run: "Run", run_directory: Path, config: RunCo
         **versions(),
         **git_facts(Path(__file__).resolve().parent.parent),
         **{name: redact(value) for name, value in facts.tags.items()},
-        **_log_params(tracking, run, flatten(config.model_dump(mode="json"))),
+        **_log_params(tracking, run, flatten(redact_values(config.model_dump(mode="json")))),
         "megacore.run_key": facts.key,
         "megacore.run_directory": str(run_directory),
     }

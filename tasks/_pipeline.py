@@ -1,5 +1,7 @@
 """One run of a flow: its configuration, its stages in order, and the table at the end."""
 
+import json
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -9,15 +11,17 @@ from typing import Any, Self
 import yaml
 from prefect import Task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
-from prefect.states import State
+from prefect.context import FlowRunContext
+from prefect.states import Cancelled, State
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
+from megacore.errors import TrainingStoppedError
+from megacore.redact import redact, redact_values
 from tasks._cache import StageResult
-from tasks._mlflow import redact
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class StageRow:
 
     stage: str
     outcome: str
-    """ran, cached or failed."""
+    """ran, cached, failed or stopped."""
     seconds: float
     key: str
     counts: dict[str, Any]
@@ -50,11 +54,13 @@ class Pipeline:
     rows: list[StageRow] = field(default_factory=list)
     summary: str = ""
     """Markdown that is shown below the table and stored with the flow run."""
+    ended: State[Any] | None = None
+    """What the flow is to return: the state of a run whose training was stopped on request, else None."""
 
     @classmethod
     def start(cls, config: RunConfig) -> Self:
         """Show the merged configuration as an artifact of the flow run."""
-        text = redact(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
         create_markdown_artifact(f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}")
         return cls(config)
 
@@ -63,20 +69,28 @@ class Pipeline:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Show the table, after a failure too: it says which stage failed and what is already done."""
+    ) -> bool:
+        """Show the table, after a failure too: it says which stage failed and what is already done.
+
+        A training that was stopped on request is no failure: it ends in the state `ended`.
+        """
         if self.rows and (error is None or isinstance(error, Exception)):
             self._report()
+        if isinstance(error, TrainingStoppedError):
+            self.ended = stopped(error)
+        return self.ended is not None
 
     def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
         """Run one stage with the configured retries; its failure is the flow's failure."""
         launch, name = self.config.launch, self._row_name(task.name)
-        configured = task.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay)
+        retries = task.retries or launch.retries  # a task that has some counts by itself
+        configured = task.with_options(retries=retries, retry_delay_seconds=launch.retry_delay)
         started = time.monotonic()
         state: State[StageResult] = configured(self.config, *inputs, return_state=True)  # type: ignore[assignment]
         seconds = time.monotonic() - started
         if not state.is_completed():
-            self.rows.append(StageRow(name, "failed", seconds, "-", {}))
+            stopped = isinstance(state.result(raise_on_failure=False), TrainingStoppedError)
+            self.rows.append(StageRow(name, "stopped" if stopped else "failed", seconds, "-", {}))
             state.result()
         result = state.result()
         cached = state.name == "Cached" or not result.ran
@@ -101,6 +115,24 @@ class Pipeline:
         if self.summary:
             create_markdown_artifact(self.summary, key="summary", description=f"outcome of {self.config.name}")
             console.print(Markdown(self.summary))
+
+
+def stopped(error: TrainingStoppedError) -> State[Any]:
+    """The end of a flow run whose training was stopped: neither done nor failed; its result is the error."""
+    command = resume_command()
+    return Cancelled(name="Stopped", message=f"{error}: {command}" if command else str(error), data=error)
+
+
+def resume_command() -> str | None:
+    """The command line that goes on with the present flow run, its secrets left out; None outside of a flow run."""
+    context = FlowRunContext.get()
+    if context is None or context.flow is None:
+        return None
+    parameters = context.parameters or {}
+    words = ["python", "-m", f"flows.{context.flow.name.replace('-', '_')}", "--conf", str(parameters["conf"])]
+    for key, value in redact_values(parameters.get("overrides") or {}).items():
+        words += ["-o", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    return redact(shlex.join(words))
 
 
 def numbered(stage: str, number: int) -> str:

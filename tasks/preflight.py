@@ -22,6 +22,7 @@ from megacore.plan.preflight import preflight
 from megacore.plan.vocabulary import expected_vocab_size
 from tasks._cache import artifact_directory, artifact_problem
 from tasks._pipeline import numbered
+from tasks._resume import check_resumed, tell_of_other_runs
 from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
 from tasks.download import collect_key, needs_punkt, punkt_key
@@ -44,6 +45,7 @@ def load_checked_config(conf: str, overrides: Mapping[str, Any] | None, *, train
     Workspace.of()
     if trains:
         get_run_logger().info("preflight: %s", check_machine(config))
+        tell_of_other_runs(config)
     return config
 
 
@@ -53,6 +55,7 @@ def check_machine(config: RunConfig) -> str:
     Raises ConfigError, ParallelLayoutError, LaunchError or ConversionError when it cannot work.
     """
     check_pretrained(config)
+    check_resumed(config)
     check_launcher(config.launch)
     exportable(config)
     text_digests(config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
+from prefect.runtime import task_run
 
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
@@ -15,20 +16,25 @@ from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
 from megacore.data.members import token_prefixes
-from megacore.errors import ConfigError, MegacoreError
+from megacore.errors import ConfigError, MegacoreError, TrainingStoppedError
 from megacore.launch import stages
 from megacore.launch.job import TrainJob
+from megacore.observe.events import EventReader
 from megacore.train.batch_schedule import BatchSchedule
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._mlflow import RunFacts, RunStatus, Tracking
+from tasks._resume import resumed_digest
+from tasks._retry import counted_failures, training_may_pass
 from tasks.index import sample_parameters
 
 SEALED = "checkpoints/*/complete.json"
 """A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
 FINAL_FLUSH = 60.0
 """Seconds that a finished training waits for MLflow."""
+EXIT_TAG = "megacore.exit_reason"
+"""Tag of the MLflow run: why its last attempt ended."""
 STOP_FLUSH = 5.0
 """Seconds that a failed or stopped one does."""
 
@@ -37,7 +43,7 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
     """Identity of the run: it leaves out what may change on resume, train_iters among it."""
     from megacore.plan.hardware import Hardware
 
-    parameters = {
+    parameters: dict[str, Any] = {
         "family": config.family,
         "samples": sample_parameters(config) | reading_parameters(config),
         "model": key_parameters(config.model),
@@ -45,6 +51,8 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
         "train": key_parameters(config.train) | {"pretrained_checkpoint": pretrained_digest(config)},
         "precision": Hardware.detect().resolve_precision(config.train.precision),
     }
+    if config.resume.checkpoint is not None:
+        parameters["resume"] = resumed_digest(config)
     return StageKey.of("train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer)
 
 
@@ -93,9 +101,11 @@ def reading_parameters(config: RunConfig) -> dict[str, Any]:
 
 
 def train_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageKey:
-    """Identity of the run trained so far."""
+    """Identity of the run trained so far, and of what it passed over on the way."""
     run = run_key(config, tokens, tokenizer)
     parameters = run.parameters | {"train_iters": config.train.train_iters}
+    if config.train.skip_samples:
+        parameters["skip_samples"] = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
     return StageKey("train", run.version, parameters, run.inputs)
 
 
@@ -120,9 +130,12 @@ def training_problem(config: RunConfig, tokens: Artifact, tokenizer: Artifact, i
     return None
 
 
-@stage_task("train", train_key, check=training_problem)
+@stage_task("train", train_key, check=training_problem, may_pass=training_may_pass)
 def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageResult:
-    """Train to `train.train_iters`; a retry goes on from the last complete checkpoint."""
+    """Train to `train.train_iters`; a retry goes on from the last complete checkpoint.
+
+    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a new checkpoint.
+    """
     directory = run_directory(config, tokens, tokenizer)
     key = train_key(config, tokens, tokenizer, index)
     with workspace_errors(directory):
@@ -131,7 +144,8 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
             _refuse_to_shorten(config, directory)
-            _run(config, key, directory, tokens, tokenizer, index)
+            with counted_failures(directory, str(task_run.id), config.launch.retries):
+                _run(config, key, directory, tokens, tokenizer, index)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
 
@@ -163,9 +177,10 @@ def _run(
             stages.train(job, monitor.poll)
             monitor.poll()
     except BaseException as error:
-        _end(forwarder, "FAILED" if isinstance(error, Exception) else "KILLED", STOP_FLUSH)
+        failed = isinstance(error, Exception) and not isinstance(error, TrainingStoppedError)
+        _end(tracking, forwarder, "FAILED" if failed else "KILLED", job, error, STOP_FLUSH)
         raise
-    _end(forwarder, "FINISHED", FINAL_FLUSH)
+    _end(tracking, forwarder, "FINISHED", job, None, FINAL_FLUSH)
     remove_stale(directory / "checkpoints")
     seal(directory, key, training_counts(directory, config), time.monotonic() - started, SEALED)
 
@@ -193,12 +208,37 @@ def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact)
         )
 
 
-def _end(forwarder: Forwarder, status: RunStatus, timeout: float) -> None:
+def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
+    """Why an attempt ended: what its ranks say in their `exit` event, else the name of the error.
+
+    Args:
+        events: the run's events.jsonl.
+        attempt: its number.
+        error: what ended it, None where it finished.
+    """
+    if error is not None and not isinstance(error, TrainingStoppedError):
+        return type(error).__name__
+    mine = (event for event, _ in EventReader(events) if event["kind"] == "exit" and event["attempt"] == attempt)
+    said = [str(event["reason"]) for event in mine]
+    return said[-1] if said else "finished" if error is None else type(error).__name__
+
+
+def _end(
+    tracking: Tracking,
+    forwarder: Forwarder,
+    status: RunStatus,
+    job: TrainJob,
+    error: BaseException | None,
+    timeout: float,
+) -> None:
     """Tell MLflow how the training ended; what it does not take now, publication sends."""
     try:
-        forwarder.finish(status, timeout)
-    except Exception as error:  # whatever it is, it must neither hide a training's own error nor lose its end
-        get_run_logger().warning("%s; what MLflow lacks is sent at publication", error)
+        run_id = forwarder.finish(status, timeout)
+        reason = exit_reason(Path(job.run_directory) / "events.jsonl", job.attempt, error)
+        with tracking.errors("take why the run ended"):
+            tracking.client.set_tag(run_id, EXIT_TAG, reason)
+    except Exception as failure:  # whatever it is, it must neither hide a training's own error nor lose its end
+        get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)
 
 
 def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:

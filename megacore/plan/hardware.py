@@ -8,6 +8,9 @@ from pathlib import Path
 
 from megacore.engine.precision import resolve_precision
 
+_NO_LIMIT = 2**62
+"""What version 1 of control groups says where there is none, in whole pages."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -58,14 +61,37 @@ def _detect() -> Hardware:
 
 def _main_memory() -> int:
     """Bytes of RAM, or of the container's limit where that is lower."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    total = int(fields["MemTotal"].split()[0]) * 1024
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        try:
-            total = min(total, int(limit.read_text(encoding="ascii")))
-        except (OSError, ValueError):  # no such cgroup version, or no limit ("max")
+    limit = memory_limit()
+    total = memory_info()["MemTotal"]
+    return total if limit is None else min(total, limit)
+
+
+def memory_info() -> dict[str, int]:
+    """What /proc/meminfo says of main memory, in bytes: MemTotal, MemAvailable and others."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = (line.split(":", 1) for line in lines)
+    return {name: int(value.split()[0]) * 1024 for name, value in fields if value.strip().endswith("kB")}
+
+
+def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that the kernel lets this process's control groups have, the least of them; None without a limit."""
+    limits = []
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            tree, name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            tree, name = root / "memory", "memory.limit_in_bytes"
+        else:
             continue
-    return total
+        own = tree / path.lstrip("/")
+        # Those around it limit a group too; in a container the tree begins with its own.
+        for folder in (own, *own.parents[: len(own.parents) - len(tree.parents)]):
+            try:
+                limits.append(int((folder / name).read_text(encoding="ascii")))
+            except (OSError, ValueError):  # not seen from here, or no limit ("max")
+                continue
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -8,6 +8,7 @@ from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.launch.hostfile import local_slots, read_hostfile
 from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
+from megacore.plan.advice import Place
 from megacore.plan.fit import Room, check_memory, gib
 from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.layouts import layout_of
@@ -86,9 +87,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
 
-    def estimate(changed: RunConfig) -> MemoryEstimate:
-        return estimate_memory(changed, vocab_size, precision, hardware.device_type, layout.data)
-
+    place = Place(ranks, vocab_size, precision, hardware.device_type, hardware.memory // beside)
     report = Report(
         parameters=parameter_count(config, vocab_size),
         layout=layout,
@@ -96,7 +95,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
         device_type=hardware.device_type,
         precision=precision,
         engine=engine_name(config),
-        memory=estimate(config),
+        memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
         memory_available=min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.memory // beside,
         host_available=hardware.memory // beside,
         days=training_days(config, vocab_size, rate, layout.data),
@@ -106,8 +105,8 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
         check_tensorboard()
     if not hardware.gpus:
         _check_meant_for_cpu(config, report)
-    room = Room(report.memory_available, report.host_available, report.device_type, beside, layout.data)
-    check_memory(config, report.memory, room, estimate)
+    room = Room(report.memory_available, report.host_available, report.device_type, beside)
+    check_memory(config, report.memory, room, place)
     return report
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError
+from megacore.plan.advice import Place
 from megacore.plan.fit import Room, check_memory
-from megacore.plan.memory import GIB, MemoryEstimate, estimate_memory
+from megacore.plan.memory import GIB
 
 VOCAB_SIZE = 50_257
 XL = {"engine": "deepspeed", "launch.nproc_per_node": 4, "train.global_batch_size": 64}
@@ -25,77 +26,60 @@ def conf(name: str = "gpt2-xl-zero3-offload", **overrides: object) -> RunConfig:
     return load_config(name, base | given)
 
 
-def refusal(config: RunConfig, device: float, host: float = 1000.0, **room: object) -> str:
+def refusal(config: RunConfig, device: float, host: float = 1000.0, device_type: str = "cuda", ranks: int = 4) -> str:
     """What is said where a rank has this many GiB."""
-    values: dict[str, object] = {"device_type": "cuda", "ranks": 4, "replicas": 4} | room
-    there = Room(int(device * GIB), int(host * GIB), **values)  # type: ignore[arg-type]
-
-    def estimate(changed: RunConfig) -> MemoryEstimate:
-        return estimate_memory(changed, VOCAB_SIZE, changed.train.precision, there.device_type, there.replicas)
-
+    place = Place(ranks, VOCAB_SIZE, config.train.precision, device_type, int(host * GIB))
+    room = Room(int(device * GIB), int(host * GIB), device_type, ranks)
     with pytest.raises(ConfigError) as caught:
-        check_memory(config, estimate(config), there, estimate)
+        check_memory(config, place.estimate(config), room, place)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("given", "device", "advice"),
     [
-        # The least that suffices.
-        ({"zero_stage": 0, **BF16}, 25, "set deepspeed.zero_stage to 1"),
-        ({"zero_stage": 1}, 18, "set deepspeed.zero_stage to 2"),
-        ({"zero_stage": 1}, 14.7, "set deepspeed.zero_stage to 3"),
-        ({"zero_stage": 1}, 9, "set deepspeed.zero_stage to 3 and deepspeed.offload_optimizer to cpu"),
+        # Of each kind the least that suffices.
+        ({"zero_stage": 0, **BF16}, 25, "deepspeed.zero_stage: 0 -> 1 (predicted 31.5 -> 22.1 GiB)"),
+        ({"zero_stage": 1}, 18, "deepspeed.zero_stage: 1 -> 2 (predicted 19.2 -> 14.9 GiB)"),
+        ({"zero_stage": 1}, 14.7, "deepspeed.zero_stage: 1 -> 3 (predicted 19.2 -> 14.6 GiB)"),
+        ({"zero_stage": 3, "offload_optimizer": "cpu"}, 8.5, "train.micro_batch_size: 16 -> 8 (predicted 8.77 -> 5.99"),
+        ({"engine": "native"}, 25, "parallel.use_distributed_optimizer: false -> true (predicted 32.3 -> 19.2"),
         (
-            {"zero_stage": 2},
-            8.5,
-            "set deepspeed.zero_stage to 3 and deepspeed.offload_optimizer and deepspeed.offload_param to cpu",
+            {"engine": "native", "zero_stage": None},
+            14.7,
+            "engine: native -> deepspeed, deepspeed.zero_stage: null -> 3 (",
         ),
-        ({"zero_stage": 3, "offload_optimizer": "cpu"}, 8.5, "set deepspeed.offload_param to cpu"),
-        # Nothing suffices: the most that there is.
-        ({"zero_stage": 3}, 2, "set deepspeed.offload_optimizer and deepspeed.offload_param to cpu"),
-        ({"zero_stage": 3, "offload_optimizer": "cpu"}, 2, "set deepspeed.offload_param to cpu"),
     ],
 )
-def test_a_stage_or_an_offload_that_suffices_is_named(given: dict[str, object], device: float, advice: str) -> None:
+def test_settings_that_suffice_are_named(given: dict[str, object], device: float, advice: str) -> None:
     message = refusal(conf(**given), device)
     assert message.startswith("gpt2-xl-zero3-offload needs about ")
-    assert f" and this machine has {device:.1f} GiB per rank: lower train.micro_batch_size (16), or " in message
-    assert f", or {advice}, or raise parallel.tensor_model_parallel_size (1) or" in message
+    assert f" and this machine has {device:.1f} GiB per rank: any of these suffices: " in message
+    assert advice in message
+    assert message.count(" (predicted ") <= 3
 
 
-def test_what_is_used_up_is_not_named() -> None:
-    message = refusal(conf(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"), 2)
-    assert "deepspeed." not in message
-    assert "zero_stage" not in refusal(conf(zero_stage=3), 2, replicas=1)
-
-
-def test_the_native_engine_is_told_of_its_own_first() -> None:
-    own = "set parallel.use_distributed_optimizer to true, or"
-    assert refusal(conf(engine="native"), 13).count(own) == 1
-    assert "or set engine to deepspeed, deepspeed.zero_stage to 3, or raise" in refusal(conf(engine="native"), 14.7)
-    sharded = refusal(conf(engine="native", **{"parallel.use_distributed_optimizer": True}), 18)
-    assert own not in sharded
-    assert "or set engine to deepspeed, deepspeed.zero_stage to 2, or raise" in sharded
-    assert "deepspeed" not in refusal(conf(engine="native"), 1)  # it would not fit either
-
-
-def test_stages_of_a_pipeline_divide_the_optimizer_alone() -> None:
-    pipeline = {"parallel.pipeline_model_parallel_size": 2, "train.micro_batch_size": 8}
-    message = refusal(conf(zero_stage=0, **BF16, **pipeline), 5, replicas=2)
-    assert "set deepspeed.zero_stage to 1 and deepspeed.offload_optimizer to cpu" in message
-
-
-def test_on_a_cpu_nothing_is_offloaded() -> None:
-    message = refusal(conf(zero_stage=1), 12, device_type="cpu")
-    assert "or set deepspeed.zero_stage to 3, or lower launch.nproc_per_node (4)" in message
-    assert "offload" not in message.removeprefix("gpt2-xl-zero3-offload")
-
-
-def test_a_file_of_deepspeeds_own_is_named() -> None:
-    assert "or raise zero_optimization.stage of deepspeed.config (2), or offload more there" in refusal(
-        conf("gpt2-345m-zero2"), 2
+def test_the_only_one_that_suffices_is_named_alone() -> None:
+    assert refusal(conf(zero_stage=1), 9).endswith(
+        " and this machine has 9.0 GiB per rank: this suffices: deepspeed.zero_stage: 1 -> 3, "
+        "deepspeed.offload_optimizer: none -> cpu (predicted 19.2 -> 8.8 GiB)"
     )
+
+
+def test_where_nothing_suffices_what_saves_most_is_named_first() -> None:
+    message = refusal(conf(zero_stage=3), 2)
+    ways = message.partition("no single setting suffices, these save most: ")[2].split("; ")
+    assert [way.partition(":")[0] for way in ways] == [
+        "deepspeed.offload_optimizer",
+        "train.recompute",
+        "train.micro_batch_size",
+    ]
+
+
+def test_a_single_rank_of_one_sample_and_one_token_has_nothing_to_change() -> None:
+    least = {"train.micro_batch_size": 1, "train.recompute": "full", "data.seq_length": 1}
+    alone = conf(zero_stage=3, offload_optimizer="cpu", offload_param="cpu", **least, **{"launch.nproc_per_node": 1})
+    assert refusal(alone, 1, ranks=1).endswith("GiB per rank: no setting would save any")
 
 
 def test_main_memory_is_checked_by_itself() -> None:
@@ -105,7 +89,7 @@ def test_main_memory_is_checked_by_itself() -> None:
         "rank: lower launch.nproc_per_node (4), or set deepspeed.offload_param to none, or set "
         "deepspeed.offload_optimizer to none, or offload less or to nvme (deepspeed.offload_*)"
     )
-    alone = refusal(config, 24, 20, ranks=1, replicas=1)
+    alone = refusal(config, 24, 20, ranks=1)
     assert "offloads about 31.9 GiB per rank to main memory and this machine has 20.0 GiB" in alone
     assert "launch.nproc_per_node" not in alone
 

@@ -59,6 +59,7 @@ def test_event_without_a_loss_is_shown(tmp_path: Path, monkeypatch: pytest.Monke
     forwarder = SimpleNamespace(poll=lambda: None)
     with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
         # The writer cuts the torn line before it goes on.
-        events.write_text('{"kind": "start", "iteration": 0}\n{"kind": "step", "iteration": 10, "lm_loss": null}\n')
+        step = '{"kind": "step", "time": 1.0, "iteration": 10, "consumed_tokens": 320, "lm_loss": null}'
+        events.write_text(f'{{"kind": "start", "iteration": 0}}\n{step}\n')
         monitor.poll()
     assert shown == ["iteration 10 of 20, lm loss -, unknown left"]

@@ -1,0 +1,159 @@
+"""Advice on memory: valid configurations alone, estimated by the planner, the greatest saving first."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from megacore.config import RunConfig, load_config
+from megacore.plan.advice import Place, memory_advice, pair, parts_of, savings
+from megacore.plan.hardware import Hardware
+from megacore.plan.layouts import layout_of
+from megacore.plan.memory import GIB, estimate_memory
+
+FAR = 10**15
+
+
+def place(ranks: int, device: str = "cuda", precision: str = "bf16", host: int = FAR) -> Place:
+    return Place(ranks, 50_257, precision, device, host)
+
+
+def settings(config: RunConfig, there: Place) -> dict[str, str]:
+    """By kind, in their order."""
+    return {saving.kind: saving.setting for saving in savings(config, there)}
+
+
+def gpt2(**overrides: Any) -> RunConfig:
+    given = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config("gpt2-345m-8gpu", {"train.global_batch_size": 64, **given})
+
+
+def test_every_kind_is_estimated_and_the_greatest_saving_comes_first() -> None:
+    config, there = gpt2(), place(8)
+    found = savings(config, there)
+    assert [saving.bytes for saving in found] == sorted((saving.bytes for saving in found), reverse=True)
+    assert len({saving.kind for saving in found}) == len(found)
+    assert {"batch", "zero", "offload", "tensor", "pipeline", "sequence"} <= {saving.kind for saving in found}
+    (batch,) = (saving for saving in found if saving.kind == "batch")
+    halved = gpt2(train__micro_batch_size=4)
+    assert batch.setting == "train.micro_batch_size: 8 -> 4"
+    assert batch.after == estimate_memory(halved, 50_257, "bf16", "cuda", 8)
+    assert batch.bytes == batch.before.total - batch.after.total > 0
+    assert str(batch) == f"{batch.setting} (predicted {pair(batch.before.total, batch.after.total)})"
+
+
+def test_what_is_refused_is_not_advised() -> None:
+    alone = settings(gpt2(launch__nproc_per_node=1), place(1))
+    assert {"tensor", "pipeline", "zero", "ranks"}.isdisjoint(alone), "one rank divides nothing"
+    list_of_layers = gpt2(parallel__pipeline_model_parallel_size=2, parallel__pipeline_partition=[12, 12])
+    assert "pipeline" not in settings(list_of_layers, place(8)), "the list has two entries"
+    layers = {"model.num_layers": 3, "launch.nproc_per_node": "auto", "train.global_batch_size": 32}
+    three = load_config("gpt2-tiny", layers)
+    pipelined = load_config("gpt2-tiny", {**layers, "parallel.pipeline_model_parallel_size": 2})
+    assert "pipeline" in settings(three, place(4, precision="fp32"))
+    assert "pipeline" not in settings(pipelined, place(4, precision="fp32")), "four stages of three layers"
+
+
+def test_every_configuration_that_is_advised_can_be_launched() -> None:
+    from megacore.plan import advice
+
+    config, there = gpt2(), place(8)
+    for change in advice._changes(config, there):
+        changed = advice._valid(config.model_dump(), change.values)
+        if changed is not None and change.kind in settings(config, there):
+            layout_of(changed, there.ranks, there.vocab_size)
+
+
+def test_an_odd_batch_is_lowered_to_a_divisor() -> None:
+    odd = gpt2(train__micro_batch_size=9, train__global_batch_size=72)
+    assert settings(odd, place(8))["batch"] == "train.micro_batch_size: 9 -> 3"
+
+
+def test_recomputing_some_layers_can_become_all() -> None:
+    some = gpt2(train__recompute="full", train__recompute_num_layers=3)
+    assert settings(some, place(8))["recompute"] == "train.recompute_num_layers: 3 -> null"
+    assert "recompute" not in settings(gpt2(train__recompute="full"), place(8))
+    attention = settings(gpt2(train__recompute="selective"), place(8))
+    assert attention["recompute"] == "train.recompute: selective -> full"
+
+
+def test_a_users_own_deepspeed_json_is_named() -> None:
+    config = load_config("gpt2-345m-zero2", {"launch.nproc_per_node": 4})
+    advice = settings(config, place(4))["offload"]
+    assert advice.startswith(
+        "zero_optimization.stage of deepspeed.config: 2 -> 3, zero_optimization.offload_optimizer."
+    )
+    assert "zero_optimization.allgather_bucket_size of deepspeed.config: 200000000 -> null" in advice
+
+
+def test_offloading_needs_a_gpu_and_main_memory() -> None:
+    config = load_config(
+        "gpt2-xl-zero3-offload", {"deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"}
+    )
+    assert "offload" in settings(config, place(1, precision="fp16"))
+    assert "offload" not in settings(config, place(1, precision="fp16", host=GIB))
+    assert "offload" not in settings(config, place(1, "cpu", "fp32"))
+
+
+def test_on_a_cpu_fewer_ranks_share_its_memory() -> None:
+    config = load_config("gpt2-tiny", {"launch.nproc_per_node": 2})
+    ranks = savings(config, place(2, "cpu", "fp32"))[0]
+    assert ranks.setting == "launch.nproc_per_node: 2 -> 1"
+    assert ranks.bytes == ranks.before.total - ranks.after.total / 2
+    assert str(ranks).endswith(" MiB for each of them)")
+
+
+def test_deepspeed_is_not_advised_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = settings(gpt2(), place(8))
+    assert "offload" not in found
+    assert found["zero"] == "parallel.use_distributed_optimizer: false -> true"
+
+
+def test_the_clause_has_the_prediction_by_part_and_three_settings() -> None:
+    config, there = gpt2(), place(8)
+    text = memory_advice(config, there, rank=3)
+    assert text.startswith(f"predicted for rank 3: {parts_of(there.estimate(config))}; what helps most: ")
+    for part in ("weights ", "gradients ", "optimizer ", "activations ", "logits ", "process "):
+        assert part in text
+    assert text.count(" (predicted ") == 3
+    assert memory_advice(config, there).startswith("predicted for the rank that needs most: ")
+
+
+def test_the_prediction_is_that_of_the_ranks_own_stage() -> None:
+    config, there = gpt2(parallel__pipeline_model_parallel_size=2), place(8)
+    first, last = there.estimate(config, 0), there.estimate(config, 7)
+    assert first.logits == 0 < last.logits
+    assert there.estimate(config) in (first, last)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (int(61.2 * GIB), int(37.5 * GIB), "61.2 -> 37.5 GiB"),
+        (int(8.77 * GIB), int(5.99 * GIB), "8.77 -> 5.99 GiB"),
+        (700 * 2**20, 25 * 2**20, "700.0 -> 25.0 MiB"),
+    ],
+)
+def test_both_numbers_have_one_unit(before: int, after: int, text: str) -> None:
+    assert pair(before, after) == text
+
+
+def test_hardware_counts_the_limits_of_control_groups(tmp_path: Any) -> None:
+    from megacore.plan.hardware import memory_limit
+
+    (tmp_path / "cgroup").write_text("4:memory:/job/step\n0::/slice/job\n")
+    inner = tmp_path / "fs" / "slice" / "job"
+    inner.mkdir(parents=True)
+    assert memory_limit(tmp_path / "cgroup", tmp_path / "fs") is None
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text("3000\n")
+    assert memory_limit(tmp_path / "cgroup", tmp_path / "fs") == 3000
+    old = tmp_path / "fs" / "memory" / "job" / "step"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory_limit(tmp_path / "cgroup", tmp_path / "fs") == 3000
+    (old / "memory.limit_in_bytes").write_text("2000\n")
+    assert memory_limit(tmp_path / "cgroup", tmp_path / "fs") == 2000
+    assert memory_limit(tmp_path / "none", tmp_path / "fs") is None
+    assert Hardware.detect().memory > 0
