@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megacore.artifact.files import canonical_json, write_json
 from megacore.errors import ArtifactError
+from megacore.redact import redact_values
 
 MANIFEST_NAME = "manifest.json"
 _CHUNK = 1 << 22
@@ -50,8 +51,8 @@ class Manifest:
         return hashlib.sha256(canonical_json(content)).hexdigest()
 
     def write(self, directory: Path) -> None:
-        """Write `manifest.json` into `directory`, atomically."""
-        write_json(directory / MANIFEST_NAME, asdict(self))
+        """Write `manifest.json` into `directory`, atomically, its parameters without credentials."""
+        write_json(directory / MANIFEST_NAME, {**asdict(self), "parameters": redact_values(self.parameters)})
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":

@@ -97,8 +97,10 @@ def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | N
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         files = [SourceFile(**{**entry, "path": _below(directory, entry["path"])}) for entry in facts["files"]]
-        if "prefix" in facts:
+        if facts["kind"] == "prefix":
             facts["prefix"] = _below(directory, facts["prefix"])
+        elif not isinstance(facts["key"], str):
+            raise TypeError(f"its key is {facts['key']!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(f"{path} is damaged ({error}): run the collect stage again") from error
     for file in files:

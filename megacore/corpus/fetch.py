@@ -7,6 +7,7 @@ when it is whole. A download goes on where it broke off as long as the server sa
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from megacore.artifact.files import sync_directory, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.corpus.progress import Report, download_progress
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
+from megacore.redact import redact, redact_log
 
 if TYPE_CHECKING:
     import httpx
@@ -117,7 +119,11 @@ def forget(target: Path) -> None:
 
 
 def shown(url: str) -> str:
-    """An address without a password that may be in it."""
+    """An address without user, password and tokens that may be in it."""
+    return redact(_without_user(url))
+
+
+def _without_user(url: str) -> str:
     return re.sub(r"//[^/?#]*@", "//", url, count=1)
 
 
@@ -129,6 +135,8 @@ def _client(url: str, patience: Patience) -> "httpx.Client":
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise DataFormatError(f"{shown(url)} is no address ({_sentence(error)}): check data.source") from error
+    for name in ("httpx", "httpcore"):  # they log the address of every request, its tokens with it
+        redact_log(logging.getLogger(name))
     # Apart from the address, which is logged with every request; not sent to another host after a redirection.
     auth = (address.username, address.password) if address.userinfo else None
     return httpx.Client(timeout=timeout, follow_redirects=True, auth=auth)
@@ -152,7 +160,7 @@ class _Download:
 
     def __init__(self, client: "httpx.Client", url: str, target: Path, there: Version | None, report: Report) -> None:
         self._client = client
-        self._url = shown(url)
+        self._address, self._url = _without_user(url), shown(url)
         self._target = target
         self._there = there
         self._report = report
@@ -194,7 +202,7 @@ class _Download:
 
     def _attempt(self) -> Version:
         if self._version.size != self._size or not self._size:
-            with self._client.stream("GET", self._url, headers=self._headers()) as response:
+            with self._client.stream("GET", self._address, headers=self._headers()) as response:
                 if response.status_code == 304 and self._there is not None:
                     return self._there
                 self._accept(response)

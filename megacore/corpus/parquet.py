@@ -66,12 +66,17 @@ def _open(path: str | Path) -> Iterator[Any]:
         with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             yield file
     except pa.ArrowException as error:
-        raise DataFormatError(f"{path} is a damaged parquet file ({error}): fetch the file again") from error
+        raise _damaged(path, error) from error
     except OSError as error:
         # Arrow reports damaged pages as errors of reading without a number of the operating system.
         if error.errno is not None:
             raise unreadable(path, error) from error
-        raise DataFormatError(f"{path} is a damaged parquet file ({error}): fetch the file again") from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str | Path, error: Exception) -> DataFormatError:
+    reason = " ".join(str(error).split())  # Arrow's may have several lines
+    return DataFormatError(f"{path} is a damaged parquet file ({reason}): fetch the file again")
 
 
 def _check_column(path: str | Path, file: Any, key: str) -> None:

@@ -16,6 +16,7 @@ from megacore.corpus.fetch import fetch, forget, shown
 from megacore.corpus.jsonl import count_documents
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.errors import DataFormatError
+from megacore.redact import address_identity
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
 """What files of documents are called; C4 and others call JSON Lines .json."""
@@ -40,7 +41,7 @@ class _Planned:
 
 
 def fingerprint(source: HttpSource) -> dict[str, Any]:
-    """Addresses, without a password, and digests in order, and the key.
+    """Addresses, without a password or a token, and digests in order, and the key.
 
     Without a digest the content may change under the same address. Raises DataFormatError for names of no known form.
     """
@@ -48,7 +49,7 @@ def fingerprint(source: HttpSource) -> dict[str, Any]:
     return {
         "kind": source.kind,
         "key": source.key,
-        "files": [[shown(remote.url), remote.sha256] for remote in source.files],
+        "files": [[address_identity(remote.url), remote.sha256] for remote in source.files],
     }
 
 

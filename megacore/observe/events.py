@@ -10,8 +10,16 @@ from typing import Any, Self
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import DataFormatError
+from megacore.redact import redact
 
 _BLOCK = 1 << 16
+_NUMBERS = {
+    "step": ("time", "iteration"),
+    "evaluation": ("time", "iteration"),
+    "checkpoint": ("time", "iteration"),
+    "checkpoint_deleted": ("iteration",),
+}
+"""What all readers rely on, by kind."""
 
 
 class EventWriter:
@@ -87,14 +95,25 @@ def _parse(line: bytes, path: Path, end: int) -> dict[str, Any]:
         event = json.loads(line)
     except ValueError:
         event = None
-    if not isinstance(event, dict) or "kind" not in event:
+    if not isinstance(event, dict) or not _is_whole(event):
         raise DataFormatError(
             f"{path}: the line that ends at byte {end} is no event: {line[:80]!r}: remove it or delete the run"
         )
     return event
 
 
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether it has what readers of its kind rely on; a disk can change a letter of a name and leave it JSON."""
+    kind = event.get("kind")
+    if not isinstance(kind, str) or (kind.startswith("checkpoint") and kind in _NUMBERS and "path" not in event):
+        return False
+    numbers = (event.get(name) for name in _NUMBERS.get(kind, ()))
+    return all(isinstance(number, int | float) for number in numbers)
+
+
 def _json_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

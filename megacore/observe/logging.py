@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
+from megacore.redact import redact_log
+
 logger = logging.getLogger("megacore")
 """Parent of the library's loggers; a library user configures it as any other."""
 
@@ -59,6 +61,7 @@ def configure_logging(rank: int) -> None:
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    redact_log(handler)
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False

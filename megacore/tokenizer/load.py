@@ -1,8 +1,11 @@
 """A tokenizer as the pipeline uses it: many texts in, ids out."""
 
 import json
+import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,11 +151,23 @@ class JsonTokenizer(Tokenizer):
 
     def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Raises WorkspaceError."""
-        with workspace_errors(directory):
+        with workspace_errors(directory), _numbered_errors(directory):
             self.backend.save(str(directory / TOKENIZER_NAME))
             if self.is_bpe:
                 self.backend.model.save(str(directory))  # vocab.json and merges.txt
         save_config(directory, self.eod_token, roles or {})
+
+
+@contextmanager
+def _numbered_errors(path: Path) -> Iterator[None]:
+    """Raise the OSError of which the bindings tell the number alone, in the text of a plain Exception."""
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if type(error) is not Exception or found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 def check_new(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
@@ -180,13 +195,21 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = Path(directory, TOKENIZER_CONFIG_NAME)
     try:
         eod_token = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
+        if not isinstance(eod_token, str):
+            raise TypeError(f"its eos_token is {eod_token!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(f"{path} is missing or damaged ({error}): build the tokenizer again") from error
     if Path(directory, MODEL_NAME).exists():
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel  # only such a tokenizer needs it
 
         return SentencePieceModel.read(Path(directory, MODEL_NAME))
-    return JsonTokenizer(read_backend(Path(directory, TOKENIZER_NAME)), eod_token)
+    backend = read_backend(Path(directory, TOKENIZER_NAME))
+    if backend.token_to_id(eod_token) is None:
+        raise DataFormatError(
+            f"{path} says that {eod_token!r} ends a document, which {TOKENIZER_NAME} beside it does not have: build "
+            "the tokenizer again"
+        )
+    return JsonTokenizer(backend, eod_token)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

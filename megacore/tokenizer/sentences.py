@@ -133,18 +133,21 @@ def _read_punkt(directory: Path, language: str) -> Any:
 
     folder = model_directory(directory, language)
     decoder, parameters = PunktDecoder(), PunktParameters()
-    try:
-        with open(folder / "collocations.tab", encoding="utf-8") as file:
-            parameters.collocations = set(decoder.tab2tups(file))
-        with open(folder / "sent_starters.txt", encoding="utf-8") as file:
-            parameters.sent_starters = decoder.txt2set(file)
-        with open(folder / "abbrev_types.txt", encoding="utf-8") as file:
-            parameters.abbrev_types = decoder.txt2set(file)
-        with open(folder / "ortho_context.tab", encoding="utf-8") as file:
-            parameters.ortho_context = decoder.tab2intdict(file)
-    except (OSError, ValueError, IndexError) as error:
-        raise DataFormatError(f"the Punkt model in {folder} is damaged ({error}): download it again") from error
+    parameters.collocations = set(_punkt_table(folder / "collocations.tab", decoder.tab2tups))
+    parameters.sent_starters = _punkt_table(folder / "sent_starters.txt", decoder.txt2set)
+    parameters.abbrev_types = _punkt_table(folder / "abbrev_types.txt", decoder.txt2set)
+    parameters.ortho_context = _punkt_table(folder / "ortho_context.tab", decoder.tab2intdict)
     return parameters
+
+
+def _punkt_table(path: Path, decode: Callable[[Any], Any]) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return decode(file)
+    except (OSError, ValueError, IndexError) as error:
+        raise DataFormatError(
+            f"the Punkt model in {path.parent} is damaged ({path.name}: {error}): download it again"
+        ) from error
 
 
 def model_directory(directory: Path, language: str) -> Path:

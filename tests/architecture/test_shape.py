@@ -34,7 +34,7 @@ TOP_LEVEL = {
     },
 }
 
-TEST_FOLDERS_WITHOUT_PACKAGE = {"architecture", "parity", "faults", "scripts", "tasks", "flows"}
+TEST_FOLDERS_WITHOUT_PACKAGE = {"architecture", "parity", "faults", "security", "scripts", "tasks", "flows"}
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

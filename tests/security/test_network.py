@@ -1,0 +1,67 @@
+"""What listens does so on loopback, unless several machines were asked for."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megacore.launch.deepspeed_launcher import command as deepspeed_command
+from megacore.launch.torchrun import command, rank_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_servers_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import servers
+
+    from megacore.artifact import Workspace
+
+    assert servers.HOST == "127.0.0.1"
+    started: list[list[str]] = []
+    for name in ("_wait_healthy", "_wait_ended", "create_store", "_write_prefect_toml"):
+        monkeypatch.setattr(servers, name, lambda *arguments: None)
+    monkeypatch.setattr(servers.asyncio, "run", lambda coroutine: coroutine.close())
+    monkeypatch.setattr(servers, "_launch", lambda known, workspace, name, command: started.append(command))
+    known = servers.Servers("token", "http://127.0.0.1:1", "http://127.0.0.1:2", {"deploy": None})
+    for name in ("PREFECT_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_WORKER_QUERY_SECONDS", "PWD"):
+        monkeypatch.setenv(name, "")
+    for name in ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "PYTHONPATH", "PYTHONUNBUFFERED"):
+        monkeypatch.setenv(name, "")
+    servers._start_all(known, Workspace(tmp_path), 1, 2)
+    listening = [words for words in started if "--host" in words]
+    assert len(listening) == 2, "Prefect and MLflow"
+    assert {words[words.index("--host") + 1] for words in listening} == {"127.0.0.1"}
+    worker = next(words for words in started if "worker" in words)
+    assert "--with-healthcheck" not in worker, "it would listen, too"
+
+
+def test_ranks_of_one_machine_meet_on_loopback(tmp_path: Path) -> None:
+    words = command("m", tmp_path / "c.json", 2)
+    assert "--local-addr=127.0.0.1" in words
+    assert "--master_addr=127.0.0.1" in deepspeed_command("m", tmp_path / "c.json", 2)
+    assert rank_environment(1)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in rank_environment(1, one_machine=False)
+
+
+def test_torchruns_pickled_state_is_in_a_file_and_not_on_the_network(tmp_path: Path) -> None:
+    stale = tmp_path / ".rendezvous-old"
+    stale.write_text("an earlier attempt's")
+    first, second = (command("m", tmp_path / "c.json", 2) for _ in range(2))
+    (endpoint,) = (word.partition("=")[2] for word in first if word.startswith("--rdzv-endpoint="))
+    assert Path(endpoint).parent == tmp_path
+    assert any(word.startswith("--rdzv-conf=store_type=file,") for word in first)
+    assert endpoint not in " ".join(second), "a run that starts again must not meet itself"
+    assert not stale.exists()
+
+
+def test_shards_of_dask_are_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacore.config import load_config
+    from tasks.shards import shard_runner
+
+    monkeypatch.setitem(sys.modules, "prefect_dask", SimpleNamespace(DaskTaskRunner=lambda **options: options))
+    runner: Any = shard_runner(load_config("gpt2-tiny", {"data.shard_runner": "dask", "data.shard_mb": 1}).data)
+    assert runner["cluster_kwargs"]["host"] == "127.0.0.1"
+    assert runner["cluster_kwargs"]["dashboard_address"] is None, "Dask's own would listen everywhere"

@@ -1,0 +1,186 @@
+"""A planted secret is in nothing that is shown, logged or written, and downloads that need it still succeed."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import StageKey, build_artifact
+from megacore.config.difference import changes_of
+from megacore.config.source import HttpSource
+from megacore.corpus.collect import collect, fingerprint
+from megacore.errors import ConfigError, MegacoreError
+from megacore.launch.exit_reason import ExitReason
+from megacore.launch.job import RankJob, TrainJob
+from megacore.observe.events import EventWriter
+from megacore.redact import address_identity, redact, redact_log, redact_values
+from tests._tiny import tiny_config
+from tests.train import _runs
+
+CANARY = "c4n4ry-0123456789"
+CORPUS = b'{"text": "def f(): pass"}\n' * 20
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """Gives its file to whoever brings user, password and token."""
+
+    def do_GET(self) -> None:
+        allowed = f"token={CANARY}" in self.path and self.headers.get("Authorization", "").startswith("Basic ")
+        self.send_response(200 if allowed else 403)
+        self.send_header("Content-Length", str(len(CORPUS) if allowed else 0))
+        self.end_headers()
+        self.wfile.write(CORPUS if allowed else b"")
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def source(port: int, token: str = CANARY) -> HttpSource:
+    url = f"http://me:{CANARY}@127.0.0.1:{port}/a.jsonl?token={token}"
+    return HttpSource.model_validate({"kind": "http", "files": [{"url": url}]})
+
+
+def written(directory: Path) -> list[str]:
+    """The files below `directory` that hold the canary."""
+    return [str(path) for path in directory.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://me:{CANARY}@host/a.jsonl",
+        f"https://me:a@{CANARY}@host/a.jsonl",
+        f"https://host/a?sv=1&sig={CANARY}&x=2",
+        f"https://host/a?X-Amz-Signature={CANARY}",
+        f"https://host/a?access_token={CANARY}#part",
+        f"{{'Authorization': 'Bearer {CANARY}'}}",
+        f"postgresql://mlflow:{CANARY}@db:5432/mlflow could not be opened",
+    ],
+)
+def test_text_is_redacted(text: str) -> None:
+    assert CANARY in text
+    assert CANARY not in redact(text)
+    assert CANARY not in str(MegacoreError(text))
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://host/a.jsonl?part=3",
+        "train.micro_batch_size=2",
+        "me@host and you@host",
+        "a token=b",
+        "s3://bucket/key=1/a",
+    ],
+)
+def test_other_text_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
+    for number, name in enumerate(names):
+        monkeypatch.setenv(name, f"{CANARY}{number}")
+        assert redact(f"the server refused {CANARY}{number}.") == "the server refused ***."
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_TOKEN", "text")
+    assert redact("a text") == "a text", "too short to be a secret"
+
+
+def test_values_are_hidden_by_their_names() -> None:
+    values = {
+        "wandb": {"api_key": CANARY, "project": "p"},
+        "storage_options": [{"secret": CANARY, "client_secret": CANARY}],
+        "token": CANARY,
+        "hf_token": CANARY,
+    }
+    assert CANARY not in json.dumps(redact_values(values))
+    plain = {"eod_token": "<|endoftext|>", "key": "text", "tokens": 5, "prefix_token": "<fim_prefix>", "password": ""}
+    assert redact_values(plain) == plain
+
+
+def test_a_key_knows_the_content_and_not_the_credentials() -> None:
+    plain = "https://host/a.jsonl"
+    assert address_identity(plain) == plain
+    assert address_identity(f"https://me:{CANARY}@host/a.jsonl") == plain
+    assert address_identity(f"{plain}?token={CANARY}") == address_identity(f"{plain}?token=renewed")
+    one, other = (address_identity(f"{plain}?key={content}") for content in (CANARY, "another"))
+    assert one != other, "it may say which content is meant"
+    assert CANARY not in one
+
+
+def test_a_download_leaves_no_secret_behind(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    caplog.set_level(logging.DEBUG)
+    key = StageKey.of("collect", 1, {"source": fingerprint(source(port))})
+    artifact, _ = build_artifact(tmp_path / "corpora", key, lambda directory: collect(source(port), directory))
+    assert artifact.counts["documents"] == 20
+    with pytest.raises(MegacoreError, match=r"answered 403"):
+        collect(source(port, token="wrong-" + CANARY), tmp_path / "other")
+    assert "HTTP Request: GET" in caplog.text, "the client logs its requests"
+    assert CANARY not in caplog.text
+    assert written(tmp_path) == []
+
+
+def test_a_job_file_has_no_secret_and_can_be_read(port: int, tmp_path: Path) -> None:
+    config = _runs.config()
+    data = config.data.model_copy(update={"source": source(port)})
+    job = _runs.job(config.model_copy(update={"data": data}), tmp_path, tmp_path)
+    path = tmp_path / "run.json"
+    job.write(path)
+    assert written(tmp_path) == []
+    back = TrainJob.read(path).config
+    assert changes_of(json.loads(path.read_text())["config"], job.config, another_run=True) == []
+    assert isinstance(back.data.source, HttpSource)
+    assert isinstance(job, RankJob)
+
+
+def test_a_manifest_has_no_secret(tmp_path: Path) -> None:
+    key = StageKey.of("collect", 1, {"source": {"url": f"https://me:{CANARY}@host/a", "secret": CANARY}})
+    artifact, _ = build_artifact(tmp_path, key, lambda directory: {"documents": 1})
+    assert artifact.key == key.key
+    assert written(tmp_path) == []
+
+
+def test_errors_events_and_exit_reasons_have_no_secret(tmp_path: Path) -> None:
+    url = f"https://me:{CANARY}@host/a"
+    reason = ExitReason.of(3, RuntimeError(f"cannot read {url}"))
+    assert CANARY not in json.dumps(asdict(reason))
+    assert CANARY not in str(reason.exception())
+    with EventWriter(tmp_path / "events.jsonl", 1) as events:
+        events.write("warning", message=f"cannot read {url}")
+    assert written(tmp_path) == []
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(train={"train_iters": url})
+    assert CANARY not in str(caught.value)
+
+
+def test_tracebacks_in_a_log_have_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("megacore.test_secrets")
+    redact_log(log)
+    redact_log(log)
+    assert len(log.filters) == 1
+    try:
+        raise ValueError(f"https://host/a?token={CANARY}")
+    except ValueError:
+        log.exception("failed at %s", f"https://me:{CANARY}@host")
+    assert "failed at https://***@host" in caplog.text
+    assert "ValueError: https://host/a?***" in caplog.text
+    assert CANARY not in caplog.text
