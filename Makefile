@@ -11,8 +11,11 @@ INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py) scripts/ve
 
 CONF ?= gpt2-tiny
 ARGS ?=
+KILLS ?= 500
+SEED ?= 1
+OUT ?= workspace/soak.json
 
-.PHONY: help venv test pretrain server stop status lint format types docs clean clean-venv
+.PHONY: help venv test soak pretrain server stop status lint format types docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -25,6 +28,9 @@ $(STAMP): $(INSTALL_INPUTS)
 
 test: $(STAMP)  ## Run the tests (ARGS="-k name" for some)
 	$(PY) -m pytest $(ARGS)
+
+soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1
+	$(PY) -m tests.faults.soak --kills $(KILLS) --seed $(SEED) --out $(OUT) $(ARGS)
 
 pretrain: $(STAMP)  ## Text to a model in MLflow: CONF=gpt2-tiny ARGS="-o train.train_iters=400"
 	$(PY) -m flows.pretrain --conf $(CONF) $(ARGS)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,16 @@ def write_json(path: Path, value: Any) -> None:
             temporary.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
+    remove_dead_temporaries(path)
 
 
 def remove_dead_temporaries(target: Path) -> None:
-    """Remove directories `<target>.tmp-<pid>` of processes that were killed."""
+    """Remove files and directories `<target>.tmp-<pid>` of processes that were killed."""
     for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
         pid = path.name.rpartition("-")[2]
         if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def canonical_json(value: Any) -> bytes:

@@ -225,6 +225,7 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
                 ]
                 parts = [part for future in futures for part in future.result()]
             except BrokenExecutor as error:
+                _stop_feeding(self._pool)
                 raise WorkerLostError(
                     "a process that divided text into sentences was killed, perhaps for want of memory: nothing was "
                     "written; use fewer workers (data.workers, --workers), or free memory"
@@ -240,6 +241,17 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
 
     def __enter__(self) -> Self:
         return self
+
+
+def _stop_feeding(pool: ProcessPoolExecutor) -> None:
+    """Let a pool end whose process was killed while a text was on its way to it.
+
+    Python (before its mend of gh-94777) waits in `shutdown` until the pipe takes the rest of the text; nobody reads it
+    any more, but this process has its other end open too, so that the write neither ends nor fails.
+    """
+    queue: Any = getattr(pool, "_call_queue", None)
+    if queue is not None:
+        queue._reader.close()
 
 
 def split_texts(choice: SplitterChoice, texts: Sequence[str]) -> list[list[str]]:

@@ -21,7 +21,7 @@ def test_each_event_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path, attempt=1) as writer:
-        writer.write("step", lm_loss=float("nan"), grad_norm=float("inf"))
+        writer.write("step", iteration=1, lm_loss=float("nan"), grad_norm=float("inf"))
     event = next(iter(EventReader(path)))[0]
     assert event["lm_loss"] is None
     assert event["grad_norm"] is None

@@ -1,0 +1,285 @@
+"""The data stages as they are killed: each builds its artifact below `place`, from inputs that all cases share."""
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.artifact import Manifest, StageKey, build_artifact, open_artifact
+from megacore.config.source import HttpSource, RemoteFile, SourceTreeSource
+from megacore.config.tokenizer import TrainBpeTokenizer
+from megacore.corpus.collect import collect
+from megacore.corpus.documents import CorpusWriter
+from megacore.corpus.fetch import Version
+from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.indexed_dataset import IndexedDatasetWriter
+from megacore.data.members import write_members
+from megacore.errors import ArtifactError
+from megacore.tokenizer.build import build_tokenizer
+from megacore.tokenizer.shards import merge_shards, tokenize_shard
+from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
+from tests.corpus._server import Site, _Handler, _Server
+from tests.faults._cases import Kind
+
+Counts = Mapping[str, Any]
+TEXT = "the cat sat on a mat. It saw 42 birds, and wrote: def run(self, value) -> None! Mr. Smith agreed."
+WORDS = (*TEXT.split(), "")
+
+
+def build(place: Path, stage: str, fill: Callable[[Path], Counts]) -> None:
+    """Build the one artifact of a case, as a task does."""
+    build_artifact(place / "artifacts", StageKey(stage, 1, {}, {}), fill, verify="full")
+
+
+def artifacts(place: Path) -> list[Path]:
+    """The directories that a reader takes for artifacts."""
+    folder = place / "artifacts"
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in found if not path.name.startswith(".") and ".tmp-" not in path.name]
+
+
+def visible(inputs: Path, place: Path) -> list[str]:
+    """Every artifact that is there must be whole."""
+    problems = []
+    for path in artifacts(place):
+        try:
+            open_artifact(path, "full")
+        except ArtifactError as error:
+            problems.append(str(error))
+    return problems
+
+
+def result(inputs: Path, place: Path) -> Any:
+    """Digests of the one artifact's files, and what the folder holds beside it."""
+    (directory,) = artifacts(place)
+    manifest = Manifest.read(directory)
+    beside = [path.name for path in (place / "artifacts").iterdir() if ".tmp-" in path.name]
+    return {name: entry.sha256 for name, entry in manifest.files.items()} | {"temporaries": beside}
+
+
+def texts(count: int, words: int, seed: int = 0) -> Iterator[str]:
+    """Made-up prose."""
+    random = np.random.RandomState(seed)
+    for number in range(count):
+        drawn = random.randint(0, len(WORDS), words)
+        yield f"Document {number}. " + " ".join(WORDS[word] for word in drawn)
+
+
+def write_corpus(directory: Path, count: int, words: int) -> None:
+    directory.mkdir(parents=True)
+    with CorpusWriter(directory) as writer:
+        for number, text in enumerate(texts(count, words)):
+            writer.add(text, f"document {number}")
+
+
+def write_tokens(prefix: Path, documents: int, length: int, seed: int = 0) -> None:
+    random = np.random.RandomState(seed)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(random.randint(0, 500, random.randint(1, length)))
+
+
+# download
+
+
+class _Paced:
+    """A socket's file that sends slowly enough to be interrupted."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        for start in range(0, len(data), 1 << 17):
+            self._file.write(data[start : start + (1 << 17)])
+            if len(data) > 1 << 17:
+                time.sleep(0.006)
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _PacedHandler(_Handler):
+    ranges: Path
+    """A file that gets what each request asked for."""
+
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+        with open(self.ranges, "a", encoding="ascii") as file:
+            file.write(f"{self.headers.get('Range')}\n")
+        super().do_GET()
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = _Paced(self.wfile)  # type: ignore[assignment]
+
+
+@contextmanager
+def _serve(inputs: Path) -> Iterator[None]:
+    """Serve the input over HTTP; its address goes to a file beside it, and each Range asked for to another."""
+    site = Site(files={"/text.jsonl": (inputs / "text.jsonl").read_bytes()})
+    values = {"site": site, "ranges": inputs / "ranges"}
+    server = _Server(("127.0.0.1", 0), type("Handler", (_PacedHandler,), values))
+    (inputs / "url").write_text(f"http://127.0.0.1:{server.server_port}/text.jsonl", encoding="ascii")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _prepare_download(inputs: Path) -> None:
+    with open(inputs / "text.jsonl", "w", encoding="utf-8") as file:
+        for text in texts(2000, 1200):
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def _source(inputs: Path) -> HttpSource:
+    return HttpSource(kind="http", files=(RemoteFile(url=(inputs / "url").read_text(encoding="ascii")),))
+
+
+def _download(inputs: Path, place: Path, attempt: int) -> None:
+    parts = [path for path in place.glob("artifacts/.downloads/*/*.part") if Path(f"{path}.json").exists()]
+    had = parts[0].stat().st_size if parts else 0
+    build(place, "collect", lambda directory: collect(_source(inputs), directory))
+    if 0 < had < (inputs / "text.jsonl").stat().st_size:
+        asked = (inputs / "ranges").read_text(encoding="ascii").splitlines()
+        assert f"bytes={had}-" in asked, f"{had} bytes were there, and nobody asked for the rest alone"
+
+
+def _visible_download(inputs: Path, place: Path) -> list[str]:
+    problems = visible(inputs, place)
+    for about in place.glob("artifacts/.downloads/*/*.json"):
+        target = about.with_suffix("")
+        if about.name.endswith(".part.json") or not target.exists():
+            continue
+        version = Version.read(about)
+        if version is None or hashlib.sha256(target.read_bytes()).hexdigest() != version.sha256:
+            problems.append(f"{target} looks whole and is not")
+    for target in place.glob("artifacts/.downloads/*/*.jsonl"):
+        if not Path(f"{target}.json").exists():
+            problems.append(f"{target} looks whole and nothing says which version it is")
+    return problems
+
+
+def _result_download(inputs: Path, place: Path) -> Any:
+    found = result(inputs, place)
+    # The server's port is in the corpus; it is the same for all cases of a session, the place of the cache is not.
+    beside = sorted(path.name for path in place.glob("artifacts/.downloads/*/*") if not path.name.startswith("."))
+    return {"corpus": found, "downloads": beside}
+
+
+# collect, tokenize
+
+
+def _prepare_tree(inputs: Path) -> None:
+    tree = inputs / "tree"
+    for number, text in enumerate(texts(9000, 60)):
+        folder = tree / f"package_{number % 50}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"module_{number}.py").write_text(text, encoding="utf-8")
+
+
+def _collect(inputs: Path, place: Path, attempt: int) -> None:
+    source = SourceTreeSource(kind="source_tree", path=str(inputs / "tree"))
+    build(place, "collect", lambda directory: collect(source, directory))
+
+
+def _prepare_corpus(inputs: Path) -> None:
+    write_corpus(inputs / "corpus", 3000, 600)
+    write_corpus(inputs / "little", 300, 300)
+    (inputs / "tokenizer").mkdir()
+    build_tokenizer(TrainBpeTokenizer(kind="train-bpe", vocab_size=320), inputs / "little", inputs / "tokenizer")
+
+
+def _train_tokenizer(inputs: Path, place: Path, attempt: int) -> None:
+    choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=320)
+    build(place, "tokenizer", lambda directory: build_tokenizer(choice, inputs / "little", directory))
+
+
+def _tokenize(inputs: Path, place: Path, attempt: int) -> None:
+    options = TokenizeOptions(shuffle_seed=7)
+    build(
+        place,
+        "tokenize",
+        lambda directory: tokenize_corpus(inputs / "corpus", inputs / "tokenizer", directory, options, workers=2),
+    )
+
+
+def _tokenize_sentences(inputs: Path, place: Path, attempt: int) -> None:
+    options = TokenizeOptions(split_sentences=True, sentence_splitter="rules")
+    build(
+        place,
+        "tokenize",
+        lambda directory: tokenize_corpus(inputs / "little", inputs / "tokenizer", directory, options, workers=2),
+    )
+
+
+def _tokenize_shards(inputs: Path, place: Path, attempt: int) -> None:
+    """The shards as artifacts of their own, then all of them merged: what is whole is not made again."""
+    from megacore.corpus.segments import divide, segments
+
+    options = TokenizeOptions()
+    size = (inputs / "corpus" / "corpus.jsonl").stat().st_size
+    done = []
+    for number, shard in enumerate(divide(segments(inputs / "corpus"), size // 3)):
+        artifact, _ = build_artifact(
+            place / "shards",
+            StageKey("tokenize-shard", 1, {"number": number}, {}),
+            lambda directory, shard=shard: tokenize_shard(  # type: ignore[misc]
+                shard, inputs / "tokenizer", directory, options, workers=1
+            ),
+            verify="full",
+        )
+        done.append(artifact.directory)
+    build(place, "tokenize", lambda directory: merge_shards(done, directory, inputs / "tokenizer", options))
+    shutil.rmtree(place / "shards")
+
+
+# blend, index maps
+
+
+def _prepare_tokens(inputs: Path) -> None:
+    for number in range(3):
+        write_tokens(inputs / f"tokens-{number}" / "tokens_text_document", 20_000, 100, number)
+
+
+def _blend(inputs: Path, place: Path, attempt: int) -> None:
+    members = [inputs / f"tokens-{number}" for number in range(3)]
+
+    def fill(directory: Path) -> Counts:
+        write_members(directory, members)
+        return {"members": len(members)}
+
+    build(place, "blend", fill)
+
+
+def _index(inputs: Path, place: Path, attempt: int) -> None:
+    mixture = Mixture.blend(
+        [Member(str(inputs / f"tokens-{n}" / "tokens_text_document"), weight) for n, weight in enumerate((5, 3, 2))]
+    )
+    options = IndexOptions(split="90,5,5", seq_length=16, seed=3)
+    samples = (4_000_000, 20_000, 20_000)
+    build(place, "index", lambda directory: build_index_maps(mixture, directory, options, samples))
+
+
+DATA_KINDS = (
+    Kind("download", _download, _result_download, _visible_download, _prepare_download, serve=_serve),
+    Kind("collect", _collect, result, visible, _prepare_tree),
+    Kind("tokenizer", _train_tokenizer, result, visible, _prepare_corpus),
+    Kind("tokenize", _tokenize, result, visible, _prepare_corpus),
+    Kind("tokenize-shards", _tokenize_shards, result, visible, _prepare_corpus),
+    Kind("tokenize-worker", _tokenize_sentences, result, visible, _prepare_corpus, victims=("worker", "all")),
+    Kind("blend", _blend, result, visible, _prepare_tokens),
+    Kind("index", _index, result, visible, _prepare_tokens),
+)

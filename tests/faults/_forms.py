@@ -1,0 +1,7 @@
+"""Every kind of file that the system reads, with its reader."""
+
+from tests.faults._data_forms import DATA_FORMS
+from tests.faults._model_forms import MODEL_FORMS
+from tests.faults._run_forms import RUN_FORMS
+
+FORMS = (*DATA_FORMS, *RUN_FORMS, *MODEL_FORMS)

@@ -1,0 +1,114 @@
+"""What is run: the cases of continuous integration, and those of `make soak`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.faults._cases import Bench, Outcome
+from tests.faults._disk import run_on_full_disk
+from tests.faults._flow import STAGES, run_chain
+from tests.faults._outage import mlflow_outage, prefect_outage
+from tests.faults._servers import address, prefect_server, running
+
+DISK = "disk-"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case; it is repeated by its id."""
+
+    kind: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.seed}"
+
+
+KILLS_IN_CI = {
+    "launcher": 4,
+    "train-2": 4,
+    "train": 3,
+    "train-async": 4,
+    "save": 4,
+    "save-async": 4,
+    "export": 4,
+    "tokenize-worker": 4,
+    "tokenize": 4,
+    "tokenize-shards": 3,
+    "tokenizer": 3,
+    "download": 4,
+    "collect": 3,
+    "index": 4,
+    "blend": 3,
+}
+"""Cases of each kind on bare stage functions and the launcher; three more are in the one case of `flow`."""
+DISKS_IN_CI = (
+    "train-async",
+    "train",
+    "save-async",
+    "save",
+    "export",
+    "tokenize",
+    "tokenizer",
+    "index",
+    "collect",
+    "download",
+)
+SOAK_WEIGHTS = {
+    "flow": 6,
+    "launcher": 8,
+    "train-2": 8,
+    "train": 8,
+    "train-async": 8,
+    "save": 8,
+    "save-async": 8,
+    "export": 7,
+    "tokenize-worker": 6,
+    "tokenize": 6,
+    "tokenize-shards": 5,
+    "tokenizer": 4,
+    "download": 7,
+    "collect": 4,
+    "index": 5,
+    "blend": 2,
+}
+"""Percent of the kills."""
+KILLS_PER_FLOW = 3
+ALONE_EVERY = 3
+"""Of the flow's cases, one in so many runs without a Prefect server."""
+
+
+def run_case(bench: Bench, case: Case) -> list[Outcome]:
+    """One outcome for each kill."""
+    if case.kind == "flow" and case.seed % ALONE_EVERY == 0:
+        # Without a server the flow brings its own, which must not outlive it either.
+        return run_chain(bench.directory, bench.nursery, None, case.seed, flow_stages(case.seed))
+    if case.kind == "flow":
+        with running(prefect_server(bench.directory / f"prefect-{case}", bench.directory)) as server:
+            return run_chain(bench.directory, bench.nursery, address(server), case.seed, flow_stages(case.seed))
+    if case.kind == "mlflow":
+        return [mlflow_outage(bench.directory, bench.nursery, case.seed)]
+    if case.kind == "prefect":
+        return [prefect_outage(bench.directory, bench.nursery, case.seed)]
+    if case.kind.startswith(DISK):
+        return [run_on_full_disk(bench, bench.kinds[case.kind.removeprefix(DISK)], case.seed)]
+    return [bench.run(case.kind, case.seed)]
+
+
+def flow_stages(seed: int) -> tuple[str, ...]:
+    """Three stages of the flow, in order; the training is always one of them."""
+    others = [stage for stage in STAGES if stage != "train"]
+    left_out = (seed % len(others), (seed + 1 + seed // len(others)) % len(others))
+    kept = [stage for number, stage in enumerate(others) if number not in left_out][: KILLS_PER_FLOW - 1]
+    return tuple(stage for stage in STAGES if stage == "train" or stage in kept)
+
+
+def soak_cases(kills: int, seed: int, only: Sequence[str] = ()) -> list[Case]:
+    """As many kills of each kind as its weight says, at least one case of each; the expensive ones first."""
+    first = seed * 100_000
+    chosen = {kind: weight for kind, weight in SOAK_WEIGHTS.items() if not only or kind in only}
+    total = sum(chosen.values())
+    cases = []
+    for kind, weight in chosen.items():
+        count = kills * weight / total / (KILLS_PER_FLOW if kind == "flow" else 1)
+        cases += [Case(kind, first + number) for number in range(max(1, round(count)))]
+    return cases

@@ -1,0 +1,112 @@
+"""Prefect's and MLflow's servers, started as `make server` starts them, to be killed and started again."""
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from megacore.artifact import Workspace
+from tests.faults._cases import free_port
+from tests.faults._processes import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))  # they are scripts, and import each other as such
+
+from _processes import Started, end, family, spawn
+from servers import _mlflow_command
+
+HOST = "127.0.0.1"
+START_LIMIT = 90.0
+"""Seconds in which a server has to answer."""
+QUIET = {
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+}
+
+
+@dataclass
+class Server:
+    """One server on a port of its own; started again it has the same port and the same store."""
+
+    name: str
+    command: list[str]
+    health: str
+    environment: dict[str, str]
+    log: Path
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: Started | None = None
+
+    def start(self) -> None:
+        """Start it; `wait` says when it answers."""
+        environment = {**os.environ, **QUIET, **self.environment}
+        self.started = spawn(self.name, self.command, token=self.token, env=environment, cwd=ROOT, log=self.log)
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + START_LIMIT
+        while not self.answers():
+            text = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            assert self.started is not None
+            assert self.started.process() is not None, f"{self.name} ended: {text}"
+            assert time.monotonic() < deadline, f"{self.name} does not answer: {text}"
+            time.sleep(0.1)
+
+    def answers(self) -> bool:
+        """Whether it is there."""
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.health, timeout=2) as answer:
+            return bool(answer.status == 200)
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes."""
+        while members := family(self.token, self.name, self.started):
+            for process in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End it properly."""
+        end(self.token, self.name, self.started, 5.0)
+
+
+def mlflow_server(workspace: Path, directory: Path) -> Server:
+    """MLflow's, on the workspace's store."""
+    port = free_port()
+    command = _mlflow_command(Workspace(workspace), port)
+    return Server("mlflow", command, f"http://{HOST}:{port}/health", {}, directory / "mlflow.log")
+
+
+def prefect_server(home: Path, directory: Path) -> Server:
+    """Prefect's, with its database below `home`."""
+    port = free_port()
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    environment = {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://{HOST}:{port}/api"}
+    return Server("prefect", command, f"http://{HOST}:{port}/api/health", environment, directory / "prefect.log")
+
+
+def address(server: Server) -> str:
+    """Its URL without a path."""
+    return "/".join(server.health.split("/")[:3])
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """The server while the block runs."""
+    server.start()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,36 @@
+"""All selected cases run two at a time; each test waits for its own."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.faults._cases import Bench, Outcome
+from tests.faults._kinds import KINDS
+from tests.faults._matrix import Case, run_case
+from tests.faults._processes import Nursery
+
+WORKERS = 2
+FIRST = ("flow", "mlflow", "launcher")
+"""Kinds that take long are started first."""
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """What the cases share."""
+    directory = tmp_path_factory.mktemp("faults")
+    made = Bench(directory, Nursery(directory / "logs"), KINDS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def outcome_of(request: pytest.FixtureRequest, bench: Bench) -> Iterator[Callable[[Case], list[Outcome]]]:
+    """Waits for a case."""
+    selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    cases = [case for case in selected if isinstance(case, Case)]
+    cases.sort(key=lambda case: FIRST.index(case.kind) if case.kind in FIRST else len(FIRST))
+    pool = ThreadPoolExecutor(WORKERS)
+    futures: dict[Case, Future[list[Outcome]]] = {case: pool.submit(run_case, bench, case) for case in cases}
+    yield lambda case: futures[case].result()
+    pool.shutdown(cancel_futures=True)
