@@ -12,6 +12,7 @@ from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError
 from megacore.redact import redact_values
 from tasks._environment import answers
+from tasks._orphans import watch_over_server
 
 
 def run_flow(flow: Flow[..., Any]) -> None:
@@ -27,6 +28,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
     arguments = parser.parse_args()
     try:
         _require_server()
+        if not PREFECT_API_URL.value():
+            watch_over_server()  # the one that Prefect brings along
         parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": parse_overrides(arguments.override)}
         _refuse_secrets(parameters["overrides"])
         if dry:

@@ -123,7 +123,7 @@ class TrainingMonitor:
             return
         iteration = int(event["iteration"])
         # An interval whose every iteration overflowed (fp16 at the start) has no loss.
-        loss = "-" if event["lm_loss"] is None else f"{event['lm_loss']:.3f}"
+        loss = "-" if event.get("lm_loss") is None else f"{event['lm_loss']:.3f}"
         self._bar.update(self._task, completed=iteration, note=f"loss {loss}")
         now = time.monotonic()
         self._first = self._first or (now, iteration)

@@ -135,7 +135,7 @@ def _fill(reader: SafeFileSystemReader, tensors: Mapping[str, torch.Tensor | Ten
             load(dict(tensors), storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
     except CheckpointException as error:
         _, (cause, _) = next(iter(error.failures.items()))
-        reason = " ".join(str(cause).split())[:300]
+        reason = " ".join(str(cause).split()).partition(". ")[0][:300]  # without torch's advice to execute it
         raise CheckpointError(
             f"{path} cannot be read: {type(cause).__name__}: {reason}: use another checkpoint"
         ) from error
