@@ -114,7 +114,7 @@ class CheckpointSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether the next call here raises: ranks may agree on it where they exchange values anyway."""
+        """Whether `wait` and `save` raise: ranks may agree on it where they exchange values anyway."""
         flight = self._flight
         return flight is not None and flight.failure is not None
 
@@ -171,13 +171,16 @@ class CheckpointSaver:
         return SaveStarted(iteration, time.monotonic() - began, size)
 
     def poll(self) -> SaveFinished | None:
-        """The oldest save that ended and was not returned before; None if there is none. Raises what a save raised."""
-        if self._flight is not None and not _alive(self._flight):
+        """The oldest save that ended well and was not returned before; None if there is none.
+
+        Never raises: ranks look at different moments. What a save raised comes from `wait` or the next `save`.
+        """
+        if self._flight is not None and self._flight.finished is not None:
             self._land()
         return self._finished.popleft() if self._finished else None
 
     def wait(self) -> SaveFinished | None:
-        """As `poll`, once nothing is in flight."""
+        """As `poll`, once nothing is in flight. Raises what the save raised."""
         self._land()
         return self._finished.popleft() if self._finished else None
 

@@ -69,7 +69,7 @@ def _check_same(descriptor: int, file: Path) -> None:
     """Raise CheckpointError unless the path still leads to the open file."""
     try:
         there = os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except FileNotFoundError:
+    except OSError:  # over NFS the descriptor of a file that another machine deleted is stale
         there = False
     if not there:
         raise CheckpointError(

@@ -49,19 +49,17 @@ def _remove_unread(directory: Path) -> bool:
     """Delete a checkpoint unless somebody reads it; whether it was deleted."""
     with exclusive_lock(directory / MARKER_NAME) as unread:
         # A reader that opened the marker before waits for the lock, and then finds that the marker has moved.
-        doomed = _rename_away(directory) if unread else None
+        doomed = rename_away(directory) if unread else None
     if doomed is not None:
         shutil.rmtree(doomed)
     return doomed is not None
 
 
-def remove_directory(directory: Path) -> None:
-    """Delete a checkpoint so that nobody who looks for one sees half of it: it is renamed away first."""
-    shutil.rmtree(_rename_away(directory))
+def rename_away(directory: Path) -> Path:
+    """Give a checkpoint the name of something stale, durably, and return its new path.
 
-
-def _rename_away(directory: Path) -> Path:
-    """Give a checkpoint the name of something stale, durably, and return its new path."""
+    What is deleted after that is never seen by half.
+    """
     doomed = directory.with_name(f"{directory.name}{STALE_SUFFIX}{secrets.token_hex(4)}-deleted")
     os.rename(directory, doomed)
     sync_directory(directory.parent)

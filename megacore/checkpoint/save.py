@@ -26,7 +26,7 @@ from megacore.checkpoint.format import (
     finite_or_none,
     write_tracker,
 )
-from megacore.checkpoint.retain import remove_directory, remove_stale
+from megacore.checkpoint.retain import remove_stale, rename_away
 from megacore.checkpoint.shard import ShardSavePlanner, TensorShard
 from megacore.checkpoint.write import CheckpointWriter
 from megacore.errors import CheckpointError, WorkspaceError
@@ -175,9 +175,12 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
     with workspace_errors(staging):
         sync_directory(staging)
         marker.write(staging)
-        if target.exists():
-            remove_directory(target)
+        # Deleting takes long, and a crash meanwhile would leave neither of the two: it comes last.
+        replaced = rename_away(target) if target.exists() else None
         os.rename(staging, target)
         sync_directory(root)
     write_tracker(root, marker.iteration)
+    if replaced is not None:
+        with workspace_errors(root):
+            shutil.rmtree(replaced)
     return target

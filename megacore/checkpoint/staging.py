@@ -149,7 +149,7 @@ class HostBuffers:
             raise CheckpointError(_too_little(size, error.strerror or str(error))) from error
         if any(piece.is_cuda for piece in pieces.values()):
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            code = int(_cuda_runtime().cudaHostRegister(address, size, 0))
+            code = int(_cuda_runtime().cudaHostRegister(address, len(memory), 0))
             if code != 0:
                 raise CheckpointError(_too_little(size, f"CUDA error {code} while its pages were locked"))
             self._pinned = address

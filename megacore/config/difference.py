@@ -32,6 +32,12 @@ class Change:
     keyed: bool
     """Whether it changes what a training computes, so that it has to be allowed."""
 
+    @property
+    def to_allow(self) -> str:
+        """The name for `resume.override`, which takes those alone that the configuration has: else its section's."""
+        section = self.field.rpartition(".")[0]
+        return section if self.now == _ABSENT and section else self.field
+
     def __str__(self) -> str:
         """The change for people."""
         return f"{self.field}: {_shown(self.before)} -> {_shown(self.now)}"
@@ -73,7 +79,7 @@ def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: 
         if change.keyed and not any(change.field == name or change.field.startswith(f"{name}.") for name in allowed)
     ]
     if refused:
-        names = ", ".join(change.field for change in refused)
+        names = ", ".join(dict.fromkeys(change.to_allow for change in refused))
         raise ConfigError(
             f"{checkpoint} was written with another configuration ({'; '.join(map(str, refused))}): set them back, or "
             f"allow the change with resume.override: [{names}]"
@@ -111,7 +117,7 @@ def _default(config: RunConfig, field: str) -> Any:
     section: Any = config
     *sections, last = field.split(".")
     for name in sections:
-        section = getattr(section, name)
+        section = getattr(section, name, None)  # below a value that is no section there are no defaults
     if not isinstance(section, BaseModel) or last not in type(section).model_fields:
         return object()
     default = type(section).model_fields[last].get_default(call_default_factory=True, validated_data={})

@@ -21,7 +21,7 @@ from megacore.engine.deepspeed_scale import DeepSpeedLossScale
 from megacore.engine.deepspeed_settings import deepspeed_settings
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.engine.deepspeed_state import DeepSpeedState, main_weights, shape_of
-from megacore.engine.outcome import Told, global_means
+from megacore.engine.outcome import Reduced, global_means
 from megacore.engine.staged import StageEngine
 from megacore.models.init import initial_weight
 from megacore.models.stage import Stage
@@ -175,8 +175,8 @@ class DeepSpeedBase(StageEngine, ABC):
         if self._scale:
             self._scale.update(overflow=not applied)
         fatal = not applied and (self._scale is None or self._scale.exhausted)
-        told = Told.of(losses.tolist(), self.loss_names, len(notices))
-        return told.update(grad_norm, applied=applied, fatal=fatal)
+        reduced = Reduced.of(losses.tolist(), self.loss_names, len(notices))
+        return reduced.update(grad_norm, applied=applied, fatal=fatal)
 
     @abstractmethod
     def _step(self) -> int:

@@ -15,7 +15,7 @@ from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.engine.base import Update
-from megacore.engine.outcome import Told, global_means
+from megacore.engine.outcome import Reduced, global_means
 from megacore.engine.staged import StageEngine
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
@@ -99,14 +99,14 @@ class NativeEngine(StageEngine):
             names, count = self.loss_names, self._micro_batches
             means = global_means(self._losses, count, len(names), self._mesh, self.device, notices)
             *values, grad_norm = torch.cat([means, norm.view(1)]).tolist()
-            told, finite = Told.of(values, names, len(notices)), math.isfinite(grad_norm)
-            withheld = finite and withhold is not None and withhold(told.losses)
+            reduced, finite = Reduced.of(values, names, len(notices)), math.isfinite(grad_norm)
+            withheld = finite and withhold is not None and withhold(reduced.losses)
             if self._scaler and not withheld:
                 self._scaler.update(overflow=not finite)
             if finite and not withheld:
                 self._optimizer.step(lr, weight_decay, norm=norm, max_norm=self._clip_grad, scale=scale)
         fatal = not finite and (self._scaler is None or self._scaler.exhausted)
-        return told.update(grad_norm, applied=finite and not withheld, fatal=fatal, withheld=withheld)
+        return reduced.update(grad_norm, applied=finite and not withheld, fatal=fatal, withheld=withheld)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
         """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""

@@ -35,19 +35,19 @@ def global_means(
     """
     replicas = mesh.data_parallel
     count = micro_batches * replicas.size * terms
-    told = torch.zeros(count + len(notices), device=device)
+    reduced = torch.zeros(count + len(notices), device=device)
     if mesh.is_last_stage and mesh.tensor_parallel.rank == 0:
-        told[:count].view(micro_batches, replicas.size, terms)[:, replicas.rank] = torch.stack(list(losses))
+        reduced[:count].view(micro_batches, replicas.size, terms)[:, replicas.rank] = torch.stack(list(losses))
     if any(notices):
-        told[count:] = torch.tensor(notices, dtype=told.dtype)
+        reduced[count:] = torch.tensor(notices, dtype=reduced.dtype)
     if mesh.world_size > 1:
         with mesh.time("world wait"):
-            dist.all_reduce(told)
-    return told
+            dist.all_reduce(reduced)
+    return reduced
 
 
 @dataclass(frozen=True)
-class Told:
+class Reduced:
     """What `global_means` brought, on the host."""
 
     losses: tuple[float, ...]

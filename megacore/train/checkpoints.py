@@ -30,6 +30,8 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.train.names import CHECKPOINTS_NAME, CONFIG_KEY, WEIGHTS_PREFIX
 from megacore.train.state import TrainState
 
+_PRECISION_KEY = "precision"
+"""Of a checkpoint's state: what it was computed in, since what `auto` comes to depends on the machine."""
 _PROGRESS_INTERVAL = 5.0
 """Seconds between two events of a save that goes on beside the training."""
 
@@ -104,12 +106,12 @@ class RunCheckpoints:
 
         Raises what the save before this one raised.
         """
-        self._report(self._saver.wait())
         values = {
             "train": state.to_json(),
             "engine": self._engine.state(),
             MODEL_KEY: self._spec.model_dump(mode="json"),
             CONFIG_KEY: self._config.model_dump(mode="json"),
+            _PRECISION_KEY: self._engine.precision,
         }
         self._consumed_samples[state.iteration] = state.consumed_samples
         started = self._saver.save(state.iteration, self._engine.tensors(), values, validation_loss=validation_loss)
@@ -124,8 +126,6 @@ class RunCheckpoints:
 
     def poll(self) -> None:
         """Report what became of a save beside the training; a failure is left to `wait`, for all ranks together."""
-        if self._saver.failed:
-            return
         self._report(self._saver.poll())
         if time.monotonic() < self._progress_due:
             return
@@ -145,7 +145,7 @@ class RunCheckpoints:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run, its files' sizes alone looked at."""
-        return max(complete_checkpoints(self.root), default=None)
+        return next(reversed(complete_checkpoints(self.root)), None)
 
     def path_of(self, iteration: int) -> Path:
         """Where the checkpoint of an iteration lies."""
@@ -155,12 +155,16 @@ class RunCheckpoints:
         """On the first rank: clear what a crash left, and report what it kept from being reported."""
         if self.root.is_dir():
             remove_stale(self.root)
-        present = {marker.iteration: path for path, marker in complete_checkpoints(self.root).items()}
+        markers = complete_checkpoints(self.root)
+        present = {marker.iteration: path for path, marker in markers.items()}
         reported = self._recorder.reported_checkpoints()
         for iteration in sorted(present.keys() - reported.keys()):
-            marker, train = Marker.read(present[iteration]), read_state(present[iteration])["train"]
-            consumed = TrainState.from_json(train).consumed_samples
-            self._report_checkpoint(present[iteration], marker, consumed)
+            try:
+                values = read_state(present[iteration])
+                consumed = TrainState.from_json(values.get("train", {})).consumed_samples
+            except CheckpointError:
+                continue  # sizes alone were looked at: whoever goes on from it finds the damage, and passes it over
+            self._report_checkpoint(present[iteration], markers[present[iteration]], consumed)
         for iteration in sorted(reported.keys() - present.keys()):
             self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
 
@@ -177,7 +181,7 @@ class RunCheckpoints:
                 "train.pretrained_checkpoint instead of resume.checkpoint"
             )
         restored = TrainState.from_json(saved["train"])
-        self._compare(path, saved.get(CONFIG_KEY), another_run=another_run)
+        self._compare(path, saved.get(CONFIG_KEY), saved.get(_PRECISION_KEY), another_run=another_run)
         check_skipped(self._config, restored, path)
         tensors = self._engine.tensors()
         load_checkpoint(path, tensors, expected=names_of_all(tensors))
@@ -185,12 +189,17 @@ class RunCheckpoints:
         vars(state).update(vars(restored))
         logger.info("resumed from %s at iteration %d", path, state.iteration)
 
-    def _compare(self, path: Path, before: dict[str, Any] | None, *, another_run: bool) -> None:
-        """Show what differs from the checkpoint's configuration, and refuse what may not."""
+    def _compare(self, path: Path, before: dict[str, Any] | None, precision: str | None, *, another_run: bool) -> None:
+        """Show what differs from the checkpoint's configuration and precision, and refuse what may not."""
         if before is None:
             logger.info("%s does not say with which configuration it was written: nothing was compared", path)
             return
-        self.changes = changes_of(before, self._config, another_run=another_run)
+        now = self._config
+        if precision is not None:
+            before = {**before, "train": before["train"] | {"precision": precision}}
+            train = now.train.model_copy(update={"precision": self._engine.precision})
+            now = now.model_copy(update={"train": train})
+        self.changes = changes_of(before, now, another_run=another_run)
         for change in self.changes:
             logger.info("changed since the checkpoint: %s", change)
         check_resume(self.changes, self._config.resume.override, str(path))

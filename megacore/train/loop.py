@@ -109,9 +109,6 @@ class Trainer:
             try:
                 reason = self._train()
                 self._checkpoints.wait()
-            except LossError:
-                self._checkpoints.wait()  # all ranks are here: what is being written is good
-                raise
             finally:
                 self._checkpoints.close()
         self._recorder.event("exit", reason=reason or "finished", iteration=self.state.iteration)
@@ -216,10 +213,14 @@ class Trainer:
         return result.loss
 
     def _last_good(self) -> str:
-        """Where a run that stops can be taken up again."""
-        self._checkpoints.wait()
+        """Where a run that stops can be taken up again; all ranks are here, and what they still save is good."""
+        lost = ""
+        try:
+            self._checkpoints.wait()
+        except Exception as error:  # the loss is what ends the run
+            lost = f"; the save that was under way failed ({error})"
         newest = self._checkpoints.newest()
-        return "no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}"
+        return ("no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}") + lost
 
     def _record_bad_batch(self, batch: BadBatch) -> None:
         self._recorder.event("bad_batch", **batch.event)

@@ -118,11 +118,11 @@ def test_one_save_in_flight_with_progress(tmp_path: Path, make: Callable[..., Ch
     assert saver.progress() is None
 
 
-def save_and_poll(saver: CheckpointSaver) -> None:
+def save_and_wait(saver: CheckpointSaver) -> None:
     saver.save(1, example(), {}, validation_loss=None)
     while not saver.failed:
         time.sleep(0.01)
-    saver.poll()
+    saver.wait()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -133,7 +133,7 @@ def test_a_failure_is_raised_once_and_the_next_save_goes_on(
     with held_back(full_disk) as go_on:
         go_on.set()
         with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
-            save_and_poll(saver)
+            save_and_wait(saver)
     assert not saver.failed
     assert saver.wait() is None
     assert list(tmp_path.iterdir()) == []
@@ -145,6 +145,22 @@ def test_a_failure_is_raised_once_and_the_next_save_goes_on(
     finished = saver.wait()
     assert finished is not None
     assert latest_complete(tmp_path) == finished.path
+
+
+def test_a_failure_waits_until_all_ranks_ask_for_it(tmp_path: Path, make: Callable[..., CheckpointSaver]) -> None:
+    """Ranks look at different moments: one that raised alone would leave the others in their next iteration."""
+    saver = make()
+    with held_back(full_disk) as go_on:
+        go_on.set()
+        saver.save(1, example(), {}, validation_loss=None)
+        flight = saver._flight
+        assert flight is not None
+        assert flight.thread is not None
+        flight.thread.join(10)
+    assert saver.poll() is None
+    assert saver.failed
+    with pytest.raises(WorkspaceError):
+        saver.wait()
 
 
 def test_retention_follows_each_save(tmp_path: Path, make: Callable[..., CheckpointSaver]) -> None:

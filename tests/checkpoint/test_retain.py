@@ -19,7 +19,7 @@ from megacore.checkpoint.format import (
     reading,
 )
 from megacore.checkpoint.lock import exclusive_lock
-from megacore.checkpoint.retain import apply_retention, remove_directory, remove_stale
+from megacore.checkpoint.retain import apply_retention, remove_stale, rename_away
 from megacore.errors import CheckpointError
 
 
@@ -107,12 +107,12 @@ def test_a_reader_is_told_that_its_checkpoint_vanished(tmp_path: Path) -> None:
 
     def replace() -> None:
         with reading(directory):
-            remove_directory(directory)
+            rename_away(directory)
             make(tmp_path, {100: 1.0})
 
     with pytest.raises(CheckpointError, match="iter_0000100 was deleted or replaced while it was opened or read"):
         replace()
-    remove_directory(directory)
+    rename_away(directory)
     with pytest.raises(CheckpointError, match=r"iter_0000100 has no complete\.json"), reading(directory):
         pass
 
@@ -136,10 +136,25 @@ def test_a_reader_that_waited_for_the_deletion_is_told(tmp_path: Path) -> None:
         reader.start()
         time.sleep(0.2)
         assert met == []
-        remove_directory(directory)
+        rename_away(directory)
     reader.join(10)
     assert len(met) == 1
     assert "was deleted or replaced" in met[0]
+
+
+def test_a_marker_that_went_stale_under_its_reader_counts_as_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NFS that is what an open file is whose checkpoint another machine deleted."""
+    make(tmp_path, {100: None})
+
+    def stale(descriptor: int) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", stale)
+        with pytest.raises(CheckpointError, match="deleted or replaced"), reading(tmp_path / directory_name(100)):
+            pass
 
 
 def test_a_file_system_without_locks_is_named(
@@ -165,7 +180,7 @@ def test_deletion_that_is_interrupted_leaves_nothing_visible(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            remove_directory(tmp_path / directory_name(100))
+            shutil.rmtree(rename_away(tmp_path / directory_name(100)))
     assert left(tmp_path) == [200]
     (removed,) = remove_stale(tmp_path)
     assert removed.name.startswith("iter_0000100.tmp-")

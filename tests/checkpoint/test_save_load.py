@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -293,3 +294,24 @@ def test_two_ranks(tmp_path: Path) -> None:
     one_copy = 8 * 64 * 1024 * 4
     assert one_copy <= sum(sizes) < 1.1 * one_copy
     assert min(sizes) > 0.4 * one_copy
+
+
+def test_a_checkpoint_that_is_replaced_goes_only_when_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleting takes long: who dies meanwhile has lost neither the old nor the new one."""
+    save_checkpoint(tmp_path, 3, {"model.w": torch.zeros(2)}, {})
+
+    def killed(path: Path, **_: object) -> None:
+        if path.name.endswith("-deleted"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, 3, {"model.w": torch.ones(2)}, {})
+    found = latest_complete(tmp_path)
+    assert found is not None
+    assert_equal(read_tensors(found), {"model.w": torch.ones(2)})
+    save_checkpoint(tmp_path, 4, {"model.w": torch.ones(2)}, {})
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]

@@ -121,3 +121,24 @@ def test_what_is_no_range_of_samples_is_refused(item: str) -> None:
 def test_ranges_of_samples_are_numbers_in_order() -> None:
     ranges = changed(train={"skip_samples": ["40-47", 3]}).train.skipped_ranges
     assert ranges == [range(3, 4), range(40, 48)]
+
+
+def test_a_section_that_is_new_and_holds_json_is_shown_value_by_value() -> None:
+    """The user's JSON for DeepSpeed has names that no section knows."""
+    zero = {"zero_optimization": {"stage": 1}}
+    found = changes_of(BEFORE, changed(top={"engine": "deepspeed"}, deepspeed={"config": zero}))
+    assert "deepspeed.config.zero_optimization.stage: absent -> 1" in map(str, found)
+    check_resume(found, (), "iter_3")
+
+
+def test_the_names_that_are_advised_are_ones_that_may_be_given() -> None:
+    """A source of another kind has not the fields of the one before."""
+    source = {"kind": "huggingface", "repository": "openwebtext", "revision": "main"}
+    before = BEFORE | {"data": BEFORE["data"] | {"source": source}}
+    now = _runs.config()
+    with pytest.raises(ConfigError) as caught:
+        check_resume(changes_of(before, now, another_run=True), (), "iter_3")
+    advised = str(caught.value).rpartition("resume.override: [")[2].rstrip("]").split(", ")
+    assert "data.source" in advised
+    allowing = changed(top={"resume": {"override": advised}})
+    check_resume(changes_of(before, allowing, another_run=True), allowing.resume.override, "iter_3")

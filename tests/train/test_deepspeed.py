@@ -1,11 +1,15 @@
-"""Whole runs on DeepSpeed's engines: resumed bit for bit, and in another stage, number of ranks or engine."""
+"""Whole runs on DeepSpeed's engines: resumed or disturbed bit for bit, and in another stage, layout or engine."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from megacore.config.run import RunConfig
+from megacore.engine.base import Update
+from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed, still_alive
 from tests.train import _runs
 from tests.train.test_loop import DROPOUT, assert_same_run
@@ -32,6 +36,7 @@ KINDS: dict[str, Kind] = {
     "stage 1 bf16": ("deepspeed", {"zero_stage": 1}, {}, "bf16"),
     "stage 3 bf16, weights in many groups": ("deepspeed", DIVIDE_ALL | {"sub_group_size": 1000}, {}, "bf16"),
 }
+DISTURBED = ("stage 0", "stage 2, optimizer on the CPU", "pp2 stage 1", "stage 3 bf16, weights in many groups")
 NATIVE: Kind = ("native", {}, {}, "fp32")
 ON_TWO: tuple[Kind, ...] = (KINDS["stage 2"], KINDS["pp2 stage 1"], KINDS["stage 3"])
 ON_ONE: tuple[Kind, ...] = (KINDS["stage 3"], NATIVE, KINDS["stage 1"], KINDS["stage 0"])
@@ -53,6 +58,35 @@ def until(train_iters: int, kind: Kind, ranks: int = 2, **model: float) -> RunCo
     )
 
 
+def disturbed(config: RunConfig, data: Path, directory: Path) -> None:
+    """Train; on rank 1 every norm of the model gives NaN when iteration 4 is computed for the first time."""
+    mesh = _runs.mesh(config)
+    with Recorder(directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
+        trainer = _runs.trainer(config, data, directory, mesh, recorder)
+        engine: Any = trainer._engine
+        update, computed, bad = engine.update, iter(range(1, 100)), [False]
+
+        def spoiled(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+            return output * math.nan if bad[0] else output
+
+        for module in engine._stage.chunks[0].modules():
+            if type(module).__name__.endswith("Norm"):
+                module.register_forward_hook(spoiled)
+        forward_backward = engine.forward_backward
+
+        def compute(*arguments: Any) -> None:
+            bad[0] = next(computed) == 4 and mesh.rank == 1
+            forward_backward(*arguments)
+
+        def end(*arguments: Any, **options: Any) -> Update:
+            outcome: Update = update(*arguments, **options)  # with stages it is here that DeepSpeed computes
+            bad[0] = False
+            return outcome
+
+        engine.forward_backward, engine.update = compute, end
+        trainer.run()
+
+
 def resumed_and_whole(data: Path, root: Path) -> None:
     """Each kind with dropout: 3 iterations and 3 more beside 6 in one go; and one run that changes its kind."""
     for name, kind in KINDS.items():
@@ -60,6 +94,8 @@ def resumed_and_whole(data: Path, root: Path) -> None:
         _runs.train(until(6, kind, **DROPOUT), data, root / name / "whole")
         _runs.train(until(3, kind, **DROPOUT), data, root / name / "resumed")
         _runs.train(until(6, kind, **DROPOUT), data, root / name / "resumed", attempt=2)
+        if name in DISTURBED:
+            disturbed(until(6, kind, **DROPOUT), data, root / name / "disturbed")
     for number, kind in enumerate(ON_TWO, 1):
         still_alive()
         _runs.train(until(2 * number, kind), data, root / "changing", attempt=number)
@@ -87,6 +123,13 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", KINDS)
 def test_resuming_is_bit_identical(name: str, runs: Path) -> None:
     assert_same_run(runs / name / "whole", runs / name / "resumed", 6)
+
+
+@pytest.mark.parametrize("name", DISTURBED)
+def test_an_iteration_that_is_computed_again_leaves_no_trace(name: str, runs: Path) -> None:
+    (bad,) = _runs.events(runs / name / "disturbed", "bad_batch")
+    assert (bad["cause"], bad["iteration"], bad["reproduced"]) == ("loss_not_finite", 4, False)
+    assert_same_run(runs / name / "whole", runs / name / "disturbed", 6)
 
 
 def test_a_run_may_change_stage_ranks_and_engine_whenever_it_resumes(runs: Path, data: Path, tmp_path: Path) -> None:

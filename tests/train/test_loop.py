@@ -1,5 +1,7 @@
 """Whole runs: resume, extension, layouts, what is evaluated and saved when."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,22 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data: Path, tmp_path
     assert str(damaged) in _runs.events(tmp_path, "warning")[0]["message"]
     again = {e["iteration"]: e["lm_loss"] for e in _runs.events(tmp_path, "step") if e["attempt"] == 2}
     assert again == {iteration: before[iteration] for iteration in (4, 5, 6)}
+
+
+def test_a_damaged_checkpoint_that_was_never_reported_is_passed_over_too(data: Path, tmp_path: Path) -> None:
+    """Its size and time are right, and the attempt that wrote it died before its event."""
+    _runs.train(_runs.config(), data, tmp_path)
+    events = tmp_path / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["kind"] != "checkpoint" or json.loads(line)["iteration"] != 6]
+    events.write_text("".join(kept))
+    damaged = tmp_path / "checkpoints/iter_0000006/state.json"
+    written = damaged.stat()
+    damaged.write_bytes(b"}" + damaged.read_bytes()[1:])
+    os.utime(damaged, ns=(written.st_atime_ns, written.st_mtime_ns))
+    _runs.train(_runs.config(), data, tmp_path, attempt=2)
+    assert str(damaged) in _runs.events(tmp_path, "warning")[0]["message"]
+    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [3, 6]
 
 
 def test_every_step_event_says_what_was_consumed(data: Path, tmp_path: Path) -> None:

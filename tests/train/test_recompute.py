@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from megacore.checkpoint import background
 from megacore.checkpoint.load import read_state
 from megacore.config.run import RunConfig
-from megacore.errors import ConfigError, LossError
+from megacore.errors import ConfigError, LossError, WorkspaceError
 from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed
 from tests.train import _runs
@@ -125,6 +126,17 @@ def test_what_happens_again_is_the_datas_fault_and_its_batch_can_be_passed_over(
     state = read_state(tmp_path / "checkpoints/iter_0000006")["train"]
     assert (state["applied_iterations"], state["passed_over"]) == (5, [[24, 31]])
     assert "passes over samples 24 to 31" in _runs.events(tmp_path, "warning")[-1]["message"]
+
+
+def test_a_save_that_failed_meanwhile_does_not_hide_the_loss(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise WorkspaceError("the disk is full")
+
+    monkeypatch.setattr(background, "write_checkpoint", fail)
+    with pytest.raises(LossError, match=r"no checkpoint was saved before; the save .* failed \(the disk is full\)"):
+        faulty(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
 
 
 def test_the_batches_after_one_that_is_passed_over_are_what_they_were(data: Path, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Going on with another configuration, and from another run's checkpoint."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker
 from megacore.checkpoint.load import read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import CheckpointError, ConfigError
@@ -35,6 +38,16 @@ def half(data: Path, tmp_path: Path) -> Path:
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     return read_tensors(directory / "checkpoints/iter_0000006")
+
+
+def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what a checkpoint holds beside tensors, as if it had been written so."""
+    state = checkpoint / STATE_NAME
+    values = json.loads(state.read_text())
+    change(values)
+    state.write_text(json.dumps(values))
+    marker = Marker.read(checkpoint)
+    replace(marker, files=marker.files | {STATE_NAME: FileRecord.of(state)}).write(checkpoint)
 
 
 def test_a_keyed_change_is_refused_until_it_is_allowed_and_nothing_is_lost(data: Path, half: Path) -> None:
@@ -77,18 +90,17 @@ def test_another_run_is_refused_as_well_when_a_keyed_value_differs(data: Path, h
 
 
 def test_weights_alone_cannot_be_gone_on_from(data: Path, half: Path, tmp_path: Path) -> None:
-    state = half / "checkpoints/iter_0000003/state.json"
-    marker = state.with_name("complete.json")
-    values = json.loads(state.read_text())
-    del values["train"]
-    state.write_text(json.dumps(values))
-    files = json.loads(marker.read_text())
-    from megacore.checkpoint.format import FileRecord
-
-    record = FileRecord.of(state)
-    files["files"]["state.json"] = {"size": record.size, "sha256": record.sha256}
-    marker.write_text(json.dumps(files))
+    checkpoint = half / "checkpoints/iter_0000003"
+    rewrite_state(checkpoint, lambda values: values.pop("train"))
     with pytest.raises(
         CheckpointError, match=r"holds weights without the state of a training: begin with them by train"
     ):
-        _runs.train(run(resume={"checkpoint": str(state.parent)}), data, tmp_path / "other")
+        _runs.train(run(resume={"checkpoint": str(checkpoint)}), data, tmp_path / "other")
+
+
+def test_what_auto_came_to_on_another_machine_is_a_change(data: Path, half: Path) -> None:
+    rewrite_state(half / "checkpoints/iter_0000003", lambda values: values.update(precision="bf16"))
+    with pytest.raises(ConfigError, match=r"train.precision: bf16 -> fp32.*override: \[train.precision\]"):
+        _runs.train(run(), data, half, attempt=2)
+    _runs.train(run(resume={"override": ["train.precision"]}), data, half, attempt=3)
+    assert "train.precision: bf16 -> fp32" in _runs.events(half, "start")[-1]["changes"]
