@@ -20,7 +20,8 @@ _KEYS = r"[\w.-]*key"
 _USER = re.compile(r"(?<=://)[^/?#\s'\"]+@")
 """User and password of a URL, up to the last @ before its path."""
 _QUERY = re.compile(rf"(?<=[?&;])({_PASSING}|{_KEYS})=([^&;#\s'\"]+)", re.IGNORECASE)
-_HEADER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
+_HEADER = re.compile(r"\b((?i:Bearer|Basic))\s+(?=\S*(?:[\d=]|[a-z][A-Z]))[\w.~+/=-]{8,}")
+"""A credential is no plain word: `Basic arithmetic` is a text."""
 _CREDENTIAL = re.compile(_PASSING, re.IGNORECASE)
 _NAME = re.compile(
     r"(?:(?:^|.*[_.-])(?:auth|access|api|bearer|hf|hub|refresh|security|session|wandb)[_-])?token"
@@ -33,29 +34,34 @@ _SHORTEST = 8
 """Characters of a variable's value below which it is no secret but a word that may stand anywhere."""
 
 
-def redact(text: str) -> str:
-    """`text` without the credentials of URLs and headers, and without the secrets of this process's environment."""
+def redact(text: str, *, environment: bool = True) -> str:
+    """`text` without the credentials of URLs and headers, and without the secrets of this process's environment.
+
+    Without `environment` those stay: what is read back must not change because a path holds a password's word.
+    """
     if "://" in text:
         text = _USER.sub(f"{HIDDEN}@", text)
     text = _QUERY.sub(HIDDEN, text)
     text = _HEADER.sub(rf"\1 {HIDDEN}", text)
-    for name, value in os.environ.items():
+    for name, value in os.environ.items() if environment else ():
         if len(value) >= _SHORTEST and value in text and _VARIABLE.fullmatch(name):
             text = text.replace(value, HIDDEN)
     return text
 
 
-def redact_values(value: Any) -> Any:
+def redact_values(value: Any, *, environment: bool = True) -> Any:
     """Nested mappings and sequences with every text redacted, and hidden where its key says that it is a secret."""
     if isinstance(value, str):
-        return redact(value)
+        return redact(value, environment=environment)
     if isinstance(value, Mapping):
         return {
-            name: HIDDEN if isinstance(held, str) and held and _NAME.fullmatch(str(name)) else redact_values(held)
+            name: HIDDEN
+            if isinstance(held, str) and held and _NAME.fullmatch(str(name))
+            else redact_values(held, environment=environment)
             for name, held in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact_values(element) for element in value]
+        return [redact_values(element, environment=environment) for element in value]
     return value
 
 

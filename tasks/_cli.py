@@ -9,7 +9,7 @@ from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
 from megacore.config import parse_overrides
-from megacore.errors import ConfigError, LaunchError, MegacoreError
+from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
 from megacore.redact import redact_values
 from tasks._environment import answers
 from tasks._orphans import watch_over_server
@@ -36,7 +36,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
             parameters["dry_run"] = arguments.dry_run
         flow(**parameters)
     except MegacoreError as error:
-        sys.stderr.write(f"error: {error}\n")
+        asked = isinstance(error, TrainingStoppedError)  # then nothing went wrong
+        sys.stderr.write(f"{'' if asked else 'error: '}{error}\n")
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command to go on from the last complete checkpoint\n")

@@ -12,7 +12,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
 from megacore.config import RunConfig
 from megacore.config.difference import Change, changes_of, check_resume, described
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.train.names import CHECKPOINTS_NAME, CONFIG_KEY
 
 _SHOWN = 8
@@ -67,24 +67,41 @@ def tell_of_other_runs(config: RunConfig) -> None:
     """
     if config.resume.checkpoint is not None:
         return
-    newest: tuple[float, Path, list[Change]] | None = None
+    newest: tuple[float, Path, list[Change], str | None] | None = None
     for job, before in _runs_of_name(config.name):
         keyed = [change for change in changes_of(before, config, another_run=True) if change.keyed]
-        if not keyed:
+        begun = before.get("resume", {}).get("checkpoint")
+        if not keyed and begun is None:
             return  # this very run
         checkpoint = max(complete_checkpoints(job.parent / CHECKPOINTS_NAME), default=None)
         if checkpoint is not None and (newest is None or job.stat().st_mtime > newest[0]):
-            newest = (job.stat().st_mtime, checkpoint, keyed)
+            newest = (job.stat().st_mtime, checkpoint, keyed, begun)
     if newest is not None:
-        _, checkpoint, keyed = newest
-        shown = described(keyed[:_SHOWN]) + (f" and {len(keyed) - _SHOWN} more" if len(keyed) > _SHOWN else "")
-        get_run_logger().warning(
-            "this is a new run: it differs from the last one of the same name (%s); to go on from that one, set "
-            "resume.checkpoint to %s and resume.override to [%s]",
-            shown,
-            checkpoint,
-            ", ".join(change.field for change in keyed),
-        )
+        get_run_logger().warning("this is a new run: %s", _how_to_go_on(config, *newest[1:]))
+
+
+def _how_to_go_on(config: RunConfig, checkpoint: Path, keyed: list[Change], begun: str | None) -> str:
+    """What there is of another run, which began at the checkpoint `begun`, if at one."""
+    if not keyed:
+        return f"the last one of the same name went on from {begun}; to go on with it, set resume.checkpoint to that"
+    shown = described(keyed[:_SHOWN]) + (f" and {len(keyed) - _SHOWN} more" if len(keyed) > _SHOWN else "")
+    differs = f"it differs from the last one of the same name ({shown})"
+    if not _has_this_model(checkpoint, config):
+        return f"{differs}, whose checkpoints are of another model"
+    names = ", ".join(dict.fromkeys(change.to_allow for change in keyed))
+    return f"{differs}; to go on from that one, set resume.checkpoint to {checkpoint} and resume.override to [{names}]"
+
+
+def _has_this_model(checkpoint: Path, config: RunConfig) -> bool:
+    from megacore.checkpoint.spec import check_same_model, read_spec
+    from megacore.config.spec import ModelSpec
+
+    try:
+        there = read_spec(checkpoint)
+        check_same_model(checkpoint, there, ModelSpec.of(config, there.vocab_size))
+    except CheckpointError:
+        return False
+    return True
 
 
 def _runs_of_name(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:

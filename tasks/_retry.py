@@ -81,7 +81,7 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
             raise error from None
         if failures.count <= retries:
             get_run_logger().warning(
-                "%s: %s; retry %d of %d without a new checkpoint goes on %s",
+                "%s: %s; retry %d of at most %d in a row without progress goes on %s",
                 type(error).__name__,
                 error,
                 failures.count,

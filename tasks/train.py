@@ -211,13 +211,15 @@ def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact)
 def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
     """Why an attempt ended: what its ranks say in their `exit` event, else the name of the error.
 
+    A cancellation or a signal to this process reaches the ranks as a signal, and they have said so if they could save.
+
     Args:
         events: the run's events.jsonl.
         attempt: its number.
         error: what ended it, None where it finished.
     """
-    if error is not None and not isinstance(error, TrainingStoppedError):
-        return type(error).__name__
+    if isinstance(error, Exception) and not isinstance(error, TrainingStoppedError):
+        return type(error).__name__  # the ranks may have finished before that
     mine = (event for event, _ in EventReader(events) if event["kind"] == "exit" and event["attempt"] == attempt)
     said = [str(event["reason"]) for event in mine]
     return said[-1] if said else "finished" if error is None else type(error).__name__

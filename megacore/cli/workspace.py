@@ -9,7 +9,7 @@ import typer
 
 from megacore.artifact import Workspace
 from megacore.artifact.files import workspace_errors
-from megacore.errors import WorkspaceError
+from megacore.errors import ConfigError, WorkspaceError
 
 WorkspaceOption = Annotated[
     Path | None, typer.Option("--workspace", help="root of everything that was produced (MEGACORE_WORKSPACE)")
@@ -51,10 +51,13 @@ def stop(
     """Ask a training to save a checkpoint after its current iteration and to end; the same command goes on later."""
     from rich.console import Console
 
-    from megacore.observe.runs import find_run
+    from megacore.observe.runs import RUN_FILE, find_run, is_training
     from megacore.train.names import STOP_FILE
 
-    directory = Path(run) if Path(run).is_dir() else find_run(_existing(workspace), run, state="running")
+    named = (Path(run) / RUN_FILE).is_file()
+    directory = Path(run).absolute() if named else find_run(_existing(workspace), run, state="running")
+    if named and not is_training(directory):
+        raise ConfigError(f"nothing trains in {directory}: there is nothing to stop")
     file = directory / STOP_FILE
     with workspace_errors(file):
         file.touch()

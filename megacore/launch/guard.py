@@ -12,8 +12,9 @@ guard is a subreaper: whatever its command starts stays its descendant, however 
 * the command itself ends and leaves something behind.
 
 On SIGUSR1, by which a scheduler says that it will soon take the machine back, it ends nothing: it passes the signal on,
-once, to each process below it that catches it, also to those that begin to later, and waits for the command's end. Who
-does not catch it (torchrun, for one) would die of it.
+once, to each process below it that catches it, also to those that begin to later, and waits for the command's end. All
+begin with the signal ignored: a scheduler may send it to every process, and torchrun, which does not catch it, or a
+rank that still loads its packages would die of it.
 
 It exits with the command's code, 128 + n for signal n. When the guard itself is killed by SIGKILL, the kernel kills
 the command (PR_SET_PDEATHSIG), and with it each rank that called `exit_reason.die_with_parent`; the supervisor, if it
@@ -124,10 +125,11 @@ def _prctl() -> Callable[[int, int], None]:
 
 
 def _start(command: list[str], output: int, prctl: Callable[[int, int], None]) -> subprocess.Popen[bytes]:
-    """The command in a session of its own, killed by the kernel if the guard dies first."""
+    """The command in a session of its own, killed by the kernel if the guard dies first, SIGUSR1 ignored at first."""
     guard = os.getpid()
 
     def before_exec() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:
             os._exit(128 + signal.SIGKILL)

@@ -1,7 +1,7 @@
 """What crosses the process boundary: a stage writes one JSON file, the processes it starts read it."""
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationError
 
@@ -25,7 +25,10 @@ class RankJob(Section):
 
     def write(self, path: Path) -> None:
         """Write the job as JSON, atomically, without the credentials of what was downloaded: no rank needs them."""
-        write_json(path, redact_values(self.model_dump(mode="json")))
+        write_json(path, self._shown())
+
+    def _shown(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -69,6 +72,13 @@ class Job(RankJob):
         """The model by itself."""
         return ModelSpec.of(self.config, self.vocab_size, self.special_tokens, self.tokenizer_directory)
 
+    def _shown(self) -> dict[str, Any]:
+        """Only of `config.data` is everything hidden that may be a secret: the ranks read back the paths elsewhere."""
+        values = super()._shown()
+        config = values["config"]
+        values["config"] = redact_values(config, environment=False) | {"data": redact_values(config["data"])}
+        return values
+
 
 class TrainJob(Job):
     """Distributed pretraining; resumes from the newest complete checkpoint in `run_directory`."""
@@ -92,3 +102,7 @@ class ConvertJob(Job):
     """Empty directory to fill."""
     card: dict[str, str]
     """Facts for the model card: data, perplexities, lineage."""
+
+    def _shown(self) -> dict[str, Any]:
+        """The card is published, and names where the data is from."""
+        return super()._shown() | {"card": redact_values(self.card)}

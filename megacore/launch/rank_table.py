@@ -64,7 +64,7 @@ def rank_states(directory: Path, ranks: int | None, *, stacks: bool) -> list[Ran
         stacks: whether the ranks of this machine are asked for their stacks; those that hang have them to tell.
     """
     beats = {beat.rank: beat for beat in read_heartbeats(directory)}
-    if not beats:
+    if not beats and not stacks:  # it ended before any began
         return []
     written = _ask_for_stacks(directory, beats.values()) if stacks else {}
     states = []

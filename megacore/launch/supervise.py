@@ -69,7 +69,7 @@ def supervise(
     _prepare(log, exit_directory)
     written = log.stat().st_size if log.exists() else 0
     attempt = Attempt(command[0], log, written, exit_directory, ranks, KillCounter(count_oom_kills))
-    watch = RankWatch(exit_directory, stall_limit=stall_limit)
+    watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks)
     started = time.monotonic()
     with _Notice() as notice, _guarded([executable, *command[1:]], log, env or {}, stop_grace) as guard:
         while (code := _poll(guard, poll_interval)) is None:

@@ -15,6 +15,8 @@ STANDSTILL = 5.0
 """Seconds between two looks after which the watcher itself, and perhaps the whole machine, stood still."""
 REMOTE_DELAY = 120.0
 """Seconds by which a shared file system may show another machine's heartbeat late."""
+START_DELAY = 120.0
+"""Seconds more for a rank that has no heartbeat yet: it loads its packages, perhaps from a slow file system."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,27 @@ class Trouble:
 
 
 class RankWatch:
-    """Watches the ranks of one job. A rank without a heartbeat is not watched."""
+    """Watches the ranks of one job."""
 
     def __init__(
-        self, directory: Path, *, stall_limit: float | None, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        *,
+        stall_limit: float | None,
+        ranks: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look at the heartbeats in `directory`.
 
         Args:
             directory: the job's `exit_directory`.
             stall_limit: seconds without a change after which a rank is stalled; None: it never is.
+            ranks: how many will have a heartbeat; None: one that has none is not watched.
             clock: tells seconds that pass.
         """
         self._directory, self._stall_limit, self._clock = directory, stall_limit, clock
-        self._looked = clock()
+        self._ranks = ranks or 0
+        self._began = self._looked = clock()
         self._since: dict[int, tuple[tuple[int, int], float]] = {}
         self._gone: dict[int, float] = {}
 
@@ -53,11 +62,12 @@ class RankWatch:
             return None
         self._looked = now
         if pause > STANDSTILL:
+            self._began += pause
             self._since = {rank: (what, moment + pause) for rank, (what, moment) in self._since.items()}
             self._gone = {rank: moment + pause for rank, moment in self._gone.items()}
         beats = read_heartbeats(self._directory)
         self._note(beats, now)
-        stalled = tuple(beat.rank for beat in beats if self._stalls(beat, now))
+        stalled = tuple(sorted([*(beat.rank for beat in beats if self._stalls(beat, now)), *self._absent(beats, now)]))
         lost = tuple(rank for rank, moment in sorted(self._gone.items()) if now - moment > LOST_LIMIT)
         return Trouble(() if lost else stalled, lost) if stalled or lost else None
 
@@ -70,6 +80,12 @@ class RankWatch:
                 self._gone.setdefault(beat.rank, now)
             else:
                 self._gone.pop(beat.rank, None)
+
+    def _absent(self, beats: list[Beat], now: float) -> set[int]:
+        """Ranks that should have begun by now."""
+        if self._stall_limit is None or now - self._began <= self._stall_limit + START_DELAY:
+            return set()
+        return set(range(self._ranks)) - {beat.rank for beat in beats}
 
     def _stalls(self, beat: Beat, now: float) -> bool:
         if self._stall_limit is None or beat.phase == ENDED:

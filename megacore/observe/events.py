@@ -46,7 +46,7 @@ class EventWriter:
             WorkspaceError: the disk is full or not writable.
         """
         event = {"kind": kind, "time": time.time(), "attempt": self._attempt, **values}
-        line = json.dumps({key: _json_value(value) for key, value in event.items()}, allow_nan=False)
+        line = json.dumps({key: _json_value(key, value) for key, value in event.items()}, allow_nan=False)
         with workspace_errors(self._path):
             self._file.write(line + "\n")
             self._file.flush()
@@ -111,9 +111,9 @@ def _is_whole(event: dict[str, Any]) -> bool:
     return all(isinstance(number, int | float) for number in numbers)
 
 
-def _json_value(value: Any) -> Any:
+def _json_value(key: str, value: Any) -> Any:
     if isinstance(value, str):
-        return redact(value)
+        return redact(value, environment=key != "path")  # which is read back
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

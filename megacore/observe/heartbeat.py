@@ -18,12 +18,17 @@ WAIT = " wait"
 ENDED = "ended"
 """The phase of a rank that has done its work; nobody waits for a further change."""
 
-_MAGIC = b"MCHB0001"
+_MAGIC = b"MCHB0002"
 _OWNER = struct.Struct("<8sqQQ64s")
 """Magic, process id, start of the process, its namespace of ids, host."""
-_STATE = struct.Struct("<Qqqd64s64s")
-"""Number of changes, iteration (-1: none yet), collectives, Unix time of the change, phase, last collective."""
-_SIZE = _OWNER.size + _STATE.size
+_NUMBER = struct.Struct("<Q")
+"""Number of changes up to a state, in front of it."""
+_STATE = struct.Struct("<qqd64s64s")
+"""Iteration (-1: none yet), collectives, Unix time of the change, phase, last collective."""
+_SLOT = _NUMBER.size + _STATE.size
+_SLOTS = 2
+"""States that are written by turns: a rank that is stopped or killed while it writes one has left the other whole."""
+_SIZE = _OWNER.size + _SLOTS * _SLOT
 _READS = 5
 
 
@@ -87,7 +92,7 @@ class Heartbeat:
         temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "w+b") as file:
-            file.write(owner + bytes(_STATE.size))
+            file.write(owner + bytes(_SLOTS * _SLOT))
             file.flush()
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self._write("start")
@@ -109,16 +114,11 @@ class Heartbeat:
     def _write(self, phase: str) -> None:
         self.phase = phase
         self._changes += 1
-        _STATE.pack_into(
-            self._memory,
-            _OWNER.size,
-            self._changes,
-            self._iteration,
-            self._collectives,
-            time.time(),
-            phase.encode(),
-            self._collective,
-        )
+        state = _STATE.pack(self._iteration, self._collectives, time.time(), phase.encode(), self._collective)
+        slot = _OWNER.size + self._changes % _SLOTS * _SLOT
+        self._memory[slot + _NUMBER.size : slot + _SLOT] = state
+        # Only now is it the newest; until then whoever looks takes the other.
+        self._memory[slot : slot + _NUMBER.size] = _NUMBER.pack(self._changes)
 
 
 def beat_path(directory: Path, rank: int) -> Path:
@@ -142,7 +142,9 @@ def read_heartbeat(path: Path) -> Beat | None:
     if len(data) != _SIZE or not data.startswith(_MAGIC):
         return None
     _, pid, start, namespace, host = _OWNER.unpack_from(data)
-    changes, iteration, collectives, moment, phase, collective = _STATE.unpack_from(data, _OWNER.size)
+    slots = range(_OWNER.size, _SIZE, _SLOT)
+    changes, slot = max((_NUMBER.unpack_from(data, slot)[0], slot) for slot in slots)
+    iteration, collectives, moment, phase, collective = _STATE.unpack_from(data, slot + _NUMBER.size)
     return Beat(
         rank=int(path.stem.rpartition("_")[2]),
         host=_text(host),

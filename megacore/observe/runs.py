@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +12,16 @@ from megacore.artifact import Manifest, Workspace
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.errors import ArtifactError, ConfigError, DataFormatError
 from megacore.observe.events import EventReader
+from megacore.observe.heartbeat import ENDED, read_heartbeats
 
 RunState = Literal["running", "finished", "incomplete", "damaged"]
 
 RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
+_NAMED = 8
+"""Runs that a message names."""
+_REMOTE_SILENCE = 3600.0
+"""Seconds after which a rank of another machine that tells nothing is taken for gone."""
 
 
 def runs(workspace: Workspace) -> list[dict[str, Any]]:
@@ -36,12 +42,26 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
     Raises ConfigError when there is none, or more than one.
     """
     every = runs(workspace)
-    found = [run for run in every if run["state"] == state and (run["key"].startswith(name) or run["name"] == name)]
+    found = [run for run in every if run["state"] == state and _is_called(run, name)]
     if len(found) != 1:
-        named = ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in found or every) or "none"
+        shown = found or [run for run in every if _is_called(run, name)] or every
+        named = ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in shown[:_NAMED]) or "none"
+        named += f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
         what = f"{len(found)} runs are {state}" if found else f"no run is {state}"
         raise ConfigError(f"{what} under {name!r} in {workspace.root}, where there are {named}: give one key")
     return Path(found[0]["path"])
+
+
+def is_training(directory: Path) -> bool:
+    """Whether a task holds a run's lock, or a rank that was started by hand has a heartbeat there."""
+    if _locked(directory.with_name(f".{directory.name}.lock")):
+        return True
+    beats = [beat for beat in read_heartbeats(directory / "exit") if beat.phase != ENDED]
+    return any(beat.alive if beat.here else time.time() - beat.time < _REMOTE_SILENCE for beat in beats)
+
+
+def _is_called(run: dict[str, Any], name: str) -> bool:
+    return run["name"] == name or (name != "" and run["key"].startswith(name))
 
 
 def _run_directories(folder: Path) -> Iterator[Path]:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from megacore.artifact import lock
 from megacore.cli import app
 from megacore.errors import ConfigError, WorkspaceError
+from megacore.observe.heartbeat import ENDED, Heartbeat, beat_path
 
 
 def test_no_runs_yet(tmp_path: Path) -> None:
@@ -81,9 +82,27 @@ def test_stop_asks_the_run_that_is_named(tmp_path: Path) -> None:
     assert not (directory / "stop").exists()
     with lock(directory):  # as the task holds it that trains
         said = CliRunner().invoke(app, ["stop", "gpt2-test", "--workspace", str(tmp_path)])
-    assert said.exit_code == 0
-    assert f"{directory} will save and end" in said.output
-    assert (directory / "stop").exists()
-    (directory / "stop").unlink()
-    assert CliRunner().invoke(app, ["stop", str(directory)]).exit_code == 0
-    assert (directory / "stop").exists()
+        assert said.exit_code == 0
+        assert f"{directory} will save and end" in said.output
+        assert (directory / "stop").exists()
+        (directory / "stop").unlink()
+        assert CliRunner().invoke(app, ["stop", str(directory)]).exit_code == 0
+        assert (directory / "stop").exists()
+
+
+def test_stop_leaves_no_file_where_nothing_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    other, idle = tmp_path / "some-name", tmp_path / "runs" / "aaaa"
+    other.mkdir()
+    idle.mkdir(parents=True)
+    (idle / "run.json").write_text(json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}}))
+    for name, said in [("some-name", "no run is running"), (str(idle), f"nothing trains in {idle}")]:
+        refused = CliRunner().invoke(app, ["stop", name, "--workspace", str(tmp_path)])
+        assert isinstance(refused.exception, ConfigError)
+        assert said in str(refused.exception)
+    assert not list(tmp_path.rglob("stop"))
+    heartbeat = Heartbeat(beat_path(idle / "exit", 0))  # of a rank that torchrun started by hand
+    assert CliRunner().invoke(app, ["stop", str(idle)]).exit_code == 0
+    assert (idle / "stop").exists()
+    heartbeat.beat(ENDED)
+    assert isinstance(CliRunner().invoke(app, ["stop", str(idle)]).exception, ConfigError)

@@ -53,6 +53,7 @@ def test_stop_preempt_and_go_on_to_the_end(conf: Path, tmp_path: Path) -> None:
     assert code == 75, log[-3000:]
     assert f"training stopped at iteration 10 of {ITERATIONS} since train.exit_interval is 10" in log
     assert "Traceback" not in log
+    assert "error: " not in log
     assert ended(workspace) == [("exit_interval", 10)]
 
     flow = start(conf, workspace)

@@ -148,3 +148,10 @@ def test_descendants_include_grandchildren_and_no_zombies() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_launcher_that_does_not_catch_usr1_outlives_it(tmp_path: Path) -> None:
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive', flush=True)"
+    with guarded([sys.executable, "-c", script], tmp_path / "log") as guard:
+        assert guard.wait(timeout=15) == 0, "Slurm sends it to all processes of a step"
+    assert (tmp_path / "log").read_text() == "alive\n"

@@ -19,7 +19,7 @@ from megacore.launch.guard import descendants
 from megacore.launch.kernel_oom import KillCounter
 from megacore.launch.rank_table import RankState, furthest_behind, rank_states, table
 from megacore.launch.supervise import supervise
-from megacore.launch.watch import LOST_LIMIT, REMOTE_DELAY, RankWatch, Trouble
+from megacore.launch.watch import LOST_LIMIT, REMOTE_DELAY, START_DELAY, RankWatch, Trouble
 from megacore.observe.heartbeat import ENDED, Beat, Heartbeat, beat_path, read_heartbeat
 from tests.launch._processes import environment, fake_ranks, wait_until
 
@@ -145,6 +145,20 @@ def test_only_a_heartbeat_that_stands_still_is_a_stall(tmp_path: Path) -> None:
     assert look(watched, clock, 20) == Trouble(stalled=(1,)), "who has ended is done"
     second.beat(ENDED)
     assert look(watched, clock, 20) is None
+
+
+def test_a_rank_that_never_begins_is_stalled(tmp_path: Path) -> None:
+    clock = Clock()
+    watched = RankWatch(tmp_path, stall_limit=10.0, ranks=2, clock=clock)
+    assert look(watched, clock, 10 + START_DELAY) is None
+    trouble = look(watched, clock, 2)
+    assert trouble == Trouble(stalled=(0, 1))
+    attempt = Attempt("torchrun", tmp_path / "log", 0, tmp_path / "exit", 2, KillCounter(lambda: 0))
+    error = attempt.troubled(trouble, 10.0, attempt.states(stacks=True))
+    assert isinstance(error, RankStalledError)
+    assert "ranks 0, 1 made no progress" in str(error)
+    assert "furthest behind is rank 0 which has not begun its work" in str(error)
+    assert row((tmp_path / "log-ranks.txt").read_text(), 1).split() == ["1", "absent"]
 
 
 def test_without_a_limit_nobody_stalls(tmp_path: Path) -> None:

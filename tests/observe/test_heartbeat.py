@@ -1,6 +1,7 @@
 """What a rank tells of itself, and what a reader makes of the file."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -119,3 +120,34 @@ def test_what_is_no_heartbeat_is_passed_over(tmp_path: Path) -> None:
     assert [beat.rank for beat in read_heartbeats(tmp_path)] == [2, 10]
     assert read_heartbeat(beat_path(tmp_path, 99)) is None
     assert read_heartbeats(tmp_path / "nowhere") == []
+
+
+def test_a_rank_that_is_stopped_while_it_writes_has_a_whole_heartbeat(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from megacore.observe.heartbeat import Heartbeat, beat_path
+heartbeat = Heartbeat(beat_path(Path({str(tmp_path)!r}), 3))
+while True:
+    for iteration in range(1000):
+        heartbeat.beat("data-parallel wait", 1000 + iteration)
+"""
+    child = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        while read_heartbeat(beat_path(tmp_path, 3)) is None or read(tmp_path).iteration is None:
+            assert child.poll() is None
+            time.sleep(0.01)
+        newest = 0
+        for _ in range(400):
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            found = read(tmp_path)
+            assert (found.phase, found.collective) == ("data-parallel wait", "data-parallel wait")
+            assert found.changes >= newest
+            assert found.iteration is not None
+            assert found.iteration >= 1000
+            newest = found.changes
+            child.send_signal(signal.SIGCONT)
+            time.sleep(0.001)
+    finally:
+        child.kill()
+        child.wait()

@@ -90,6 +90,19 @@ def test_a_run_is_found_by_key_or_name_when_it_is_the_only_one(workspace: Worksp
         find_run(workspace, "b", state="incomplete")
 
 
+def test_of_many_runs_a_message_names_those_of_the_name_or_a_few(workspace: Workspace) -> None:
+    for number in range(20):
+        other = workspace.folder("train") / f"b{number:03}"
+        other.mkdir()
+        (other / "run.json").write_text(json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}}))
+    with pytest.raises(ConfigError, match=r"there are aaaa \(gpt2-test, incomplete\): give"):
+        find_run(workspace, "gpt2-test", state="running")
+    for name in ("", "c"):
+        with pytest.raises(ConfigError, match="and 13 more: give") as caught:
+            find_run(workspace, name, state="incomplete")
+        assert str(caught.value).count(", incomplete)") == 8
+
+
 def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
     assert runs(Workspace(tmp_path)) == []
 

@@ -16,8 +16,8 @@ from megacore.config.source import HttpSource
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import ConfigError, MegacoreError
 from megacore.launch.exit_reason import ExitReason
-from megacore.launch.job import RankJob, TrainJob
-from megacore.observe.events import EventWriter
+from megacore.launch.job import ConvertJob, RankJob, TrainJob
+from megacore.observe.events import EventReader, EventWriter
 from megacore.redact import address_identity, redact, redact_log, redact_values
 from tests._tiny import tiny_config
 from tests.train import _runs
@@ -86,6 +86,7 @@ def test_text_is_redacted(text: str) -> None:
         "me@host and you@host",
         "a token=b",
         "s3://bucket/key=1/a",
+        "Basic programming in Python, and basic arithmetic",
     ],
 )
 def test_other_text_stays(text: str) -> None:
@@ -150,6 +151,24 @@ def test_a_job_file_has_no_secret_and_can_be_read(port: int, tmp_path: Path) -> 
     assert changes_of(json.loads(path.read_text())["config"], job.config, another_run=True) == []
     assert isinstance(back.data.source, HttpSource)
     assert isinstance(job, RankJob)
+    path.unlink()
+    published = {"source": source(port).model_dump_json()}
+    values = job.model_dump() | {"checkpoint": "iter_0000001", "output_directory": "out", "card": published}
+    ConvertJob.model_validate(values).write(path)
+    assert written(tmp_path) == []
+    assert ConvertJob.read(path).card["source"].startswith('{"kind":"http","files":[{"url":"http://***@127.0.0.1')
+
+
+def test_a_job_keeps_the_paths_that_ranks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "megacore"
+    job = _runs.job(_runs.config(), place, place)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "megacore")
+    job.write(tmp_path / "run.json")
+    assert TrainJob.read(tmp_path / "run.json") == job
+    with EventWriter(tmp_path / "events.jsonl", 1) as events:
+        events.write("checkpoint", iteration=1, path=str(place), message="the password is megacore")
+    ((event, _),) = EventReader(tmp_path / "events.jsonl")
+    assert (event["path"], event["message"]) == (str(place), "the password is ***")
 
 
 def test_a_manifest_has_no_secret(tmp_path: Path) -> None:

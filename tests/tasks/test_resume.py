@@ -90,6 +90,23 @@ def test_a_new_run_says_from_which_it_differs_and_how_to_go_on(
     assert "this is a new run: it differs from the last one of the same name (optim.lr:" in said.text
     assert f"set resume.checkpoint to {path} and resume.override to [optim.lr]" in said.text
     said.clear()
+    wider = 2 * make_config().model.hidden_size
+    tell_of_other_runs(changed(model={"hidden_size": wider}))
+    assert "whose checkpoints are of another model" in said.text
+    assert "resume.checkpoint" not in said.text, "it would be refused"
+    said.clear()
     tell_of_other_runs(changed(optim={"lr": 0.5}).model_copy(update={"name": "another"}))
     tell_of_other_runs(changed(optim={"lr": 0.5}, resume={"checkpoint": str(path)}))
     assert said.text == ""
+
+
+def test_a_run_that_went_on_from_another_is_not_begun_anew_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    first = str(checkpoint(tmp_path / "iter_0000004", make_config(), 4))
+    run = tmp_path / "runs" / "0123456789abcdef"
+    checkpoint(run / "checkpoints/iter_0000008", make_config(), 8)
+    write_json(run / "run.json", {"config": changed(resume={"checkpoint": first}).model_dump(mode="json")})
+    tell_of_other_runs(make_config())
+    assert f"went on from {first}; to go on with it, set resume.checkpoint to that" in said.text

@@ -80,8 +80,8 @@ def test_without_progress_it_is_retried_a_few_times(run: FakeRun) -> None:
     assert str(error).startswith("rank 1 was ended by SIGKILL; given up after 3 attempts without progress")
     assert "launch.retries = 2" in str(error)
     assert [line.partition("; ")[2] for line in run.warnings] == [
-        "retry 1 of 2 without a new checkpoint goes on from the beginning",
-        "retry 2 of 2 without a new checkpoint goes on from the beginning",
+        "retry 1 of at most 2 in a row without progress goes on from the beginning",
+        "retry 2 of at most 2 in a row without progress goes on from the beginning",
     ]
     assert run.warnings[0].startswith("RankLostError: rank 1 was ended by SIGKILL; ")
 
@@ -90,7 +90,7 @@ def test_a_run_that_loses_a_rank_every_day_for_a_month_goes_on(run: FakeRun) -> 
     error = run.attempts([(10, LOST)] * 30 + [(0, RankStalledError("stuck"))] * 2)
     assert "given up after 3 attempts" in str(error)
     assert str(error).endswith("the same command goes on from iteration 300")
-    assert run.warnings[29].endswith("retry 1 of 2 without a new checkpoint goes on from iteration 300")
+    assert run.warnings[29].endswith("retry 1 of at most 2 in a row without progress goes on from iteration 300")
 
 
 def test_progress_in_between_starts_the_count_anew(run: FakeRun) -> None:
@@ -232,6 +232,8 @@ def test_why_an_attempt_ended(log: EventLog) -> None:
     assert exit_reason(path, 2, TrainingStoppedError("x")) == "stop_file"
     assert exit_reason(path, 3, TrainingStoppedError("x")) == "TrainingStoppedError"
     assert exit_reason(path, 2, LOST) == "RankLostError"
+    assert exit_reason(path, 1, KeyboardInterrupt()) == "signal", "they saved in the grace"
+    assert exit_reason(path, 3, KeyboardInterrupt()) == "KeyboardInterrupt", "they did not"
 
 
 def test_the_newest_complete_checkpoint_is_progress(tmp_path: Path) -> None:
