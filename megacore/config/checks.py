@@ -52,7 +52,7 @@ def _check_resume(config: "RunConfig") -> None:
                 near = get_close_matches(part, list(values), 1)
                 hint = f", did you mean {near[0]}" if near else ""
                 raise ValueError(
-                    f"resume.override has {name}, which has no value {part}{hint}: give dotted names as optim.lr"
+                    f"resume.override has {name!r}, which has no value {part!r}{hint}: give dotted names as optim.lr"
                 )
             # What is null or a list has no names below it that could be checked.
             values = values[part] if isinstance(values, Mapping) else None

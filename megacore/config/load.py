@@ -137,7 +137,7 @@ def _describe(item: Any) -> str:
 _ADVICE = {
     "model_type": "give a mapping of its fields",
     "model_attributes_type": "give a mapping of its fields",
-    "tuple_type": "give a list, as in [a.jsonl, b.jsonl]",
+    "tuple_type": "give a list, as in [first, second]",
     "int_type": "give an integer",
     "int_parsing": "give an integer",
     "int_from_float": "give an integer",

@@ -111,9 +111,9 @@ class Trainer:
                 self._checkpoints.wait()
             finally:
                 self._checkpoints.close()
+        self._stop.take_away_file()  # before the event: what comes next is another attempt's
         self._recorder.event("exit", reason=reason or "finished", iteration=self.state.iteration)
         if reason is not None:
-            self._stop.take_away_file()
             raise self._stop.error(reason, self.state.iteration, self._checkpoints.path_of(self.state.iteration))
 
     def _train(self) -> StopReason | None:

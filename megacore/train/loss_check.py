@@ -170,7 +170,9 @@ class LossCheck:
             f"{state.recent_loss:.4g} (train.loss_spike_factor is {factor:g}); {_again(bad)}"
         )
         if self._config.train.loss_spike_action == "stop":
-            raise LossError(f"{account}: look at these samples, {_skip(bad)}, or set train.loss_spike_action to warn")
+            raise LossError(
+                f"{account}: look at these samples, {self._skip(bad)}, or set train.loss_spike_action to warn"
+            )
         self._warn(account)
 
     def _not_finite(self, bad: BadBatch, update: Update, state: TrainState) -> str:
@@ -178,7 +180,7 @@ class LossCheck:
         lr = self._schedule.at(state.applied_iterations + 1)
         advice = (
             f"lower optim.lr (now {lr:.3E} at this iteration) or optim.clip_grad "
-            f"(now {self._config.optim.clip_grad:g}), look at these samples, or {_skip(bad)}"
+            f"(now {self._config.optim.clip_grad:g}), look at these samples, or {self._skip(bad)}"
         )
         if self._config.train.precision == "fp16":
             scaling = self._config.optim.loss_scale
@@ -198,6 +200,12 @@ class LossCheck:
             f"(samples {_listed(bad.samples)}; {count} micro batches in all); {_again(bad)}: {advice}"
         )
 
+    def _skip(self, bad: BadBatch) -> str:
+        """What to write so that this batch too is passed over."""
+        first, last = bad.global_batch
+        ranges = ", ".join(f'"{each}"' for each in (*self._config.train.skip_samples, f"{first}-{last}"))
+        return f"pass the batch over with train.skip_samples: [{ranges}]"
+
     def _place(self, bad: BadBatch) -> str:
         if bad.rank is None:
             return ""
@@ -209,11 +217,6 @@ def _again(bad: BadBatch) -> str:
     if bad.reproduced:
         return "computed again from the same weights it came out bad again, so data or numerics are at fault"
     return "it was not computed again, since the weights had changed already"
-
-
-def _skip(bad: BadBatch) -> str:
-    first, last = bad.global_batch
-    return f'pass the batch over with train.skip_samples: ["{first}-{last}"]'
 
 
 def _listed(samples: Sequence[int]) -> str:

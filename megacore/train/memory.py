@@ -1,6 +1,7 @@
 """Running out of memory, said as what was predicted, what was in use, and what to change."""
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,10 +66,12 @@ def in_use() -> str:
         )
     info, limit = memory_info(), memory_limit()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    own = "" if address_space == resource.RLIM_INFINITY else f", {_gib(address_space)} allowed by ulimit -v"
     return (
         f"in use {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} by this process, {_gib(info['MemAvailable'])} of "
         f"{_gib(info['MemTotal'])} of the machine available, "
-        f"{'no limit' if limit is None else f'a limit of {_gib(limit)}'} by control groups"
+        f"{'no limit' if limit is None else f'a limit of {_gib(limit)}'} by control groups{own}"
     )
 
 

@@ -96,8 +96,8 @@ def test_what_was_null_and_is_a_section_counts_as_keyed() -> None:
 @pytest.mark.parametrize(
     ("resume", "message"),
     [
-        ({"override": ["optim.lrr"]}, "resume.override has optim.lrr, which has no value lrr, did you mean lr"),
-        ({"override": ["nothing"]}, "has no value nothing"),
+        ({"override": ["optim.lrr"]}, "resume.override has 'optim.lrr', which has no value 'lrr', did you mean lr"),
+        ({"override": ["nothing"]}, "has no value 'nothing'"),
     ],
 )
 def test_a_name_that_does_not_exist_is_refused(resume: dict[str, Any], message: str) -> None:
