@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megacore.checkpoint.format import (
     reading,
 )
 from megacore.checkpoint.load import load_checkpoint, names_of_all
-from megacore.checkpoint.retain import remove_stale
+from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
 from megacore.checkpoint.together import latest_complete_together, verify_together
 from megacore.config.difference import Change, changes_of, check_resume
@@ -64,14 +65,8 @@ class RunCheckpoints:
         """What differs between this configuration and that of the checkpoint which was gone on from."""
         self._config, self._engine, self._mesh, self._recorder, self._spec = config, engine, mesh, recorder, spec
         self._ranks = RankGroup(None)
-        self._saver = CheckpointSaver(
-            self.root,
-            asynchronous=keep.asynchronous,
-            keep_last=keep.keep_last,
-            keep_every=keep.keep_every,
-            keep_best=keep.keep_best,
-            beat=mesh.beat,
-        )
+        self._keep: dict[str, Any] = keep.model_dump(include={"keep_last", "keep_every", "keep_best"})
+        self._saver = CheckpointSaver(self.root, asynchronous=keep.asynchronous, beat=mesh.beat, **self._keep)
         self._consumed_samples: dict[int, int] = {}
         self._progress_due = 0.0
 
@@ -90,6 +85,7 @@ class RunCheckpoints:
         named = self._config.resume.checkpoint
         if path is not None:
             self._load(path, state, another_run=False)
+            self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
         elif named is not None:
             path = Path(named)
             with reading(path):
@@ -226,7 +222,14 @@ class RunCheckpoints:
             finished.seconds,
             finished.stall_seconds,
         )
-        for path in finished.deleted:
+        self._report_deleted(finished.deleted)
+
+    def _retain(self, loaded: Path) -> list[Path]:
+        """Delete what the rules do not keep: a kill may have come between the last save and its retention."""
+        return apply_retention(self.root, in_use=loaded, **self._keep)
+
+    def _report_deleted(self, paths: list[Path]) -> None:
+        for path in paths:
             self._recorder.event("checkpoint_deleted", iteration=iteration_of(path), path=str(path))
 
     def _report_checkpoint(

@@ -1,10 +1,12 @@
 """A kill between a checkpoint and its event: the resumed run reports what is there and what is gone."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from megacore.errors import TrainingStoppedError
 from tests.train import _runs
 
 
@@ -33,3 +35,30 @@ def test_unreported_checkpoints_are_reported_and_lost_ones_too(data: Path, tmp_p
     assert reported[checkpoints[-1]][0] == "checkpoint"
     assert reported[checkpoints[0]] == ["checkpoint", "checkpoint_deleted"]
     assert not list((tmp_path / "checkpoints").glob("*.tmp-*"))
+
+
+def test_retention_that_a_kill_came_before_is_made_up_for(data: Path, tmp_path: Path) -> None:
+    """A run that goes on, if only to its end, applies the rules to what is there."""
+    train = _runs.config().train.model_dump()
+    _runs.train(_runs.config(train=train, checkpoint={"save_interval": 2, "keep_last": 9}), data, tmp_path)
+    few = {"save_interval": 2, "keep_last": 1, "keep_best": False}
+    _runs.train(_runs.config(train=train, checkpoint=few), data, tmp_path, attempt=2)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000006"]
+    assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")] == [2, 4]
+
+
+def test_a_checkpoint_that_is_gone_on_from_stays_though_a_damaged_one_is_newer(data: Path, tmp_path: Path) -> None:
+    train = _runs.config().train.model_dump()
+    few = {"save_interval": 2, "keep_last": 1, "keep_best": False}
+    _runs.train(_runs.config(train=train, checkpoint={"save_interval": 2, "keep_last": 9}), data, tmp_path)
+    shard = next((tmp_path / "checkpoints/iter_0000006").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-200] ^= 1
+    stamp = shard.stat()
+    shard.write_bytes(content)
+    os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as a disk changes it
+    stopped = train | {"exit_interval": 5}
+    with pytest.raises(TrainingStoppedError):
+        _runs.train(_runs.config(train=stopped, checkpoint=few | {"save_interval": 100}), data, tmp_path, attempt=2)
+    assert _runs.events(tmp_path, "start")[-1]["resumed_from"] == 4
+    assert 4 not in {event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")[:1]}
