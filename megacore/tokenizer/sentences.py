@@ -9,7 +9,8 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import get_context, parent_process
+from multiprocessing import parent_process
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -209,9 +210,10 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
         self._choice = choice
         self._split = _splitter_of(choice)
         self._pool: ProcessPoolExecutor | None = None
+        self._context = _RecordingContext()
+        self._broken = False
         if workers > 1:
-            spawn = get_context("spawn")
-            self._pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_end_with_parent)
+            self._pool = ProcessPoolExecutor(workers, mp_context=self._context, initializer=_end_with_parent)
 
     def split(self, texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
         """All sentences, and how many each text has; threads may call it. Raises WorkerLostError."""
@@ -225,7 +227,7 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
                 ]
                 parts = [part for future in futures for part in future.result()]
             except BrokenExecutor as error:
-                _stop_feeding(self._pool)
+                self._broken = True
                 raise WorkerLostError(
                     "a process that divided text into sentences was killed, perhaps for want of memory: nothing was "
                     "written; use fewer workers (data.workers, --workers), or free memory"
@@ -236,22 +238,37 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:
+        if self._pool is None:
+            return
+        if not self._broken:
             self._pool.shutdown(cancel_futures=kind is not None)
+            return
+        # The pool ends its processes itself, but not one that another thread's text has just made it start: that one
+        # waits for texts with the pipe open, and the pool for ever for it.
+        ending = Thread(target=self._pool.shutdown, name="end-of-pool")
+        ending.start()
+        while ending.is_alive():
+            for process in self._context.started:
+                if process.is_alive():
+                    process.kill()
+            ending.join(0.05)
 
     def __enter__(self) -> Self:
         return self
 
 
-def _stop_feeding(pool: ProcessPoolExecutor) -> None:
-    """Let a pool end whose process was killed while a text was on its way to it.
+class _RecordingContext(SpawnContext):
+    """Starts fresh processes, and remembers them."""
 
-    Python (before its mend of gh-94777) waits in `shutdown` until the pipe takes the rest of the text; nobody reads it
-    any more, but this process has its other end open too, so that the write neither ends nor fails.
-    """
-    queue: Any = getattr(pool, "_call_queue", None)
-    if queue is not None:
-        queue._reader.close()
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[SpawnProcess] = []
+
+    def Process(self, *values: Any, **named: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        """A process to be started, as the pool asks for it."""
+        process = SpawnProcess(*values, **named)
+        self.started.append(process)
+        return process
 
 
 def split_texts(choice: SplitterChoice, texts: Sequence[str]) -> list[list[str]]:

@@ -90,7 +90,7 @@ def read_from_deepspeed(directory: Path) -> Any:
 
 MODEL_FORMS = (
     Form("safetensors, config.json", make_hf, read_hf, 100, also=("/hf",)),
-    Form("safetensors index", make_hf_index, read_hf, 40),
+    Form("safetensors index", make_hf_index, read_hf, 40, also=("/hf",)),
     Form("pytorch_model.bin", make_hf_pickle, read_hf, 50, also=("/hf",)),
     Form("Megatron .pt", make_megatron, read_from_megatron, 100, also=("/iter_0001000",)),
     Form("DeepSpeed ZeRO files", make_zero1, read_from_deepspeed, 80, also=("/deepspeed",)),
