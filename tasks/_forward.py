@@ -79,6 +79,8 @@ class Batch:
     points: list[Point] = field(default_factory=list)
     seen: set[tuple[str, int]] = field(default_factory=set)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Of profiles, relative to the run directory."""
 
 
 def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
@@ -109,6 +111,11 @@ def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
             if kind == "checkpoint" and not {"consumed_tokens", "size_bytes"} <= event.keys():
                 raise _damaged(events, end, "it lacks consumed_tokens or size_bytes")
             batch.checkpoints.append(event)
+        elif kind == "profile":
+            files = event.get("files")
+            if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+                raise _damaged(events, end, "it lacks files")
+            batch.files += files
         batch.end = end
     return batch
 
@@ -295,6 +302,16 @@ class Forwarder:
                 self._tracking.client.log_batch(self._run_id, metrics=metrics)
             for event in batch.checkpoints:
                 self._record_checkpoint(event)
+            for name in batch.files:
+                self._send_file(self._directory / name)
+
+    def _send_file(self, path: Path) -> None:
+        """Make a profile an artifact of the run, in a folder of its own; one that was removed since is left out."""
+        assert self._run_id is not None
+        if path.is_file():
+            self._tracking.client.log_artifact(self._run_id, str(path), path.parent.name)
+        else:
+            _log.warning("%s is not there any more: MLflow does not get it", path)
 
     def _unsent(self, points: list[Point]) -> list[Point]:
         """The points whose (metric, step) the store did not have when this run was taken up."""

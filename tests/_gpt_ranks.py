@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.kernels import weight_gradient
 from megacore.models import GPTModel, build_model
 from megacore.models.inputs import ModelInput
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -115,6 +116,7 @@ class Sink:
     def __init__(self, weight: Tensor) -> None:
         self.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
         self.contributions = 0
+        self.add_product = weight_gradient.reference
 
     def accumulated(self) -> None:
         """One more."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
+from megacore.kernels.choice import plain_kernels
 from megacore.models.layers.attention import SelfAttention
 from megacore.models.layers.mlp import MLP
 from megacore.observe.timers import Timers
@@ -27,10 +28,10 @@ from megacore.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
+    linear_cross_entropy,
     mappings,
     partitions,
     sequence_parallel,
-    vocab_parallel_cross_entropy,
 )
 from tests import _gpt_ranks
 from tests._dist import still_alive
@@ -146,7 +147,13 @@ def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Found]:
         for sequence in (False, True):
             model = tiny_config(hidden_size=16, num_attention_heads=HEADS, num_query_groups=groups).model
             layer = SelfAttention(
-                model, 0, recompute=False, tp=tp, sequence_parallel=sequence and tp.size > 1, device="cpu"
+                model,
+                0,
+                recompute=False,
+                kernels=plain_kernels(),
+                tp=tp,
+                sequence_parallel=sequence and tp.size > 1,
+                device="cpu",
             ).double()
             _load(layer, **_attention_weights(groups))
             x, g = random("x", 2, 8, 16), random("g", 2, 8, 16)
@@ -195,7 +202,7 @@ def mlp(tp: ParallelGroup) -> dict[bool, Found]:
     found = {}
     for sequence in (False, True):
         model = ModelConfig(num_layers=1, hidden_size=6, num_attention_heads=1, ffn_hidden_size=8)
-        layer = MLP(model, tp=tp, sequence_parallel=sequence, device="cpu").double()
+        layer = MLP(model, kernels=plain_kernels(), tp=tp, sequence_parallel=sequence, device="cpu").double()
         _load(layer, **MLP_WEIGHTS)
         x, g = random("x", 2, 4, 6), random("g", 2, 4, 6)
         found[sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))
@@ -210,14 +217,43 @@ MLP_WEIGHTS = {
 }
 
 
-def cross_entropy(tp: ParallelGroup) -> dict[str, Found]:
-    """Losses of logits beyond what exp can take, and their gradient under unequal weights, by `LOSSES`."""
+def cross_entropy(tp: ParallelGroup) -> dict[tuple[str, bool], Found]:
+    """Losses of logits beyond what exp can take, and all gradients under unequal weights, by `LOSSES`."""
     found = {}
     for name, (smoothing, z_loss) in LOSSES.items():
-        leaf = _part(200 * random("l", 2, 5, VOCAB), tp).clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(leaf * 1.0, ids(2, 5), tp, label_smoothing=smoothing, z_loss=z_loss)
-        loss.backward(random("g", 2, 5))
-        found[name] = {"loss": loss.detach(), "logits": _grad(leaf)}
+        for sequence in (False, True):
+            hidden = _part(random("x", 2, 4, 6), tp, 1, sequence).clone().requires_grad_()
+            weight = _part(200 * random("w", VOCAB, 6), tp, 0).clone().requires_grad_()
+            bias = _part(random("b", VOCAB), tp, 0).clone().requires_grad_()
+            loss = linear_cross_entropy(
+                hidden,
+                weight,
+                ids(2, 4),
+                bias=bias,
+                tp=tp,
+                sequence_parallel=sequence,
+                label_smoothing=smoothing,
+                z_loss=z_loss,
+            )
+            loss.backward(random("g", 2, 4))
+            with torch.no_grad():
+                again = linear_cross_entropy(
+                    hidden,
+                    weight,
+                    ids(2, 4),
+                    bias=bias,
+                    tp=tp,
+                    sequence_parallel=sequence,
+                    label_smoothing=smoothing,
+                    z_loss=z_loss,
+                )
+            found[name, sequence] = {
+                "loss": loss.detach(),
+                "scored": again,
+                "hidden": _grad(hidden),
+                "weight": _grad(weight),
+                "bias": _grad(bias),
+            }
     return found
 
 

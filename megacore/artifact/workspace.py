@@ -62,6 +62,11 @@ class Workspace:
         return self.root / FOLDERS[stage]
 
     @property
+    def compiled(self) -> Path:
+        """What torch.compile has made, for the next run."""
+        return self.root / "compiled"
+
+    @property
     def tracking_uri(self) -> str:
         """MLflow's SQLite store."""
         return f"sqlite:///{self.root / 'mlflow.db'}"

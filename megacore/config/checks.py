@@ -27,6 +27,8 @@ def check_sections(config: "RunConfig") -> None:
     _check_reset_positions(config)
     _check_rampup(config.train)
     _check_recompute(config.train)
+    _check_profile(config.train)
+    _check_compile(config)
     _check_warmup(config)
     _check_decay(config)
     _check_weight_decay(config.optim)
@@ -179,6 +181,23 @@ def _check_recompute(train: TrainConfig) -> None:
         raise ValueError(
             f"train.recompute_num_layers is {train.recompute_num_layers} but train.recompute is none: "
             "set the latter to selective or full, or remove the former"
+        )
+
+
+def _check_profile(train: TrainConfig) -> None:
+    profile = train.profile
+    if profile is not None and not profile.first <= profile.last <= train.train_iters:
+        raise ValueError(
+            f"train.profile is from {profile.first} to {profile.last} with train.train_iters {train.train_iters}: "
+            f"give from <= to <= {train.train_iters}"
+        )
+
+
+def _check_compile(config: "RunConfig") -> None:
+    if config.train.compile == "on" and config.engine == "deepspeed":
+        raise ValueError(
+            "train.compile is on and engine is deepspeed, whose hooks torch.compile would lose: "
+            "set train.compile to auto, or engine to native"
         )
 
 

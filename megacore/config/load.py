@@ -184,7 +184,7 @@ def _fields_at(location: tuple[str | int, ...]) -> list[str]:
             if part in section.model_fields
             for model in _models_in(section.model_fields[str(part)].annotation)
         ]
-    return sorted({name for section in candidates for name in section.model_fields})
+    return sorted({field.alias or name for section in candidates for name, field in section.model_fields.items()})
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import ConfigDict, field_validator, model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -21,6 +21,17 @@ class RampupBatchSize(Section):
     """Consumed samples at which the batch has reached global_batch_size."""
 
 
+class ProfileConfig(Section):
+    """Iterations of which every rank stores a torch profile and a timeline of its memory."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    first: int = unkeyed(alias="from", gt=0, strict=True)
+    """Iteration that the profile begins with."""
+    last: int = unkeyed(alias="to", gt=0, strict=True)
+    """Iteration that it ends with; not below `from`, nor above train_iters."""
+
+
 class TrainConfig(Section):
     """How long, how large a batch, and how often to look."""
 
@@ -32,6 +43,10 @@ class TrainConfig(Section):
     """Optimizer steps; raising it extends a finished run."""
     precision: Precision = keyed("auto")
     """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
+    kernels: Literal["auto", "plain"] = unkeyed("auto")
+    """What computes: auto takes the best kernel of each operation that runs here, plain is torch's own everywhere."""
+    compile: Literal["auto", "on", "off"] = unkeyed("auto")
+    """Whether each layer goes through torch.compile; auto: on a GPU. What cannot be runs as it is, with a warning."""
     recompute: Recompute = unkeyed("none")
     """Activation recomputation: full keeps only each layer's input (Chen et al. 2016), selective everything but what
     attention computes between q, k, v and its output (Korthikanti et al. 2022)."""
@@ -61,6 +76,8 @@ class TrainConfig(Section):
     """Iterations between validations; one more follows the last iteration."""
     eval_iters: int = unkeyed(10, gt=0)
     """Global batches per validation, the same ones each time."""
+    profile: ProfileConfig | None = unkeyed(None)
+    """Iterations {from, to} that are profiled, their trace and memory timeline stored with the run; null means none."""
 
     @field_validator("skip_samples", mode="before")
     @classmethod

@@ -26,13 +26,14 @@ class ShardedWeights:
         self._replicas = sync.mesh.data_parallel
         device = bucket.buffer.device
         self._buffer = torch.zeros(bucket.layout.length, dtype=dtype, device=device)
-        self._shard = self._buffer[bucket.shard.start : bucket.shard.stop]
+        shard = self._buffer[bucket.shard.start : bucket.shard.stop]
         # An fp32 model's own weights are the main weights.
-        self._main = self._shard if dtype == torch.float32 else torch.zeros_like(self._shard, dtype=torch.float32)
-        exp_avg, exp_avg_sq = torch.zeros_like(self._main), torch.zeros_like(self._main)
+        whole_precision = dtype == torch.float32
+        main = shard if whole_precision else torch.zeros_like(shard, dtype=torch.float32)
+        exp_avg, exp_avg_sq = torch.zeros_like(main), torch.zeros_like(main)
         pieces = list(bucket.layout.within(bucket.shard))
         for piece in pieces:
-            piece.of(self._main).copy_(_run(sync.parameters[piece.name], piece))
+            piece.of(main).copy_(_run(sync.parameters[piece.name], piece))
         for whole in bucket.layout.pieces:
             parameter = sync.parameters[whole.name]
             view = whole.of(self._buffer).view(parameter.shape)
@@ -42,15 +43,17 @@ class ShardedWeights:
             MainWeight(
                 piece.name,
                 piece.start,
-                *(piece.of(flat) for flat in (self._main, bucket.reduced, exp_avg, exp_avg_sq)),
+                piece.of(main),
+                piece.of(bucket.reduced),
+                piece.of(exp_avg),
+                piece.of(exp_avg_sq),
+                None if whole_precision else piece.of(shard),
             )
             for piece in pieces
         ]
 
     def publish(self) -> Pending:
-        """Round this rank's main weights into the buffer and begin to gather the others'."""
-        if self._main is not self._shard:
-            self._shard.copy_(self._main)
+        """Begin to gather the other ranks' shards."""
         return start_all_gather_(self._buffer, self._replicas)
 
 

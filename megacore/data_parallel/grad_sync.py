@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megacore.config.parallel import ParallelConfig
 from megacore.data_parallel.buckets import BucketLayout, plan_buckets
 from megacore.data_parallel.flat import shard_of, start_reduce_scatter_
+from megacore.kernels.weight_gradient import WeightGradient, reference
 from megacore.parallel.collectives import Pending, start_all_reduce
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 
@@ -45,8 +46,9 @@ class Bucket:
 class _Sink:
     """Implements `megacore.tensor_parallel.weight_grad.GradSink`."""
 
-    def __init__(self, main_grad: Tensor, contributed: Callable[[], None]) -> None:
+    def __init__(self, main_grad: Tensor, add_product: WeightGradient, contributed: Callable[[], None]) -> None:
         self.main_grad = main_grad
+        self.add_product = add_product
         self.accumulated = contributed
 
 
@@ -70,6 +72,7 @@ class GradSync:
         *,
         partial: frozenset[str] = frozenset(),
         shared: Mapping[str, ParallelGroup] | None = None,
+        add_product: WeightGradient = reference,
     ) -> None:
         """Allocate the buckets and hook into autograd.
 
@@ -80,6 +83,7 @@ class GradSync:
             partial: parameters whose gradient is a part on each tensor-parallel rank (sequence parallelism).
             shared: of parameters that other pipeline stages hold too (tied embeddings), the group of `mesh.copies`
                 over which their gradients are summed.
+            add_product: adds the weight gradients of linear layers to main gradients.
         """
         self.parameters = dict(parameters)
         self.mesh = mesh
@@ -89,6 +93,7 @@ class GradSync:
         self.sharded = config.use_distributed_optimizer and self.replicas > 1
         """Whether each replica keeps only its shard of the sum (ZeRO-1)."""
         self._dtype = _DTYPES[config.grad_reduce_dtype]
+        self._add_product = add_product
         self._last_micro_step = False
         self._order: list[Bucket] | None = None
         self._filled: list[int] = []
@@ -169,7 +174,7 @@ class GradSync:
             self._contributed(number)
 
         parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-        parameter.grad_sink = _Sink(view, lambda: self._contributed(number))  # type: ignore[attr-defined]
+        parameter.grad_sink = _Sink(view, self._add_product, lambda: self._contributed(number))  # type: ignore[attr-defined]
 
     def _contributed(self, number: int) -> None:
         """Count a contribution of the last backward pass, and let travel what it completed."""

@@ -5,7 +5,9 @@ import torch
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
-from megacore.engine.native import NativeEngine
+from megacore.engine.compile import compile_layers, compiles
+from megacore.engine.native import DTYPES, NativeEngine
+from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 
@@ -34,9 +36,13 @@ def build_engine(
     Raises:
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
     """
+    kernels = kernels_of(config, device, precision)
     if config.engine == "native":
-        stage = Stage(config, vocab_size, mesh, special_tokens=special_tokens, device=device)
-        return NativeEngine(stage, config, precision)
+        stage = Stage(config, vocab_size, mesh, special_tokens=special_tokens, device=device, kernels=kernels)
+        engine = NativeEngine(stage, config, precision)
+        if compiles(config, device):
+            engine.kernels["layers"] = compile_layers(stage.chunks, device)
+        return engine
     # Imports deepspeed, which takes seconds.
     if mesh.pipeline_parallel.size > 1:
         from megacore.engine.deepspeed_pipeline import DeepSpeedPipelineEngine as DeepSpeedEngine
@@ -49,5 +55,13 @@ def build_engine(
         special_tokens=special_tokens,
         device=device,
         precision=precision,
+        kernels=kernels,
         compiled_adam=compiled_adam,
     )
+
+
+def kernels_of(config: RunConfig, device: torch.device, precision: str) -> Kernels:
+    """What computes the operations of a run on a device, in fp32, bf16 or fp16."""
+    if config.train.kernels == "plain":
+        return plain_kernels()
+    return choose_kernels(device, DTYPES[precision], compiled=compiles(config, device))

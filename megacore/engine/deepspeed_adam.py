@@ -12,7 +12,7 @@ from megacore.config.zero import zero_of
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.engine.deepspeed_state import Moments, shape_of
 from megacore.models.stage import Stage
-from megacore.optim.grad_clip import clip_divisor, sum_of_squares
+from megacore.optim.grad_clip import clip_divisor
 from megacore.optim.param_groups import param_groups
 from megacore.parallel.collectives import all_reduce
 
@@ -94,7 +94,7 @@ class WholeGradients:
             and (name in partitions or stage.mesh.tensor_parallel.rank == 0)
             and not getattr(parameters[name], "ds_pipe_replicated", False)
         ]
-        norm = all_reduce(sum_of_squares(counted, stage.device), stage.mesh.model_parallel).sqrt().float()
+        norm = all_reduce(stage.kernels.sum_of_squares(counted, stage.device), stage.mesh.model_parallel).sqrt().float()
         self.norm = float(norm)
         finite, divisor = math.isfinite(self.norm), clip_divisor(norm, self._max_norm)
         for weight in self._main_weights.values():

@@ -23,6 +23,7 @@ from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.engine.deepspeed_state import DeepSpeedState, main_weights, shape_of
 from megacore.engine.outcome import Reduced, global_means
 from megacore.engine.staged import StageEngine
+from megacore.kernels.choice import Kernels
 from megacore.models.init import initial_weight
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
@@ -40,6 +41,7 @@ class DeepSpeedBase(StageEngine, ABC):
         special_tokens: SpecialTokens,
         device: torch.device,
         precision: str,
+        kernels: Kernels | None = None,
         compiled_adam: bool = False,
     ) -> None:
         """Build this rank's part of the model with its initial weights, and divide it as ZeRO says. Collective.
@@ -68,6 +70,7 @@ class DeepSpeedBase(StageEngine, ABC):
                 mesh,
                 special_tokens=special_tokens,
                 device=device,
+                kernels=kernels,
                 initial_weights=self._zero_stage < 3,
             )
         (model,) = self._stage.chunks
@@ -130,7 +133,7 @@ class DeepSpeedBase(StageEngine, ABC):
             else None
         )
         self.kernels = {
-            "attention": "torch scaled_dot_product_attention",
+            **self._stage.kernels.names,
             "optimizer": f"deepspeed {type(optimizer).__name__} over {type(self._adam).__name__}",
             "communication": "none" if self._mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
         }

@@ -49,16 +49,16 @@ class NativeEngine(StageEngine):
                 config.parallel,
                 partial=partial_gradients(chunk),
                 shared={name: shared[name] for name, _ in chunk.named_parameters() if name in shared},
+                add_product=stage.kernels.weight_gradient,
             )
             for chunk in stage.chunks
         ]
-        self._optimizer = MainWeightAdamW(self._syncs, config.optim, DTYPES[precision], stage.partitions)
+        self._optimizer = MainWeightAdamW(self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels)
         self._scaler = DynamicLossScaler(config.optim.loss_scale) if precision == "fp16" else None
         self._losses: list[Tensor] = []
         self._micro_batches = 0
         self.kernels = {
-            "attention": "torch scaled_dot_product_attention",
-            "optimizer": "torch fused AdamW",
+            **stage.kernels.names,
             "communication": "none" if stage.mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
         }
 

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
+from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.embedding import Embedding, OutputLayer
 from megacore.models.layers.transformer import Transformer
 from megacore.models.losses import LM_LOSS, Losses, LossTerm
 from megacore.parallel.mesh import ALONE, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk
-from megacore.tensor_parallel import vocab_parallel_cross_entropy
+from megacore.tensor_parallel import linear_cross_entropy
 
 
 class Model(nn.Module, ABC):
@@ -44,6 +45,7 @@ class Model(nn.Module, ABC):
         recompute_num_layers: int | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        kernels: Kernels | None = None,
         tp: ParallelGroup = ALONE,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
@@ -57,8 +59,9 @@ class Model(nn.Module, ABC):
             chunk: the part of the model; None is all of it.
             recompute: what the backward pass computes once more, see `TransformerLayer`.
             recompute_num_layers: in how many of the chunk's layers, the first ones; None is all.
-            label_smoothing: see `vocab_parallel_cross_entropy`; of the predicted tokens, in training alone.
+            label_smoothing: see `linear_cross_entropy`; of the predicted tokens, in training alone.
             z_loss: likewise.
+            kernels: what computes; None is plain torch.
             tp: the ranks that share each layer.
             sequence_parallel: whether activations between layers are divided along the sequence.
             device: where the parameters are; "meta" allocates nothing.
@@ -76,6 +79,7 @@ class Model(nn.Module, ABC):
         self.recompute_num_layers = recompute_num_layers
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
+        self.kernels = kernels or plain_kernels()
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         untied = model.untie_embeddings_and_output_weights
@@ -126,6 +130,7 @@ class Model(nn.Module, ABC):
             self.max_position_embeddings,
             tokentypes=self.tokentypes,
             table_only=not self._embeds,
+            kernels=self.kernels,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             device=device,
@@ -141,6 +146,7 @@ class Model(nn.Module, ABC):
             final_layernorm=final_layernorm,
             recompute=self._recompute,
             recompute_num_layers=recomputed,
+            kernels=self.kernels,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             device=device,
@@ -151,12 +157,16 @@ class Model(nn.Module, ABC):
         """The rows [v/t, h] that turn hidden states into logits: the embedding's unless the output layer has some."""
         return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
 
-    def _label_losses(self, logits: Tensor, given: ModelInput) -> LossTerm:
-        """The loss of each label, in fp32, from this rank's logits [b, s, v/t]."""
-        losses = vocab_parallel_cross_entropy(
-            logits,
+    def _label_losses(self, hidden: Tensor, given: ModelInput, bias: Tensor | None = None) -> LossTerm:
+        """The loss of each label, in fp32, from what the output layer takes, [b, s(/t), h]."""
+        losses = linear_cross_entropy(
+            hidden,
+            self._output_weight(),
             given.labels,
-            self.tp,
+            bias=bias,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            kernel=self.kernels.cross_entropy,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             z_loss=self.z_loss if self.training else 0.0,
         )

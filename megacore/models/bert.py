@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
+from megacore.kernels.choice import Kernels
 from megacore.models.base import Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_bias
-from megacore.models.layers.mlp import activate
 from megacore.models.layers.norm import make_norm, parameters_of
 from megacore.models.layers.shared import Shared
 from megacore.models.losses import LM_LOSS, SENTENCE_LOSSES, Losses, LossTerm
@@ -59,7 +59,7 @@ class BertModel(Model):
             causal=False,
         )
         if self.has_head:
-            self.lm_head = MaskedLmHead(model, self.padded_vocab_size, tp, self.sequence_parallel, device)
+            self.lm_head = MaskedLmHead(model, self.padded_vocab_size, self.kernels, tp, self.sequence_parallel, device)
             if model.bert_binary_head:
                 self.pooler = Pooler(model.hidden_size, tp, self.sequence_parallel, device)
                 self.binary_head = ColumnParallelLinear(model.hidden_size, ANSWERS, device=device)
@@ -107,15 +107,18 @@ class BertModel(Model):
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> logits [b, s, v/t] and [b, 2]."""
-        answers = self.binary_head(self.pooler(hidden)) if self.sentence_loss is not None else None
-        hidden = self.lm_head(hidden)
+        answers, hidden = self._answers(hidden), self.lm_head(hidden)
         # Asked for after the head has run, which under ZeRO-3 gives its own parameters back.
         output = (self._output_weight(), self.lm_head.bias)
         return column_parallel(hidden, [output], self.tp, self.sequence_parallel)[0], answers
 
+    def _answers(self, hidden: Tensor) -> Tensor | None:
+        """The binary head's logits [b, 2]."""
+        return None if self.sentence_loss is None else self.binary_head(self.pooler(hidden))
+
     def _losses(self, hidden: Tensor, given: ModelInput) -> Losses:
-        logits, answers = self._heads(hidden)
-        found = {LM_LOSS: self._label_losses(logits, given)}
+        answers, hidden = self._answers(hidden), self.lm_head(hidden)
+        found = {LM_LOSS: self._label_losses(hidden, given, self.lm_head.bias)}
         if self.sentence_loss is not None:
             assert answers is not None
             assert given.sentence_labels is not None
@@ -136,6 +139,7 @@ class MaskedLmHead(nn.Module):
         self,
         model: ModelConfig,
         padded_vocab_size: int,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -144,13 +148,15 @@ class MaskedLmHead(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.activation = model.activation
+        self.kernels = kernels
         self.dense = ColumnParallelLinear(model.hidden_size, model.hidden_size, device=device)
-        self.layernorm = make_norm(model, model.hidden_size, device)
+        self.layernorm = make_norm(model, model.hidden_size, kernels, device)
         self.bias = nn.Parameter(torch.empty(divide(padded_vocab_size, tp, "the padded vocabulary of"), device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
-        return self.layernorm(activate(self.dense(x), self.activation))  # type: ignore[no-any-return]
+        (inner,) = column_parallel(x, [(self.dense.weight, None)])
+        return self.layernorm(self.kernels.bias_activation(inner, self.dense.bias, self.activation))  # type: ignore[no-any-return]
 
     def partitions(self) -> dict[str, Partition]:
         """The decoder's bias is divided as its weight is."""

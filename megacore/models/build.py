@@ -8,6 +8,7 @@ import torch
 from megacore.config.model import Family
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
+from megacore.kernels.choice import Kernels
 from megacore.models.base import Model
 from megacore.models.gpt import GPTModel
 from megacore.models.init import initialize
@@ -22,6 +23,7 @@ def build_model(
     *,
     device: torch.device | str = "cpu",
     chunk: ModelChunk | None = None,
+    kernels: Kernels | None = None,
     initial_weights: bool = True,
 ) -> Model:
     """The model of a run, in fp32, with the initial weights of `config.seed`, the same for every layout.
@@ -33,6 +35,7 @@ def build_model(
             holds the whole layer.
         device: where the parameters are; "meta" builds shapes alone, for planning.
         chunk: the part of the model to build; None is all of it.
+        kernels: what computes; None is plain torch.
         initial_weights: whether parameters get their values here; else they are left uninitialised.
 
     Raises:
@@ -50,6 +53,7 @@ def build_model(
         recompute_num_layers=train.recompute_num_layers,
         label_smoothing=train.label_smoothing,
         z_loss=train.z_loss,
+        kernels=kernels,
         tp=mesh.tensor_parallel,
         sequence_parallel=config.parallel.sequence_parallel,
         device=device,

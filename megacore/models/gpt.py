@@ -79,7 +79,7 @@ class GPTModel(Model):
         if not self.has_head:
             return hidden
         assert given is not None
-        return {LM_LOSS: self._label_losses(self._local_logits(hidden), given)}
+        return {LM_LOSS: self._label_losses(hidden, given)}
 
     def _shared(
         self,

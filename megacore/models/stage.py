@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
+from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.build import build_model
 from megacore.models.inputs import input_rules
 from megacore.models.losses import Losses
@@ -33,6 +34,7 @@ class Stage:
         *,
         special_tokens: SpecialTokens,
         device: torch.device | str = "cpu",
+        kernels: Kernels | None = None,
         initial_weights: bool = True,
     ) -> None:
         """Build the chunks with their initial weights, the same for every layout.
@@ -43,12 +45,14 @@ class Stage:
             mesh: this process's groups.
             special_tokens: ids of the tokens that have a role.
             device: where the parameters are.
+            kernels: what computes; None is plain torch.
             initial_weights: whether parameters get their values here; else they are left uninitialised.
 
         Raises:
             ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
         """
         self.mesh = mesh
+        self.kernels = kernels or plain_kernels()
         self.parameter_count = parameter_count(config, vocab_size)
         """Parameters of the whole model."""
         self.rules = input_rules(config, special_tokens)
@@ -58,7 +62,15 @@ class Stage:
         self._parts = chunks_of(config, vocab_size) if stages.size > 1 else []
         own: list[ModelChunk | None] = [*self._parts[stages.rank :: stages.size]] or [None]
         self.chunks = [
-            build_model(config, vocab_size, mesh, device=device, chunk=part, initial_weights=initial_weights)
+            build_model(
+                config,
+                vocab_size,
+                mesh,
+                device=device,
+                chunk=part,
+                kernels=kernels,
+                initial_weights=initial_weights,
+            )
             for part in own
         ]
         self.device = torch.device(device)

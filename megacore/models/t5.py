@@ -6,7 +6,6 @@ Version 1.1 differs by its gated MLP and by the weights of its own that the outp
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.models.base import Model
@@ -94,7 +93,7 @@ class T5Model(Model):
         decoded = self._decode(given, memory, decoded, dropout_seed)
         if not self.has_head:
             return torch.cat([memory, decoded], SEQUENCE)
-        return {LM_LOSS: self._label_losses(self._local_logits(decoded), given)}
+        return {LM_LOSS: self._label_losses(self._scaled(decoded), given)}
 
     def _parts(self, given: ModelInput, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The encoder's output, and the hidden states of the chunk before where that is the decoder's too."""
@@ -158,10 +157,13 @@ class T5Model(Model):
             return hidden
         seed_dropout(dropout_seed, number, "output")
         with tensor_parallel_region(self.tp, hidden) if self.sequence_parallel else nullcontext():
-            return F.dropout(hidden, self.model.hidden_dropout)
+            return self.kernels.dropout(hidden, self.model.hidden_dropout)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """What the output layer takes; tied weights are the embedding's, which are larger than an output layer's."""
+        return hidden if self.output_layer is not None else hidden * self.model.hidden_size**-0.5
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
-        """[b, s_d, h] -> [b, s_d, v/t]; tied weights are the embedding's, which are larger than an output layer's."""
-        if self.output_layer is None:
-            hidden = hidden * self.model.hidden_size**-0.5
-        return column_parallel(hidden, [(self._output_weight(), None)], self.tp, self.sequence_parallel)[0]
+        """[b, s_d, h] -> [b, s_d, v/t]."""
+        output = (self._output_weight(), None)
+        return column_parallel(self._scaled(hidden), [output], self.tp, self.sequence_parallel)[0]

@@ -149,21 +149,48 @@ class PeakRate:
     """In bf16 or fp16 with fp32 accumulation."""
     fp32: float
     """In fp32 without TF32."""
+    has_bf16: bool = True
+    """Whether its tensor cores multiply bf16; before Ampere they know fp16 alone."""
 
 
 PEAK_TFLOPS: dict[str, PeakRate] = {
+    "GB200": PeakRate(2500.0, 80.0),
     "B200": PeakRate(2250.0, 75.0),
+    "GH200": PeakRate(989.4, 66.9),
+    "H200 NVL": PeakRate(835.5, 60.0),
     "H200": PeakRate(989.4, 66.9),
     "H100 PCIe": PeakRate(756.5, 51.2),
     "H100 NVL": PeakRate(835.5, 60.0),
     "H100": PeakRate(989.4, 66.9),
+    "H800": PeakRate(989.4, 66.9),
     "A100": PeakRate(312.0, 19.5),
-    "V100": PeakRate(125.0, 15.7),
+    "A800": PeakRate(312.0, 19.5),
+    "A40": PeakRate(149.7, 37.4),
+    "A30": PeakRate(165.0, 10.3),
+    "A10": PeakRate(125.0, 31.2),
+    "V100S": PeakRate(130.0, 16.4, has_bf16=False),
+    "V100 PCIE": PeakRate(112.0, 14.0, has_bf16=False),
+    "V100": PeakRate(125.0, 15.7, has_bf16=False),
+    "T4": PeakRate(65.0, 8.1, has_bf16=False),
     "L40S": PeakRate(362.0, 91.6),
+    "L40": PeakRate(181.0, 90.5),
     "L4": PeakRate(121.0, 30.3),
+    "RTX 6000 Ada": PeakRate(364.2, 91.1),
+    "RTX A6000": PeakRate(154.8, 38.7),
+    "RTX 5090": PeakRate(209.5, 104.8),
+    "RTX 5080": PeakRate(112.6, 56.3),
     "RTX 4090": PeakRate(165.2, 82.6),
+    "RTX 4080": PeakRate(97.5, 48.7),
+    "RTX 3090 Ti": PeakRate(80.0, 40.0),
+    "RTX 3090": PeakRate(71.2, 35.6),
+    "RTX 3080": PeakRate(59.5, 29.8),
 }
-"""From the vendors' data sheets, by a part of the device's name; the first that matches counts."""
+"""From the vendors' data sheets and architecture papers, by words of the device's name; the first that matches counts.
+
+A GeForce card accumulates in fp32 at half the rate that is advertised for it, which is in fp16.
+"""
+_OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D"})
+"""Words that make of a card's name that of a slower or faster one: they match only where the table has them."""
 
 
 def peak_tflops(device: "torch.device", precision: str) -> float | None:
@@ -179,11 +206,14 @@ def peak_tflops(device: "torch.device", precision: str) -> float | None:
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Peak of a GPU by its name in TFLOP/s, None when it is not in the table."""
-    words = device_name.replace("-", " ").split()
+    """Peak of a GPU by its name in TFLOP/s, None when it is not in the table or does not multiply in this precision."""
+    words = set(device_name.replace("-", " ").split())
     for name, rate in PEAK_TFLOPS.items():
-        if all(part in words for part in name.split()):
-            return rate.fp32 if precision == "fp32" else rate.low
+        parts = set(name.split())
+        if parts <= words and not (words - parts) & _OTHER_CARDS:
+            if precision == "fp32":
+                return rate.fp32
+            return rate.low if precision == "fp16" or rate.has_bf16 else None
     return None
 
 

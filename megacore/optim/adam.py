@@ -10,7 +10,9 @@ from megacore.config.optim import OptimConfig
 from megacore.data_parallel.distributed_optimizer import ShardedWeights
 from megacore.data_parallel.flat import sum_of_ranks
 from megacore.data_parallel.grad_sync import GradSync
-from megacore.optim.grad_clip import clip_divisor, sum_of_squares
+from megacore.kernels.adamw import Hyperparameters
+from megacore.kernels.choice import Kernels, plain_kernels
+from megacore.optim.grad_clip import clip_divisor
 from megacore.optim.main_weights import MainWeight, MainWeights, WholeWeights
 from megacore.optim.param_groups import param_groups
 from megacore.tensor_parallel.partition import Partition
@@ -20,12 +22,11 @@ _KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_
 
 
 class MainWeightAdamW:
-    """Updates fp32 main weights with torch's fused kernel and publishes them to the model.
+    """Updates fp32 main weights by a fused kernel, which rounds them into the model's weights too.
 
     Where the model computes in fp32, its weights are the main weights and nothing is copied. Under a distributed
-    optimizer this rank has its shard of them, and of the moments, alone. The kernel is called directly:
-    `torch.optim.AdamW(fused=True)` calls the same one, but its wrapper takes seconds to import. It also divides the
-    gradients, so that averaging, clipping and the loss scale take no pass of their own.
+    optimizer this rank has its shard of them, and of the moments, alone. The kernel also divides the gradients, so
+    that averaging, clipping and the loss scale take no pass of their own.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class MainWeightAdamW:
         config: OptimConfig,
         dtype: torch.dtype,
         partitions: Mapping[str, Partition] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """Take over the parameters of this rank's model chunks and cast them to the compute type.
 
@@ -42,7 +44,10 @@ class MainWeightAdamW:
             config: betas and epsilon; what changes from step to step is given to `step`.
             dtype: type of the model's weights from now on; the main weights keep their bits.
             partitions: how parameters are divided over tensor-parallel ranks; those not named are whole on each.
+            kernels: what computes; None is plain torch.
         """
+        kernels = kernels or plain_kernels()
+        self._adamw, self._sum_of_squares = kernels.optimizer, kernels.sum_of_squares
         self._config = config
         self._partitions = partitions or {}
         self._syncs = tuple(syncs)
@@ -71,7 +76,7 @@ class MainWeightAdamW:
         Args:
             scale: loss scale that the gradients still carry.
         """
-        total = sum_of_squares(self._counted, self._device)
+        total = self._sum_of_squares(self._counted, self._device)
         groups = [self._mesh.data_parallel] * self._syncs[0].sharded + [self._mesh.model_parallel]
         for group in groups:
             total = sum_of_ranks(total, group)
@@ -107,6 +112,10 @@ class MainWeightAdamW:
     @torch.no_grad()
     def write_back(self) -> None:
         """Publish the main weights to the model; to be called after they were loaded. Collective when sharded."""
+        for part in self._parts:
+            for main in part.weights:
+                if main.target is not None:
+                    main.target.copy_(main.weight)
         for work in [part.publish() for part in self._parts]:
             work.wait()
 
@@ -136,25 +145,15 @@ class MainWeightAdamW:
     def _update(self, weights: Sequence[MainWeight], lr: float, weight_decay: float, divisor: Tensor) -> None:
         if not weights:
             return
-        # The kernel reads the number of the present step, and wants it once per tensor.
-        step = torch.full((), float(self.steps), device=self._device)
-        torch._fused_adamw_(
+        optim = self._config
+        self._adamw(
             [main.weight for main in weights],
             [main.gradient for main in weights],
             [main.exp_avg for main in weights],
             [main.exp_avg_sq for main in weights],
-            [],
-            [step] * len(weights),
-            lr=lr,
-            beta1=self._config.adam_beta1,
-            beta2=self._config.adam_beta2,
-            weight_decay=weight_decay,
-            eps=self._config.adam_eps,
-            amsgrad=False,
-            maximize=False,
-            # It writes the divided gradients back, which is not free: on the CPU a 1 is seen, on a GPU it would be
-            # waited for.
-            grad_scale=None if divisor.device.type == "cpu" and divisor == 1 else divisor,
+            None if weights[0].target is None else [main.target for main in weights if main.target is not None],
+            Hyperparameters(lr, weight_decay, optim.adam_beta1, optim.adam_beta2, optim.adam_eps, self.steps),
+            divisor,
         )
 
     def _counted_runs(self, sync: GradSync) -> Iterator[Tensor]:

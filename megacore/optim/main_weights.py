@@ -26,6 +26,8 @@ class MainWeight:
     """First moment."""
     exp_avg_sq: Tensor
     """Second moment."""
+    target: Tensor | None = None
+    """The model's weight of lower precision, into which an update rounds; None where the main weight is the model's."""
 
 
 class MainWeights(Protocol):
@@ -37,7 +39,7 @@ class MainWeights(Protocol):
         ...
 
     def publish(self) -> Pending:
-        """Begin to bring what was changed into the model's weights."""
+        """Begin to bring what an update has written into the targets to whoever computes with it."""
         ...
 
 
@@ -46,25 +48,14 @@ class WholeWeights:
 
     def __init__(self, sync: GradSync, dtype: torch.dtype) -> None:
         """Take over the parameters of `sync`, fp32, and cast them to `dtype`; the main weights keep their bits."""
-        self._parameters = sync.parameters
-        self.weights = [
-            MainWeight(
-                name,
-                0,
-                parameter.data,
-                sync.gradients[name],
-                torch.zeros_like(parameter.data),
-                torch.zeros_like(parameter.data),
-            )
-            for name, parameter in sync.parameters.items()
-        ]
-        self._copies = dtype != torch.float32
-        for parameter in sync.parameters.values():
-            parameter.data = parameter.data.to(dtype)
+        self.weights = []
+        for name, parameter in sync.parameters.items():
+            main = parameter.data
+            parameter.data = main.to(dtype)
+            moments = torch.zeros_like(main), torch.zeros_like(main)
+            target = None if dtype == torch.float32 else parameter.data
+            self.weights.append(MainWeight(name, 0, main, sync.gradients[name], *moments, target))
 
     def publish(self) -> Pending:
-        """Round the main weights into a model of lower precision."""
-        if self._copies:
-            targets = [self._parameters[main.name].data for main in self.weights]
-            torch._foreach_copy_(targets, [main.weight for main in self.weights])
+        """The targets are the model's weights: nothing is left to do."""
         return Pending(ALONE, (), lambda: self.weights[0].weight)

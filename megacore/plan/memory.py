@@ -78,7 +78,6 @@ def estimate_stages(
     parallel, train = config.parallel, config.train
     stages, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     chunks, element = chunks_of(config, vocab_size), ELEMENT_BYTES[precision]
-    half = precision != "fp32"
     kept = Activations(config, element, device_type)
     micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
     estimates = []
@@ -91,8 +90,7 @@ def estimate_stages(
         offloaded = kept.offloaded(own, stage, micro_batches)
         here, there = state.device, state.cpu
         alone = device_type == "cpu"
-        # Logits of half precision live only as long as their fp32 copy, or its gradient, is made.
-        bytes_per_logit = 4 * losses + (element if half and losses else 0)
+        bytes_per_logit = element * losses  # their gradient takes their place
         estimates.append(
             MemoryEstimate(
                 parameters=sum(sizes),

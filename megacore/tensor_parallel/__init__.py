@@ -1,6 +1,6 @@
 """Layers divided over ranks (Shoeybi et al. 2019, arXiv:1909.08053); for a group of one they are the serial layers."""
 
-from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.tensor_parallel.cross_entropy import linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from megacore.tensor_parallel.partition import Partition, partial_gradients, partitions
@@ -13,7 +13,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "column_parallel",
+    "linear_cross_entropy",
     "partial_gradients",
     "partitions",
-    "vocab_parallel_cross_entropy",
 ]

@@ -170,9 +170,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         whole = all_gather(x, tp, SEQUENCE) if input_on is InputOn.OWN_POSITIONS else x
         share = 1.0 / tp.size if input_on is InputOn.OWN_FEATURES else 1.0
-        return tuple(
-            _affine(whole, weight, bias, share) for weight, bias in zip(weights, parameters[1::2], strict=True)
-        )
+        return tuple(affine(whole, weight, bias, share) for weight, bias in zip(weights, parameters[1::2], strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,7 +191,7 @@ class _Linear(torch.autograd.Function):
         return travelling.wait() if travelling else None, None, None, *parameter_grads
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float) -> Tensor:
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float = 1.0) -> Tensor:
     """The output x Wᵀ + share · b, in a tensor that is no view, so that the caller may go on to change it in place."""
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])

@@ -5,12 +5,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megacore.kernels.weight_gradient import WeightGradient
+
 
 class GradSink(Protocol):
     """What a weight carries as attribute `grad_sink` when autograd is not to accumulate its gradient."""
 
     main_grad: Tensor
     """Takes the sum of all contributions: fp32, shaped like the weight."""
+
+    @property
+    def add_product(self) -> WeightGradient:
+        """Adds the weight gradient of a linear layer to a main gradient."""
+        ...
 
     def accumulated(self) -> None:
         """One contribution has been added."""
@@ -26,9 +33,6 @@ def sink_of(weight: Tensor) -> GradSink | None:
 def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | None:
     """The gradient dyᵀ x of a weight [o, i]: returned without a sink, else added to it, and None is returned.
 
-    As Megatron-LM's fused weight-gradient accumulation, of a product that is not rounded to half precision where the
-    back end can avoid it.
-
     Args:
         sink: of the weight.
         dy: gradient of the output, [rows, o].
@@ -36,12 +40,7 @@ def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | No
     """
     if sink is None:
         return dy.t() @ x
-    if x.dtype == sink.main_grad.dtype:
-        sink.main_grad.addmm_(dy.t(), x)
-    elif x.is_cuda:
-        sink.main_grad.add_(torch.mm(dy.t(), x, out_dtype=sink.main_grad.dtype))
-    else:
-        sink.main_grad.add_(dy.t() @ x)
+    sink.add_product(sink.main_grad, dy, x)
     sink.accumulated()
     return None
 

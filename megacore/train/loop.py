@@ -22,6 +22,7 @@ from megacore.train.checkpoints import RunCheckpoints
 from megacore.train.evaluate import evaluate
 from megacore.train.loss_check import BadBatch, LossCheck
 from megacore.train.memory import memory_errors
+from megacore.train.profile import IterationProfiler
 from megacore.train.report import RateMeter
 from megacore.train.state import TrainState
 from megacore.train.step import Stepper, reader
@@ -81,6 +82,7 @@ class Trainer:
         check = LossCheck(config, mesh, recorder.warning, self._record_bad_batch, self._hosts)
         self._read = reader(datasets.train, engine.device)
         self._stepper = Stepper(config, engine, mesh, check, self._read, recorder.warning)
+        self._profiler = IterationProfiler(config.train.profile, run_directory, engine.device, recorder)
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
         self.state = TrainState()
@@ -111,6 +113,7 @@ class Trainer:
                 self._checkpoints.wait()
             finally:
                 self._checkpoints.close()
+                self._profiler.close()
         self._stop.take_away_file()  # before the event: what comes next is another attempt's
         self._recorder.event("exit", reason=reason or "finished", iteration=self.state.iteration)
         if reason is not None:
@@ -154,10 +157,12 @@ class Trainer:
         """
         config, state = self._config, self.state
         self._mesh.beat("iteration", state.iteration + 1)
+        self._profiler.before(state.iteration + 1)
         try:
             update = self._stepper.step(batches, state, self._notices)
         except LossError as error:
             raise LossError(f"{error}; {self._last_good()}") from error
+        self._profiler.after(state.iteration)
         *requests, save_failed = update.notices or (False,)  # a batch that was passed over brings none
         if save_failed:
             self._checkpoints.wait()  # raises it, on all ranks after the same iteration

@@ -17,6 +17,7 @@ from megacore.checkpoint.together import verify_together
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import Dataset
 from megacore.data.unigram import UnigramModel
+from megacore.engine.build import kernels_of
 from megacore.engine.native import DTYPES
 from megacore.engine.precision import resolve_precision
 from megacore.launch.job import EvaluateJob
@@ -38,7 +39,14 @@ class Scorer:
         self._device = device
         # A GPU computes as in training; on a CPU fp32 costs little and differs from no other machine.
         precision = resolve_precision(job.config.train.precision, device.type) if device.type == "cuda" else "fp32"
-        self._stage = Stage(job.config, job.vocab_size, mesh, special_tokens=job.special_tokens, device=device)
+        self._stage = Stage(
+            job.config,
+            job.vocab_size,
+            mesh,
+            special_tokens=job.special_tokens,
+            device=device,
+            kernels=kernels_of(job.config, device, precision),
+        )
         parameters = self._stage.named_parameters
         self._weights = {name: parameter.data for name, parameter in parameters.items()}
         """fp32, as a checkpoint holds them."""

@@ -34,7 +34,16 @@ TOP_LEVEL = {
     },
 }
 
-TEST_FOLDERS_WITHOUT_PACKAGE = {"architecture", "parity", "faults", "security", "scripts", "tasks", "flows"}
+TEST_FOLDERS_WITHOUT_PACKAGE = {
+    "architecture",
+    "benchmarks",
+    "faults",
+    "flows",
+    "parity",
+    "scripts",
+    "security",
+    "tasks",
+}
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -29,6 +29,8 @@ M4 = {"micro_batch_size": 2}
 M8 = {"micro_batch_size": 1}
 FP16 = {"loss_scale": {"initial": 1024.0}}
 BF16 = {"precision": "bf16"}
+PLAIN = {"kernels": "plain"}
+"""Where the CPU has AVX-512 the serial run has kernels in C++."""
 FEW = 8
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 """The same elements are dropped whatever the stages; tensor-parallel ranks drop others."""
@@ -68,6 +70,8 @@ TWO_RANKS = {
     "tp2 sp": Case(TP2 | SP),
     "tp2 sp, one sample at a time": Case(TP2 | SP, {"micro_batch_size": 1}),
     "tp2 gqa": Case(TP2, model=GQA),
+    "tp2, plain kernels": Case(TP2, PLAIN),
+    "tp2 sp bf16, plain kernels": Case(TP2 | SP, BF16 | PLAIN, SMALL),
     "tp2, label smoothing and z-loss": Case(TP2, SMOOTH),
     "tp2 sp, documents by themselves": Case(TP2 | SP, data=DOCUMENTS),
     "pp2": Case(PP2, M4),
@@ -87,16 +91,19 @@ TWO_RANKS = {
     "llama tp2": llama(TP2),
     "llama tp2 sp": llama(TP2 | SP),
     "llama pp2": llama(PP2, train=M4),
+    "llama pp2, plain kernels": llama(PP2, train=M4 | PLAIN),
     "llama dp2 distributed optimizer": llama(ZERO1),
     "bert tp2 sp": bert(TP2 | SP),
     "bert pp2": bert(PP2, norm_position="post", activation="gelu"),
     "bert pp2, dropout": bert(PP2, **DROPOUT),
     "bert dp2": bert({}, norm_position="post", activation="gelu"),
+    "bert dp2, plain kernels": replace(bert({}, norm_position="post", activation="gelu"), train=PLAIN),
     "t5 tp2": t5(TP2),
     "t5 tp2 sp": t5(TP2 | SP, T5_V11),
     "t5 pp2": t5(PP2),
     "t5 pp2, dropout and full recomputation": t5(PP2, T5 | DROPOUT, train={"recompute": "full"}),
     "t5 dp2 distributed optimizer": t5(ZERO1, T5_V11),
+    "t5 dp2 distributed optimizer, plain kernels": t5(ZERO1, T5_V11, train=PLAIN),
 }
 FOUR_RANKS = {
     "tp4": Case(TP4),
@@ -125,6 +132,8 @@ FOUR_RANKS = {
     "t5 tp2 pp2 sp": t5(TP2 | PP2 | SP),
     "t5 dp2 pp2, distributed optimizer": t5(PP2 | ZERO1),
 }
+HOW = ("recompute", "kernels", "compile")
+"""What the serial run does in its own way."""
 TOLERANCES = {"fp32": (1e-5, 1e-5), "bf16": (5e-4, 2e-2), "fp16": (1e-4, 2e-3)}
 """Relative, of losses and of gradient norms: sums in another order are rounded to 2^-8 or 2^-11 elsewhere."""
 
@@ -148,7 +157,7 @@ def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[
     precision, z_loss = case.train.get("precision"), case.train.get("z_loss")
     key = repr((case.model, case.optim, case.data, precision, z_loss, case.steps, case.family))
     if key not in serial:
-        kept = {name: value for name, value in case.train.items() if not name.startswith("recompute")}
+        kept = {name: value for name, value in case.train.items() if not name.startswith(HOW)}
         serial[key] = train(replace(case, parallel={}, train=kept, engine="native", deepspeed={}))
     expected = serial[key]
     loss_tolerance, norm_tolerance = TOLERANCES[case.train.get("precision", "fp32")]

@@ -56,12 +56,14 @@ def family(**overrides: object) -> RunConfig:
 
 
 def saved_bytes(config: RunConfig, precision: str) -> int:
-    """What autograd really keeps after a forward pass, parameters excluded; the logits are not saved by autograd."""
+    """What autograd really keeps after a forward pass, without parameters and logits."""
     model = build_model(config, VOCAB_SIZE, ProcessMesh.serial()).to(DTYPES[precision]).train()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 2 and tensor.shape == (tensor.shape[0], model.padded_vocab_size):
+            return tensor.detach()  # the logits' gradient, which the plan counts by itself
         kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
         return tensor.detach()  # with the output of its own node the graph would never be freed
 

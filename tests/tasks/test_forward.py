@@ -291,3 +291,26 @@ def test_a_run_directory_that_was_deleted_gets_a_clean_run(
     log.step(10, loss=2.0)
     second = make_forwarder().flush()
     assert (history(tracking, first), history(tracking, second)) == ({10: 1.0}, {10: 2.0})
+
+
+def test_profiles_become_artifacts_of_the_run(
+    tracking: Tracking, log: EventLog, run_directory: Path, make_forwarder: MakeForwarder
+) -> None:
+    (run_directory / "profile").mkdir()
+    names = ["profile/rank_0.json.gz", "profile/rank_0_memory.svg"]
+    for name in names:
+        (run_directory / name).write_text(f"content of {name}")
+    log.step(10)
+    log.write("profile", 12, first=10, last=12, files=[*names, "profile/rank_1.json.gz"])
+    log.step(20)
+    run_id = make_forwarder().finish()
+    assert sorted(file.path for file in tracking.client.list_artifacts(run_id, "profile")) == names
+    fetched = Path(tracking.client.download_artifacts(run_id, names[1]))
+    assert fetched.read_text() == f"content of {names[1]}"
+    check(tracking, run_id, [10, 20])
+
+
+def test_a_damaged_profile_event_is_refused(log: EventLog) -> None:
+    log.write("profile", 12, files="profile/rank_0.json.gz")
+    with pytest.raises(DataFormatError, match="it lacks files"):
+        next_batch(log.path, 0, set())

@@ -1,4 +1,4 @@
-"""Cross entropy against torch's for 1, 2 and 4 ranks, with logits too large for a plain exp."""
+"""The output layer with its cross entropy against torch's on 1, 2 and 4 ranks, with logits too large for exp."""
 
 from typing import Any
 
@@ -7,57 +7,91 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.tensor_parallel import cross_entropy, vocab_parallel_cross_entropy
+from megacore.tensor_parallel import linear_cross_entropy
+from tests._gpt_ranks import Sink
 from tests._tensor_ranks import LOSSES, VOCAB, ids, joined, random
 
 
-def _reference(smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-    logits = (200 * random("l", 2, 5, VOCAB)).requires_grad_()
-    loss = F.cross_entropy(logits.flatten(0, 1), ids(2, 5).flatten(), reduction="none", label_smoothing=smoothing)
-    loss = loss.view(2, 5) + z_loss * logits.logsumexp(-1).square()
-    loss.backward(random("g", 2, 5))
-    assert logits.grad is not None
-    return loss.detach(), logits.grad
+def _leaves() -> dict[str, Tensor]:
+    leaves = {"hidden": random("x", 2, 4, 6), "weight": 200 * random("w", VOCAB, 6), "bias": random("b", VOCAB)}
+    return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
 
 
+def _reference(smoothing: float, z_loss: float) -> dict[str, Tensor]:
+    """Loss and gradients by torch's own operations."""
+    leaves = _leaves()
+    logits = F.linear(leaves["hidden"], leaves["weight"], leaves["bias"])
+    loss = F.cross_entropy(logits.flatten(0, 1), ids(2, 4).flatten(), reduction="none", label_smoothing=smoothing)
+    loss = loss.view(2, 4) + z_loss * logits.logsumexp(-1).square()
+    loss.backward(random("g", 2, 4))
+    grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"loss": loss.detach(), "scored": loss.detach()} | grads
+
+
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients(ranks: list[dict[str, Any]], name: str) -> None:
-    expected_loss, expected_grad = _reference(*LOSSES[name])
-    parts = [found["cross_entropy"][name] for found in ranks]
-    torch.testing.assert_close(joined(parts, "loss", None), expected_loss)
-    torch.testing.assert_close(joined(parts, "logits", -1), expected_grad)
-
-
-@pytest.mark.parametrize("rows_per_block", [1, 3, 100])
-@pytest.mark.parametrize("name", LOSSES)
-def test_blocks_of_any_size(name: str, rows_per_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_CACHED_ELEMENTS", rows_per_block * VOCAB // torch.get_num_threads())
-    smoothing, z_loss = LOSSES[name]
-    leaf = (200 * random("l", 2, 5, VOCAB)).requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf * 1.0, ids(2, 5), label_smoothing=smoothing, z_loss=z_loss)
-    loss.backward(random("g", 2, 5))
-    expected_loss, expected_grad = _reference(smoothing, z_loss)
-    torch.testing.assert_close(loss.detach(), expected_loss)
-    torch.testing.assert_close(leaf.grad, expected_grad)
+def test_losses_and_gradients(ranks: list[dict[str, Any]], name: str, sequence: bool) -> None:
+    expected = _reference(*LOSSES[name])
+    parts = [found["cross_entropy"][name, sequence] for found in ranks]
+    for kind in ("loss", "scored"):
+        torch.testing.assert_close(joined(parts, kind, None), expected[kind])
+    torch.testing.assert_close(joined(parts, "hidden", 1 if sequence else None), expected["hidden"])
+    for kind in ("weight", "bias"):
+        torch.testing.assert_close(joined(parts, kind, 0), expected[kind])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_computed_in_fp32_and_kept(dtype: torch.dtype) -> None:
-    logits = random("l", 2, 5, VOCAB).to(dtype).requires_grad_()
-    before = logits.detach().clone()
-    loss = vocab_parallel_cross_entropy(logits, ids(2, 5))
+def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
+    hidden, weight = random("x", 2, 4, 6).to(dtype).requires_grad_(), random("w", VOCAB, 6).to(dtype).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, ids(2, 4))
     loss.mean().backward()
-    expected = F.cross_entropy(before.float().flatten(0, 1), ids(2, 5).flatten(), reduction="none").view(2, 5)
+    exact_hidden, exact_weight = (leaf.detach().float().requires_grad_() for leaf in (hidden, weight))
+    logits = F.linear(hidden.detach(), weight.detach()).float()
+    expected = F.cross_entropy(logits.flatten(0, 1), ids(2, 4).flatten(), reduction="none").view(2, 4)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.detach(), expected)
-    assert torch.equal(logits, before)
-    assert logits.grad is not None
-    assert logits.grad.dtype == dtype
+    F.cross_entropy(F.linear(exact_hidden, exact_weight).flatten(0, 1), ids(2, 4).flatten()).backward()
+    for own, exact in ((hidden, exact_hidden), (weight, exact_weight)):
+        assert own.grad is not None
+        assert exact.grad is not None
+        assert own.grad.dtype == dtype
+        bar = 0.02 * float(exact.grad.abs().max())
+        torch.testing.assert_close(own.grad.float(), exact.grad, rtol=0.02, atol=bar)
 
 
-def test_a_second_backward_is_refused() -> None:
-    leaf = random("l", 2, 5, VOCAB).requires_grad_()
-    loss = vocab_parallel_cross_entropy(leaf * 1.0, ids(2, 5)).sum()
+def test_small_probabilities_keep_their_gradients_in_fp16() -> None:
+    """A probability of 1e-7 has two bits in fp16; the weight's gradient has all of them."""
+    hidden = torch.eye(1, 4).half().requires_grad_()
+    weight = torch.zeros(VOCAB, 4)
+    weight[0, 0] = 16.1
+    weight = weight.half().requires_grad_()
+    loss = linear_cross_entropy(hidden.unsqueeze(0), weight, torch.zeros(1, 1, dtype=torch.int64))
+    (256.0 * loss.sum()).backward()
+    exact = weight.detach().float().requires_grad_()
+    (256.0 * F.cross_entropy(F.linear(hidden.detach().float(), exact), torch.zeros(1, dtype=torch.int64))).backward()
+    assert weight.grad is not None
+    assert exact.grad is not None
+    assert 0 < float(exact.grad[1, 0]) / 256 < 1.1e-7
+    # Not the label itself: its probability less 1 has lost digits in fp32 already.
+    torch.testing.assert_close(weight.grad[1:].float(), exact.grad[1:], rtol=5e-3, atol=1e-7)
+
+
+def test_main_gradients_take_the_weight_gradient() -> None:
+    leaves = _leaves()
+    sink = leaves["weight"].grad_sink = Sink(leaves["weight"])  # type: ignore[attr-defined]
+    sink.main_grad = torch.zeros_like(leaves["weight"])
+    linear_cross_entropy(leaves["hidden"], leaves["weight"], ids(2, 4), bias=leaves["bias"]).backward(random("g", 2, 4))
+    assert sink.contributions == 1
+    assert leaves["weight"].grad is None
+    torch.testing.assert_close(sink.main_grad, _reference(*LOSSES["plain"])["weight"])
+
+
+def test_a_second_backward_gives_the_same() -> None:
+    leaves = _leaves()
+    loss = linear_cross_entropy(leaves["hidden"], leaves["weight"], ids(2, 4), bias=leaves["bias"]).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
-        loss.backward()
+    first = leaves["weight"].grad
+    assert first is not None
+    first = first.clone()
+    loss.backward()
+    torch.testing.assert_close(leaves["weight"].grad, 2 * first)

@@ -1,14 +1,16 @@
 """Attention (Vaswani et al. 2017), divided by heads: of a sequence to itself, and of a decoder to its encoder."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
+from megacore.kernels.choice import Kernels
 from megacore.models.layers.norm import make_norm, parameters_of
-from megacore.models.layers.rotary import rotate
 from megacore.models.layers.shared import Shared
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
@@ -31,6 +33,7 @@ class _Attention(nn.Module):
         causal: bool,
         scale: float | None,
         recompute: bool,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -40,6 +43,7 @@ class _Attention(nn.Module):
         self.causal = causal
         self.scale = scale
         self.recompute = recompute
+        self.kernels = kernels
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.head_dim = model.head_dim
@@ -69,12 +73,14 @@ class _Attention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
     ) -> Tensor:
         """[b, n/t, s, d] of each head, the same for keys and values of each group -> [b, s, h]."""
+        return self._projected(partial(self._attend, dropout_seed=dropout_seed, bias=bias), query, key, value)
+
+    def _projected(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """What `attend` makes of its inputs, [b, n/t, s, d], through the layer's last projection: [b, s, h]."""
         if self.recompute and self.training and torch.is_grad_enabled():
-            context = checkpoint(
-                self._attend, query, key, value, dropout_seed, bias, use_reentrant=False, preserve_rng_state=False
-            )
+            context = checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            context = self._attend(query, key, value, dropout_seed, bias)
+            context = attend(*inputs)
         return self.dense(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _attend(
@@ -83,24 +89,17 @@ class _Attention(nn.Module):
         """[b, n/t, s, d] -> [b, n/t, s, d]."""
         if not (self.training and self.attention_dropout):
             return self._scores(query, key, value, 0.0, bias)
-        seed_dropout(dropout_seed, self.number, self.part)
+        self.seed(dropout_seed)
         with tensor_parallel_region(self.tp, query):
             return self._scores(query, key, value, self.attention_dropout, bias)
 
+    def seed(self, dropout_seed: int | None) -> None:
+        """Begin what this layer's attention draws for a micro batch."""
+        seed_dropout(dropout_seed, self.number, self.part)
+
     def _scores(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None) -> Tensor:
-        sharing = query.shape[1] // key.shape[1]
-        if bias is not None and sharing > 1:  # no fused kernel of torch's takes a bias and shared keys
-            key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=bias,
-            dropout_p=dropout,
-            is_causal=self.causal and bias is None and query.shape[2] == key.shape[2],
-            scale=self.scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        causal = self.causal and bias is None and query.shape[2] == key.shape[2]
+        return self.kernels.attention(query, key, value, bias=bias, dropout=dropout, causal=causal, scale=self.scale)
 
 
 class SelfAttention(_Attention):
@@ -116,6 +115,7 @@ class SelfAttention(_Attention):
         causal: whether a token sees only itself and those before it.
         scale: of the scores; None means 1 / sqrt(d).
         recompute: keep q, k and v alone for the backward pass, not what is computed of them.
+        kernels: what computes.
         tp: the ranks that share the layer.
         sequence_parallel: input and output are this rank's part of the sequence.
         device: where the parameters are.
@@ -132,6 +132,7 @@ class SelfAttention(_Attention):
         causal: bool = True,
         scale: float | None = None,
         recompute: bool,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -142,6 +143,7 @@ class SelfAttention(_Attention):
             causal=causal,
             scale=scale,
             recompute=recompute,
+            kernels=kernels,
             tp=tp,
             sequence_parallel=sequence_parallel,
             device=device,
@@ -154,18 +156,22 @@ class SelfAttention(_Attention):
             self.key_value = self._column(model, 2 * self.groups * self.head_dim, device)
         else:
             self.query_key_value = self._column(model, 3 * model.attention_size, device)
-        self.q_layernorm = make_norm(model, self.head_dim, device) if model.qk_layernorm else None
-        self.k_layernorm = make_norm(model, self.head_dim, device) if model.qk_layernorm else None
+        self.q_layernorm = make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
+        self.k_layernorm = make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
 
     def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         shared = shared or Shared()
-        query, key, value = self._project(x)
+        if self._takes_packed(shared):
+            mixed: Tensor = self.query_key_value(x)
+            packed = mixed.view(*mixed.shape[:2], self.heads, 3, self.head_dim)
+            return self._projected(partial(self.kernels.packed_attention, causal=self.causal, scale=self.scale), packed)
+        query, key, value = self.projections(x)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         if shared.rotary is not None:
-            query, key = rotate(query, shared.rotary), rotate(key, shared.rotary)
+            query, key = self.kernels.rotate(query, shared.rotary), self.kernels.rotate(key, shared.rotary)
         if shared.cache is not None:
             key, value = shared.cache.append(self.number, key, value)
         return self._context(query, key, value, dropout_seed, shared.bias)
@@ -174,7 +180,13 @@ class SelfAttention(_Attention):
         """Each rank's norms see its own heads."""
         return parameters_of(self, "q_layernorm", "k_layernorm") if self.tp.size > 1 else frozenset()
 
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _takes_packed(self, shared: Shared) -> bool:
+        """Whether nothing happens to q, k and v between their projection and attention, which adds nothing either."""
+        alone = shared.bias is None and shared.rotary is None and shared.cache is None
+        dropout = self.training and self.attention_dropout
+        return alone and not (self.grouped or self.q_layernorm is not None or dropout)
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """This rank's queries [b, s, n/t, d], and the keys and values of their groups, each [b, s, g/t or 1, d]."""
         if not self.grouped:
             mixed: Tensor = self.query_key_value(x)
@@ -200,6 +212,7 @@ class CrossAttention(_Attention):
         number: the layer's index in the whole model.
         scale: of the scores; None means 1 / sqrt(d).
         recompute: keep q, k and v alone for the backward pass, not what is computed of them.
+        kernels: what computes.
         tp: the ranks that share the layer.
         sequence_parallel: input, memory and output are this rank's part of their sequence.
         device: where the parameters are.
@@ -217,6 +230,7 @@ class CrossAttention(_Attention):
         *,
         scale: float | None = None,
         recompute: bool,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -227,6 +241,7 @@ class CrossAttention(_Attention):
             causal=False,
             scale=scale,
             recompute=recompute,
+            kernels=kernels,
             tp=tp,
             sequence_parallel=sequence_parallel,
             device=device,

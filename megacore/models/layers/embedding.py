@@ -3,10 +3,10 @@
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
+from megacore.kernels.choice import Kernels
 from megacore.models.layers.norm import make_norm, parameters_of
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import EMBEDDING, seed_dropout, tensor_parallel_region
@@ -23,6 +23,7 @@ class Embedding(nn.Module):
         max_position_embeddings: rows of the table of positions.
         tokentypes: rows of the table of segments; 0 is none.
         table_only: hold the table of tokens alone, for a head that is tied to it.
+        kernels: what computes.
         tp: the ranks that share the table of tokens.
         sequence_parallel: the output is this rank's part of the sequence.
         device: where the parameters are.
@@ -39,6 +40,7 @@ class Embedding(nn.Module):
         *,
         tokentypes: int = 0,
         table_only: bool,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -47,6 +49,7 @@ class Embedding(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.hidden_dropout = model.hidden_dropout
+        self.kernels = kernels
         hidden = model.hidden_size
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size, hidden, tp=tp, sequence_parallel=sequence_parallel, device=device
@@ -59,7 +62,7 @@ class Embedding(nn.Module):
         self.tokentype_embeddings = (
             VocabParallelEmbedding(tokentypes, hidden, device=device) if whole and tokentypes else None
         )
-        self.layernorm = make_norm(model, hidden, device) if whole and model.norm_position == "post" else None
+        self.layernorm = make_norm(model, hidden, kernels, device) if whole and model.norm_position == "post" else None
 
     def forward(
         self,
@@ -96,7 +99,7 @@ class Embedding(nn.Module):
             return x
         seed_dropout(dropout_seed, EMBEDDING, part)
         with tensor_parallel_region(self.tp, x) if self.sequence_parallel else nullcontext():
-            return F.dropout(x, self.hidden_dropout)
+            return self.kernels.dropout(x, self.hidden_dropout)
 
     def partial_gradients(self) -> frozenset[str]:
         """With sequence parallelism each rank uses its own positions."""

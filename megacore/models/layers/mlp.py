@@ -3,26 +3,14 @@
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config.model import Activation, ModelConfig
+from megacore.config.model import ModelConfig
+from megacore.kernels.choice import Kernels
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import tensor_parallel_region
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
-
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The function of an activation, or of what gates a gated unit's other half."""
-    match activation:
-        case "gelu_tanh" | "geglu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "gelu" | "geglu":
-            return F.gelu(x)
-        case "swiglu":
-            return F.silu(x)
-        case "relu":
-            return F.relu(x)
+from megacore.tensor_parallel.linear import Affine
 
 
 class MLP(nn.Module):
@@ -32,6 +20,7 @@ class MLP(nn.Module):
         model: the architecture.
         inner_dropout: probability of dropping an element between the layers, as T5 does; in training alone, and then
             the caller seeds it.
+        kernels: what computes.
         tp: the ranks that share the layers.
         sequence_parallel: input and output are this rank's part of the sequence.
         device: where the parameters are.
@@ -45,6 +34,7 @@ class MLP(nn.Module):
         model: ModelConfig,
         *,
         inner_dropout: float = 0.0,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -52,6 +42,7 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = model.activation
         self.inner_dropout = inner_dropout
+        self.kernels = kernels
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         bias = model.add_bias_linear
@@ -80,13 +71,20 @@ class MLP(nn.Module):
         inner = self._inner(x)
         if self.training and self.inner_dropout:
             with tensor_parallel_region(self.tp, inner):
-                inner = F.dropout(inner, self.inner_dropout)
+                inner = self.kernels.dropout(inner, self.inner_dropout)
         return self.dense_4h_to_h(inner)  # type: ignore[no-any-return]
 
     def _inner(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, f/t]."""
-        if self.dense_h_to_4h_gate is None:
-            return activate(self.dense_h_to_4h(x), self.activation)
-        layers = [(layer.weight, layer.bias) for layer in (self.dense_h_to_4h_gate, self.dense_h_to_4h)]
-        gate, up = column_parallel(x, layers, self.tp, self.sequence_parallel)
-        return activate(gate, self.activation) * up
+        gate, *up = self.columns(x)
+        if up:
+            return self.kernels.gated(gate, up[0], self.activation)
+        return self.kernels.bias_activation(gate, self.dense_h_to_4h.bias, self.activation)
+
+    def columns(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[b, s, h] -> [b, s, f/t] without its bias, or of a gated unit the gate and the other half, with theirs."""
+        gate, up = self.dense_h_to_4h_gate, self.dense_h_to_4h
+        layers: list[Affine] = [(up.weight, None)]
+        if gate is not None:
+            layers = [(gate.weight, gate.bias), (up.weight, up.bias)]
+        return column_parallel(x, layers, self.tp, self.sequence_parallel)

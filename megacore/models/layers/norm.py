@@ -1,16 +1,45 @@
 """The norms of a model."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
+from megacore.kernels.choice import Kernels
 
 
-def make_norm(model: ModelConfig, size: int, device: torch.device | str) -> nn.Module:
-    """A norm of vectors of `size`: LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019) without a bias."""
-    if model.normalization == "rmsnorm":
-        return nn.RMSNorm(size, eps=model.layernorm_epsilon, device=device)
-    return nn.LayerNorm(size, eps=model.layernorm_epsilon, device=device)
+class LayerNorm(nn.Module):
+    """Vectors of `size` with mean 0 and variance 1, times a weight plus a bias (Ba et al. 2016)."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels, device: torch.device | str) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kernels = kernels
+        self.weight = nn.Parameter(torch.ones(size, device=device))
+        self.bias = nn.Parameter(torch.zeros(size, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """Vectors of `size` with a mean square of 1, times a weight (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels, device: torch.device | str) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kernels = kernels
+        self.weight = nn.Parameter(torch.ones(size, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+def make_norm(model: ModelConfig, size: int, kernels: Kernels, device: torch.device | str) -> nn.Module:
+    """The model's kind of norm, of vectors of `size`."""
+    kind = RMSNorm if model.normalization == "rmsnorm" else LayerNorm
+    return kind(size, model.layernorm_epsilon, kernels, device)
 
 
 def parameters_of(module: nn.Module, *names: str) -> frozenset[str]:

@@ -21,13 +21,3 @@ def rotary_tables(position_ids: Tensor, size: int, base: float, dtype: torch.dty
     angles = position_ids[:, None, :, None].float() * frequencies
     angles = torch.cat([angles, angles], -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first elements of each head: [b, n, s, d] -> [b, n, s, d]."""
-    cosines, sines = rotary
-    size = cosines.shape[-1]
-    turned, rest = (x, None) if size == x.shape[-1] else x.tensor_split((size,), -1)
-    first, second = turned.chunk(2, -1)
-    turned = turned * cosines + torch.cat([-second, first], -1) * sines
-    return turned if rest is None else torch.cat([turned, rest], -1)

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
+from megacore.kernels.choice import Kernels
 from megacore.models.layers.attention import CrossAttention, SelfAttention
 from megacore.models.layers.mlp import MLP
 from megacore.models.layers.norm import make_norm, parameters_of
@@ -48,6 +49,7 @@ class TransformerLayer(nn.Module):
         recompute: "full" keeps only the layer's input for the backward pass, which runs the layer once more with
             the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" leaves out only what attention
             computes between q, k, v and its output (Korthikanti et al. 2022, arXiv:2205.05198).
+        kernels: what computes.
         tp: the ranks that share the layer.
         sequence_parallel: input, norms, dropout and output are of this rank's part of the sequence.
         device: where the parameters are.
@@ -63,6 +65,7 @@ class TransformerLayer(nn.Module):
         scale: float | None = None,
         inner_dropout: float = 0.0,
         recompute: Recompute,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -72,58 +75,50 @@ class TransformerLayer(nn.Module):
         self.recompute = recompute
         self.recomputed: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = recomputed
         """Runs a layer that recomputes; an engine may have its own way."""
+        self.kernels = kernels
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.hidden_dropout = model.hidden_dropout
         self.parallel_residual = model.parallel_residual
         self.post_norm = model.norm_position == "post"
-        attention = recompute == "selective"
-
-        def norm() -> nn.Module:
-            return make_norm(model, model.hidden_size, device)
-
+        norm = partial(make_norm, model, model.hidden_size, kernels, device)
+        attention: dict[str, Any] = {
+            "scale": scale,
+            "recompute": recompute == "selective",
+            "kernels": kernels,
+            "tp": tp,
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+        }
         self.input_layernorm = None if self.post_norm else norm()
-        self.self_attention = SelfAttention(
+        self.self_attention = SelfAttention(model, number, causal=causal, **attention)
+        self.post_attention_layernorm = norm()
+        self.inter_attention = CrossAttention(model, number, **attention) if cross_attention else None
+        self.post_inter_attention_layernorm = norm() if cross_attention else None
+        self.mlp = MLP(
             model,
-            number,
-            causal=causal,
-            scale=scale,
-            recompute=attention,
+            inner_dropout=inner_dropout,
+            kernels=kernels,
             tp=tp,
             sequence_parallel=sequence_parallel,
             device=device,
         )
-        self.post_attention_layernorm = norm()
-        self.inter_attention = (
-            CrossAttention(
-                model,
-                number,
-                scale=scale,
-                recompute=attention,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                device=device,
-            )
-            if cross_attention
-            else None
-        )
-        self.post_inter_attention_layernorm = norm() if cross_attention else None
-        self.mlp = MLP(model, inner_dropout=inner_dropout, tp=tp, sequence_parallel=sequence_parallel, device=device)
         self.output_layernorm = norm() if self.post_norm else None
 
     def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         if self.recompute == "full" and self.training and torch.is_grad_enabled():
-            return self.recomputed(partial(self._all, dropout_seed=dropout_seed, shared=shared), x)
-        return self._all(x, dropout_seed, shared)
+            return self.recomputed(partial(self.branches, dropout_seed=dropout_seed, shared=shared), x)
+        return self.branches(x, dropout_seed, shared)
 
     def partial_gradients(self) -> frozenset[str]:
         """With sequence parallelism each rank's norms see its own positions."""
         return parameters_of(self, *_NORMS) if self.sequence_parallel else frozenset()
 
-    def _all(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
+    def branches(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
+        """The whole layer, [b, s, h] -> [b, s, h]: what recomputation repeats and what is compiled."""
         if self.training and self.hidden_dropout:
-            seed_dropout(dropout_seed, self.number)
+            self.seed(dropout_seed)
         if self.input_layernorm is None:
             return self._post_norm(x, dropout_seed, shared)
         attended = self.self_attention(self.input_layernorm(x), dropout_seed, shared)
@@ -136,6 +131,10 @@ class TransformerLayer(nn.Module):
             normed = self.post_inter_attention_layernorm(x)
         return self._add(x, self.mlp(normed))
 
+    def seed(self, dropout_seed: int | None) -> None:
+        """Begin what this layer draws for a micro batch."""
+        seed_dropout(dropout_seed, self.number)
+
     def _post_norm(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
         assert self.output_layernorm is not None
         x = self.post_attention_layernorm(self._add(x, self.self_attention(x, dropout_seed, shared)))
@@ -143,10 +142,10 @@ class TransformerLayer(nn.Module):
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
         """X + dropout(branch)."""
-        if self.training and self.hidden_dropout:
-            with tensor_parallel_region(self.tp, x) if self.sequence_parallel else nullcontext():
-                branch = F.dropout(branch, self.hidden_dropout)
-        return x + branch
+        if not (self.training and self.hidden_dropout):
+            return self.kernels.bias_dropout_add(branch, None, x, 0.0)
+        with tensor_parallel_region(self.tp, x) if self.sequence_parallel else nullcontext():
+            return self.kernels.bias_dropout_add(branch, None, x, self.hidden_dropout)
 
 
 class Transformer(nn.Module):
@@ -165,6 +164,7 @@ class Transformer(nn.Module):
         scale: of attention's scores; None means 1 / sqrt(d).
         inner_dropout: see `MLP`.
         first_number: of the stack's first layer among all layers of the model, under which dropout is drawn.
+        kernels: what computes.
         tp: the ranks that share each layer.
         sequence_parallel: activations between layers are of this rank's part of the sequence.
         device: where the parameters are.
@@ -184,6 +184,7 @@ class Transformer(nn.Module):
         scale: float | None = None,
         inner_dropout: float = 0.0,
         first_number: int = 0,
+        kernels: Kernels,
         tp: ParallelGroup,
         sequence_parallel: bool,
         device: torch.device | str,
@@ -201,6 +202,7 @@ class Transformer(nn.Module):
                     scale=scale,
                     inner_dropout=inner_dropout,
                     recompute=recompute if index in recomputed else "none",
+                    kernels=kernels,
                     tp=tp,
                     sequence_parallel=sequence_parallel,
                     device=device,
@@ -221,7 +223,7 @@ class Transformer(nn.Module):
             else None
         )
         has_norm = final_layernorm and model.norm_position == "pre"
-        self.final_layernorm = make_norm(model, model.hidden_size, device) if has_norm else None
+        self.final_layernorm = make_norm(model, model.hidden_size, kernels, device) if has_norm else None
 
     def forward(self, x: Tensor, dropout_seed: int | None = None, *, shared: Shared | None = None) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""

@@ -1,0 +1,167 @@
+"""One update of AdamW (Loshchilov and Hutter 2019) for many tensors, and its rounding into the model's weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megacore.kernels.apex import has_apex
+from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
+
+_APEX_CHUNK = 2048 * 32
+"""Elements of one block of threads, as apex's own optimizers have it."""
+_ADAMW = 1
+"""apex's mode with decoupled weight decay."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Of one update."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    step: int
+    """Number of this update, from 1; it corrects the bias of the moments."""
+
+
+class AdamW(Protocol):
+    """Makes one update of tensors that lie in main memory or on one GPU."""
+
+    def __call__(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        targets: Sequence[Tensor] | None,
+        values: Hyperparameters,
+        divisor: Tensor,
+    ) -> None:
+        """Update weights and moments in place; an element's result does not depend on how tensors are divided.
+
+        Args:
+            weights: contiguous, fp32, as are the next three.
+            gradients: used up.
+            exp_avgs: first moments.
+            exp_avg_sqs: second moments.
+            targets: of the model's lower precision, shaped like `weights`; the updated weights are rounded into them.
+                None where the weights are the model's own.
+            values: of this update.
+            divisor: what the gradients are divided by first: fp32, 0-dimensional, on the tensors' device.
+        """
+        ...
+
+
+def reference(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    targets: Sequence[Tensor] | None,
+    values: Hyperparameters,
+    divisor: Tensor,
+) -> None:
+    """By torch's fused kernel.
+
+    `torch.optim.AdamW(fused=True)` calls the same one, but its wrapper takes seconds to import.
+    """
+    device = weights[0].device
+    # The kernel reads the number of the present step, and wants it once per tensor.
+    step = torch.full((), float(values.step), device=device)
+    torch._fused_adamw_(
+        list(weights),
+        list(gradients),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        [step] * len(weights),
+        lr=values.lr,
+        beta1=values.beta1,
+        beta2=values.beta2,
+        weight_decay=values.weight_decay,
+        eps=values.eps,
+        amsgrad=False,
+        maximize=False,
+        # It writes the divided gradients back, which is not free: on the CPU a 1 is seen, on a GPU it would be
+        # waited for.
+        grad_scale=None if device.type == "cpu" and divisor == 1 else divisor,
+    )
+    if targets is not None:
+        torch._foreach_copy_(list(targets), list(weights))
+
+
+def _load_apex() -> AdamW:
+    import amp_C  # type: ignore[import-not-found]
+
+    def update(
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        targets: Sequence[Tensor] | None,
+        values: Hyperparameters,
+        divisor: Tensor,
+    ) -> None:
+        device = weights[0].device
+        amp_C.multi_tensor_adam_capturable(
+            _APEX_CHUNK,
+            torch.zeros(1, dtype=torch.int32, device=device),  # no overflow: the update would be left out
+            [list(gradients), list(weights), list(exp_avgs), list(exp_avg_sqs)],
+            torch.full((), values.lr, device=device),
+            values.beta1,
+            values.beta2,
+            values.eps,
+            torch.full((1,), values.step, dtype=torch.int32, device=device),
+            _ADAMW,
+            True,  # correct the bias of the moments
+            values.weight_decay,
+            divisor.reciprocal().view(1),
+        )
+        if targets is not None:
+            torch._foreach_copy_(list(targets), list(weights))
+
+    return update
+
+
+def _load_cpp() -> AdamW:
+    from megacore.kernels.cpu.adam import adamw_
+
+    def update(
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        targets: Sequence[Tensor] | None,
+        values: Hyperparameters,
+        divisor: Tensor,
+    ) -> None:
+        adamw_(
+            weights,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            targets,
+            step=values.step,
+            lr=values.lr,
+            beta1=values.beta1,
+            beta2=values.beta2,
+            weight_decay=values.weight_decay,
+            eps=values.eps,
+            divisor=float(divisor),
+        )
+
+    return update
+
+
+IMPLEMENTATIONS = (
+    Implementation[AdamW](
+        "apex FusedAdam", _load_apex, lambda setting: setting.device.type == "cuda" and has_apex("amp_C")
+    ),
+    Implementation[AdamW]("C++ with AVX-512, publishing as it goes", _load_cpp, cpp_runs),
+    Implementation[AdamW]("torch fused AdamW", lambda: reference, everywhere),
+)

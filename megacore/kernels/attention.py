@@ -1,0 +1,147 @@
+"""Attention without dropout or bias in one pass over blocks (Dao et al. 2022, arXiv:2205.14135)."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.kernels.implementation import Implementation, cpp_runs, cpp_runs_uncompiled, everywhere
+from megacore.kernels.scaled_masked_softmax import ScaledMaskedSoftmax
+
+
+class Attention(Protocol):
+    """Of n query heads to g key-value heads."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """softmax(q kᵀ scale + bias) v.
+
+        Args:
+            query: [b, n, s, d].
+            key: [b, g, s_k, d].
+            value: [b, g, s_k, d].
+            bias: added to the scores, [b or 1, n or 1, s or 1, s_k].
+            dropout: probability of dropping a weight.
+            causal: whether a query sees only the keys up to its own; there are as many then.
+            scale: of the scores; None means 1 / sqrt(d).
+
+        Returns:
+            [b, n, s, d], of any strides.
+        """
+        ...
+
+
+class PackedAttention(Protocol):
+    """Of a sequence to itself, from one tensor with all three, whose gradient is one tensor too."""
+
+    def __call__(self, mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+        """From [b, s, n, 3, d] to [b, n, s, d], without dropout or bias."""
+        ...
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """Whatever kernel torch has for it: FlashAttention, cuDNN's or its own."""
+    sharing = query.shape[1] // key.shape[1]
+    if bias is not None and sharing > 1:  # no fused kernel of torch's takes a bias and shared keys
+        key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+
+
+def packed_reference(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    """See `PackedAttention`."""
+    query, key, value = (part.transpose(1, 2) for part in mixed.unbind(3))
+    return reference(query, key, value, bias=None, dropout=0.0, causal=causal, scale=scale)
+
+
+def in_memory(
+    softmax: ScaledMaskedSoftmax,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """See `Attention`; two matmuls around a softmax, whose weights are in memory in the type of `query`."""
+    sharing = query.shape[1] // key.shape[1]
+    if sharing > 1:
+        key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-1, -2)
+    if bias is not None and bias.requires_grad and bias.shape != (1, *scores.shape[1:]):
+        # Its gradient is no sum over the batch alone: it is left to torch.
+        scores, scale, bias = torch.add(bias, scores, alpha=scale), 1.0, None
+    return softmax(scores, bias, scale=scale, causal=causal, dropout=dropout) @ value
+
+
+def _load_cpp() -> Attention:
+    return _cpp(None)
+
+
+def _load_cpp_with_softmax() -> Attention:
+    from megacore.kernels.cpu.softmax import scaled_masked_softmax
+
+    return _cpp(scaled_masked_softmax)
+
+
+def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
+    """What is without dropout and bias in one pass; dropout and trained biases by `softmax`, if there is one."""
+    from megacore.kernels.cpu.attention import attention, supports
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        if bias is None and not dropout and supports(query, key, value):
+            return attention(query, key, value, causal=causal, scale=scale)
+        if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
+            return in_memory(softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale)
+        return reference(query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale)
+
+    return attend
+
+
+def _load_packed_cpp() -> PackedAttention:
+    from megacore.kernels.cpu.attention import packed_attention
+
+    return packed_attention
+
+
+IMPLEMENTATIONS = (
+    Implementation[Attention]("C++ with AVX-512, torch for masks", _load_cpp_with_softmax, cpp_runs_uncompiled),
+    Implementation[Attention]("C++ with AVX-512, torch for dropout and biases", _load_cpp, cpp_runs),
+    Implementation[Attention]("torch scaled_dot_product_attention", lambda: reference, everywhere),
+)
+PACKED = (
+    Implementation[PackedAttention]("C++ with AVX-512", _load_packed_cpp, cpp_runs),
+    Implementation[PackedAttention]("torch scaled_dot_product_attention", lambda: packed_reference, everywhere),
+)

@@ -1,0 +1,41 @@
+# Addresses of tensors; `half` says bf16, else fp32; the stride of a row is in elements.
+def label_statistics(
+    logits: int,
+    half: bool,
+    count: int,
+    width: int,
+    stride: int,
+    columns: int,
+    with_sum: bool,
+    statistics: int,
+    threads: int,
+    /,
+) -> None: ...
+def softmax_gradient(
+    logits: int,
+    half: bool,
+    count: int,
+    width: int,
+    stride: int,
+    columns: int,
+    log_normaliser: int,
+    factor: int,
+    label_weight: float,
+    evenly: float,
+    threads: int,
+    /,
+) -> None: ...
+def cross_entropy(
+    logits: int,
+    half: bool,
+    count: int,
+    width: int,
+    stride: int,
+    columns: int,
+    smoothing: float,
+    z_loss: float,
+    scale: float,
+    losses: int,
+    threads: int,
+    /,
+) -> None: ...

@@ -1,0 +1,28 @@
+def forward(
+    branch: int,
+    branch_stride: int,
+    bias: int,
+    residual: int,
+    residual_stride: int,
+    mask: int,
+    mask_stride: int,
+    scale: float,
+    y: int,
+    rows: int,
+    cols: int,
+    half: bool,
+    threads: int,
+) -> None: ...
+def backward(
+    dy: int,
+    dy_stride: int,
+    mask: int,
+    mask_stride: int,
+    scale: float,
+    dbranch: int,
+    dbias: int,
+    rows: int,
+    cols: int,
+    half: bool,
+    threads: int,
+) -> None: ...

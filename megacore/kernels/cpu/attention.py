@@ -1,0 +1,231 @@
+"""Attention on CPUs with AVX-512: softmax(q kᵀ · scale) v without a score matrix in memory, and its gradients.
+
+The backward pass keeps the inputs, the output and the log-sum-exp of each query, and computes the weights again
+(Dao et al. 2022). Results are the same bits for any number of threads.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.errors import ConfigError
+from megacore.kernels.cpu import _attention, support  # after torch, whose OpenMP library they use
+from megacore.kernels.cpu.operators import operator
+
+MAX_HEAD_DIM = 256
+_DTYPES = tuple(dtype for dtype in (torch.bfloat16, torch.float32) if support.runs(dtype))
+_BF16 = torch.bfloat16
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attention` takes these: [b, n, s, d] on a CPU with the instructions, d contiguous and at most 256."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in _DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and key.shape == value.shape
+        and query.numel() > 0 < key.numel()
+        and query.shape[0] == key.shape[0]
+        and query.shape[1] % key.shape[1] == 0
+        and query.shape[3] == key.shape[3] <= MAX_HEAD_DIM
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    )
+
+
+def supports_packed(mixed: Tensor) -> bool:
+    """Whether `packed_attention` takes this: [b, s, n, 3, d] like the tensors of `supports`."""
+    return supports(*_heads(mixed))
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    """softmax(q kᵀ · scale) v.
+
+    Args:
+        query: [b, n, s_q, d], any strides but 1 on d; bf16 or fp32.
+        key: [b, g, s_k, d], n a multiple of g: each is shared by n / g query heads (Ainslie et al. 2023).
+        value: like `key`.
+        causal: a query sees the keys up to its own position; as many keys as queries.
+        scale: of the scores; None means 1 / sqrt(d).
+
+    Returns:
+        [b, n, s_q, d], a view of memory [b, s_q, n, d].
+
+    Raises:
+        ConfigError: the kernel does not take these tensors (see `supports`).
+    """
+    out: Tensor = _Attention.apply(query, key, value, causal, _scale(scale, query))  # type: ignore[no-untyped-call]
+    return out
+
+
+def packed_attention(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    """Attention of queries, keys and values that one product made, with one gradient for the three.
+
+    Args:
+        mixed: [b, s, n, 3, d], query, key and value of each head; any strides but 1 on d.
+        causal: a query sees the keys up to its own position.
+        scale: of the scores; None means 1 / sqrt(d).
+
+    Returns:
+        [b, n, s, d], a view of memory [b, s, n, d].
+
+    Raises:
+        ConfigError: the kernel does not take this tensor (see `supports_packed`).
+    """
+    out: Tensor = _PackedAttention.apply(mixed, causal, _scale(scale, mixed))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+        out, lse = torch.ops.megacore.attention_forward(query, key, value, causal, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = torch.ops.megacore.attention_backward(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
+        return *found, None, None
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, causal: bool, scale: float) -> Tensor:
+        out, lse = torch.ops.megacore.packed_attention_forward(mixed, causal, scale)
+        ctx.save_for_backward(mixed, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = torch.ops.megacore.packed_attention_backward(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
+        return found, None, None
+
+
+def _scale(scale: float | None, of: Tensor) -> float:
+    return of.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[b, s, n, 3, d] -> query, key and value [b, n, s, d]."""
+    query, key, value = mixed.permute(3, 0, 2, 1, 4).unbind(0)
+    return query, key, value
+
+
+def _empty_heads(like: Tensor) -> Tensor:
+    """[b, n, s, d] as a view of new memory [b, s, n, d]."""
+    b, n, s, d = like.shape
+    return like.new_empty((b, s, n, d)).transpose(1, 2)
+
+
+def _place(x: Tensor) -> tuple[int, int, int, int]:
+    b, n, s, _ = x.stride()
+    return x.data_ptr(), b, n, s
+
+
+def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int, int, int]:
+    b, n, queries, d = query.shape
+    return b, n, key.shape[1], queries, key.shape[2], d
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@operator(
+    "attention_forward(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> (Tensor, Tensor)",
+    fake=_fake_forward,
+)
+def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if not supports(query, key, value) or (causal and query.shape[2] != key.shape[2]):
+        raise ConfigError(_refusal(query, key, value, causal))
+    out = _empty_heads(query)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    _attention.forward(
+        query.dtype == _BF16,
+        _sizes(query, key),
+        scale,
+        causal,
+        _place(query),
+        _place(key),
+        _place(value),
+        _place(out),
+        lse.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out, lse
+
+
+def _fake_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_heads(query), _empty_heads(key), _empty_heads(value)
+
+
+@operator(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, bool causal, "
+    "float scale) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+)
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = _empty_heads(query), _empty_heads(key), _empty_heads(value)
+    _run_backward(grad, (query, key, value), out, lse, found, causal, scale)
+    return found
+
+
+@operator(
+    "packed_attention_forward(Tensor mixed, bool causal, float scale) -> (Tensor, Tensor)",
+    fake=lambda mixed, causal, scale: _fake_forward(*_heads(mixed), causal, scale),
+)
+def _packed_forward(mixed: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _forward(*_heads(mixed), causal, scale)
+
+
+@operator(
+    "packed_attention_backward(Tensor grad, Tensor mixed, Tensor out, Tensor lse, bool causal, float scale) -> Tensor",
+    fake=lambda grad, mixed, out, lse, causal, scale: mixed.new_empty(mixed.shape),
+)
+def _packed_backward(grad: Tensor, mixed: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> Tensor:
+    found = mixed.new_empty(mixed.shape)
+    _run_backward(grad, _heads(mixed), out, lse, _heads(found), causal, scale)
+    return found
+
+
+def _run_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    found: tuple[Tensor, Tensor, Tensor],
+    causal: bool,
+    scale: float,
+) -> None:
+    query, key, value = inputs
+    if grad.stride(3) != 1:
+        grad = grad.contiguous()
+    _attention.backward(
+        query.dtype == _BF16,
+        _sizes(query, key),
+        scale,
+        causal,
+        (_place(grad), _place(query), _place(key), _place(value), _place(out)),
+        lse.data_ptr(),
+        (_place(found[0]), _place(found[1]), _place(found[2])),
+        torch.get_num_threads(),
+    )
+
+
+def _refusal(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:
+    described = ", ".join(
+        f"{name} {tuple(x.shape)} strides {x.stride()} {x.dtype} on {x.device}"
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    return (
+        f"attention's CPU kernel does not take {described}, causal {causal}: it needs one dtype that this CPU has "
+        f"instructions for, d contiguous and at most {MAX_HEAD_DIM}, whole groups of heads, and as many keys as "
+        f"queries when causal"
+    )

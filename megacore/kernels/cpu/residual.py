@@ -1,0 +1,127 @@
+"""Dropout, and what a branch gives to the residual stream, in C++: one pass, and one for the bias's gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.kernels.cpu import _residual
+from megacore.kernels.cpu.draw import kept_like
+from megacore.kernels.cpu.operators import operator
+from megacore.kernels.cpu.rows import address, is_half, rows_of
+
+
+def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
+    """Residual + dropout(branch + bias): [..., h] -> [..., h], contiguous.
+
+    What is dropped is what `torch.nn.functional.dropout` drops from the same state of torch's generator.
+
+    Args:
+        branch: what is added.
+        bias: [h] of the branch.
+        residual: of the branch's shape.
+        p: probability of dropping an element; 0 outside of training.
+    """
+    if not p and bias is None and branch.dtype == torch.float32:
+        return residual + branch  # nothing to fuse, and no fp32 to compute in
+    mask = kept_like(branch, p) if p else None
+    scale = 1.0 / (1.0 - p)
+    return _BiasDropoutAdd.apply(branch, bias, residual, mask, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """What `torch.nn.functional.dropout` gives in training from the same state of its generator; 0 < p < 1."""
+    return _BiasDropoutAdd.apply(x, None, None, kept_like(x, p), 1.0 / (1.0 - p))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, branch: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+        return torch.ops.megacore.bias_dropout_add(branch, bias, residual, mask, scale)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (mask,) = grads, ctx.saved_tensors
+        dbranch, dbias = dy, None
+        if mask is not None:
+            dbranch, sums = torch.ops.megacore.dropout_backward(dy, mask, ctx.scale, ctx.has_bias)
+            dbias = sums if ctx.has_bias else None
+        elif ctx.has_bias:
+            dbias = torch.ops.megacore.column_sum(dy)
+        return dbranch, dbias, dy if ctx.has_residual else None, None, None
+
+
+@operator(
+    "bias_dropout_add(Tensor branch, Tensor? bias, Tensor? residual, Tensor? mask, float scale) -> Tensor",
+    fake=lambda branch, bias, residual, mask, scale: branch.new_empty(branch.shape),
+)
+def _bias_dropout_add(
+    branch: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, scale: float
+) -> Tensor:
+    half, y = is_half(branch, bias, residual, mask), branch.new_empty(branch.shape)
+    branches, residuals = rows_of(branch), None if residual is None else rows_of(residual)
+    kept = None if mask is None else rows_of(mask)
+    bias = None if bias is None else bias.contiguous()
+    _residual.forward(
+        branches.data_ptr(),
+        branches.stride(0),
+        address(bias),
+        address(residuals),
+        0 if residuals is None else residuals.stride(0),
+        address(kept),
+        0 if kept is None else kept.stride(0),
+        scale,
+        y.data_ptr(),
+        branches.shape[0],
+        branches.shape[1],
+        half,
+        torch.get_num_threads(),
+    )
+    return y
+
+
+@operator(
+    "dropout_backward(Tensor dy, Tensor mask, float scale, bool with_sum) -> (Tensor, Tensor)",
+    fake=lambda dy, mask, scale, with_sum: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[-1] if with_sum else 0)),
+)
+def _dropout_backward(dy: Tensor, mask: Tensor, scale: float, with_sum: bool) -> tuple[Tensor, Tensor]:
+    half, grads, kept = is_half(dy, mask), rows_of(dy), rows_of(mask)
+    dbranch, sums = dy.new_empty(dy.shape), dy.new_empty(dy.shape[-1] if with_sum else 0)
+    _residual.backward(
+        grads.data_ptr(),
+        grads.stride(0),
+        kept.data_ptr(),
+        kept.stride(0),
+        scale,
+        dbranch.data_ptr(),
+        sums.data_ptr() if with_sum else 0,
+        grads.shape[0],
+        grads.shape[1],
+        half,
+        torch.get_num_threads(),
+    )
+    return dbranch, sums
+
+
+@operator("column_sum(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[-1]))
+def _column_sum(x: Tensor) -> Tensor:
+    half, rows, sums = is_half(x), rows_of(x), x.new_empty(x.shape[-1])
+    _residual.backward(
+        rows.data_ptr(),
+        rows.stride(0),
+        0,
+        0,
+        1.0,
+        0,
+        sums.data_ptr(),
+        rows.shape[0],
+        rows.shape[1],
+        half,
+        torch.get_num_threads(),
+    )
+    return sums

@@ -1,0 +1,70 @@
+"""Rotary position embedding in C++: one pass, forward and backward, in the memory order that the heads have."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.kernels.cpu import _rope
+from megacore.kernels.cpu.operators import operator
+from megacore.kernels.cpu.rows import is_half
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first elements of each head: [b, n, s, d] -> [b, n, s, d].
+
+    Where x is a transposed [b, s, n, d], so is the result. The tables get no gradient.
+
+    Args:
+        x: of any strides.
+        rotary: cosines and sines [b or 1, 1, s, rotated], whose second half repeats the first.
+    """
+    return _Rotate.apply(x, *rotary)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return torch.ops.megacore.rotate(x, cosines, sines, False)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.megacore.rotate(grads[0], *ctx.saved_tensors, True), None, None
+
+
+def _alike(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    """Memory for the result: dense, heads and sequence in the order that they have in x."""
+    batch, heads, sequence, size = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, sequence, heads, size).transpose(1, 2)
+    return x.new_empty(x.shape)
+
+
+@operator("rotate(Tensor x, Tensor cosines, Tensor sines, bool back) -> Tensor", fake=_alike)
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    half, y = is_half(x, cosines, sines), _alike(x, cosines, sines, back)
+    x = x if x.stride(3) == 1 else x.contiguous()
+    cosines, sines = cosines.contiguous(), sines.contiguous()
+    _rope.rotate(
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        cosines.data_ptr(),
+        sines.data_ptr(),
+        cosines.stride(0) if cosines.shape[0] > 1 else 0,
+        y.data_ptr(),
+        y.stride(0),
+        y.stride(1),
+        y.stride(2),
+        x.shape[0],
+        x.shape[1],
+        x.shape[2],
+        x.shape[3],
+        cosines.shape[-1],
+        back,
+        half,
+        torch.get_num_threads(),
+    )
+    return y

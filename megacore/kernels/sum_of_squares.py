@@ -1,0 +1,71 @@
+"""The sum of squares of many flat tensors, for the global gradient norm."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megacore.kernels.apex import has_apex
+from megacore.kernels.implementation import Implementation, Setting, everywhere
+
+_BLOCK = 4096
+_APEX_CHUNK = 2048 * 32
+"""Elements of one block of threads, as apex's own optimizers have it."""
+
+
+class SumOfSquares(Protocol):
+    """Adds squares."""
+
+    def __call__(self, gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+        """Of all elements of flat fp32 tensors on `device`: a float64 scalar there."""
+        ...
+
+
+def reference(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Blocks are added in float64: over millions of elements torch's fp32 norm is wrong by 1e-4 on CPUs."""
+    norms = [torch.zeros(1, device=device)]
+    for gradient in gradients:
+        whole = gradient.numel() // _BLOCK * _BLOCK
+        norms.append(torch.linalg.vector_norm(gradient[:whole].view(-1, _BLOCK), dim=1))
+        norms.append(torch.linalg.vector_norm(gradient[whole:]).view(1))
+    return torch.cat(norms).double().square().sum()
+
+
+def _load_apex() -> SumOfSquares:
+    import amp_C  # type: ignore[import-not-found]
+
+    def total(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+        flat = [gradient for gradient in gradients if gradient.numel()]
+        if not flat:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        no_overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        norm: Tensor = amp_C.multi_tensor_l2norm(_APEX_CHUNK, no_overflow, [flat], False)[0]
+        return norm.double().square().sum()
+
+    return total
+
+
+def _load_cpp() -> SumOfSquares:
+    from megacore.kernels.cpu.adam import sum_of_squares
+
+    def total(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+        flat = list(gradients)
+        return sum_of_squares(flat) if flat else torch.zeros((), dtype=torch.float64)
+
+    return total
+
+
+def _runs_cpp(setting: Setting) -> bool:
+    from megacore.kernels.cpu import support
+
+    return setting.device.type == "cpu" and support.runs_fp32()
+
+
+IMPLEMENTATIONS = (
+    Implementation[SumOfSquares](
+        "apex multi_tensor_l2norm", _load_apex, lambda setting: setting.device.type == "cuda" and has_apex("amp_C")
+    ),
+    Implementation[SumOfSquares]("C++ with AVX-512", _load_cpp, _runs_cpp),
+    Implementation[SumOfSquares]("torch", lambda: reference, everywhere),
+)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Builds NVIDIA apex from NVIDIA's source into .venv: FusedAdam, FusedLayerNorm, FusedRMSNorm, the multi-tensor norm and
+# the fused weight gradient. Never from PyPI: the package `apex` there is another one.
+#   scripts/install_apex.sh [COMMIT]      PYTHON names another interpreter, MAX_JOBS limits parallel compilers
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source=https://github.com/NVIDIA/apex
+commit=${1:-6424da3b4faa6c8f062da4a48c424fff3f02d42d}
+python=${PYTHON:-.venv/bin/python}
+
+fail() {
+    echo "install_apex.sh: $*" >&2
+    exit 1
+}
+
+command -v git >/dev/null || fail "git is needed to fetch $source: install it (Debian: apt-get install git)"
+command -v "$python" >/dev/null || fail "there is no interpreter '$python': run 'make venv' first, or set PYTHON"
+"$python" -c 'import torch' 2>/dev/null || fail "$python has no torch, which apex is compiled against: run 'make venv' first"
+cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
+[ -n "$cuda" ] || fail "the torch of $python is a build without CUDA, for which apex has no kernels: install one with CUDA first"
+home=$("$python" -c 'from torch.utils.cpp_extension import CUDA_HOME; print(CUDA_HOME or "")')
+[ -x "$home/bin/nvcc" ] || fail "no CUDA compiler was found: install the CUDA toolkit $cuda and set CUDA_HOME to it"
+version=$("$home/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
+[ "${version%%.*}" = "${cuda%%.*}" ] || fail "torch is built for CUDA $cuda and $home has $version: set CUDA_HOME to a toolkit $cuda"
+
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+echo "install_apex.sh: building $source at $commit for CUDA $cuda (10 to 40 minutes)"
+git -C "$build" init --quiet
+git -C "$build" fetch --quiet --depth 1 "$source" "$commit" || fail "$commit could not be fetched from $source: check the network and the name of the commit"
+git -C "$build" checkout --quiet FETCH_HEAD
+APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "$python" -m pip install --no-build-isolation --no-deps --no-cache-dir "$build" ||
+    fail "apex did not build (the compiler's message is above)"
+"$python" - <<'EOF' || fail "apex was installed without its kernels: see the compiler's messages above"
+import torch  # the extensions need its libraries
+import amp_C
+import fused_layer_norm_cuda
+import fused_weight_gradient_mlp_cuda
+EOF
+echo "install_apex.sh: done; the run's log says which operations it computes"

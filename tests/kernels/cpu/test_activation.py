@@ -1,0 +1,115 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config.model import GATED, Activation
+from megacore.kernels import bias_activation as plain
+from megacore.kernels import swiglu
+from megacore.kernels.cpu.activation import bias_activation, gated
+from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
+
+activations = pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu"])
+gates = pytest.mark.parametrize("kind", sorted(GATED))
+widths = pytest.mark.parametrize("width", [1, 17, 64, 250])
+
+
+@both_types
+@activations
+@widths
+def test_bias_activation(dtype: torch.dtype, kind: Activation, width: int) -> None:
+    x, bias = random(3, 29, width, dtype=dtype), random(width, dtype=dtype)
+    check(lambda x: bias_activation(x, None, kind), lambda x: plain.reference(x, None, kind), [x])
+    check(lambda x, b: bias_activation(x, b, kind), lambda x, b: plain.reference(x, b, kind), [x, bias])
+
+
+@both_types
+@gates
+@widths
+def test_gated(dtype: torch.dtype, kind: Activation, width: int) -> None:
+    gate, up = random(3, 29, width, dtype=dtype), random(3, 29, width, dtype=dtype, seed=1)
+    check(lambda x, y: gated(x, y, kind), lambda x, y: swiglu.reference(x, y, kind), [gate, up])
+
+
+@both_types
+def test_biases_of_a_gated_unit(dtype: torch.dtype) -> None:
+    leaves = [random(4, 33, dtype=dtype), random(4, 33, dtype=dtype, seed=1)]
+    leaves += [random(33, dtype=dtype), random(33, dtype=dtype, seed=1)]
+
+    def expected(gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor) -> Tensor:
+        return swiglu.reference(gate + of_gate, up + of_up, "swiglu")
+
+    check(lambda gate, up, g, u: gated(gate, up, "swiglu", g, u), expected, leaves)
+    check(
+        lambda gate, up, u: gated(gate, up, "geglu", None, u),
+        lambda gate, up, u: swiglu.reference(gate, up + u, "geglu"),
+        [*leaves[:2], leaves[3]],
+    )
+
+
+@both_types
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [
+        ((5, 7, 2, 32), lambda x: x[:, :, 1]),
+        ((5, 7, 40), lambda x: x[..., 3:35]),
+        ((32, 5, 7), lambda x: x.permute(1, 2, 0)),
+        ((5, 1, 32), lambda x: x.expand(5, 7, 32)),
+    ],
+    ids=["half of a projection", "part of each row", "columns apart", "expanded"],
+)
+def test_any_strides(dtype: torch.dtype, shape: tuple[int, ...], view: object) -> None:
+    x, up, bias = random(*shape, dtype=dtype), random(5, 7, 32, dtype=dtype), random(32, dtype=dtype)
+    check(
+        lambda x, b: bias_activation(x, b, "gelu_tanh"),
+        lambda x, b: plain.reference(x, b, "gelu_tanh"),
+        [x, bias],
+        view,  # type: ignore[arg-type]
+    )
+    check(lambda x, y: gated(x, y, "swiglu"), lambda x, y: swiglu.reference(x, y, "swiglu"), [x, up], view)  # type: ignore[arg-type]
+    check(lambda x, y: gated(y, x, "swiglu"), lambda x, y: swiglu.reference(y, x, "swiglu"), [x, up], view)  # type: ignore[arg-type]
+
+
+@both_types
+@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "swiglu"])
+def test_every_magnitude(dtype: torch.dtype, kind: Activation) -> None:
+    """All through the range where the function bends, and far beyond it: slope 0 or 1, never NaN."""
+    x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0])]).to(dtype).requires_grad_()
+    far = torch.tensor([100.0, 1e4, 1e30, -100.0, -1e4, -1e30]).to(dtype).requires_grad_()
+
+    def apply(x: Tensor) -> Tensor:
+        return gated(x, torch.ones_like(x), kind) if kind == "swiglu" else bias_activation(x, None, kind)
+
+    check(apply, lambda x: plain.activate(x, kind), [x])
+    output = apply(far)
+    output.sum().backward()
+    assert far.grad is not None
+    torch.testing.assert_close(output, far.detach().clamp(min=0.0), rtol=2e-7, atol=1e-30)
+    torch.testing.assert_close(far.grad, (far.detach() > 0).to(dtype), rtol=2e-7, atol=1e-30)
+
+
+@both_types
+@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "swiglu"])
+def test_what_is_no_number_remains_none(dtype: torch.dtype, kind: Activation) -> None:
+    x = torch.tensor([math.nan, 1.0]).to(dtype)
+    output = gated(x, torch.ones_like(x), kind) if kind == "swiglu" else bias_activation(x, None, kind)
+    assert output.isnan().tolist() == [True, False]
+
+
+@both_types
+def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
+    x, up, bias = random(603, 130, dtype=dtype), random(603, 130, dtype=dtype, seed=1), random(130, dtype=dtype)
+    grad = random(603, 130, dtype=dtype, seed=3).detach()
+    check_threads(lambda x, b: bias_activation(x, b, "gelu_tanh"), [x, bias], grad)
+    check_threads(lambda x, y, b: gated(x, y, "geglu", b, b), [x, up, bias], grad)
+
+
+@both_types
+def test_compiles(dtype: torch.dtype) -> None:
+    x, up, bias = random(2, 9, 48, dtype=dtype), random(2, 9, 48, dtype=dtype, seed=1), random(48, dtype=dtype)
+    grad = random(2, 9, 48, dtype=dtype, seed=3).detach()
+    check_compiled(lambda x, b: bias_activation(x, b, "gelu_tanh"), [x, bias], grad)
+    check_compiled(lambda x: bias_activation(x, None, "gelu"), [x], grad)
+    check_compiled(lambda x, y: gated(x, y, "swiglu"), [x, up], grad)
+    check_compiled(lambda x, y, b: gated(x, y, "geglu_tanh", None, b), [x, up, bias], grad)

@@ -1,0 +1,199 @@
+"""AdamW and the sum of squares in C++ against float64 and against torch's fused kernel."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.errors import ConfigError
+from megacore.kernels.cpu import support
+from megacore.kernels.cpu.adam import adamw_, sum_of_squares
+
+pytestmark = pytest.mark.skipif(not support.runs_fp32(), reason="the CPU has no AVX-512")
+
+SIZES = (1, 15, 16, 17, 100, 8192, 8193, 20011)
+VALUES = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+State = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def state(sizes: Sequence[int] = SIZES) -> State:
+    """Weights, gradients and moments as they are in the midst of training."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(scale: float) -> list[Tensor]:
+        return [scale * torch.randn(size, generator=generator) for size in sizes]
+
+    return random(1.0), random(0.1), random(0.03), [values.square() for values in random(0.1)]
+
+
+def float64(parts: State, step: int, divisor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Loshchilov and Hutter's algorithm 2, weights and moments."""
+    results: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    beta1, beta2 = VALUES["beta1"], VALUES["beta2"]
+    for tensors in zip(*parts, strict=True):
+        weight, gradient, first, second = (tensor.double() for tensor in tensors)
+        gradient = gradient / divisor
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        change = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + VALUES["eps"])
+        weight = weight - VALUES["lr"] * (change + VALUES["weight_decay"] * weight)
+        for result, values in zip(results, (weight, first, second), strict=True):
+            result.append(values)
+    return results
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+@pytest.mark.parametrize("divisor", [1.0, 3.7])
+def test_equals_float64(step: int, divisor: float) -> None:
+    parts = state()
+    expected = float64(parts, step, divisor)
+    weights, gradients, first, second = parts
+    before = [gradient.clone() for gradient in gradients]
+    adamw_(weights, gradients, first, second, None, step=step, divisor=divisor, **VALUES)
+    for found, exact in zip((weights, first, second), expected, strict=True):
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-7)
+    assert all(gradient.equal(old) for gradient, old in zip(gradients, before, strict=True))
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.7])
+def test_follows_torch(divisor: float) -> None:
+    """Fifty updates of both kernels from zero moments: they differ by roundings only."""
+    ours, theirs = state((1000,)), state((1000,))
+    generator = torch.Generator().manual_seed(2)
+    for moments in (*ours[2:], *theirs[2:]):
+        moments[0].zero_()
+    for step in range(1, 51):
+        gradient = torch.randn(1000, generator=generator)
+        ours[1][0].copy_(gradient)
+        theirs[1][0].copy_(gradient)
+        adamw_(*ours, None, step=step, divisor=divisor, **VALUES)
+        torch._fused_adamw_(
+            *theirs,
+            [],
+            [torch.tensor(float(step))],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=torch.tensor(divisor),
+            **VALUES,
+        )
+        for found, expected in zip((ours[0], *ours[2:]), (theirs[0], *theirs[2:]), strict=True):
+            torch.testing.assert_close(found[0], expected[0], rtol=2e-6, atol=1e-7)
+
+
+def test_place_and_division_change_nothing() -> None:
+    """Every element alone, and whole tensors cut into shards at odd places, have the bits of the whole."""
+    whole, cut = state((5000,)), state((5000,))
+    pieces = [1] * 40 + [7, 16, 33, 1000, 3904]
+    adamw_(*whole, None, step=3, divisor=1.9, **VALUES)
+    shards = tuple([shard for tensor in part for shard in tensor.split(pieces)] for part in cut)
+    adamw_(*shards, None, step=3, divisor=1.9, **VALUES)
+    for one, other in zip(whole, cut, strict=True):
+        assert one[0].equal(other[0])
+
+
+def test_threads_change_nothing() -> None:
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        parts = state()
+        targets = [torch.empty(size, dtype=torch.bfloat16) for size in SIZES]
+        adamw_(*parts, targets, step=3, **VALUES)
+        found.append([tensor for part in (*parts, targets) for tensor in part])
+    assert all(one.equal(two) for one, two in zip(*found, strict=True))
+
+
+def test_publishes_as_torch_rounds() -> None:
+    parts = state()
+    targets = [torch.empty(size, dtype=torch.bfloat16) for size in SIZES]
+    adamw_(*parts, targets, step=2, **VALUES)
+    assert all(target.equal(weight.to(torch.bfloat16)) for target, weight in zip(targets, parts[0], strict=True))
+
+
+def test_rounds_ties_to_even() -> None:
+    """An update of nothing publishes the weights themselves: ties, the largest numbers, infinities and NaN."""
+    bits = [
+        0x3F808000,
+        0x3F818000,
+        0x3F808001,
+        0x3F817FFF,
+        -0x407F8000,
+        0x7F7FFFFF,
+        0x7F800000,
+        -0x00800000,
+        0x7F812345,
+    ]
+    weight = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    before, zeros, target = weight.clone(), torch.zeros(9), torch.empty(9, dtype=torch.bfloat16)
+    values = {**VALUES, "lr": 0.0}
+    adamw_([weight], [zeros], [zeros.clone()], [zeros.clone()], [target], step=1, **values)
+    assert weight[:8].equal(before[:8])
+    torch.testing.assert_close(target, before.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+    assert target.view(torch.int16)[:2].tolist() == [0x3F80, 0x3F82]
+
+
+def test_leaves_the_modes_of_the_cpu_alone() -> None:
+    parts = state((8,))
+    adamw_(*parts, None, step=1, **VALUES)
+    assert (torch.tensor([1e-40]) * 1.0).item() != 0.0
+
+
+def test_small_moments_vanish() -> None:
+    """Below the smallest normal number they are zero, on every thread alike."""
+    parts = state((40,))
+    for values in (parts[1][0], parts[2][0], parts[3][0]):
+        values.fill_(1e-38)
+    adamw_(*parts, None, step=1000, divisor=1e9, **VALUES)
+    assert parts[2][0].eq(0).all()
+    assert parts[3][0].eq(0).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_sum_of_squares(scale: float) -> None:
+    tensors = [scale * values for values in state()[0]]
+    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    found = sum_of_squares([*tensors, torch.empty(0)])
+    assert found.dtype == torch.float64
+    assert found.shape == ()
+    assert found.item() == pytest.approx(expected, rel=1e-13)
+
+
+def test_sum_of_squares_by_any_threads() -> None:
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(sum_of_squares(state()[0]))
+    assert found[0].equal(found[1])
+    assert sum_of_squares([]).item() == 0.0
+    assert sum_of_squares([torch.tensor([1.0, torch.nan])]).isnan()
+
+
+def test_compiles() -> None:
+    def update(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, target: Tensor) -> Tensor:
+        adamw_([weight], [gradient * 2], [first], [second], [target], step=2, **VALUES)
+        return sum_of_squares([gradient]) + 1
+
+    eager, graph = ([*(part[0] for part in state((100,))), torch.empty(100, dtype=torch.bfloat16)] for _ in range(2))
+    compiled = torch.compile(update, fullgraph=True, backend="aot_eager")
+    assert compiled(*graph).equal(update(*eager))
+    assert all(one.equal(other) for one, other in zip(graph, eager, strict=True))
+
+
+def test_refuses_what_does_not_fit() -> None:
+    weights, gradients, first, second = state((30,))
+    with pytest.raises(ConfigError, match=r"30 elements of torch\.float32"):
+        adamw_(weights, [gradients[0][:29]], first, second, None, step=1, **VALUES)
+    with pytest.raises(ConfigError, match="bfloat16"):
+        adamw_(weights, gradients, first, second, first, step=1, **VALUES)
+    with pytest.raises(ConfigError, match="one length"):
+        adamw_(weights, gradients, first, [], None, step=1, **VALUES)
+    with pytest.raises(ConfigError, match="contiguous"):
+        sum_of_squares([torch.zeros(4, 4).t()[:2]])

@@ -1,0 +1,280 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.errors import ConfigError
+from megacore.kernels.cpu import support
+from megacore.kernels.cpu.attention import attention, packed_attention, supports, supports_packed
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+needs_fp32 = pytest.mark.skipif(not support.runs_fp32(), reason="this CPU has no AVX-512")
+needs_bf16 = pytest.mark.skipif(not support.runs_bf16(), reason="this CPU has no AVX512-BF16")
+both_types = pytest.mark.parametrize(
+    "dtype", [pytest.param(FP32, marks=needs_fp32, id="fp32"), pytest.param(BF16, marks=needs_bf16, id="bf16")]
+)
+
+# b, n, g, queries, keys, d, causal
+SHAPES = {
+    "d16": (2, 2, 2, 64, 64, 16, True),
+    "d32": (2, 4, 4, 128, 128, 32, True),
+    "d64": (1, 2, 2, 160, 160, 64, True),
+    "d80": (1, 2, 2, 65, 65, 80, True),
+    "d128": (1, 1, 1, 96, 96, 128, True),
+    "d256": (1, 1, 1, 40, 40, 256, True),
+    "d not a multiple of 8": (1, 2, 2, 50, 50, 13, True),
+    "all keys": (2, 2, 2, 64, 64, 32, False),
+    "odd lengths": (1, 2, 2, 77, 77, 24, True),
+    "one token": (2, 2, 2, 1, 1, 32, True),
+    "grouped": (2, 6, 2, 70, 70, 32, True),
+    "one group": (1, 4, 1, 33, 33, 64, False),
+    "more keys": (1, 2, 2, 37, 201, 32, False),
+    "more queries": (1, 2, 1, 140, 9, 40, False),
+    "several ranges of keys": (1, 2, 1, 1030, 1030, 16, True),
+    "several ranges, all keys": (1, 1, 1, 70, 600, 16, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs(
+    b: int, n: int, g: int, queries: int, keys: int, d: int, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[list[Tensor], Tensor]:
+    """Query, key and value that require gradients, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(b + n * queries + keys * d)
+    shapes = [(b, n, queries, d), (b, g, keys, d), (b, g, keys, d), (b, n, queries, d)]
+    *parts, grad = (torch.randn(shape, generator=generator).to(dtype) * scale for shape in shapes)
+    return [part.requires_grad_() for part in parts], grad
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None) -> Tensor:
+    sharing = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def exact(parts: list[Tensor], grad: Tensor, causal: bool, scale: float | None = None) -> list[Tensor]:
+    """The output and the gradients in float64."""
+    doubles = [part.detach().double().requires_grad_() for part in parts]
+    out = reference(*doubles, causal, scale)
+    return [out.detach(), *torch.autograd.grad(out, doubles, grad.double())]
+
+
+def ours(parts: list[Tensor], grad: Tensor, causal: bool, scale: float | None = None) -> list[Tensor]:
+    query, key, value = parts
+    out = attention(query, key, value, causal=causal, scale=scale)
+    return [out.detach(), *torch.autograd.grad(out, parts, grad)]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative to the expected tensor's norm."""
+    return float((found.detach().double() - expected.detach()).norm() / expected.norm())
+
+
+@needs_fp32
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_float64_in_fp32(shape: tuple[Any, ...]) -> None:
+    parts, grad = inputs(*shape[:6], FP32)
+    for found, expected in zip(ours(parts, grad, shape[6]), exact(parts, grad, shape[6]), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@needs_bf16
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_is_as_exact_as_torch_in_bf16(shape: tuple[Any, ...]) -> None:
+    *sizes, causal = shape
+    parts, grad = inputs(*sizes, BF16)
+    out = F.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=sizes[1] != sizes[2])
+    torchs = [out, *torch.autograd.grad(out, parts, grad)]
+    for found, theirs, expected in zip(ours(parts, grad, causal), torchs, exact(parts, grad, causal), strict=True):
+        if expected.norm() == 0:
+            assert found.norm() < 1e-2  # one key: what remains is the output's rounding
+        else:
+            assert error(found, expected) <= 1.5 * error(theirs, expected) + 1e-4
+
+
+@both_types
+def test_every_query_is_as_near_as_the_whole(dtype: torch.dtype) -> None:
+    parts, grad = inputs(1, 2, 2, 150, 150, 32, dtype)
+    for found, expected in zip(ours(parts, grad, True), exact(parts, grad, True), strict=True):
+        limit = 4e-6 if dtype == FP32 else 2e-2
+        assert float((found.double() - expected).norm(dim=-1).max() / expected.norm(dim=-1).mean()) < limit
+
+
+@both_types
+@pytest.mark.parametrize("scale", [0.05, 0.7, -0.3])
+def test_scale(dtype: torch.dtype, scale: float) -> None:
+    parts, grad = inputs(1, 2, 2, 40, 40, 32, dtype)
+    for found, expected in zip(ours(parts, grad, True, scale), exact(parts, grad, True, scale), strict=True):
+        assert error(found, expected) < (2e-6 if dtype == FP32 else 8e-3)
+
+
+@both_types
+def test_memory_of_the_output_and_the_gradients_is_by_token(dtype: torch.dtype) -> None:
+    parts, grad = inputs(2, 4, 2, 24, 24, 16, dtype)
+    for x in ours(parts, grad, True):
+        assert x.transpose(1, 2).is_contiguous()
+
+
+@both_types
+@pytest.mark.parametrize("causal", [True, False])
+def test_strides_make_no_difference(dtype: torch.dtype, causal: bool) -> None:
+    parts, grad = inputs(2, 4, 2, 50, 50, 24, dtype)
+    wide = torch.full((3, 50, 2, 6, 31), torch.nan, dtype=dtype)
+    strided = []
+    for i, part in enumerate(parts):
+        view = wide[i].transpose(0, 1).permute(0, 2, 1, 3)[:, : part.shape[1], :, 3:27]
+        strided.append(view.copy_(part.detach()).requires_grad_())
+    assert not any(part.transpose(1, 2).is_contiguous() for part in strided)
+    expected = ours(parts, grad, causal)
+    by_row = torch.empty(2, 4, 24, 50, dtype=dtype).transpose(2, 3).copy_(grad)
+    for gradient in (grad.transpose(1, 2).contiguous().transpose(1, 2), by_row):
+        for found, wanted in zip(ours(strided, gradient, causal), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@both_types
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_equals_unpacked(dtype: torch.dtype, causal: bool) -> None:
+    (mixed, _, _), _ = inputs(2, 70, 1, 3 * 4, 1, 32, dtype)
+    mixed = mixed.detach().view(2, 70, 4, 3, 32).requires_grad_()
+    grad = inputs(2, 4, 4, 70, 70, 32, dtype)[1]
+    out = packed_attention(mixed, causal=causal, scale=None)
+    (found,) = torch.autograd.grad(out, mixed, grad)
+    parts = [part.detach().requires_grad_() for part in mixed.permute(3, 0, 2, 1, 4)]
+    wanted = ours(parts, grad, causal)
+    assert found.is_contiguous()
+    assert torch.equal(out, wanted[0])
+    for part, expected in zip(found.permute(3, 0, 2, 1, 4), wanted[1:], strict=True):
+        assert torch.equal(part, expected)
+
+
+@both_types
+@pytest.mark.parametrize("name", ["d32", "grouped", "one token", "several ranges of keys", "more keys"])
+def test_threads_make_no_difference(dtype: torch.dtype, name: str) -> None:
+    *sizes, causal = SHAPES[name]
+    parts, grad = inputs(*sizes, dtype)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(ours(parts, grad, causal))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+@both_types
+def test_great_scores_are_finite(dtype: torch.dtype) -> None:
+    parts, grad = inputs(1, 2, 2, 70, 70, 32, dtype, scale=300.0)
+    found, expected = ours(parts, grad, True), exact(parts, grad, True)
+    assert all(bool(x.isfinite().all()) for x in found)
+    assert error(found[0], expected[0]) < 1e-2
+
+
+@both_types
+def test_a_score_of_minus_infinity_has_no_weight(dtype: torch.dtype) -> None:
+    parts, grad = inputs(1, 1, 1, 40, 200, 16, dtype)
+    query, key, _ = parts
+    with torch.no_grad():
+        query.fill_(1.0)
+        key[:, :, 3:190] = -3e38
+    found = ours(parts, grad, False)
+    assert all(bool(x.isfinite().all()) for x in found)
+    rest = [x.detach()[:, :, [*range(3), *range(190, 200)]] for x in parts[1:]]
+    assert error(found[0], reference(query.detach().double(), rest[0].double(), rest[1].double(), False)) < 1e-2
+    assert not found[3][:, :, 3:190].any()
+
+
+@both_types
+def test_all_scores_of_minus_infinity_give_zero(dtype: torch.dtype) -> None:
+    parts, grad = inputs(1, 1, 1, 5, 9, 16, dtype)
+    with torch.no_grad():
+        parts[0].fill_(1.0)
+        parts[1].fill_(-3e38)
+    out, _, _, grad_value = ours(parts, grad, False)
+    assert not out.any()
+    assert not grad_value.any()
+
+
+@both_types
+def test_compiles(dtype: torch.dtype) -> None:
+    (x, _, _), grad = inputs(2, 20, 1, 4, 1, 3 * 16, dtype)
+    grad = grad.detach()[..., :16].contiguous()
+
+    def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = (2 * x).view(2, 20, 4, 3, 16)
+        query, key, value = mixed.permute(3, 0, 2, 1, 4).unbind(0)
+        assert supports(query, key, value)
+        assert supports_packed(mixed)
+        packed = packed_attention(mixed, causal=True, scale=None).transpose(1, 2)
+        return packed, attention(query, key[:, :2], value[:, :2], causal=True, scale=0.3).transpose(1, 2)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (layer, compiled):
+        first, second = function(x)
+        results.append((first, second, *torch.autograd.grad([first, second], x, [grad, grad])))
+    for eager, other in zip(*results, strict=True):
+        assert torch.equal(eager, other)
+        assert eager.stride() == other.stride()
+
+
+@both_types
+def test_operators_are_what_they_say(dtype: torch.dtype) -> None:
+    parts, grad = inputs(2, 4, 2, 9, 9, 16, dtype)
+    query, key, value = (part.detach() for part in parts)
+    mixed = inputs(2, 9, 1, 4, 1, 48, dtype)[0][0].detach().view(2, 9, 4, 3, 16)
+    operators = torch.ops.megacore
+    tests = ("test_schema", "test_faketensor")
+    forward = operators.attention_forward(query, key, value, True, 0.25)
+    packed = operators.packed_attention_forward(mixed, True, 0.25)
+    for operator, arguments in (
+        (operators.attention_forward, (query, key, value, True, 0.25)),
+        (operators.attention_backward, (grad, query, key, value, *forward, True, 0.25)),
+        (operators.packed_attention_forward, (mixed, True, 0.25)),
+        (operators.packed_attention_backward, (grad, mixed, *packed, True, 0.25)),
+    ):
+        torch.library.opcheck(operator.default, arguments, test_utils=tests)
+
+
+@needs_fp32
+def test_log_sum_exp() -> None:
+    (query, key, value), _ = inputs(1, 2, 2, 30, 30, 16, FP32)
+    _, lse = torch.ops.megacore.attention_forward(query.detach(), key.detach(), value.detach(), False, 0.25)
+    expected = (query.double() @ key.double().transpose(-1, -2) * 0.25).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@needs_fp32
+def test_supports() -> None:
+    (query, key, value), _ = inputs(2, 4, 2, 9, 7, 16, FP32)
+    assert supports(query, key, value)
+    assert not supports(query.double(), key.double(), value.double())
+    assert not supports(query.to("meta"), key.to("meta"), value.to("meta"))
+    assert not supports(query, key, value[:, :, :5])
+    assert not supports(query, key[:1], value[:1])
+    assert not supports(query[:, :3], key, value)
+    assert not supports(query[:, :, :0], key, value)
+    assert not supports(query.mT.contiguous().mT, key, value)
+    wide = torch.empty(1, 1, 1, 257)
+    assert not supports(wide, wide, wide)
+
+
+@needs_fp32
+def test_refuses_what_it_cannot_do() -> None:
+    (query, key, value), _ = inputs(2, 4, 2, 9, 7, 16, FP32)
+    with pytest.raises(ConfigError, match="as many keys as queries"):
+        attention(query, key, value, causal=True, scale=None)
+    with pytest.raises(ConfigError, match="does not take query"):
+        attention(query.double(), key.double(), value.double(), causal=False, scale=None)

@@ -1,0 +1,77 @@
+"""The generator must be torch's bit for bit: layouts and recomputation draw the same from the same seed."""
+
+import pytest
+import torch
+
+from megacore.kernels.cpu import _draw, draw, support
+from megacore.kernels.cpu.draw import draws_as_torch, kept_like
+from tests.kernels.cpu._pointwise import both_types
+
+pytestmark = pytest.mark.skipif(
+    not support.runs_fp32() or not draws_as_torch(), reason="torch draws with MKL here, or this CPU has no AVX-512"
+)
+
+
+@both_types
+@pytest.mark.parametrize("drawn_before", [0, 1, 2, 311, 623, 624, 625])
+@pytest.mark.parametrize("count", [1, 15, 17, 312, 313, 5000])
+def test_the_same_numbers_and_the_same_state(dtype: torch.dtype, drawn_before: int, count: int) -> None:
+    torch.manual_seed(7)
+    for _ in range(drawn_before):
+        torch.rand(1)
+    before = torch.get_rng_state()
+    for p in (0.1, 0.5, 0.9):
+        torch.set_rng_state(before)
+        expected = torch.empty(count, dtype=dtype).bernoulli_(1.0 - p)
+        after, following = torch.get_rng_state(), torch.rand(3)
+        torch.set_rng_state(before)
+        assert torch.equal(kept_like(expected, p), expected)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(torch.rand(3), following)
+
+
+def test_a_saved_normal_number_survives() -> None:
+    torch.manual_seed(7)
+    torch.normal(0.0, 1.0, (1,))
+    before = torch.get_rng_state()
+    torch.empty(9).bernoulli_(0.5)
+    expected = torch.normal(0.0, 1.0, (3,))
+    torch.set_rng_state(before)
+    kept_like(torch.empty(9), 0.5)
+    assert torch.equal(torch.normal(0.0, 1.0, (3,)), expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0**-53, 1.0 - 2.0**-53])
+def test_the_ends_of_the_range(p: float) -> None:
+    torch.manual_seed(7)
+    state, out = torch.get_rng_state(), torch.empty(2000)
+    expected = torch.empty(2000).bernoulli_(p)
+    _draw.bernoulli(state.data_ptr(), p, out.data_ptr(), 2000, False)
+    assert torch.equal(out, expected)
+
+
+def test_memory_order_of_a_transposed_tensor() -> None:
+    x = torch.empty(6, 7, 8).transpose(0, 2)
+    torch.manual_seed(7)
+    expected = torch.empty_like(x).bernoulli_(0.5)
+    torch.manual_seed(7)
+    found = kept_like(x, 0.5)
+    assert found.stride() == x.stride()
+    assert torch.equal(found, expected)
+
+
+def test_asking_leaves_the_generator_alone() -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    draws_as_torch.cache_clear()
+    draws_as_torch()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_generator_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "draws_as_torch", lambda: False)
+    monkeypatch.delattr(_draw, "bernoulli")
+    torch.manual_seed(7)
+    expected = torch.empty(50).bernoulli_(0.7)
+    torch.manual_seed(7)
+    assert torch.equal(kept_like(expected, 0.3), expected)

@@ -1,0 +1,93 @@
+"""AdamW by every implementation that runs here, against its formula in float64; apex by a stand-in."""
+
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.kernels.adamw import IMPLEMENTATIONS, AdamW, Hyperparameters
+from megacore.kernels.implementation import Setting
+
+CPU = torch.device("cpu")
+RUNNING = [each for each in IMPLEMENTATIONS if each.usable(Setting(CPU, torch.bfloat16))]
+SHAPES = [(5, 7), (33,), (4096, 3)]
+STEPS, DIVISOR = 3, 4.0
+
+
+def draw(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def values(step: int) -> Hyperparameters:
+    return Hyperparameters(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, step=step)
+
+
+def exact(steps: int) -> list[Tensor]:
+    weights = [weight.double() for weight in draw(0)]
+    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    for step in range(1, steps + 1):
+        of = values(step)
+        for weight, first, second, gradient in zip(weights, *moments, draw(step), strict=True):
+            scaled = gradient.double() / DIVISOR
+            weight.mul_(1 - of.lr * of.weight_decay)
+            first.lerp_(scaled, 1 - of.beta1)
+            second.lerp_(scaled.square(), 1 - of.beta2)
+            denominator = second.sqrt() / math.sqrt(1 - of.beta2**step) + of.eps
+            weight.sub_(of.lr / (1 - of.beta1**step) * first / denominator)
+    return weights
+
+
+def run(update: AdamW, targets: list[Tensor] | None) -> list[Tensor]:
+    weights = draw(0)
+    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    for step in range(1, STEPS + 1):
+        update(weights, draw(step), first, second, targets, values(step), torch.tensor(DIVISOR))
+    return weights
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+@pytest.mark.parametrize("implementation", RUNNING, ids=lambda each: each.name)
+def test_the_formula(implementation: Any, publishes: bool) -> None:
+    targets = [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES] if publishes else None
+    weights = run(implementation.load(), targets)
+    for weight, expected in zip(weights, exact(STEPS), strict=True):
+        torch.testing.assert_close(weight.double(), expected, rtol=2e-6, atol=2e-6)
+    for target, weight in zip(targets or [], weights, strict=False):
+        assert torch.equal(target, weight.bfloat16())
+
+
+def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in has the arguments of amp_C.multi_tensor_adam_capturable, and computes by torch."""
+
+    def multi_tensor_adam_capturable(
+        chunk: int,
+        overflow: Tensor,
+        lists: list[list[Tensor]],
+        lr: Tensor,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: Tensor,
+        mode: int,
+        bias_correction: int,
+        weight_decay: float,
+        inverse_scale: Tensor,
+    ) -> None:
+        assert (overflow.item(), overflow.dtype, mode, bool(bias_correction)) == (0, torch.int32, 1, True)
+        gradients, weights, first, second = lists
+        of = Hyperparameters(float(lr), weight_decay, beta1, beta2, eps, int(step))
+        IMPLEMENTATIONS[-1].load()(weights, gradients, first, second, None, of, inverse_scale.reciprocal().view(()))
+
+    module = ModuleType("amp_C")
+    module.multi_tensor_adam_capturable = multi_tensor_adam_capturable  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "amp_C", module)
+    targets = [torch.zeros(shape, dtype=torch.float16) for shape in SHAPES]
+    weights = run(IMPLEMENTATIONS[0].load(), targets)
+    for weight, target, expected in zip(weights, targets, exact(STEPS), strict=True):
+        torch.testing.assert_close(weight.double(), expected, rtol=2e-6, atol=2e-6)
+        assert torch.equal(target, weight.half())

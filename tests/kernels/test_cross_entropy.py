@@ -1,0 +1,118 @@
+"""Losses and gradients in place of logits, by every implementation that runs here, against float64."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.kernels import cross_entropy
+from megacore.kernels.cross_entropy import (
+    IMPLEMENTATIONS,
+    CrossEntropy,
+    compiled,
+    whole_gradient_,
+    whole_loss_,
+    whole_statistics,
+)
+from megacore.kernels.implementation import Implementation, Setting, everywhere
+
+ROWS, WIDTH = 7, 67
+TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.1, 0.01)]
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def running() -> Iterator[tuple[Implementation[CrossEntropy], torch.dtype]]:
+    for dtype in DTYPES:
+        for each in IMPLEMENTATIONS:
+            if each.usable(Setting(torch.device("cpu"), dtype)):
+                yield each, dtype
+    # What a GPU gets through torch.compile: its parts as they are, and one of them compiled for this CPU.
+    pieces = CrossEntropy(whole_statistics, whole_gradient_, whole_loss_)
+    yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.float32
+    yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.bfloat16
+    yield Implementation("torch.compile without inductor", lambda: compiled("aot_eager"), everywhere), torch.bfloat16
+
+
+@pytest.fixture(params=running(), ids=lambda pair: f"{pair[0].name} {pair[1]}")
+def kernel(request: pytest.FixtureRequest) -> tuple[CrossEntropy, torch.dtype]:
+    implementation, dtype = request.param
+    return implementation.load(), dtype
+
+
+def logits_and_labels(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = (20 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)).to(dtype)
+    return logits, torch.randint(WIDTH, (ROWS,), generator=generator)
+
+
+def exact(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
+    leaf = logits.double().requires_grad_()
+    loss = F.cross_entropy(leaf, labels, reduction="none", label_smoothing=smoothing)
+    loss = loss + z_loss * leaf.logsumexp(-1).square()
+    loss.sum().backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), TERMS)
+def test_at_once(kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_loss: float) -> None:
+    logits, labels = logits_and_labels(kernel[1])
+    expected, gradient = exact(logits, labels, smoothing, z_loss)
+    losses = kernel[0].loss_(logits, labels, smoothing, z_loss, 1.0)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    tolerance = TOLERANCES[kernel[1]]
+    torch.testing.assert_close(logits.double(), gradient, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), TERMS)
+def test_in_two_parts(kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_loss: float) -> None:
+    """What two ranks do: statistics of each part, then the gradient of each from what both know."""
+    logits, labels = logits_and_labels(kernel[1])
+    expected, gradient = exact(logits, labels, smoothing, z_loss)
+    cut = 32
+    parts = [logits[:, :cut].contiguous(), logits[:, cut:].contiguous()]
+    columns = [
+        torch.where(labels < cut, labels, torch.full_like(labels, -1)),
+        torch.where(labels >= cut, labels - cut, torch.full_like(labels, -1)),
+    ]
+    found = [kernel[0].statistics(part, column, True) for part, column in zip(parts, columns, strict=True)]
+    maximum = torch.maximum(found[0][0], found[1][0])
+    total = sum(each[2] * (each[0] - maximum).exp() for each in found)
+    assert isinstance(total, Tensor)
+    log_normaliser = total.log() + maximum
+    label, logit_sum = found[0][1] + found[1][1], found[0][3] + found[1][3]
+    loss = log_normaliser - (1 - smoothing) * label - smoothing * logit_sum / WIDTH + z_loss * log_normaliser.square()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-4)
+    factor = 1 + 2 * z_loss * log_normaliser if z_loss else None
+    for part, column in zip(parts, columns, strict=True):
+        kernel[0].gradient_(part, column, log_normaliser, factor, 1 - smoothing, smoothing / WIDTH)
+    tolerance = TOLERANCES[kernel[1]]
+    torch.testing.assert_close(torch.cat(parts, 1).double(), gradient, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def test_the_scale_is_of_the_gradient_alone(kernel: tuple[CrossEntropy, torch.dtype]) -> None:
+    logits, labels = logits_and_labels(kernel[1])
+    scaled = logits.clone()
+    losses = kernel[0].loss_(logits, labels, 0.1, 0.01, 1.0)
+    assert torch.equal(kernel[0].loss_(scaled, labels, 0.1, 0.01, 1024.0), losses)
+    torch.testing.assert_close(scaled, 1024 * logits, rtol=1e-6, atol=1e-3)
+
+
+def test_a_logit_that_is_not_a_number_is_seen(kernel: tuple[CrossEntropy, torch.dtype]) -> None:
+    logits, labels = logits_and_labels(kernel[1])
+    logits[2, 5] = torch.nan
+    losses = kernel[0].loss_(logits, labels, 0.0, 0.0, 1.0)
+    assert losses.isnan().tolist() == [row == 2 for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("rows_per_block", [1, 3, 100])
+def test_blocks_of_any_size(rows_per_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_CACHED_ELEMENTS", rows_per_block * WIDTH // torch.get_num_threads())
+    logits, labels = logits_and_labels(torch.float32)
+    expected, gradient = exact(logits, labels, 0.1, 0.01)
+    losses = cross_entropy.loss_(logits, labels, 0.1, 0.01, 1.0)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits.double(), gradient, rtol=1e-5, atol=1e-7)

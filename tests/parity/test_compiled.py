@@ -1,0 +1,35 @@
+"""Layers through torch.compile on two ranks against the serial run without it."""
+
+import pytest
+
+from tests._dist import run_distributed
+from tests.parity._training import Case, Result, train_all
+from tests.parity.test_layouts import LLAMA, M4, PP2, SP, TP2, ZERO1, compare
+
+COMPILED = {"compile": "on"}
+SHORT = {"num_layers": 2}
+CASES = {
+    "tp2 sp": Case(TP2 | SP, COMPILED, SHORT),
+    "pp2, selective recomputation": Case(PP2, COMPILED | M4 | {"recompute": "selective"}, SHORT),
+    "llama dp2 distributed optimizer, full recomputation": Case(ZERO1, COMPILED | {"recompute": "full"}, LLAMA | SHORT),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
+    workspace = tmp_path_factory.mktemp("workspace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGACORE_WORKSPACE", str(workspace))
+        results = run_distributed(2, train_all, CASES, timeout=120)
+    assert any((workspace / "compiled").rglob("*.so")), "nothing was compiled into the workspace"
+    return results
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[str, Result]:
+    return {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+    compare(CASES[name], name, two_ranks, serial)
