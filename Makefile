@@ -14,12 +14,13 @@ ARGS ?=
 KILLS ?= 500
 SEED ?= 1
 OUT ?= workspace/soak.json
+BENCH ?=
 
-.PHONY: help venv test soak pretrain server stop status lint format types docs clean clean-venv
+.PHONY: help venv test soak bench pretrain server stop status lint format types docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
-	@echo "CONF=<file in conf/> and ARGS=<options> go to pretrain; ARGS also to test. PYTHON= names the interpreter of .venv."
+	@echo "CONF=<file in conf/> and ARGS=<options> go to pretrain; ARGS also to test and bench. PYTHON= names the interpreter of .venv."
 
 venv: $(STAMP)  ## Make .venv and install everything into it
 
@@ -31,6 +32,9 @@ test: $(STAMP)  ## Run the tests (ARGS="-k name" for some)
 
 soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1
 	$(PY) -m tests.faults.soak --kills $(KILLS) --seed $(SEED) --out $(OUT) $(ARGS)
+
+bench: $(STAMP)  ## Measure and write BENCHMARKS.md: BENCH="step scaling" for some, ARGS=--all for the slow ones too
+	$(PY) -m benchmarks $(BENCH) $(ARGS)
 
 pretrain: $(STAMP)  ## Text to a model in MLflow: CONF=gpt2-tiny ARGS="-o train.train_iters=400"
 	$(PY) -m flows.pretrain --conf $(CONF) $(ARGS)

@@ -1,5 +1,6 @@
 """Compiles the C++ parts when the package is installed; everything else is in pyproject.toml."""
 
+import os
 import platform
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ def extension(source: Path, compile_args: list[str], link_args: list[str]) -> Py
 
 
 setup(
+    options={"build_ext": {"parallel": os.cpu_count()}},
     ext_modules=[
         *(extension(source, EXACT, []) for source in sorted(DATA.glob("_*.cpp"))),
         *(extension(source, FAST + OPENMP, OPENMP) for source in sorted(KERNELS.glob("_*.cpp"))),
-    ]
+    ],
 )

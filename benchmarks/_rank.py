@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks._variants import SAMPLES, SEQ_LENGTH, VARIANTS, VOCAB_SIZE, Variant
+from benchmarks._variants import ALL, SEQ_LENGTH, VOCAB_SIZE, Variant
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.native import NativeEngine
@@ -28,9 +28,9 @@ Step = Callable[[], object]
 TOKENS = SpecialTokens(eod=VOCAB_SIZE - 1)
 
 
-def tokens() -> Tensor:
-    """One global batch of ids, [8, s + 1]."""
-    return torch.randint(VOCAB_SIZE, (SAMPLES, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+def tokens(samples: int) -> Tensor:
+    """One global batch of ids, [samples, s + 1]."""
+    return torch.randint(VOCAB_SIZE, (samples, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
 
 def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Timers) -> Step:
@@ -49,7 +49,7 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
     )
     engine = NativeEngine(Stage(config, VOCAB_SIZE, mesh, special_tokens=TOKENS), config, precision)
     replicas = mesh.data_parallel
-    batches = tokens().split(variant.micro_batch_size)[replicas.rank :: replicas.size]
+    batches = tokens(variant.samples).split(variant.micro_batch_size)[replicas.rank :: replicas.size]
 
     def step() -> object:
         engine.forward_backward(iter(batches), list(range(len(batches))))
@@ -77,7 +77,7 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
 
     wrapped = DistributedDataParallel(Loss())
     optimizer = AdamW(wrapped.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    batch = tokens().split(variant.micro_batch_size)[dist.get_rank()]
+    batch = tokens(variant.samples).split(variant.micro_batch_size)[dist.get_rank()]
 
     def step() -> object:
         optimizer.zero_grad(set_to_none=True)
@@ -106,7 +106,7 @@ def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
 
 def main(name: str, precision: str) -> None:
     """Answer every command with one line, on the first rank, until standard input ends."""
-    variant = VARIANTS[name]
+    variant = ALL[name]
     torch.set_num_threads(variant.threads)
     torch.set_flush_denormal(True)
     if variant.ranks > 1:

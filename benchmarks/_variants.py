@@ -1,4 +1,4 @@
-"""What `benchmarks/step.py` compares: ways to make the same optimizer step."""
+"""What `benchmarks/layouts.py` compares: ways to divide the same optimizer step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class Variant:
-    """One layout of one step of 8 samples."""
+    """One layout of one step."""
 
     ranks: int
     threads: int
@@ -29,7 +29,8 @@ class Variant:
     parallel: dict[str, Any] = field(default_factory=dict)
     torch_ddp: bool = False
     """Whether torch's DistributedDataParallel and AdamW train the same model, instead of our engine."""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    samples: int = SAMPLES
+    """Of a step on all ranks."""
 
     def config(self, precision: str) -> RunConfig:
         """The run that this variant makes steps of."""
@@ -44,7 +45,7 @@ class Variant:
             "optim": {"lr": 1e-4, "clip_grad": 1.0, "weight_decay": 0.01},
             "train": {
                 "micro_batch_size": self.micro_batch_size,
-                "global_batch_size": SAMPLES,
+                "global_batch_size": self.samples,
                 "train_iters": 1_000_000,
                 "precision": precision,
             },
@@ -52,7 +53,7 @@ class Variant:
             "parallel": self.parallel,
             "launch": {"nproc_per_node": self.ranks, "threads_per_rank": self.threads},
         }
-        return parse_config(values, origin="benchmarks/step.py")
+        return parse_config(values, origin="benchmarks/layouts.py")
 
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -69,3 +70,11 @@ VARIANTS = {
     "dp2 distributed optimizer": Variant(2, 1, 4, {"use_distributed_optimizer": True}),
     "torch ddp": Variant(2, 1, 4, torch_ddp=True),
 }
+
+WEAK = {f"dp{ranks}": Variant(ranks, 1, 4, samples=4 * ranks) for ranks in (1, 2, 4)}
+"""Data-parallel ranks with one thread and 4 samples each: `benchmarks/scaling.py`."""
+PIPELINES = {f"pp2, m {count}": Variant(2, 1, 1, PP2, samples=count) for count in (2, 4, 8, 16)} | {
+    "pp2 interleaved, m 8": Variant(2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}, samples=8)
+}
+"""Two stages and m micro batches of one sample."""
+ALL = VARIANTS | WEAK | PIPELINES

@@ -1,143 +1,187 @@
-"""One optimizer step of a tiny GPT (4 layers, 256, 8 heads, s 256, v 8192, 8 samples) in several layouts on this CPU.
+"""One training step of megacore beside what a user would pick instead, all on this machine and in turns.
 
-    python -m benchmarks.step [--variants tp2 pp2] [--rounds 12] [--steps 3] [--precision fp32]
+    python -m benchmarks.step [--case tiny-bf16] [--rounds 12] [--steps 3] [--nanogpt CHECKOUT]
+    python -m benchmarks.step --losses 50 [--case tiny-bf16]
 
-All variants are started first and then take turns, a few steps each, so that a machine whose speed changes changes
-it for all: the ratio to the serial run is taken within each round, and the median over the rounds is printed.
+Contestants: megacore's native engine as its launcher starts it; a plain torch GPT in nanoGPT's manner, eager, compiled,
+with torch's fused AdamW, with glibc's own malloc and with the thresholds that megacore's launcher sets; transformers'
+GPT-2 in Trainer's loop. All have the same weights, batches, learning rate, AdamW and clipping, and their first losses
+must agree. They are started first and then take turns, a few steps each: ratios are taken within a round, and their
+median counts. `--losses` holds the losses of megacore in the case's precision against its own in fp32 instead.
 """
 
 import argparse
 import json
+import math
 import os
-import socket
-import statistics
-import subprocess
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from dataclasses import replace
 
-from benchmarks._variants import REFERENCE, SAMPLES, SEQ_LENGTH, VARIANTS, VOCAB_SIZE
-from megacore.launch.torchrun import rank_environment
-from megacore.observe.flops import TransformerShape, step_flops
-from megacore.observe.timers import exposed_communication
+from benchmarks._entrants import CASES, ENTRANTS, Case, Work
+from benchmarks._turns import Contestant, compete, environment, progress
+from benchmarks._verdict import Check, table, verdict
 
-PHASES = ("forward-compute", "backward-compute", "optimizer", "batch-generator")
+OURS, COMPILED, EAGER = "megacore", "nanoGPT compiled", "nanoGPT"
+COMPILED_TUNED, EAGER_FUSED = "nanoGPT compiled, tuned malloc", "nanoGPT, fused AdamW"
+GOALS: dict[str, dict[str, float]] = {
+    "tiny-fp32": {EAGER: 1.1, EAGER_FUSED: 1.0},
+    "tiny-bf16": {COMPILED: 1.4, COMPILED_TUNED: 1.25},
+    "124m-bf16": {COMPILED: 1.3},
+    "124m-fp32": {},
+    "smoke-fp32": {EAGER: 0.001},
+    "smoke-bf16": {EAGER: 0.001},
+}
+"""How many times as fast as each of these megacore is to be."""
+LINE_UP = {
+    "tiny-fp32": [OURS, EAGER, "nanoGPT, tuned malloc", EAGER_FUSED, COMPILED, COMPILED_TUNED, "transformers"],
+    "tiny-bf16": [OURS, EAGER, EAGER_FUSED, COMPILED, COMPILED_TUNED, "nanoGPT compiled, fused AdamW", "transformers"],
+    "124m-fp32": [OURS, EAGER, COMPILED, "transformers"],
+    "124m-bf16": [OURS, EAGER, COMPILED, COMPILED_TUNED, "transformers"],
+    "smoke-fp32": [OURS, EAGER, EAGER_FUSED, "transformers"],
+    "smoke-bf16": [OURS, EAGER, EAGER_FUSED, "transformers"],
+}
+ROUNDS = {"tiny": (15, 4), "124m": (12, 1), "smoke": (3, 2)}
+"""Rounds and steps in each, by size."""
+SECONDS = 420.0
+"""After which no round begins: a run stays within 8 minutes."""
+FIRST_LOSSES = 3
+LOSS_BARS = {"fp32": 2e-4, "bf16": 5e-3}
+"""Largest difference of the first losses between contestants, in nats."""
+REFERENCE_BAR = 1e-2
+"""Largest difference of a loss to fp32's, in nats, over 50 steps: bf16 keeps 8 bits, so its numbers of about 9 lie 0.06
+apart, and the mean of 2,048 losses is far closer than one."""
 
 
-@dataclass
-class Contestant:
-    """The processes of one variant and what they measured."""
-
-    name: str
-    processes: "list[subprocess.Popen[str]]"
-    seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    last: list[dict[str, Any]] = field(default_factory=list)
-
-    def run(self, steps: int) -> float:
-        """Make steps; median seconds of one on the slowest rank."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"run {steps}\n")
-            process.stdin.flush()
-        assert self.processes[0].stdout is not None
-        line = self.processes[0].stdout.readline()
-        if not line:
-            raise SystemExit(f"variant {self.name!r} ended: its error is above")
-        self.last = json.loads(line)
-        return max(rank["seconds"] for rank in self.last)
+def start(name: str, work: Work) -> Contestant:
+    """A process that builds its model and waits."""
+    variables = environment(work.threads, tuned_malloc=work.entrant.tuned_malloc)
+    return Contestant.start(name, ["benchmarks._step_rank", json.dumps(work.as_json())], [variables])
 
 
-def start(name: str, precision: str) -> Contestant:
-    """Start the ranks of a variant; they build their model and wait."""
-    variant = VARIANTS[name]
-    port = _free_port()
-    processes = []
-    for rank in range(variant.ranks):
-        environment = {
-            **os.environ,
-            **rank_environment(variant.threads),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(variant.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks._rank", name, precision],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+def line_up(options: argparse.Namespace) -> dict[str, Work]:
+    """Who takes part."""
+    case = CASES[options.case]
+    names = options.contestants or LINE_UP[options.case]
+    works = {name: Work(case, ENTRANTS[name], threads=options.threads) for name in dict.fromkeys([OURS, *names])}
+    if options.nanogpt:
+        twins = [name for name in names if name.startswith(EAGER) and "AdamW" not in name]
+        works |= {f"{name} (checkout)": replace(works[name], checkout=options.nanogpt) for name in twins}
+    return works
+
+
+def check_losses(contestants: list[Contestant], case: Case) -> float:
+    """Let all make a few steps; the largest difference to megacore's losses. Ends when one computes something else."""
+    losses = {each.name: each.ask(f"losses {FIRST_LOSSES}")[0]["losses"] for each in contestants}
+    ours = losses[OURS]
+    bar, even = LOSS_BARS[case.precision], math.log(case.vocab_size)
+    worst = 0.0
+    for name, theirs in losses.items():
+        difference = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+        worst = max(worst, difference)
+        if abs(theirs[0] - even) > 0.2 or difference > bar:
+            raise SystemExit(
+                f"{name} computes something else: losses {theirs} where megacore has {ours}; the first is to be "
+                f"within 0.2 of ln(v) = {even:.4f}, and all within {bar:g} of megacore's"
             )
-        )
-    return Contestant(name, processes)
+    progress(f"first losses of {len(losses)} contestants agree within {worst:.1e}: {ours}")
+    return worst
 
 
-def compete(contestants: list[Contestant], rounds: int, steps: int) -> None:
-    """Take turns; the first round only warms up."""
-    for number in range(rounds + 1):
-        reference = 0.0
-        for each in contestants:
-            seconds = each.run(steps)
-            reference = seconds if each.name == REFERENCE else reference
-            if number:
-                each.seconds.append(seconds)
-                each.ratios.append(reference / seconds)
+def matmul_rate(contestant: Contestant) -> float:
+    """Of large matrix products on its threads, in TFLOP/s."""
+    return float(contestant.ask("matmul")[0]["tflops"])
 
 
-def table(contestants: list[Contestant], precision: str) -> list[str]:
-    """Rows of Markdown."""
-    rows = [
-        "| layout | ranks x threads | tokens/s | to serial | TFLOPs | memory per rank (MB) "
-        "| exposed communication (ms) | " + " | ".join(f"{phase} (ms)" for phase in PHASES) + " |",
-        "| --- |" + " ---: |" * (6 + len(PHASES)),
-    ]
-    for each in contestants:
-        variant = VARIANTS[each.name]
-        seconds = statistics.median(each.seconds)
-        config = variant.config(precision)
-        flops = step_flops(TransformerShape.of(config, VOCAB_SIZE), SAMPLES, "none")
-        phases = [
-            "-" if variant.torch_ddp else f"{max(rank['phases'].get(phase, 0.0) for rank in each.last):.1f}"
-            for phase in PHASES
-        ]
-        exposed = max(exposed_communication(rank["phases"]) for rank in each.last)
+def rows_of(contestants: list[Contestant], memory: list[float], case: Case, peak: float) -> list[list[str]]:
+    """A row of the table for each, with its peak memory in MB."""
+    ours = contestants[0]
+    rows = []
+    for each, most in zip(contestants, memory, strict=True):
+        low, high = each.quartiles
         rows.append(
-            f"| {each.name} | {variant.ranks} x {variant.threads} | {SAMPLES * SEQ_LENGTH / seconds:,.0f} "
-            f"| {statistics.median(each.ratios):.3f} | {flops / seconds / 1e12:.3f} "
-            f"| {max(rank['memory_mb'] for rank in each.last):.0f} "
-            f"| {'-' if variant.torch_ddp else f'{exposed:.1f}'} | {' | '.join(phases)} |"
+            [
+                each.name,
+                f"{case.tokens / each.median:,.0f}",
+                f"{case.tokens / high:,.0f}-{case.tokens / low:,.0f}",
+                f"{case.flops / each.median / 1e12 / peak:.1%}",
+                f"{ours.times_as_fast_as(each):.3f}",
+                f"{most:,.0f}",
+            ]
         )
     return rows
 
 
-def main() -> None:
-    """Start, compete, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3, help="of each variant in a round")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    options = parser.parse_args()
-    names = [REFERENCE, *(name for name in options.variants if name != REFERENCE)]
-    if options.precision != "fp32":
-        names = [name for name in names if not VARIANTS[name].torch_ddp]
-    contestants = [start(name, options.precision) for name in names]
+def compare(options: argparse.Namespace) -> int:
+    """The competition."""
+    case, works = CASES[options.case], line_up(options)
+    rounds, steps = ROUNDS[options.case.partition("-")[0]]
+    began = time.monotonic()
+    contestants = [start(name, work) for name, work in works.items()]
     try:
-        compete(contestants, options.rounds, options.steps)
-        sys.stdout.write("\n".join(table(contestants, options.precision)) + "\n")
+        worst = check_losses(contestants, case)
+        peak = matmul_rate(contestants[0])
+        left = options.seconds - (time.monotonic() - began)
+        made = compete(contestants, options.rounds or rounds, options.steps or steps, warmup=1, seconds=left)
+        memory = [each.last[0]["memory_mb"] for each in contestants]
+        peak = max(peak, matmul_rate(contestants[0]))
+        rows = rows_of(contestants, memory, case, peak)
+        kernels = contestants[0].ask("kernels")[0]["kernels"]
+        loop = {each.name: each.ask("kernels")[0]["kernels"].get("loop") for each in contestants}
     finally:
         for each in contestants:
-            for process in each.processes:
-                process.kill()
+            each.end()
+    header = ["contestant", "tokens/s", "quartiles", "MFU", "megacore is times as fast", "peak memory (MB)"]
+    sys.stdout.write(
+        f"{options.case}: {case}, {options.threads} threads, {made} rounds of {options.steps or steps} steps, matrix "
+        f"products {peak * 1000:.0f} GFLOP/s, first losses within {worst:.1e} nats.\n\n{table(header, rows)}\n"
+    )
+    sys.stdout.write("".join(f"{name}: {what}\n" for name, what in loop.items() if what))
+    sys.stdout.write("kernels: " + ", ".join(f"{name}: {what}" for name, what in kernels.items()) + "\n")
+    by_name = {each.name: each for each in contestants}
+    checks = [
+        Check(f"megacore to {name}", contestants[0].times_as_fast_as(by_name[name]), goal)
+        for name, goal in GOALS[options.case].items()
+        if name in by_name
+    ]
+    return verdict(f"step {options.case}", checks)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def track_losses(options: argparse.Namespace) -> int:
+    """Losses of megacore beside its own in fp32."""
+    case = CASES[options.case]
+    work = Work(case, ENTRANTS[OURS], threads=options.threads)
+    pair = [start(OURS, work), start(f"{OURS} in fp32", replace(work, reference=True))]
+    try:
+        ours, exact = (each.ask(f"losses {options.losses}")[0]["losses"] for each in pair)
+    finally:
+        for each in pair:
+            each.end()
+    header = ["step", case.precision, "fp32", "difference"]
+    shown = sorted({0, *range(9, len(ours), 10), len(ours) - 1})
+    rows = [[str(at + 1), f"{ours[at]:.4f}", f"{exact[at]:.4f}", f"{ours[at] - exact[at]:+.4f}"] for at in shown]
+    sys.stdout.write(table(header, rows))
+    difference = max(abs(one - other) for one, other in zip(ours, exact, strict=True))
+    relative = max(abs(one - other) / other for one, other in zip(ours, exact, strict=True))
+    sys.stdout.write(f"\nlargest relative difference {relative:.2e} over {len(ours)} steps\n")
+    name = f"largest difference of a loss in {case.precision} to fp32's"
+    return verdict(f"losses {options.case}", [Check(name, difference, REFERENCE_BAR, at_most=True, unit="nats")])
+
+
+def main() -> int:
+    """Compare, or track the losses."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=GOALS, default="tiny-bf16")
+    parser.add_argument("--contestants", nargs="+", choices=ENTRANTS, help="beside megacore")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int, help="of each contestant in a round")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no round begins")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--nanogpt", metavar="CHECKOUT", help="train nanoGPT's own model.py beside ours in its manner")
+    parser.add_argument("--losses", type=int, metavar="N", help="compare N losses with fp32's instead")
+    options = parser.parse_args()
+    return track_losses(options) if options.losses else compare(options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

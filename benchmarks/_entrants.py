@@ -1,0 +1,139 @@
+"""What `benchmarks.step` and `benchmarks.gpu` compare: sizes of a GPT, and ways to train it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from megacore.config.load import parse_config
+from megacore.config.run import RunConfig
+from megacore.observe.flops import TransformerShape, step_flops
+
+LR, WEIGHT_DECAY, BETAS, CLIP = 3e-4, 0.1, (0.9, 0.95), 1.0
+OUT_OF_MEMORY = 66
+"""Exit status of a process whose GPU has no memory left."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A GPT-2 and its micro batch; every step is one micro batch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq_length: int
+    vocab_size: int
+    micro_batch_size: int
+    precision: Literal["fp32", "bf16", "fp16"]
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.micro_batch_size * self.seq_length
+
+    @property
+    def flops(self) -> int:
+        """Of the model in a step, without recomputation."""
+        shape = TransformerShape(self.layers, self.hidden, 4 * self.hidden, self.seq_length, self.vocab_size)
+        return step_flops(shape, self.micro_batch_size, "none")
+
+
+CASES = {
+    "tiny-fp32": Case(4, 256, 8, 256, 8192, 8, "fp32"),
+    "tiny-bf16": Case(4, 256, 8, 256, 8192, 8, "bf16"),
+    "124m-fp32": Case(12, 768, 12, 1024, 50304, 1, "fp32"),
+    "124m-bf16": Case(12, 768, 12, 1024, 50304, 1, "bf16"),
+    "345m-bf16": Case(24, 1024, 16, 1024, 50304, 16, "bf16"),
+    "smoke-fp32": Case(2, 32, 2, 32, 512, 2, "fp32"),
+    "smoke-bf16": Case(2, 32, 2, 32, 512, 2, "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One way to train it."""
+
+    kind: Literal["megacore", "nanogpt", "transformers"]
+    compiled: bool = False
+    fused: bool = False
+    """Whether torch's fused AdamW steps on a CPU too; on a GPU nanoGPT always has it."""
+    tuned_malloc: bool = False
+    """Whether glibc keeps freed blocks, as megacore's launcher tells it."""
+
+
+ENTRANTS = {
+    "megacore": Entrant("megacore", tuned_malloc=True),
+    "nanoGPT": Entrant("nanogpt"),
+    "nanoGPT, tuned malloc": Entrant("nanogpt", tuned_malloc=True),
+    "nanoGPT, fused AdamW": Entrant("nanogpt", fused=True),
+    "nanoGPT, fused AdamW, tuned malloc": Entrant("nanogpt", fused=True, tuned_malloc=True),
+    "nanoGPT compiled": Entrant("nanogpt", compiled=True),
+    "nanoGPT compiled, tuned malloc": Entrant("nanogpt", compiled=True, tuned_malloc=True),
+    "nanoGPT compiled, fused AdamW": Entrant("nanogpt", compiled=True, fused=True),
+    "nanoGPT compiled, fused AdamW, tuned malloc": Entrant("nanogpt", compiled=True, fused=True, tuned_malloc=True),
+    "transformers": Entrant("transformers", fused=True),
+    "transformers, tuned malloc": Entrant("transformers", fused=True, tuned_malloc=True),
+}
+"""nanoGPT is our own plain torch model in its manner, unless a work names a checkout."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a process is started for; travels as JSON."""
+
+    case: Case
+    entrant: Entrant
+    device: str = "cpu"
+    threads: int = 2
+    checkout: str | None = None
+    """Of nanoGPT, whose own model.py is then trained."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """Values of megacore's section `train` beside the defaults."""
+    reference: bool = False
+    """Whether megacore computes in fp32, whatever the case says."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> "Work":
+        case, entrant = Case(**values.pop("case")), Entrant(**values.pop("entrant"))
+        return cls(case, entrant, **values)
+
+    @property
+    def precision(self) -> str:
+        return "fp32" if self.reference else self.case.precision
+
+    def config(self) -> RunConfig:
+        """The run that megacore makes steps of."""
+        case = self.case
+        values = {
+            "name": "benchmark",
+            "data": {
+                "source": {"kind": "source_tree"},
+                "tokenizer": {"kind": "train-bpe", "vocab_size": case.vocab_size},
+                "seq_length": case.seq_length,
+            },
+            "model": {
+                "num_layers": case.layers,
+                "hidden_size": case.hidden,
+                "num_attention_heads": case.heads,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+            },
+            "optim": {
+                "lr": LR,
+                "clip_grad": CLIP,
+                "weight_decay": WEIGHT_DECAY,
+                "adam_beta1": BETAS[0],
+                "adam_beta2": BETAS[1],
+            },
+            "train": {
+                "micro_batch_size": case.micro_batch_size,
+                "global_batch_size": case.micro_batch_size,
+                "train_iters": 1_000_000,
+                "precision": self.precision,
+                **self.train,
+            },
+            "checkpoint": {"save_interval": 1_000_000},
+            "launch": {"nproc_per_node": 1, "threads_per_rank": self.threads},
+        }
+        return parse_config(values, origin="benchmarks")

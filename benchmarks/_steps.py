@@ -1,0 +1,225 @@
+"""One training step of each contestant, all from the same weights and over the same batches."""
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._entrants import BETAS, CLIP, LR, WEIGHT_DECAY, Case, Work
+from benchmarks._nanogpt import NanoGpt
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.convert.hf_gpt2 import key_map
+
+Step = Callable[[], "Tensor | float"]
+"""Makes one step and returns its loss; a tensor that nobody reads costs no wait for a GPU."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BATCHES = 64
+_NOISE = 0.1
+"""Share of tokens that no pattern tells."""
+_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""[in, out] in transformers' GPT-2, [out, in] in nanoGPT's."""
+
+
+def batches(case: Case, device: torch.device) -> list[Tensor]:
+    """Ids [b, s + 1] of steps one after another: each row counts on by its own stride, with some noise."""
+    random = torch.Generator().manual_seed(1)
+
+    def drawn(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=random)
+
+    made = []
+    for _ in range(_BATCHES):
+        b, width = case.micro_batch_size, case.seq_length + 1
+        rows = drawn(case.vocab_size, b, 1) + (1 + drawn(4, b, 1)) * torch.arange(width)
+        noise = torch.rand(b, width, generator=random) < _NOISE
+        made.append(torch.where(noise, drawn(case.vocab_size, b, width), rows % case.vocab_size).to(device))
+    return made
+
+
+def initial_weights(case: Case) -> dict[str, Tensor]:
+    """GPT-2's weights (Radford et al. 2019) under transformers' names, those of linear layers [in, out]."""
+    random = torch.Generator().manual_seed(2)
+    h, deep = case.hidden, 0.02 / math.sqrt(2 * case.layers)
+
+    def normal(*shape: int, std: float = 0.02) -> Tensor:
+        return torch.empty(shape).normal_(0.0, std, generator=random)
+
+    weights = {
+        "transformer.wte.weight": normal(case.vocab_size, h),
+        "transformer.wpe.weight": normal(case.seq_length, h),
+    }
+    norms = ["transformer.ln_f"]
+    for layer in range(case.layers):
+        block = f"transformer.h.{layer}"
+        norms += [f"{block}.ln_1", f"{block}.ln_2"]
+        for name, size, std in (
+            ("attn.c_attn", (h, 3 * h), 0.02),
+            ("attn.c_proj", (h, h), deep),
+            ("mlp.c_fc", (h, 4 * h), 0.02),
+            ("mlp.c_proj", (4 * h, h), deep),
+        ):
+            weights |= {f"{block}.{name}.weight": normal(*size, std=std), f"{block}.{name}.bias": torch.zeros(size[1])}
+    return (
+        weights
+        | {f"{norm}.weight": torch.ones(h) for norm in norms}
+        | {f"{norm}.bias": torch.zeros(h) for norm in norms}
+    )
+
+
+def megacore_step(work: Work, device: torch.device) -> tuple[Step, dict[str, str]]:
+    """A step of our engine, and what its operations run on."""
+    from megacore.engine.build import build_engine
+    from megacore.parallel.mesh import ProcessMesh
+
+    case, config = work.case, work.config()
+    tokens = SpecialTokens(eod=case.vocab_size - 1)
+    mesh = ProcessMesh.serial()
+    engine = build_engine(config, case.vocab_size, mesh, special_tokens=tokens, device=device, precision=work.precision)
+    theirs = initial_weights(case)
+    own = engine.tensors()
+    ours = key_map(ModelSpec.of(config, case.vocab_size, tokens)).ours(theirs)
+    for name, value in ours.items():
+        target = own[f"model.{name}"]
+        assert isinstance(target, Tensor), "one rank holds everything whole"
+        target.copy_(value.view_as(target))
+    engine.load_state(engine.state(), own)
+    given = cycle(batches(case, device))
+
+    def step() -> float:
+        engine.forward_backward(iter([next(given)]), [0])
+        return engine.update(LR, WEIGHT_DECAY).loss
+
+    return step, engine.kernels
+
+
+def nanogpt_step(work: Work, device: torch.device) -> Step:
+    """A step as nanoGPT's train.py makes it, of our model in its manner or of its own."""
+    case = work.case
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    model: nn.Module = NanoGpt(case) if work.checkout is None else _checkout_model(work.checkout, case)
+    model.load_state_dict(_for_nanogpt(initial_weights(case)))
+    model.to(device)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = {"fused": True} if work.entrant.fused or device.type == "cuda" else {}
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, **fused)
+    scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "fp16")
+    called: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = torch.compile(model) if work.entrant.compiled else model
+    pairs = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches(case, device)]
+    given = cycle(pairs)
+
+    def step() -> Tensor:
+        with autocast(case, device):
+            _, loss = called(*next(given))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def transformers_model(case: Case) -> Any:
+    """GPT2LMHeadModel with its own defaults but for dropout, which the others do not have."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=case.vocab_size,
+        n_positions=case.seq_length,
+        n_embd=case.hidden,
+        n_layer=case.layers,
+        n_head=case.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=case.vocab_size - 1,
+        eos_token_id=case.vocab_size - 1,
+    )
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # its own, which a configuration made here does not name
+    weights = initial_weights(case)
+    model.load_state_dict(weights | {"lm_head.weight": weights["transformer.wte.weight"]})
+    return model.train()
+
+
+def transformers_inputs(batch: Tensor) -> dict[str, Tensor]:
+    """Of the model: as many targets as the others have, so they are shifted here and not there."""
+    targets = batch[:, 1:].contiguous()
+    return {"input_ids": batch[:, :-1].contiguous(), "labels": targets, "shift_labels": targets}
+
+
+def transformers_step(work: Work, device: torch.device) -> Step:
+    """A step as Trainer's loop makes it with its default optimizer, without accelerate."""
+    case = work.case
+    model = transformers_model(case).to(device)
+    decayed = [p for name, p in model.named_parameters() if p.dim() >= 2]
+    undecayed = [p for name, p in model.named_parameters() if p.dim() < 2]
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    given = endless(case, device)
+
+    def step() -> Tensor:
+        with autocast(case, device):
+            loss = model(**next(given)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        model.zero_grad()
+        detached: Tensor = loss.detach()
+        return detached
+
+    return step
+
+
+def autocast(case: Case, device: torch.device) -> Any:
+    """To the case's precision, as both peers do it."""
+    if case.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[case.precision])
+
+
+def _for_nanogpt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    turned = {name: value.t() if name.endswith(_TRANSPOSED) else value for name, value in weights.items()}
+    return turned | {"lm_head.weight": weights["transformer.wte.weight"]}
+
+
+def _checkout_model(checkout: str, case: Case) -> nn.Module:
+    path = Path(checkout, "model.py")
+    spec = importlib.util.spec_from_file_location("nanogpt_checkout", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise SystemExit(f"{path} is not there: give --nanogpt a checkout of nanoGPT")
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.GPTConfig(
+        block_size=case.seq_length,
+        vocab_size=case.vocab_size,
+        n_layer=case.layers,
+        n_head=case.heads,
+        n_embd=case.hidden,
+        dropout=0.0,
+        bias=True,
+    )
+    model: nn.Module = module.GPT(config)
+    return model
+
+
+def endless(case: Case, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Inputs of transformers' model for ever."""
+    return cycle([transformers_inputs(batch) for batch in batches(case, device)])

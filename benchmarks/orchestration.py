@@ -1,0 +1,123 @@
+"""What the flow costs beside the work: a tiny `pretrain` from nothing, and again with every stage cached.
+
+    python -m benchmarks.orchestration [--cached 2]
+
+Each run is a process of its own in a workspace of its own, as `make pretrain` starts it. Work is the sum of what the
+stages' manifests say they took; the rest is imports, Prefect's server, tasks, supervision and MLflow's tables.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks._verdict import Check, table, verdict
+
+ROOT = Path(__file__).parents[1]
+OVERHEAD_GOAL, CACHED_GOAL = 45.0, 20.0
+"""Seconds beside the work of the first run, and of a run that finds everything."""
+TIMEOUT = 240.0
+_ROW = re.compile(r"^[│|]\s*(\w[\w ]*?)\s*[│|]\s*(ran|cached)\s*[│|]\s*([\d.]+)\s*[│|]")
+"""A line of the flow's last table: stage, outcome, seconds."""
+
+
+def configuration(corpus: Path) -> dict[str, Any]:
+    """A few steps of a two-layer model."""
+    return {
+        "name": "orchestration",
+        "data": {
+            "source": {"kind": "source_tree", "path": str(corpus)},
+            "tokenizer": {"kind": "train-bpe", "vocab_size": 320},
+            "split": "80,10,10",
+            "seq_length": 32,
+        },
+        "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
+        "optim": {"lr": 1e-3},
+        "train": {"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 3, "eval_iters": 2},
+        "checkpoint": {"save_interval": 2},
+        "evaluate": {"max_samples": 8},
+        "export": {"parity_samples": 2, "sample_tokens": 8},
+        "launch": {"nproc_per_node": 1, "retries": 0},
+    }
+
+
+def write_corpus(directory: Path) -> None:
+    """Python source, different in every file."""
+    directory.mkdir()
+    for number in range(60):
+        lines = [f"def function_{number}_{line}(value):\n    return value * {line} + {number}\n" for line in range(30)]
+        (directory / f"module_{number:03d}.py").write_text("\n".join(lines), encoding="utf-8")
+
+
+def run(conf: Path, workspace: Path) -> tuple[float, dict[str, tuple[str, float]]]:
+    """Seconds of one flow run, and outcome and seconds of each stage with its task."""
+    elsewhere = ("PREFECT_", "MLFLOW_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(elsewhere)}
+    variables |= {"MEGACORE_WORKSPACE": str(workspace), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "flows.pretrain", "--conf", str(conf)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = time.monotonic()
+    flow = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **pipes)
+    try:
+        output, _ = flow.communicate(timeout=TIMEOUT)
+    finally:
+        if flow.poll() is None:
+            os.killpg(flow.pid, signal.SIGKILL)
+            flow.wait()
+    seconds = time.monotonic() - started
+    rows = (_ROW.match(line) for line in output.splitlines())
+    stages = {row[1]: (row[2], float(row[3])) for row in rows if row}
+    if flow.returncode or not stages:
+        raise SystemExit(f"the flow ended with {flow.returncode}:\n{output[-3000:]}")
+    return seconds, stages
+
+
+def work_seconds(workspace: Path) -> float:
+    """What the stages' manifests say they took."""
+    manifests = workspace.glob("*/*/manifest.json")
+    return sum(float(json.loads(path.read_text(encoding="utf-8"))["duration"]) for path in manifests)
+
+
+def main() -> int:
+    """Run from nothing, then cached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cached", type=int, default=2, help="runs that find everything")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="orchestration-") as name:
+        directory = Path(name)
+        write_corpus(directory / "corpus")
+        conf, workspace = directory / "conf.yaml", directory / "workspace"
+        conf.write_text(yaml.safe_dump(configuration(directory / "corpus")), encoding="utf-8")
+        first, stages = run(conf, workspace)
+        work = work_seconds(workspace)
+        again = [run(conf, workspace) for _ in range(options.cached)]
+    ran = [stage for _, found in again for stage, (outcome, _) in found.items() if outcome != "cached"]
+    if ran or any(outcome != "ran" for outcome, _ in stages.values()):
+        raise SystemExit(f"from nothing {stages}, and then {ran} ran again: this compares something else")
+    cached = statistics.median(seconds for seconds, _ in again)
+    within = [sum(seconds for _, seconds in found.values()) for found in (stages, again[-1][1])]
+    header = ["run", "all (s)", "the stages' work (s)", "stages as tasks (s)", "beside the work (s)"]
+    rows = [
+        ["from nothing", f"{first:.1f}", f"{work:.1f}", f"{within[0]:.1f}", f"{first - work:.1f}"],
+        ["all cached", f"{cached:.1f}", "0.0", f"{within[1]:.1f}", f"{cached:.1f}"],
+    ]
+    sys.stdout.write(table(header, rows))
+    checks = [
+        Check("beside the work of a run from nothing", first - work, OVERHEAD_GOAL, at_most=True, unit="s"),
+        Check("a run with all cached", cached, CACHED_GOAL, at_most=True, unit="s"),
+    ]
+    return verdict("orchestration", checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What more ranks cost: weak scaling, exposed communication, the pipeline's bubble, and waiting for data.
+
+    python -m benchmarks.scaling [--parts weak bubble data] [--rounds 8] [--steps 3]
+
+weak    1, 2 and 4 data-parallel ranks of one thread, the same samples on each: the time of a step is to stay. Where
+        ranks are more than cores they share them, and the best that can be is cores / ranks.
+bubble  two pipeline stages with m micro batches: the share of the time that stages idle, beside (p - 1) / (m v + p - 1)
+        and beside the schedule simulated with the passes' measured times
+data    iterations of the training loop over an indexed data set: the share of the time that they wait for samples
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+from benchmarks._turns import Contestant, compete, environment
+from benchmarks._variants import PIPELINES, SEQ_LENGTH, WEAK, Variant
+from benchmarks._verdict import Check, table, verdict
+from benchmarks.layouts import start
+from megacore.observe.timers import exposed_communication
+from megacore.pipeline_parallel.schedules import build_schedule
+from megacore.pipeline_parallel.simulate import simulate
+
+PARTS = ("weak", "bubble", "data")
+WEAK_GOAL = 0.8
+"""Of the rate that the cores allow, on two ranks."""
+BUBBLE_GOAL = 0.05
+"""Largest share of the time by which the bubble may exceed the simulated one, median over the pipelines."""
+DATA_GOAL = 0.01
+"""Share of an iteration."""
+
+
+def weak(options: argparse.Namespace) -> list[Check]:
+    """Time of a step on more ranks with as much work each."""
+    contestants = {name: start(name, "fp32") for name in WEAK}
+    _compete(list(contestants.values()), options)
+    cores = len(os.sched_getaffinity(0))
+    alone = contestants["dp1"]
+    rows, checks = [], []
+    for name, each in contestants.items():
+        ranks = WEAK[name].ranks
+        best = min(1.0, cores / ranks)
+        efficiency = each.times_as_fast_as(alone)
+        exposed = max(exposed_communication(rank["phases"]) for rank in each.last)
+        rows.append(
+            [
+                f"{name}{' (more ranks than cores)' if best < 1 else ''}",
+                f"{WEAK[name].samples * SEQ_LENGTH / each.median:,.0f}",
+                f"{1000 * each.median:.0f}",
+                f"{efficiency:.3f}",
+                f"{best:.2f}",
+                f"{efficiency / best:.3f}",
+                f"{exposed:.1f} ({exposed / 1000 / each.median:.1%})",
+            ]
+        )
+        if ranks == 2:
+            checks.append(
+                Check("weak scaling on 2 ranks", efficiency / best, WEAK_GOAL, unit="of what the cores allow")
+            )
+    header = ["ranks of 1 thread", "tokens/s", "ms per step", "efficiency", "at best", "of it", "exposed (ms)"]
+    _show(f"Weak scaling, {cores} cores, 4 samples on each rank, fp32", header, rows)
+    return checks
+
+
+def bubble(options: argparse.Namespace) -> list[Check]:
+    """Idle share of two pipeline stages."""
+    contestants = {name: start(name, "fp32") for name in PIPELINES}
+    _compete(list(contestants.values()), options)
+    rows, beyond = [], []
+    for name, each in contestants.items():
+        theory, simulated = expected_idle(PIPELINES[name], each)
+        measured = idle_share(each)
+        beyond.append(measured - simulated)
+        exposed = max(exposed_communication(rank["phases"]) for rank in each.last)
+        rows.append([name, f"{theory:.1%}", f"{simulated:.1%}", f"{measured:.1%}", f"{exposed:.1f}"])
+    header = ["pipeline", "(p - 1) / (m v + p - 1)", "simulated", "measured", "exposed (ms)"]
+    _show("Bubble, as a share of the time between first and last pass", header, rows)
+    largest = statistics.median(beyond)
+    return [Check("bubble beyond the simulated one", largest, BUBBLE_GOAL, at_most=True, unit="of the time")]
+
+
+def idle_share(each: Contestant) -> float:
+    """Of the time of passes on all ranks, the share in which a rank computed none."""
+    idle = total = 0.0
+    for rank in each.last:
+        phases = rank["phases"]
+        passes = 1000 * rank["seconds"] - phases.get("optimizer", 0.0)
+        total += passes
+        idle += passes - phases["forward-compute"] - phases["backward-compute"]
+    return idle / total
+
+
+def expected_idle(variant: Variant, each: Contestant) -> tuple[float, float]:
+    """By the formula of equal stages, and by the schedule with each stage's measured times."""
+    parallel = variant.config("fp32").parallel
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    count = variant.samples
+    schedule = build_schedule(parallel.pipeline_schedule, stages, count, chunks)
+    times = [
+        [rank["phases"][phase] / count / chunks for rank in each.last] * chunks  # a stage's chunks count alike
+        for phase in ("forward-compute", "backward-compute")
+    ]
+    extra = simulate(schedule, *times).bubble_fraction
+    return (stages - 1) / (count * chunks + stages - 1), extra / (1 + extra)
+
+
+def data(options: argparse.Namespace) -> list[Check]:
+    """Of the training loop's iterations the share spent in `batch-generator`."""
+    threads = len(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "benchmarks._data_wait"]
+    done = subprocess.run(command, env=environment(threads), stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    share = found["batch_generator_ms"] / found["ms_per_iteration"]
+    row = [f"{found['ms_per_iteration']:.1f}", f"{found['batch_generator_ms']:.3f}", f"{share:.3%}"]
+    _show("Waiting for data", ["ms per iteration", "batch-generator (ms)", "share"], [row])
+    return [Check("data wait", share, DATA_GOAL, at_most=True, unit="of an iteration")]
+
+
+def _compete(contestants: list[Contestant], options: argparse.Namespace) -> None:
+    try:
+        compete(contestants, options.rounds, options.steps, warmup=options.steps, seconds=options.seconds)
+    finally:
+        for each in contestants:
+            each.end()
+
+
+def _show(title: str, header: list[str], rows: list[list[str]]) -> None:
+    sys.stdout.write(f"{title}:\n\n{table(header, rows)}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3, help="of each in a round")
+    parser.add_argument("--seconds", type=float, default=200.0, help="after which no round of a part begins")
+    options = parser.parse_args()
+    checks: list[Check] = []
+    for part in PARTS:
+        if part in options.parts:
+            checks += {"weak": weak, "bubble": bubble, "data": data}[part](options)
+    return verdict("scaling", checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The benchmarks themselves: what they compare, judge and write."""

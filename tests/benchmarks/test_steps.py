@@ -1,0 +1,83 @@
+"""All contestants train the same model: their losses agree step by step, so their times can be compared."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks._entrants import CASES, ENTRANTS, Entrant, Work
+from benchmarks._nanogpt import NanoGpt
+from benchmarks._steps import batches, initial_weights, megacore_step, nanogpt_step, transformers_step
+from benchmarks._turns import environment
+from benchmarks.step import GOALS, LINE_UP, ROUNDS
+
+CPU = torch.device("cpu")
+STEPS = 4
+
+
+def losses(kind: str, precision: str = "fp32") -> list[float]:
+    work = Work(CASES[f"smoke-{precision}"], Entrant(kind), threads=1)  # type: ignore[arg-type]
+    if kind == "megacore":
+        step, kernels = megacore_step(work, CPU)
+        assert kernels
+    else:
+        step = nanogpt_step(work, CPU) if kind == "nanogpt" else transformers_step(work, CPU)
+    return [float(step()) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize(("precision", "bar"), [("fp32", 2e-5), ("bf16", 5e-3)])
+def test_losses_agree_step_by_step(precision: str, bar: float) -> None:
+    ours = losses("megacore", precision)
+    assert ours[0] == pytest.approx(math.log(512), abs=0.2)
+    assert ours[1:] != [ours[0]] * (STEPS - 1)
+    for kind in ("nanogpt", "transformers"):
+        assert losses(kind, precision) == pytest.approx(ours, abs=bar), kind
+
+
+def test_the_steps_change_the_weights() -> None:
+    """Without the updates the later losses differ: agreement is of optimizers too, not of one forward pass."""
+    case = CASES["smoke-fp32"]
+    model = NanoGpt(case)
+    weights = initial_weights(case)
+    turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    given = {name: value.t() if name.endswith(turned) else value for name, value in weights.items()}
+    model.load_state_dict(given | {"lm_head.weight": weights["transformer.wte.weight"]})
+    frozen = [float(model(batch[:, :-1], batch[:, 1:])[1].detach()) for batch in batches(case, CPU)[:STEPS]]
+    ours = losses("megacore")
+    assert frozen[0] == pytest.approx(ours[0], abs=1e-5)
+    assert abs(frozen[-1] - ours[-1]) > 1e-3
+
+
+def test_batches_are_the_same_in_every_process_and_hold_a_pattern() -> None:
+    case = replace(CASES["tiny-fp32"], micro_batch_size=2)
+    first, again = batches(case, CPU)[0], batches(case, CPU)[0]
+    assert torch.equal(first, again)
+    assert first.shape == (2, case.seq_length + 1)
+    strides = (first[:, 1:] - first[:, :-1]) % case.vocab_size
+    mode = strides.mode(dim=1).values
+    assert ((strides == mode[:, None]).float().mean(dim=1) > 0.6).all()
+
+
+def test_only_who_asks_for_it_has_the_launchers_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert "MALLOC_TRIM_THRESHOLD_" not in environment(2, tuned_malloc=False)
+    tuned = environment(2)
+    assert int(tuned["MALLOC_TRIM_THRESHOLD_"]) > 1
+    assert environment(2, tuned_malloc=False)["OMP_NUM_THREADS"] == tuned["OMP_NUM_THREADS"] == "2"
+
+
+def test_every_case_has_its_line_up_and_whom_its_goals_name() -> None:
+    assert GOALS.keys() == LINE_UP.keys()
+    for case, names in LINE_UP.items():
+        assert set(names) <= ENTRANTS.keys()
+        assert set(GOALS[case]) <= set(names)
+        assert case.partition("-")[0] in ROUNDS
+    assert GOALS["tiny-bf16"] == {"nanoGPT compiled": 1.4, "nanoGPT compiled, tuned malloc": 1.25}
+
+
+def test_a_work_survives_its_way_to_a_process() -> None:
+    work = Work(CASES["tiny-bf16"], ENTRANTS["nanoGPT compiled"], threads=3, train={"recompute": "full"})
+    assert Work.of_json(work.as_json()) == work
+    assert replace(work, reference=True).precision == "fp32"
+    assert work.config().train.recompute == "full"
