@@ -37,6 +37,8 @@ ENTRIES = {
     "step-tiny-fp32": Entry(("benchmarks.step", "--case", "tiny-fp32"), "Training step, tiny, fp32", packages=_STEP),
     "step-124m-bf16": Entry(("benchmarks.step", "--case", "124m-bf16"), "Training step, 124M, bf16", packages=_STEP),
     "step-losses": Entry(("benchmarks.step", "--losses", "50"), "Losses in bf16 beside fp32"),
+    "kernels-bf16": Entry(("benchmarks.kernels",), "What each kernel brings, bf16"),
+    "kernels-fp32": Entry(("benchmarks.kernels", "--precision", "fp32"), "What each kernel brings, fp32"),
     "layouts": Entry(("benchmarks.layouts", "--rounds", "6"), "One step in several layouts"),
     "scaling": Entry(("benchmarks.scaling",), "Scaling"),
     "orchestration": Entry(("benchmarks.orchestration",), "Orchestration", packages=("torch", "prefect")),

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks._variants import ALL, SEQ_LENGTH, VOCAB_SIZE, Variant
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
-from megacore.engine.native import NativeEngine
+from megacore.engine.build import build_engine, kernels_of
 from megacore.models.losses import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.timers import Timers
@@ -24,6 +24,7 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.copies import shared_stages
 
+CPU = torch.device("cpu")
 Step = Callable[[], object]
 TOKENS = SpecialTokens(eod=VOCAB_SIZE - 1)
 
@@ -47,7 +48,7 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
         if variant.ranks > 1
         else ProcessMesh(timers=timers)
     )
-    engine = NativeEngine(Stage(config, VOCAB_SIZE, mesh, special_tokens=TOKENS), config, precision)
+    engine = build_engine(config, VOCAB_SIZE, mesh, special_tokens=TOKENS, device=CPU, precision=precision)
     replicas = mesh.data_parallel
     batches = tokens(variant.samples).split(variant.micro_batch_size)[replicas.rank :: replicas.size]
 
@@ -67,7 +68,8 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            stage = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS)
+            kernels = kernels_of(config, CPU, "fp32")
+            stage = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS, kernels=kernels)
             (self.model,), self.rules = stage.chunks, stage.rules
 
         def forward(self, batch: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ def main(name: str, precision: str) -> None:
     torch.set_flush_denormal(True)
     if variant.ranks > 1:
         dist.init_process_group("gloo")
-    timers = Timers(torch.device("cpu"))
+    timers = Timers(CPU)
     config = variant.config(precision)
     step = torch_ddp(variant, config) if variant.torch_ddp else own_engine(variant, config, precision, timers)
     for line in sys.stdin:

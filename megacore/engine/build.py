@@ -5,7 +5,7 @@ import torch
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
-from megacore.engine.compile import compile_layers, compiles
+from megacore.engine.compile import Compiler, compiles
 from megacore.engine.native import DTYPES, NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.models.stage import Stage
@@ -36,12 +36,13 @@ def build_engine(
     Raises:
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
     """
-    kernels = kernels_of(config, device, precision)
+    compiler = Compiler(device) if compiles(config, device) else None
+    kernels = kernels_of(config, device, precision, compiled=compiler is not None and compiler.works)
     if config.engine == "native":
         stage = Stage(config, vocab_size, mesh, special_tokens=special_tokens, device=device, kernels=kernels)
         engine = NativeEngine(stage, config, precision)
-        if compiles(config, device):
-            engine.kernels["layers"] = compile_layers(stage.chunks, device)
+        if compiler is not None:
+            engine.kernels["layers"] = compiler.compile_layers(stage.chunks)
         return engine
     # Imports deepspeed, which takes seconds.
     if mesh.pipeline_parallel.size > 1:
@@ -60,8 +61,15 @@ def build_engine(
     )
 
 
-def kernels_of(config: RunConfig, device: torch.device, precision: str) -> Kernels:
-    """What computes the operations of a run on a device, in fp32, bf16 or fp16."""
+def kernels_of(config: RunConfig, device: torch.device, precision: str, *, compiled: bool = False) -> Kernels:
+    """What computes the operations of a run.
+
+    Args:
+        config: the run.
+        device: of the model.
+        precision: fp32, bf16 or fp16.
+        compiled: whether layers go through torch.compile, which works.
+    """
     if config.train.kernels == "plain":
         return plain_kernels()
-    return choose_kernels(device, DTYPES[precision], compiled=compiles(config, device))
+    return choose_kernels(device, DTYPES[precision], compiled=compiled)

@@ -40,47 +40,52 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
     return wanted == "on" or (wanted == "auto" and config.engine == "native" and device.type == "cuda")
 
 
-def compile_layers(chunks: Sequence[nn.Module], device: torch.device) -> str:
-    """Compile every transformer layer of some chunks of a model when it first runs.
-
-    A graph that cannot be compiled runs as it is, with a warning.
-
-    Returns:
-        What is done, for the run's record: layers stay as they are where there is no compiler.
-
-    Raises:
-        WorkspaceError: the workspace cannot be written.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Workspace.of().compiled))
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = _GRAPHS_OF_A_METHOD
-    backend = _Backend()
-    torch.compile(torch.nn.functional.silu, backend=backend)(torch.ones(8, device=device))
-    if backend.failed:
-        return f"off: {backend.failed}"
-    for chunk in chunks:
-        for module in chunk.modules():
-            for name in _UNCOMPILED.get(type(module), ()):
-                setattr(module, name, torch.compiler.disable(getattr(module, name)))  # type: ignore[no-untyped-call]
-            if isinstance(module, TransformerLayer):
-                module.branches = torch.compile(module.branches, backend=backend)  # type: ignore[method-assign]
-    return "torch.compile of each layer"
-
-
-class _Backend:
-    """Inductor, and after its failure the graph as it is."""
+class Compiler:
+    """Inductor, whose results lie in the workspace; a graph that it cannot compile runs as it is, with a warning."""
 
     failed: str | None = None
     """Why the last graph was not compiled."""
 
+    def __init__(self, device: torch.device) -> None:
+        """Try it on a small function.
+
+        Raises WorkspaceError when the workspace cannot be written.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Workspace.of().compiled))
+        torch.compile(torch.nn.functional.silu, backend=self)(torch.ones(8, device=device))
+        self.works = self.failed is None
+        """Whether there is one on this machine."""
+
+    def compile_layers(self, chunks: Sequence[nn.Module]) -> str:
+        """Compile every transformer layer of some chunks of a model when it first runs.
+
+        Returns:
+            What is done, for the run's record: layers stay as they are where the compiler does not work.
+        """
+        import torch._dynamo
+
+        if not self.works:
+            return f"off: {self.failed}"
+        torch._dynamo.config.recompile_limit = _GRAPHS_OF_A_METHOD
+        for chunk in chunks:
+            for module in chunk.modules():
+                for name in _UNCOMPILED.get(type(module), ()):
+                    setattr(module, name, torch.compiler.disable(getattr(module, name)))  # type: ignore[no-untyped-call]
+                if isinstance(module, TransformerLayer):
+                    module.branches = torch.compile(module.branches, backend=self)  # type: ignore[method-assign]
+        return "torch.compile of each layer"
+
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
+        """Compile a graph, with its backward pass, as torch.compile's backend."""
+        from torch._dynamo.exc import RestartAnalysis
         from torch._inductor.compile_fx import compile_fx
 
         try:
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 return compile_fx(graph, list(inputs))  # type: ignore[return-value]
+        except RestartAnalysis:  # by which it asks for another graph
+            raise
         except Exception as error:
-            self.failed = str(error).strip().splitlines()[0]
+            self.failed = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning("a part of the model runs without torch.compile, which failed: %s", self.failed)
             return graph.forward

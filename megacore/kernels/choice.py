@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megacore.errors import ConfigError
 from megacore.kernels import (
     adamw,
     attention,
@@ -80,9 +81,18 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool =
         device: of the model.
         dtype: in which it computes.
         compiled: whether layers go through `torch.compile`.
+
+    Raises:
+        ConfigError: the C++ modules are not there.
     """
     setting = Setting(device, dtype, compiled)
-    chosen = {operation: first_usable(found, setting) for operation, found in _OPERATIONS.items()}
+    try:
+        chosen = {operation: first_usable(found, setting) for operation, found in _OPERATIONS.items()}
+    except ImportError as error:
+        raise ConfigError(
+            f"A kernel cannot be loaded ({error}): install megacore again, which compiles its C++ modules, or set "
+            f"train.kernels to plain."
+        ) from error
     names = {operation: name for operation, (name, _) in chosen.items()}
     return _kernels(names, **{operation: function for operation, (_, function) in chosen.items()})
 
@@ -99,3 +109,11 @@ def plain_kernels() -> Kernels:
 
 def _kernels(names: dict[str, str], **callables: Any) -> Kernels:
     return Kernels(names=MappingProxyType(names), **callables)
+
+
+def summary(names: Mapping[str, str]) -> str:
+    """The operations of each implementation, as `torch: layer_norm, rotate; C++: attention`."""
+    operations: dict[str, list[str]] = {}
+    for operation, name in names.items():
+        operations.setdefault(name, []).append(operation)
+    return "; ".join(f"{name}: {', '.join(found)}" for name, found in operations.items())

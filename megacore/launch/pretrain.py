@@ -24,9 +24,10 @@ def pretrain(job: TrainJob) -> None:
     from megacore.engine.build import build_engine
     from megacore.engine.deepspeed_ops import load_operators
     from megacore.engine.precision import resolve_precision
+    from megacore.kernels.choice import summary
     from megacore.launch.process import joined
     from megacore.observe.flops import peak_tflops
-    from megacore.observe.logging import configure_logging
+    from megacore.observe.logging import configure_logging, logger
     from megacore.observe.recorder import Recorder
     from megacore.train.loop import Datasets, Trainer
     from megacore.train.memory import memory_errors
@@ -47,6 +48,7 @@ def pretrain(job: TrainJob) -> None:
                 precision=precision,
                 compiled_adam="cpu_adam" in load_operators(config),
             )
+        logger.info("kernels: %s", summary(engine.kernels))
         splits = [
             open_split(
                 job.token_prefixes,

@@ -6,11 +6,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from megacore.errors import ConfigError
 from megacore.kernels import choice
 from megacore.kernels.apex import has_apex
-from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
+from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels, summary
 from megacore.kernels.cpu import support
-from megacore.kernels.implementation import Setting
+from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -65,3 +66,24 @@ def test_apex_computes_on_a_gpu_where_it_is_installed(monkeypatch: pytest.Monkey
             assert not first.usable(Setting(CPU, torch.bfloat16))
     finally:
         has_apex.cache_clear()
+
+
+def test_a_module_that_is_not_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise ModuleNotFoundError("No module named 'megacore.kernels.cpu._rope'")
+
+    monkeypatch.setitem(choice._OPERATIONS, "rotate", (Implementation("C++", load, everywhere),))
+    with pytest.raises(ConfigError, match=r"_rope'\): install megacore again.*train\.kernels to plain"):
+        choose_kernels(CPU, torch.float32)
+
+
+def test_on_a_gpu_the_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megacore.kernels.cpu.support", None)
+    monkeypatch.delattr("megacore.kernels.cpu.support")
+    with pytest.raises(ImportError):
+        cpp_runs(Setting(CPU, torch.float32))
+    assert not cpp_runs(Setting(GPU, torch.float32))
+
+
+def test_the_summary_groups_operations_by_what_computes_them() -> None:
+    assert summary({"a": "torch", "b": "C++", "c": "torch"}) == "torch: a, c; C++: b"

@@ -1,0 +1,144 @@
+"""What each kernel brings on this CPU: a training step with it and with plain torch in its place.
+
+    python -m benchmarks.kernels [--precision bf16|fp32] [--rounds 10] [--steps 2] [--threads 2]
+
+Three tiny models that use all operations; in a process, engines that differ in one operation take turns. The ratio is
+taken within each round, and its median counts.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from benchmarks._turns import environment, progress
+from benchmarks._variants import SAMPLES, SEQ_LENGTH, VOCAB_SIZE, Variant
+from benchmarks._verdict import Check, table, verdict
+from megacore.config.load import parse_config
+from megacore.config.spec import SpecialTokens
+from megacore.engine.native import DTYPES, NativeEngine
+from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
+from megacore.launch.process import set_up_arithmetic
+from megacore.models.stage import Stage
+from megacore.parallel.mesh import ProcessMesh
+
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "GPT-2": (
+        {},
+        (
+            "packed_attention",
+            "cross_entropy",
+            "weight_gradient",
+            "bias_activation",
+            "layer_norm",
+            "bias_dropout_add",
+            "optimizer",
+            "sum_of_squares",
+        ),
+    ),
+    "Llama": (LLAMA, ("attention", "rms_norm", "gated", "rotate")),
+    "GPT-2 with dropout": (DROPOUT, ("attention", "dropout", "bias_dropout_add")),
+}
+"""What differs from the tiny GPT of benchmarks/_variants.py, and which operations are looked at."""
+LOSS = 0.97
+"""Least ratio of a kernel: the noise of a shared machine is about 2 %."""
+WARMUP = 2
+
+
+@dataclass
+class Entrant:
+    """An engine and the seconds of its steps, by round."""
+
+    step: Callable[[], object]
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self, steps: int) -> None:
+        """Make steps; the seconds of one are noted."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.seconds.append((time.perf_counter() - began) / steps)
+
+
+def entrant(model: dict[str, Any], precision: str, kernels: Kernels) -> Entrant:
+    """A new engine with its initial weights."""
+    values = Variant(1, 1, SAMPLES).config(precision).model_dump()
+    values["model"] |= model
+    config = parse_config(values, origin="benchmarks/kernels.py")
+    tokens = SpecialTokens(eod=VOCAB_SIZE - 1)
+    stage = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=tokens, kernels=kernels)
+    engine = NativeEngine(stage, config, precision)
+    ids = torch.randint(VOCAB_SIZE, (SAMPLES, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+    def step() -> object:
+        engine.forward_backward(iter([ids]), [0])
+        return engine.update(1e-4, 0.01)
+
+    return Entrant(step)
+
+
+def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], list[Check]]:
+    """The rows and goals of one model."""
+    model, operations = MODELS[name]
+    chosen, plain = choose_kernels(torch.device("cpu"), DTYPES[options.precision]), plain_kernels()
+    without = {operation: replace(chosen, **{operation: getattr(plain, operation)}) for operation in operations}
+    entrants = {"all": entrant(model, options.precision, chosen), "none": entrant(model, options.precision, plain)}
+    entrants |= {operation: entrant(model, options.precision, kernels) for operation, kernels in without.items()}
+    for each in entrants.values():
+        each.run(WARMUP)
+        each.seconds.clear()
+    for number in range(options.rounds):
+        turns = list(entrants.values())
+        for each in turns if number % 2 == 0 else reversed(turns):
+            each.run(options.steps)
+    rows, checks = [], []
+    own = entrants.pop("all").seconds
+    for operation, each in entrants.items():
+        ratio = statistics.median(other / mine for other, mine in zip(each.seconds, own, strict=True))
+        implementation = "" if operation == "none" else chosen.names[operation]
+        label = "all of them" if operation == "none" else operation
+        before, after = (f"{1000 * statistics.median(seconds):.1f}" for seconds in (each.seconds, own))
+        rows.append([f"{name}: {label}", implementation, before, after, f"{ratio:.3f}"])
+        checks.append(Check(f"{name} {label}", ratio, LOSS))
+    return rows, checks
+
+
+def main() -> int:
+    """Measure all models, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=2, help="of each engine in a round")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    launched = environment(options.threads)
+    if any(os.environ.get(name) != value for name, value in launched.items()):  # as megacore's launcher starts a rank
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]], launched)
+    set_up_arithmetic(options.threads)
+    rows, checks = [], []
+    for name in MODELS:
+        progress(name)
+        found = compete(name, options)
+        rows += found[0]
+        checks += found[1]
+    header = ["operation", "computed by", "ms a step with plain torch instead", "ms a step", "ratio"]
+    sys.stdout.write(table(header, rows))
+    return verdict(f"kernels {options.precision}", checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
