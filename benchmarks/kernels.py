@@ -1,6 +1,6 @@
 """What each kernel brings on this CPU: a training step with it and with plain torch in its place.
 
-    python -m benchmarks.kernels [--precision bf16|fp32] [--rounds 10] [--steps 2] [--threads 2]
+    python -m benchmarks.kernels [--precision bf16|fp32] [--rounds 20] [--steps 2] [--threads 2]
 
 Three tiny models that use all operations; in a process, engines that differ in one operation take turns. The ratio is
 taken within each round, and its median counts.
@@ -109,11 +109,13 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
     own = entrants.pop("all").seconds
     for operation, each in entrants.items():
         ratio = statistics.median(other / mine for other, mine in zip(each.seconds, own, strict=True))
+        same = operation != "none" and chosen.names[operation] == plain.names[operation]
         implementation = "" if operation == "none" else chosen.names[operation]
-        label = "all of them" if operation == "none" else operation
+        label = "all of them" if operation == "none" else operation + " (the same twice: the noise)" * same
         before, after = (f"{1000 * statistics.median(seconds):.1f}" for seconds in (each.seconds, own))
         rows.append([f"{name}: {label}", implementation, before, after, f"{ratio:.3f}"])
-        checks.append(Check(f"{name} {label}", ratio, LOSS))
+        if not same:
+            checks.append(Check(f"{name} {label}", ratio, LOSS))
     return rows, checks
 
 
@@ -121,7 +123,7 @@ def main() -> int:
     """Measure all models, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2, help="of each engine in a round")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

@@ -16,14 +16,20 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_bool_for_a_number(cls, values: Any) -> Any:
-        """Refuse what Python would take for 1 or 0."""
-        for name, value in values.items() if isinstance(values, dict) else ():
+    def _bools_are_no_numbers(cls, values: Any) -> Any:
+        """Refuse what Python would take for 1 or 0; where on and off are meant, YAML has read them as booleans."""
+        if not isinstance(values, dict):
+            return values
+        found = dict(values)
+        for name, value in values.items():
             field = cls.model_fields.get(name)
             kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-            if isinstance(value, bool) and kinds and bool not in kinds:
+            if not isinstance(value, bool) or not kinds or bool in kinds:
+                continue
+            if not {"on", "off"} <= set(map(str, kinds)):
                 raise ValueError(f"{name} is {str(value).lower()}: give a value of its type, not true or false")
-        return values
+            found[name] = "on" if value else "off"
+        return found
 
 
 def keyed(default: Any = ..., **constraints: Any) -> Any:

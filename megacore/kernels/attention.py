@@ -131,9 +131,14 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
 
 
 def _load_packed_cpp() -> PackedAttention:
-    from megacore.kernels.cpu.attention import packed_attention
+    from megacore.kernels.cpu.attention import packed_attention, supports_packed
 
-    return packed_attention
+    def attend(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+        if supports_packed(mixed):
+            return packed_attention(mixed, causal=causal, scale=scale)
+        return packed_reference(mixed, causal=causal, scale=scale)
+
+    return attend
 
 
 IMPLEMENTATIONS = (

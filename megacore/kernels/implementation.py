@@ -47,9 +47,11 @@ def everywhere(setting: Setting) -> bool:
 
 def cpp_runs(setting: Setting) -> bool:
     """Whether the C++ kernels of `megacore.kernels.cpu` compute in a setting."""
+    if setting.device.type != "cpu":
+        return False
     from megacore.kernels.cpu import support
 
-    return setting.device.type == "cpu" and support.runs(setting.dtype)
+    return support.runs(setting.dtype)
 
 
 def cpp_runs_uncompiled(setting: Setting) -> bool:

@@ -1,13 +1,14 @@
 """The sum of squares of many flat tensors, for the global gradient norm."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megacore.kernels.apex import has_apex
-from megacore.kernels.implementation import Implementation, Setting, everywhere
+from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere
 
 _BLOCK = 4096
 _APEX_CHUNK = 2048 * 32
@@ -57,9 +58,8 @@ def _load_cpp() -> SumOfSquares:
 
 
 def _runs_cpp(setting: Setting) -> bool:
-    from megacore.kernels.cpu import support
-
-    return setting.device.type == "cpu" and support.runs_fp32()
+    """Whatever the model's type: gradients are fp32."""
+    return cpp_runs(replace(setting, dtype=torch.float32))
 
 
 IMPLEMENTATIONS = (

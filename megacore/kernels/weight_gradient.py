@@ -52,7 +52,8 @@ def _load_apex() -> WeightGradient:
     import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]
 
     def accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, dy, main_grad)
+        # It does not ask for strides: gradients that autograd has expanded would be read beyond their end.
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), main_grad)
 
     return accumulate
 

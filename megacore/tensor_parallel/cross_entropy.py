@@ -48,7 +48,8 @@ def linear_cross_entropy(
         z_loss: adds this times logsumexp² (Chowdhery et al. 2022, section 5), which keeps logits near zero.
 
     Returns:
-        The loss of each token, [b, s], fp32 (fp64 for fp64), the same on every rank.
+        The loss of each token, [b, s], fp32 (fp64 for fp64), the same on every rank; NaN, if not an error, where the
+        label is no token's.
     """
     terms = _Terms(tp, sequence_parallel and tp.size > 1, kernel, label_smoothing, z_loss, torch.is_grad_enabled())
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, terms)  # type: ignore[no-untyped-call]
@@ -130,6 +131,8 @@ def _divided_loss_(logits: Tensor, labels: Tensor, terms: _Terms, scale: float) 
         losses -= smoothing * (sums[0].sum(0) / (width * tp.size) - maximum)
     if z_loss:
         losses += z_loss * log_normaliser.square()
+    # A label that no rank has is an error in the data, which is not to be passed over.
+    losses.masked_fill_((labels < 0) | (labels >= width * tp.size), torch.nan)
     if terms.trains:
         factor = scale * (1.0 + 2.0 * z_loss * log_normaliser) if z_loss or scale != 1.0 else None
         evenly = scale * smoothing / (width * tp.size)

@@ -37,8 +37,8 @@ class Deployment(NamedTuple):
 
 
 CONFS = {
-    "gpt2-345m-zero1": Deployment(355e6, ZeroSettings(1), RankLayout(data=4), 1, 16, 7),
-    "gpt2-345m-zero2": Deployment(355e6, ZeroSettings(2), RankLayout(data=4), 1, 16, 6),
+    "gpt2-345m-zero1": Deployment(355e6, ZeroSettings(1), RankLayout(data=4), 1, 16, 5.5),
+    "gpt2-345m-zero2": Deployment(355e6, ZeroSettings(2), RankLayout(data=4), 1, 16, 4.5),
     "gpt2-7b": Deployment(6.66e9, ZeroSettings(1), RankLayout(data=4), 1, 80, 64),
     "gpt2-xl-zero3-offload": Deployment(1.558e9, ZeroSettings(3, "cpu", "cpu"), RankLayout(), 1, 24, 9),
     "gpt2-13b-3d": Deployment(13e9, ZeroSettings(1), RankLayout(data=2, pipeline=2, tensor=2), 128, 80, 46),

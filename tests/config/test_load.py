@@ -221,6 +221,13 @@ def test_overrides_are_read_as_yaml() -> None:
     }
 
 
+@pytest.mark.parametrize(("written", "wanted"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
+def test_on_and_off_are_what_they_say_though_yaml_reads_booleans(
+    conf: Callable[..., str], written: str, wanted: str
+) -> None:
+    assert load_config(conf(), parse_overrides([f"train.compile={written}"])).train.compile == wanted
+
+
 @pytest.mark.parametrize("pair", ["train.train_iters", "=5", "a=[", ""])
 def test_a_malformed_override_is_shown(pair: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(pair))):

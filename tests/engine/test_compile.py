@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from megacore.config.run import RunConfig
 from megacore.engine.base import Engine
@@ -52,13 +53,14 @@ def losses(own: Engine) -> list[float]:
 class Broken:
     """A compiler that fails from some graph on."""
 
-    def __init__(self, works_until: int) -> None:
+    def __init__(self, works_until: int, error: Exception | None = None) -> None:
         self.works_until, self.graphs = works_until, 0
+        self.error = error or RuntimeError("no such instruction\nmore of it")
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.graphs += 1
         if self.graphs > self.works_until:
-            raise RuntimeError("no such instruction\nmore of it")
+            raise self.error
         return graph.forward
 
 
@@ -87,6 +89,23 @@ def test_without_a_compiler_layers_stay_as_they_are(
     assert losses(own) == losses(engine("off"))
 
 
+def test_a_failure_without_words_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", Broken(0, AssertionError()))
+    assert engine("on").kernels["layers"] == "off: AssertionError"
+
+
+def test_torch_may_ask_for_another_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked = Broken(0, TensorifyScalarRestartAnalysis())
+
+    def once(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return asked(graph, inputs) if not asked.graphs else graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", once)
+    assert engine("on").kernels["layers"] == "torch.compile of each layer"
+    assert asked.graphs == 1
+    assert "runs without torch.compile" not in caplog.text
+
+
 def test_a_graph_that_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,4 +115,5 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_is(
     with caplog.at_level(logging.WARNING, logger="megacore"):
         found = losses(own)
     assert "a part of the model runs without torch.compile, which failed: no such instruction" in caplog.text
-    assert found == losses(engine("off"))
+    # Compiled layers leave norms to the compiler: they are rounded otherwise.
+    assert found == pytest.approx(losses(engine("off")), rel=1e-6)

@@ -50,12 +50,15 @@ def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
     """The stand-in has the arguments of wgrad_gemm_accum_fp32: the input, the output's gradient, the main gradient."""
 
     def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+        assert x.is_contiguous()
+        assert dy.is_contiguous()
         main_grad += dy.float().t() @ x.float()
 
     module = ModuleType("fused_weight_gradient_mlp_cuda")
     module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", module)
     main, dy, x = factors(torch.bfloat16)
+    dy, x = dy[:1].expand_as(dy), x.t().contiguous().t()
     expected = main + dy.float().t() @ x.float()
     assert IMPLEMENTATIONS[0].name.startswith("apex")
     IMPLEMENTATIONS[0].load()(main, dy, x)

@@ -76,6 +76,14 @@ def test_small_probabilities_keep_their_gradients_in_fp16() -> None:
     torch.testing.assert_close(weight.grad[1:].float(), exact.grad[1:], rtol=5e-3, atol=1e-7)
 
 
+def test_a_label_outside_the_vocabulary_is_seen() -> None:
+    leaves, labels = _leaves(), ids(2, 4)
+    labels[0, 1], labels[1, 2] = VOCAB, -1
+    with torch.no_grad():
+        found = linear_cross_entropy(leaves["hidden"], leaves["weight"], labels)
+    assert found.isnan().nonzero().tolist() == [[0, 1], [1, 2]]
+
+
 def test_main_gradients_take_the_weight_gradient() -> None:
     leaves = _leaves()
     sink = leaves["weight"].grad_sink = Sink(leaves["weight"])  # type: ignore[attr-defined]

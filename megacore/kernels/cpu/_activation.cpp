@@ -187,12 +187,11 @@ struct Activation {
     }
 };
 
-// function(gate + gate_bias) * (up + up_bias).
+// function(gate) * up.
 template <class T, class Function>
 struct Gated {
-    static void forward(std::uintptr_t gate, Index gate_stride, std::uintptr_t up, Index up_stride,
-                        std::uintptr_t gate_bias, std::uintptr_t up_bias, std::uintptr_t y, Index rows, Index cols,
-                        int threads) {
+    static void forward(std::uintptr_t gate, Index gate_stride, std::uintptr_t up, Index up_stride, std::uintptr_t y,
+                        Index rows, Index cols, int threads) {
         threads = useful(threads, rows * cols);
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (Index row = 0; row < rows; ++row) {
@@ -200,45 +199,29 @@ struct Gated {
             const T* ups = at<T>(up) + row * up_stride;
             T* to = at<T>(y) + row * cols;
             columns(cols, [&](Index c, auto lanes) __attribute__((always_inline)) {
-                const __m512 open = Function::value(biased(gates, at<T>(gate_bias), c, lanes));
-                store(to + c, _mm512_mul_ps(open, biased(ups, at<T>(up_bias), c, lanes)), lanes);
+                store(to + c, _mm512_mul_ps(Function::value(load(gates + c, lanes)), load(ups + c, lanes)), lanes);
             });
         }
     }
 
     static void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t gate, Index gate_stride, std::uintptr_t up,
-                         Index up_stride, std::uintptr_t gate_bias, std::uintptr_t up_bias, std::uintptr_t dgate,
-                         std::uintptr_t dup, std::uintptr_t dgate_bias, std::uintptr_t dup_bias, Index rows, Index cols,
+                         Index up_stride, std::uintptr_t dgate, std::uintptr_t dup, Index rows, Index cols,
                          int threads) {
-        const Blocks blocks(rows);
-        const bool biases = dgate_bias || dup_bias;
-        Sums sums(blocks, biases ? 2 * cols : 0);
         threads = useful(threads, rows * cols);
 #pragma omp parallel for num_threads(threads) schedule(static)
-        for (Index block = 0; block < blocks.count; ++block) {
-            float* own = biases ? sums.clear(block) : nullptr;
-            for (Index row = blocks.first(block); row < blocks.end(block); ++row) {
-                const T* gates = at<T>(gate) + row * gate_stride;
-                const T* ups = at<T>(up) + row * up_stride;
-                const T* grads = at<T>(dy) + row * dy_stride;
-                columns(cols, [&](Index c, auto lanes) __attribute__((always_inline)) {
-                    __m512 open, slope;
-                    Function::both(biased(gates, at<T>(gate_bias), c, lanes), open, slope);
-                    const __m512 grad = load(grads + c, lanes);
-                    const __m512 of_up = _mm512_mul_ps(grad, open);
-                    const __m512 through = _mm512_mul_ps(grad, biased(ups, at<T>(up_bias), c, lanes));
-                    const __m512 of_gate = _mm512_mul_ps(through, slope);
-                    store(at<T>(dgate) + row * cols + c, of_gate, lanes);
-                    store(at<T>(dup) + row * cols + c, of_up, lanes);
-                    if (own) {
-                        accumulate(own, of_gate, c, lanes);
-                        accumulate(own + cols, of_up, c, lanes);
-                    }
-                });
-            }
+        for (Index row = 0; row < rows; ++row) {
+            const T* gates = at<T>(gate) + row * gate_stride;
+            const T* ups = at<T>(up) + row * up_stride;
+            const T* grads = at<T>(dy) + row * dy_stride;
+            columns(cols, [&](Index c, auto lanes) __attribute__((always_inline)) {
+                __m512 open, slope;
+                Function::both(load(gates + c, lanes), open, slope);
+                const __m512 grad = load(grads + c, lanes);
+                const __m512 through = _mm512_mul_ps(grad, load(ups + c, lanes));
+                store(at<T>(dgate) + row * cols + c, _mm512_mul_ps(through, slope), lanes);
+                store(at<T>(dup) + row * cols + c, _mm512_mul_ps(grad, open), lanes);
+            });
         }
-        if (dgate_bias) sums.total(0, cols, at<T>(dgate_bias));
-        if (dup_bias) sums.total(cols, cols, at<T>(dup_bias));
     }
 };
 
@@ -297,11 +280,11 @@ void backward(Address dy, Index dy_stride, Address x, Index x_stride, Address bi
 #endif
 }
 
-void gated_forward(Address gate, Index gate_stride, Address up, Index up_stride, Address gate_bias, Address up_bias,
-                   Address y, Index rows, Index cols, int kind, bool half, int threads) {
+void gated_forward(Address gate, Index gate_stride, Address up, Index up_stride, Address y, Index rows, Index cols,
+                   int kind, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     with<megacore::Gated>(half, kind, [&](auto operation) {
-        operation.forward(gate, gate_stride, up, up_stride, gate_bias, up_bias, y, rows, cols, threads);
+        operation.forward(gate, gate_stride, up, up_stride, y, rows, cols, threads);
     });
 #else
     none();
@@ -309,12 +292,10 @@ void gated_forward(Address gate, Index gate_stride, Address up, Index up_stride,
 }
 
 void gated_backward(Address dy, Index dy_stride, Address gate, Index gate_stride, Address up, Index up_stride,
-                    Address gate_bias, Address up_bias, Address dgate, Address dup, Address dgate_bias,
-                    Address dup_bias, Index rows, Index cols, int kind, bool half, int threads) {
+                    Address dgate, Address dup, Index rows, Index cols, int kind, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     with<megacore::Gated>(half, kind, [&](auto operation) {
-        operation.backward(dy, dy_stride, gate, gate_stride, up, up_stride, gate_bias, up_bias, dgate, dup, dgate_bias,
-                           dup_bias, rows, cols, threads);
+        operation.backward(dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, rows, cols, threads);
     });
 #else
     none();

@@ -20,6 +20,7 @@ using megacore::exp;
 using megacore::first_lanes;
 using megacore::load;
 using megacore::store;
+using megacore::thread_number;
 
 constexpr std::ptrdiff_t kLanes = 16;
 constexpr int kParts = 4;  // independent accumulators: one addition need not wait for the one before it
@@ -161,9 +162,12 @@ template <typename T>
 void cross_entropy_row(const Rows<T>& rows, std::ptrdiff_t index, const Loss& loss, float* kept) {
     T* row = rows.row(index);
     const std::ptrdiff_t label = rows.label(index), width = rows.width;
-    if (label < 0) {
-        std::fill_n(row, width, T{0});
-        loss.out[index] = 0.0f;
+    if (label < 0) {  // an error in the data, which is not to be passed over
+        const __m512 nan = _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN());
+        for_columns(width, [&](std::ptrdiff_t column, int, __mmask16 lanes) __attribute__((always_inline)) {
+            store(row + column, nan, lanes);
+        });
+        loss.out[index] = std::numeric_limits<float>::quiet_NaN();
         return;
     }
     const float maximum = row_maximum(row, width), reference = reference_of(maximum), own = load_one(row + label);
@@ -187,19 +191,16 @@ void cross_entropy_row(const Rows<T>& rows, std::ptrdiff_t index, const Loss& lo
     store_one(row + label, at_label);
 }
 
-inline float* kept_of(float* row, float*) { return row; }
-inline float* kept_of(bf16*, float* buffer) { return buffer; }
+// Exponentials are rounded once, as part of the gradient: rows of bf16 cannot keep them, threads have a buffer each.
+inline float* kept_of(float* row, float*, std::ptrdiff_t) { return row; }
+inline float* kept_of(bf16*, float* buffers, std::ptrdiff_t width) { return buffers + thread_number() * width; }
 
 template <typename T>
 void cross_entropy(const Rows<T>& rows, const Loss& loss, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        // Exponentials are rounded once, as part of the gradient: rows of bf16 cannot keep them.
-        const std::unique_ptr<float[]> buffer(sizeof(T) < sizeof(float) ? new float[rows.width] : nullptr);
-#pragma omp for schedule(dynamic, kRowsAtOnce)
-        for (std::ptrdiff_t index = 0; index < rows.count; ++index) {
-            cross_entropy_row(rows, index, loss, kept_of(rows.row(index), buffer.get()));
-        }
+    const std::unique_ptr<float[]> buffers(sizeof(T) < sizeof(float) ? new float[threads * rows.width] : nullptr);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, kRowsAtOnce)
+    for (std::ptrdiff_t index = 0; index < rows.count; ++index) {
+        cross_entropy_row(rows, index, loss, kept_of(rows.row(index), buffers.get(), rows.width));
     }
 }
 

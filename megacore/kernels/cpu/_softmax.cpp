@@ -1,6 +1,7 @@
 // Attention's softmax of scaled and masked scores with dropout, forward and backward, and the gradient of a bias.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <vector>
@@ -17,8 +18,8 @@ namespace {
 struct Shape {
     Index batch, heads, queries, keys;
     bool causal;
-    // Keys that a query sees; the queries are the last of the keys.
-    Index seen(Index query) const { return causal ? keys - queries + query + 1 : keys; }
+    // Keys that a query sees; the queries are the last of the keys, and those before the first key see none.
+    Index seen(Index query) const { return causal ? std::max<Index>(0, keys - queries + query + 1) : keys; }
     Index row(Index b, Index n, Index q) const { return ((b * heads + n) * queries + q) * keys; }
 };
 
@@ -83,20 +84,17 @@ void forward(std::uintptr_t scores, std::uintptr_t bias, Index bias_batch, Index
              std::uintptr_t kept, std::uintptr_t probs, std::uintptr_t dropped, const Shape& shape, float scale,
              float keep_scale, int threads) {
     threads = useful(threads, shape.row(shape.batch, 0, 0));
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> scratch(shape.keys);
-#pragma omp for schedule(static) collapse(3)
-        for (Index b = 0; b < shape.batch; ++b) {
-            for (Index n = 0; n < shape.heads; ++n) {
-                for (Index q = 0; q < shape.queries; ++q) {
-                    const Index row = shape.row(b, n, q);
-                    const Index of_bias = b * bias_batch + n * bias_head + q * bias_query;
-                    forward_row(at<T>(scores) + row, bias ? at<T>(bias) + of_bias : nullptr,
-                                kept ? at<T>(kept) + row : nullptr, at<T>(probs) + row,
-                                kept ? at<T>(dropped) + row : nullptr, scratch.data(), shape.seen(q), shape.keys, scale,
-                                keep_scale);
-                }
+    std::vector<float> scratch(threads * shape.keys);  // here: nothing may be thrown where threads work together
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(3)
+    for (Index b = 0; b < shape.batch; ++b) {
+        for (Index n = 0; n < shape.heads; ++n) {
+            for (Index q = 0; q < shape.queries; ++q) {
+                const Index row = shape.row(b, n, q);
+                const Index of_bias = b * bias_batch + n * bias_head + q * bias_query;
+                forward_row(at<T>(scores) + row, bias ? at<T>(bias) + of_bias : nullptr,
+                            kept ? at<T>(kept) + row : nullptr, at<T>(probs) + row,
+                            kept ? at<T>(dropped) + row : nullptr, scratch.data() + thread_number() * shape.keys,
+                            shape.seen(q), shape.keys, scale, keep_scale);
             }
         }
     }
@@ -107,21 +105,18 @@ template <class T>
 void backward(std::uintptr_t grads, std::uintptr_t probs, std::uintptr_t kept, std::uintptr_t dscores,
               std::uintptr_t dbias, const Shape& shape, float scale, float keep_scale, int threads) {
     threads = useful(threads, shape.row(shape.batch, 0, 0));
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> sums(dbias ? shape.keys : 0);
-#pragma omp for schedule(static) collapse(2)
-        for (Index n = 0; n < shape.heads; ++n) {
-            for (Index q = 0; q < shape.queries; ++q) {
-                std::fill(sums.begin(), sums.end(), 0.0f);
-                for (Index b = 0; b < shape.batch; ++b) {
-                    const Index row = shape.row(b, n, q);
-                    backward_row(at<T>(grads) + row, at<T>(probs) + row, kept ? at<T>(kept) + row : nullptr,
-                                 at<T>(dscores) + row, dbias ? sums.data() : nullptr, shape.seen(q), shape.keys, scale,
-                                 keep_scale);
-                }
-                if (dbias) add_blocks(sums.data(), 1, 0, shape.keys, at<T>(dbias) + shape.row(0, n, q));
+    std::vector<float> sums(dbias ? threads * shape.keys : 0);
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+    for (Index n = 0; n < shape.heads; ++n) {
+        for (Index q = 0; q < shape.queries; ++q) {
+            float* const own = dbias ? sums.data() + thread_number() * shape.keys : nullptr;
+            if (own) std::fill_n(own, shape.keys, 0.0f);
+            for (Index b = 0; b < shape.batch; ++b) {
+                const Index row = shape.row(b, n, q);
+                backward_row(at<T>(grads) + row, at<T>(probs) + row, kept ? at<T>(kept) + row : nullptr,
+                             at<T>(dscores) + row, own, shape.seen(q), shape.keys, scale, keep_scale);
             }
+            if (own) add_blocks(own, 1, 0, shape.keys, at<T>(dbias) + shape.row(0, n, q));
         }
     }
 }

@@ -5,7 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -44,6 +47,15 @@ inline bool runs_bf16() {
 }
 
 using bf16 = std::uint16_t;
+
+// Of this thread among those that work together, from 0.
+inline int thread_number() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
 
 }  // namespace megacore
 
@@ -88,13 +100,6 @@ inline __m512 exp(__m512 x) {
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.6931512951851f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(p, y);
-}
-
-// tanh x = 1 - 2 / (e^2x + 1), absolute error below 3e-7.
-inline __m512 tanh(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 e = exp(_mm512_add_ps(x, x));
-    return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one)));
 }
 
 inline float sum(__m512 x) { return _mm512_reduce_add_ps(x); }

@@ -4,9 +4,6 @@
 // Both factors are packed so that the two rows which the dot product of AVX512-BF16 takes at once lie together: x in
 // panels of 32 columns for all threads, dy in panels of 8 columns by the thread that works on them. One tile of 8 x 32
 // sums is the rows of a panel of dy times those of a panel of x; a task is all tiles of some panels of dy.
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -23,6 +20,7 @@ namespace {
 
 using megacore::bf16;
 using megacore::first_lanes;
+using megacore::thread_number;
 
 using Pair = std::uint32_t;  // one column in two rows
 
@@ -141,14 +139,6 @@ void add_tile(const Pair* tall, const Pair* wide, std::ptrdiff_t pairs, float* s
             megacore::store(at, sum, lanes[half]);
         }
     }
-}
-
-int thread_number() {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
 }
 
 struct FreeAligned {

@@ -60,7 +60,7 @@ def cross_entropy_(
 
     Args:
         logits: [n, w], overwritten.
-        columns: of the labels, [n]; a row whose label is outside 0 … w - 1 is ignored: its loss and its gradient are 0.
+        columns: of the labels, [n]; a row whose label is outside 0 … w - 1 has neither loss nor gradient: both are NaN.
         label_smoothing: ε (Szegedy et al. 2016).
         z_loss: z (Chowdhery et al. 2022, section 5).
         scale: the gradient is multiplied by it.

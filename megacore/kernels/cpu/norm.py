@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megacore.kernels.cpu import _norm
 from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, is_half, rows_of
+from megacore.kernels.cpu.rows import address, is_half, per_column, rows_of
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -100,13 +100,13 @@ def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> t
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, eps: float
 ) -> None:
-    half, rows, weight = is_half(x, weight, bias), rows_of(x), weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    half, rows = is_half(x, weight, bias), rows_of(x)
+    gain, shift = per_column(weight, x), per_column(bias, x)
     _norm.forward(
         rows.data_ptr(),
         rows.stride(0),
-        weight.data_ptr(),
-        address(bias),
+        address(gain),
+        address(shift),
         y.data_ptr(),
         address(mean),
         rstd.data_ptr(),
@@ -129,13 +129,13 @@ def _backward(
     dweight: Tensor,
     dbias: Tensor | None,
 ) -> None:
-    half, rows, grads, weight = is_half(x, dy, weight), rows_of(x), rows_of(dy), weight.contiguous()
+    half, rows, grads, gain = is_half(x, dy, weight), rows_of(x), rows_of(dy), per_column(weight, x)
     _norm.backward(
         grads.data_ptr(),
         grads.stride(0),
         rows.data_ptr(),
         rows.stride(0),
-        weight.data_ptr(),
+        address(gain),
         address(mean),
         rstd.data_ptr(),
         dx.data_ptr(),

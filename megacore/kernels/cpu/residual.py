@@ -8,7 +8,7 @@ from torch import Tensor
 from megacore.kernels.cpu import _residual
 from megacore.kernels.cpu.draw import kept_like
 from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, is_half, rows_of
+from megacore.kernels.cpu.rows import address, check_shapes, is_half, per_column, rows_of
 
 
 def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
@@ -63,10 +63,11 @@ class _BiasDropoutAdd(torch.autograd.Function):
 def _bias_dropout_add(
     branch: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, scale: float
 ) -> Tensor:
+    check_shapes(branch, residual, mask)
     half, y = is_half(branch, bias, residual, mask), branch.new_empty(branch.shape)
     branches, residuals = rows_of(branch), None if residual is None else rows_of(residual)
     kept = None if mask is None else rows_of(mask)
-    bias = None if bias is None else bias.contiguous()
+    bias = per_column(bias, branch)
     _residual.forward(
         branches.data_ptr(),
         branches.stride(0),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.errors import ConfigError
 from megacore.kernels.cpu import _rope
 from megacore.kernels.cpu.operators import operator
 from megacore.kernels.cpu.rows import is_half
@@ -43,6 +44,10 @@ def _alike(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
 
 @operator("rotate(Tensor x, Tensor cosines, Tensor sines, bool back) -> Tensor", fake=_alike)
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    batch, _, sequence, size = x.shape
+    rows, one, places, rotated = cosines.shape
+    if rows not in (1, batch) or (one, places) != (1, sequence) or rotated > size or sines.shape != cosines.shape:
+        raise ConfigError(f"Tables of {[*cosines.shape]} and {[*sines.shape]} do not rotate heads of {[*x.shape]}.")
     half, y = is_half(x, cosines, sines), _alike(x, cosines, sines, back)
     x = x if x.stride(3) == 1 else x.contiguous()
     cosines, sines = cosines.contiguous(), sines.contiguous()

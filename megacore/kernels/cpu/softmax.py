@@ -83,6 +83,7 @@ def _forward(
     probs, dropped = _outputs(scores, bias, kept, scale, keep_scale, causal)
     kept = None if kept is None else kept.contiguous()
     if bias is not None:
+        bias = bias.expand(*bias.shape[:-1], scores.shape[-1])
         bias = (bias if bias.stride(-1) == 1 else bias.contiguous()).expand(scores.shape)
     _softmax.forward(
         scores.data_ptr(),

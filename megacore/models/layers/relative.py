@@ -51,7 +51,8 @@ class RelativeBias(nn.Module):
         places = torch.arange(keys, device=self.weight.device)
         distances = places[None, :] - places[keys - queries :, None]
         exact = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        return F.embedding(self._bucket(distances), exact).permute(2, 0, 1).unsqueeze(0)
+        # Contiguous, as scores are: else their sum, and what dropout draws for it, would lie in this order in memory.
+        return F.embedding(self._bucket(distances), exact).permute(2, 0, 1).contiguous().unsqueeze(0)
 
     def partitions(self) -> dict[str, Partition]:
         """The table is divided along its columns."""

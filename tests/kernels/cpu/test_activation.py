@@ -1,16 +1,18 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from megacore.config.model import GATED, Activation
+from megacore.errors import ConfigError
 from megacore.kernels import bias_activation as plain
 from megacore.kernels import swiglu
 from megacore.kernels.cpu.activation import bias_activation, gated
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
-activations = pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu"])
+activations = pytest.mark.parametrize("kind", get_args(Activation))
 gates = pytest.mark.parametrize("kind", sorted(GATED))
 widths = pytest.mark.parametrize("width", [1, 17, 64, 250])
 
@@ -30,22 +32,6 @@ def test_bias_activation(dtype: torch.dtype, kind: Activation, width: int) -> No
 def test_gated(dtype: torch.dtype, kind: Activation, width: int) -> None:
     gate, up = random(3, 29, width, dtype=dtype), random(3, 29, width, dtype=dtype, seed=1)
     check(lambda x, y: gated(x, y, kind), lambda x, y: swiglu.reference(x, y, kind), [gate, up])
-
-
-@both_types
-def test_biases_of_a_gated_unit(dtype: torch.dtype) -> None:
-    leaves = [random(4, 33, dtype=dtype), random(4, 33, dtype=dtype, seed=1)]
-    leaves += [random(33, dtype=dtype), random(33, dtype=dtype, seed=1)]
-
-    def expected(gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor) -> Tensor:
-        return swiglu.reference(gate + of_gate, up + of_up, "swiglu")
-
-    check(lambda gate, up, g, u: gated(gate, up, "swiglu", g, u), expected, leaves)
-    check(
-        lambda gate, up, u: gated(gate, up, "geglu", None, u),
-        lambda gate, up, u: swiglu.reference(gate, up + u, "geglu"),
-        [*leaves[:2], leaves[3]],
-    )
 
 
 @both_types
@@ -97,12 +83,20 @@ def test_what_is_no_number_remains_none(dtype: torch.dtype, kind: Activation) ->
     assert output.isnan().tolist() == [True, False]
 
 
+def test_shapes_must_agree() -> None:
+    x, narrow = torch.ones(4, 33), torch.ones(32)
+    with pytest.raises(ConfigError, match=r"33 columns of \[4, 33\], not \[32\]"):
+        bias_activation(x, narrow, "gelu")
+    with pytest.raises(ConfigError, match=r"\[4, 33\] together with \[3, 33\]"):
+        gated(x, x[:3], "swiglu")
+
+
 @both_types
 def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
     x, up, bias = random(603, 130, dtype=dtype), random(603, 130, dtype=dtype, seed=1), random(130, dtype=dtype)
     grad = random(603, 130, dtype=dtype, seed=3).detach()
     check_threads(lambda x, b: bias_activation(x, b, "gelu_tanh"), [x, bias], grad)
-    check_threads(lambda x, y, b: gated(x, y, "geglu", b, b), [x, up, bias], grad)
+    check_threads(lambda x, y: gated(x, y, "geglu"), [x, up], grad)
 
 
 @both_types
@@ -112,4 +106,3 @@ def test_compiles(dtype: torch.dtype) -> None:
     check_compiled(lambda x, b: bias_activation(x, b, "gelu_tanh"), [x, bias], grad)
     check_compiled(lambda x: bias_activation(x, None, "gelu"), [x], grad)
     check_compiled(lambda x, y: gated(x, y, "swiglu"), [x, up], grad)
-    check_compiled(lambda x, y, b: gated(x, y, "geglu_tanh", None, b), [x, up, bias], grad)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.errors import ConfigError
+from megacore.kernels.choice import choose_kernels, plain_kernels
 from megacore.kernels.cpu import support
 from megacore.kernels.cpu.attention import attention, packed_attention, supports, supports_packed
 
@@ -246,6 +247,14 @@ def test_operators_are_what_they_say(dtype: torch.dtype) -> None:
         (operators.packed_attention_backward, (grad, mixed, *packed, True, 0.25)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=tests)
+
+
+@needs_fp32
+@pytest.mark.parametrize("shape", [(2, 9, 2, 3, 257), (0, 9, 2, 3, 16)], ids=["wide heads", "no samples"])
+def test_what_the_kernel_does_not_take_is_left_to_torch(shape: tuple[int, ...]) -> None:
+    mixed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = choose_kernels(torch.device("cpu"), FP32).packed_attention(mixed, causal=True, scale=None)
+    torch.testing.assert_close(found, plain_kernels().packed_attention(mixed, causal=True, scale=None))
 
 
 @needs_fp32

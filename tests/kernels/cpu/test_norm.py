@@ -103,6 +103,13 @@ def test_compiles(dtype: torch.dtype) -> None:
     check_compiled(rms_norm_of, [x, weight], grad)
 
 
+def test_weights_have_the_width_of_rows() -> None:
+    with pytest.raises(ConfigError, match=r"8 columns of \[2, 8\], not \[7\]"):
+        rms_norm(torch.ones(2, 8), torch.ones(7), EPS)
+    with pytest.raises(ConfigError, match=r"8 columns of \[2, 8\], not \[1\]"):
+        layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(1), EPS)
+
+
 def test_types_must_agree() -> None:
     with pytest.raises(ConfigError, match=r"float32 together with torch\.bfloat16"):
         rms_norm(torch.ones(2, 8), torch.ones(8, dtype=torch.bfloat16), EPS)

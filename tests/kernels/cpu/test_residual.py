@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.errors import ConfigError
 from megacore.kernels.cpu.residual import bias_dropout_add, dropout
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
@@ -81,6 +82,14 @@ def test_compiles(dtype: torch.dtype) -> None:
     check_compiled(lambda x, b, r: bias_dropout_add(x, b, r, 0.0), leaves, grad)
     compiled = torch.compile(lambda x, b, r: bias_dropout_add(x, b, r, 0.3), fullgraph=True, backend="aot_eager")
     torch.autograd.grad(compiled(*leaves), leaves, grad)
+
+
+def test_shapes_must_agree() -> None:
+    x = torch.ones(4, 33)
+    with pytest.raises(ConfigError, match=r"\[4, 33\] together with \[1, 33\]"):
+        bias_dropout_add(x, torch.ones(33), x[:1], 0.0)
+    with pytest.raises(ConfigError, match=r"33 columns of \[4, 33\], not \[1\]"):
+        bias_dropout_add(x, torch.ones(1), x, 0.0)
 
 
 @both_types

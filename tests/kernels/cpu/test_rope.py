@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.errors import ConfigError
 from megacore.kernels.cpu.rope import rotate
 from megacore.kernels.rope import reference
 from megacore.models.layers.rotary import rotary_tables
@@ -56,6 +57,12 @@ def test_the_result_lies_in_memory_as_the_input(dtype: torch.dtype) -> None:
     assert rotate(x.contiguous(), rotary).is_contiguous()
     mixed = random(2, 9, 3, 3, 16, dtype=dtype).detach().unbind(3)[1].transpose(1, 2)
     assert rotate(mixed, rotary).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("sequence", "rotated", "batch"), [(4, 16, 1), (1, 16, 1), (5, 16, 3), (5, 18, 1)])
+def test_tables_must_fit(sequence: int, rotated: int, batch: int) -> None:
+    with pytest.raises(ConfigError, match="do not rotate heads"):
+        rotate(torch.ones(2, 3, 5, 16), tables(sequence, rotated, torch.float32, batch))
 
 
 @both_types

@@ -60,6 +60,22 @@ def test_biases_and_masks_of_any_shape(dtype: torch.dtype, shape: tuple[int, ...
 
 
 @both_types
+def test_queries_before_the_first_key_see_nothing(dtype: torch.dtype) -> None:
+    scores = random(2, 3, 5, 3, dtype=dtype).detach()
+    found = scaled_masked_softmax(scores, None, scale=0.5, causal=True)
+    assert not found[:, :, :2].any()
+    expected = reference(scores.double(), None, scale=0.5, causal=True)[:, :, 2:]
+    torch.testing.assert_close(found[:, :, 2:].double(), expected, rtol=4e-3, atol=1e-6)
+
+
+@both_types
+def test_one_bias_for_all_keys(dtype: torch.dtype) -> None:
+    scores, bias = random(2, 3, 7, 9, dtype=dtype).detach(), random(2, 3, 7, 1, dtype=dtype).detach()
+    found = scaled_masked_softmax(scores, bias, scale=0.5)
+    assert torch.equal(found, scaled_masked_softmax(scores, bias.expand_as(scores).contiguous(), scale=0.5))
+
+
+@both_types
 def test_dropout_draws_what_torch_draws(dtype: torch.dtype) -> None:
     scores, bias = random(2, 3, 17, 19, dtype=dtype), random(1, 3, 17, 19, dtype=dtype)
     mask = seeded(lambda: F.dropout(torch.ones_like(scores), 0.3)) > 0
