@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._verdict import Check, verdict
 from megacore.launch.torchrun import rank_environment
 
 STALL_GOAL = 0.05
@@ -113,19 +114,19 @@ def table(results: dict[int, dict[str, Any]]) -> list[str]:
     return rows
 
 
-def misses(results: dict[int, dict[str, Any]]) -> list[str]:
-    """Goals that were not reached."""
-    missed = []
-    for ranks, result in results.items():
-        found = ratios(ranks, result["rounds"])
-        if found["stall"] >= STALL_GOAL:
-            missed.append(f"{ranks} ranks: stall {found['stall']:.1%} of a save, goal under {STALL_GOAL:.0%}")
-        missed += [
-            f"{ranks} ranks: {name} at {found[name]:.2f} of the copy's bandwidth, goal {BANDWIDTH_GOAL}"
-            for name in ("save", "load")
-            if found[name] < BANDWIDTH_GOAL
-        ]
-    return missed
+def checks(results: dict[int, dict[str, Any]]) -> list[Check]:
+    """Figures and goals."""
+    found = {ranks: ratios(ranks, result["rounds"]) for ranks, result in results.items()}
+    stalls = [
+        Check(f"{ranks} ranks: stall to a save", each["stall"], STALL_GOAL, at_most=True)
+        for ranks, each in found.items()
+    ]
+    bandwidth = [
+        Check(f"{ranks} ranks: {name} to the copy's bandwidth", each[name], BANDWIDTH_GOAL)
+        for ranks, each in found.items()
+        for name in ("save", "load")
+    ]
+    return stalls + bandwidth
 
 
 def main() -> None:
@@ -145,9 +146,7 @@ def main() -> None:
     if options.smoke:
         sys.stdout.write("smoke: nothing is judged\n")
         return
-    missed = misses(results)
-    sys.stdout.write(f"missed: {'; '.join(missed)}\n" if missed else "all goals reached\n")
-    sys.exit(1 if missed else 0)
+    sys.exit(verdict("checkpoint", checks(results)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ one down. That all ways write the same tokens is checked.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._verdict import Check, verdict
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf_export import write_model
@@ -28,6 +30,8 @@ from megacore.parallel.mesh import ProcessMesh
 
 VOCAB_SIZE = 8192
 HEADS = 6
+GOAL = 0.85
+"""Least rate to transformers', of ours with the cache."""
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {},
     "Llama": {
@@ -103,12 +107,13 @@ def ways(spec: ModelSpec, count: int) -> list[Way]:
     return [Way("transformers", transformers), Way("ours", own(True)), Way("ours, no cache", own(False))]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("rounds", 3), ("prompt", 128), ("tokens", 64), ("layers", 6), ("hidden", 384)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    checks: list[Check] = []
     print("| model | batch | way | tokens/s | to transformers |\n| --- | ---: | --- | ---: | ---: |")
     for name, values in MODELS.items():
         positions = options.prompt + options.tokens
@@ -128,9 +133,12 @@ def main() -> None:
             for _ in range(options.rounds):
                 written = [way.run(prompts, options.tokens) for way in all_ways]
                 assert all(each == written[0] for each in written), "the ways write other tokens"
+            checks.append(Check(f"{name}, batch {batch}, to transformers", all_ways[1].rate / all_ways[0].rate, GOAL))
             for way in all_ways:
                 print(f"| {name} | {batch} | {way.name} | {way.rate:,.1f} | {way.rate / all_ways[0].rate:.2f} |")
 
+    return verdict("generate", checks)
+
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

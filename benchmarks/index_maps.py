@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._verdict import Check, verdict
 from megacore.data import _index_helpers as helpers
 from megacore.data.blends import build_blend
 from megacore.data.epochs import EpochPlan, plan_epochs
@@ -183,11 +184,23 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def checks(found: dict[str, dict[str, Any]]) -> list[Check]:
+    """Figures and goals, at the sizes that are the default."""
+    maps, blend = found["maps"], found["blend"]
+    return [
+        Check("maps, warm", min(maps["wall"][1:]), 1.8, at_most=True, unit="s"),
+        Check("maps, first touch", maps["wall"][0], 3.5, at_most=True, unit="s"),
+        Check("maps, peak", maps["peak_mb"], 1000.0, at_most=True, unit="MB"),
+        Check("blend, warm", min(blend["wall"][1:]), 0.25, at_most=True, unit="s"),
+    ]
+
+
+def main() -> int:
     options = parse()
     if options.measure:
         sys.stdout.write(json.dumps(measure(options.measure, options)))
-        return
+        return 0
+    found: dict[str, dict[str, Any]] = {}
     arguments = [f"--{name}={getattr(options, name)}" for name in ("rounds", "documents", "samples")]
     sys.stdout.write("| work | warm (s) | processor (s) | first touch (s) | peak (MB) | to Megatron | same |\n")
     sys.stdout.write("| --- |" + " ---: |" * 6 + "\n")
@@ -197,11 +210,13 @@ def main() -> None:
         for names in (["maps"], ["blend", "blend-portable"]):
             reference = run(f"{names[0]}-megatron", arguments) if options.megatron else None
             for name in names:
-                sys.stdout.write(row(name, run(name, arguments), reference) + "\n")
+                found[name] = run(name, arguments)
+                sys.stdout.write(row(name, found[name], reference) + "\n")
             if reference:
                 sys.stdout.write(row(f"{names[0]}-megatron", reference, reference) + "\n")
             sys.stdout.flush()
+    return verdict("index_maps", checks(found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks._verdict import Check, verdict
+
 MB = 1_000_000
 SLICE_MB = 8
 CONTESTANTS = ("megacore", "loop", "hf", "megatron")
@@ -145,8 +147,19 @@ def table(found: list[Contestant]) -> list[str]:
     return rows
 
 
-def main() -> None:
-    """Make the corpus, compete, print."""
+def checks(found: list[Contestant]) -> list[Check]:
+    """Figures and goals of the command."""
+    own = next((each for each in found if each.name == CONTESTANTS[0]), None)
+    if own is None:
+        return []
+    return [
+        Check("MB per second", own.size / MB / statistics.median(own.seconds), 120.0, unit="MB/s"),
+        Check("peak", max(own.peak_mb), 700.0, at_most=True, unit="MB"),
+    ]
+
+
+def main() -> int:
+    """Make the corpus, compete, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=Path, help="JSON Lines with the key text")
     parser.add_argument("--text", nargs="+", default=[], help="text files that the corpus begins with")
@@ -169,7 +182,8 @@ def main() -> None:
             for each in found:
                 each.run()
         sys.stdout.write("\n".join(table(found)) + "\n")
+    return verdict("tokenize", checks(found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import _zero_census as census
+from benchmarks._verdict import Check, verdict
 from benchmarks._zero_fit import fit_table
 from benchmarks._zero_ranks import started
 from benchmarks._zero_variants import DISTRIBUTED, REFERENCE, SIZES, STATES, VARIANTS, Work
@@ -81,14 +82,14 @@ def formula(work: Work, psi: int) -> ZeroBytes:
     )
 
 
-def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[str]]:
-    """Rows of Markdown, and what differs from the formula."""
+def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[str, str, float]]]:
+    """Rows of Markdown, and of each variant's state how many times the formula's."""
     rows = [
         "| variant | parameters | gradients | optimizer | of these offloaded "
         f"| {' | '.join(_OWN_COLUMNS)} | further | of live tensors known |",
         "| --- |" + " ---: |" * (4 + len(_OWN_COLUMNS)) + " --- | ---: |",
     ]
-    beyond = []
+    ratios = []
     for name, each in measured.items():
         kinds, expected = dict(each.found["kinds"]), formula(each.work, each.found["psi"])
         known = sum(kinds.values())
@@ -99,18 +100,14 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[str]]:
             "gradients": (kinds.pop(census.GRADIENTS, 0), expected.gradients),
             "optimizer": (sum(kinds.pop(kind, 0) for kind in optimizer), expected.optimizer),
         }
-        beyond += [
-            f"{name}: {what} {count / wanted:.3f} of the formula"
-            for what, (count, wanted) in pairs.items()
-            if abs(count / wanted - 1) > TOLERANCE
-        ]
+        ratios += [(name, what, count / wanted) for what, (count, wanted) in pairs.items()]
         cells = [f"{count / MB:,.0f} ({count / wanted:.3f})" for count, wanted in pairs.values()]
         cells += [f"{offloaded / MB:,.0f}" if offloaded else "-"]
         cells += [f"{kinds.pop(kind, 0) / MB:,.1f}" for kind in _OWN_COLUMNS]
         further = [f"{_further(kind)} {count / MB:,.0f}" for kind, count in kinds.items() if count >= MB / 10]
         cells += [", ".join(further) or "-", f"{known / (known + each.found['unknown']):.3%}"]
         rows.append(f"| {name} | {' | '.join(cells)} |")
-    return rows, beyond
+    return rows, ratios
 
 
 def speed_table(measured: dict[str, Measured]) -> list[str]:
@@ -162,18 +159,23 @@ def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
         )
 
 
-def report(measured: dict[str, Measured]) -> None:
-    """Print both tables and what differs from the formula."""
-    rows, beyond = state_table(measured)
+def report(measured: dict[str, Measured]) -> Check:
+    """Print both tables and what differs from the formula; how many times more of a state than it there is at most."""
+    rows, ratios = state_table(measured)
+    beyond = [
+        f"{name}: {what} {ratio:.3f} of the formula" for name, what, ratio in ratios if abs(ratio - 1) > TOLERANCE
+    ]
     first = measured[REFERENCE]
     title = f"{first.work.precision}, {first.found['psi']:,} parameters; MB, and how many times the formula:"
     sys.stdout.write("\n".join(["", title, "", *rows, "", *speed_table(measured), ""]))
     for line in beyond:
         sys.stdout.write(f"beyond {TOLERANCE:.0%}: {line}\n")
     sys.stdout.flush()
+    most = max(ratio for _, _, ratio in ratios)
+    return Check(f"{first.work.precision}: most of a state to the formula", most, 1.0 + TOLERANCE, at_most=True)
 
 
-def main() -> None:
+def main() -> int:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("state", "fit"))
@@ -193,6 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.ranks is None:
         options.ranks = 2 if options.device == "cpu" else _gpus()
+    checks: list[Check] = []
     for precision in options.precision or (["fp32", "bf16"] if options.what == "state" else ["bf16"]):
         if options.what == "fit":
             fit_table(options, precision)
@@ -200,7 +203,8 @@ def main() -> None:
         measured = contestants(options, precision)
         for number in range(options.rounds):
             take_turns(measured, number, options.steps)
-        report(measured)
+        checks.append(report(measured))
+    return verdict(f"zero {options.what}", checks)
 
 
 def _gpus() -> int:
@@ -210,4 +214,4 @@ def _gpus() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
