@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,47 +29,42 @@ class Hyperparameters:
     """Number of this update, from 1; it corrects the bias of the moments."""
 
 
-class AdamW(Protocol):
-    """Makes one update of tensors that lie in main memory or on one GPU."""
+class AdamTensors(NamedTuple):
+    """What is updated: tensors of one shape at each place of the lists, contiguous, in main memory or on one GPU."""
 
-    def __call__(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        targets: Sequence[Tensor] | None,
-        values: Hyperparameters,
-        divisor: Tensor,
-    ) -> None:
+    weights: Sequence[Tensor]
+    """Main weights, fp32, as are the next three."""
+    gradients: Sequence[Tensor]
+    """Used up by an update."""
+    exp_avgs: Sequence[Tensor]
+    """First moments."""
+    exp_avg_sqs: Sequence[Tensor]
+    """Second moments."""
+    targets: Sequence[Tensor] | None
+    """Of the model's lower precision: the updated weights are rounded into them. None where the weights are the
+    model's own."""
+
+
+class AdamW(Protocol):
+    """Makes one update."""
+
+    def __call__(self, tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
         """Update weights and moments in place; an element's result does not depend on how tensors are divided.
 
         Args:
-            weights: contiguous, fp32, as are the next three.
-            gradients: used up.
-            exp_avgs: first moments.
-            exp_avg_sqs: second moments.
-            targets: of the model's lower precision, shaped like `weights`; the updated weights are rounded into them.
-                None where the weights are the model's own.
+            tensors: what is updated.
             values: of this update.
             divisor: what the gradients are divided by first: fp32, 0-dimensional, on the tensors' device.
         """
         ...
 
 
-def reference(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    targets: Sequence[Tensor] | None,
-    values: Hyperparameters,
-    divisor: Tensor,
-) -> None:
+def reference(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
     """By torch's fused kernel.
 
     `torch.optim.AdamW(fused=True)` calls the same one, but its wrapper takes seconds to import.
     """
+    weights, gradients, exp_avgs, exp_avg_sqs, _ = tensors
     device = weights[0].device
     # The kernel reads the number of the present step, and wants it once per tensor.
     step = torch.full((), float(values.step), device=device)
@@ -91,22 +86,19 @@ def reference(
         # waited for.
         grad_scale=None if device.type == "cpu" and divisor == 1 else divisor,
     )
-    if targets is not None:
-        torch._foreach_copy_(list(targets), list(weights))
+    _publish(tensors)
+
+
+def _publish(tensors: AdamTensors) -> None:
+    if tensors.targets is not None:
+        torch._foreach_copy_(list(tensors.targets), list(tensors.weights))
 
 
 def _load_apex() -> AdamW:
     import amp_C  # type: ignore[import-not-found]
 
-    def update(
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        targets: Sequence[Tensor] | None,
-        values: Hyperparameters,
-        divisor: Tensor,
-    ) -> None:
+    def update(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
+        weights, gradients, exp_avgs, exp_avg_sqs, _ = tensors
         device = weights[0].device
         amp_C.multi_tensor_adam_capturable(
             _APEX_CHUNK,
@@ -122,8 +114,7 @@ def _load_apex() -> AdamW:
             values.weight_decay,
             divisor.reciprocal().view(1),
         )
-        if targets is not None:
-            torch._foreach_copy_(list(targets), list(weights))
+        _publish(tensors)
 
     return update
 
@@ -131,21 +122,9 @@ def _load_apex() -> AdamW:
 def _load_cpp() -> AdamW:
     from megacore.kernels.cpu.adam import adamw_
 
-    def update(
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        targets: Sequence[Tensor] | None,
-        values: Hyperparameters,
-        divisor: Tensor,
-    ) -> None:
+    def update(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
         adamw_(
-            weights,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            targets,
+            *tensors,
             step=values.step,
             lr=values.lr,
             beta1=values.beta1,

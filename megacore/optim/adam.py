@@ -10,7 +10,7 @@ from megacore.config.optim import OptimConfig
 from megacore.data_parallel.distributed_optimizer import ShardedWeights
 from megacore.data_parallel.flat import sum_of_ranks
 from megacore.data_parallel.grad_sync import GradSync
-from megacore.kernels.adamw import Hyperparameters
+from megacore.kernels.adamw import AdamTensors, Hyperparameters
 from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.optim.grad_clip import clip_divisor
 from megacore.optim.main_weights import MainWeight, MainWeights, WholeWeights
@@ -147,11 +147,13 @@ class MainWeightAdamW:
             return
         optim = self._config
         self._adamw(
-            [main.weight for main in weights],
-            [main.gradient for main in weights],
-            [main.exp_avg for main in weights],
-            [main.exp_avg_sq for main in weights],
-            None if weights[0].target is None else [main.target for main in weights if main.target is not None],
+            AdamTensors(
+                [main.weight for main in weights],
+                [main.gradient for main in weights],
+                [main.exp_avg for main in weights],
+                [main.exp_avg_sq for main in weights],
+                None if weights[0].target is None else [main.target for main in weights if main.target is not None],
+            ),
             Hyperparameters(lr, weight_decay, optim.adam_beta1, optim.adam_beta2, optim.adam_eps, self.steps),
             divisor,
         )

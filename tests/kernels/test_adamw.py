@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.kernels.adamw import IMPLEMENTATIONS, AdamW, Hyperparameters
+from megacore.kernels.adamw import IMPLEMENTATIONS, AdamTensors, AdamW, Hyperparameters
 from megacore.kernels.implementation import Setting
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def run(update: AdamW, targets: list[Tensor] | None) -> list[Tensor]:
     weights = draw(0)
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     for step in range(1, STEPS + 1):
-        update(weights, draw(step), first, second, targets, values(step), torch.tensor(DIVISOR))
+        update(AdamTensors(weights, draw(step), first, second, targets), values(step), torch.tensor(DIVISOR))
     return weights
 
 
@@ -81,7 +81,8 @@ def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
         assert (overflow.item(), overflow.dtype, mode, bool(bias_correction)) == (0, torch.int32, 1, True)
         gradients, weights, first, second = lists
         of = Hyperparameters(float(lr), weight_decay, beta1, beta2, eps, int(step))
-        IMPLEMENTATIONS[-1].load()(weights, gradients, first, second, None, of, inverse_scale.reciprocal().view(()))
+        tensors = AdamTensors(weights, gradients, first, second, None)
+        IMPLEMENTATIONS[-1].load()(tensors, of, inverse_scale.reciprocal().view(()))
 
     module = ModuleType("amp_C")
     module.multi_tensor_adam_capturable = multi_tensor_adam_capturable  # type: ignore[attr-defined]
