@@ -140,7 +140,7 @@ def test_deepspeed_is_shown_with_its_stage_and_what_it_offloads() -> None:
     report = preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
     assert (
         "1557.7 M parameters on 1 GPU rank in fp16 with deepspeed ZeRO-3, optimizer on cpu, weights on cpu: about "
-        "8.0 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of main memory, "
+        "7.7 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of main memory, "
     ) in report.summary()
     disk = {"deepspeed__offload_optimizer": "nvme", "deepspeed__nvme_path": "/"}
     with_disk = preflight(conf("gpt2-xl-zero3-offload", **disk), VOCAB_SIZE, card).summary()
