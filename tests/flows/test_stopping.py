@@ -13,7 +13,7 @@ from megacore.config.load import parse_config
 from tests.flows.conftest import Bench, tiny_config
 from tests.flows.test_supervision import events_of, start, wait_for
 
-ITERATIONS = 120
+ITERATIONS = 1000
 
 
 @pytest.fixture
