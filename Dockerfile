@@ -1,35 +1,83 @@
-# The quickstart in a container, on the CPU:
-#   docker build -t megacore . && docker run --rm -v megacore:/app/workspace megacore
-# On GPUs, from a CUDA image with Python ≥ 3.11 (the plain torch wheel brings CUDA's libraries with it):
-#   docker build --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 -t megacore-cuda .
-#   docker run --rm --gpus all --ipc host -v megacore:/app/workspace megacore-cuda make pretrain CONF=gpt2-345m
-ARG BASE=python:3.11-slim-bookworm
-FROM ${BASE}
+# Images of the trainers, on CPUs and on NVIDIA GPUs, and of the servers of a team:
+#   docker build --target cpu -t megacore:cpu .
+#   docker build --target cuda -t megacore:cuda .
+#   docker build --target servers -t megacore:servers .
+# The quickstart in a container: docker run --rm -v megacore:/app/workspace megacore:cpu make pretrain
+# On GPUs: docker run --rm --gpus all --ipc host -v megacore:/app/workspace megacore:cuda make pretrain CONF=gpt2-345m
+# Several trainers and the servers: docker-compose.yml. No key and no password is in an image.
+#
+# torch's plain wheel brings CUDA's libraries with it. A smaller image for CPUs takes the wheels of PyTorch's own index
+# for them: --build-arg PIP_EXTRA_INDEX_URL=…
+ARG CPU_BASE=python:3.11-slim-bookworm
+ARG CUDA_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 
-# A base without Python gets its distribution's; the official Python images have theirs.
+# What the installation reads: a change of Python code alone does not install anything again.
+FROM scratch AS inputs
+COPY pyproject.toml setup.py constraints.txt MANIFEST.in README.md LICENSE Makefile /
+COPY scripts/venv.sh /scripts/
+COPY megacore/__init__.py megacore/py.typed /megacore/
+COPY megacore/data/*.cpp megacore/data/*.h /megacore/data/
+COPY megacore/kernels/cpu/*.cpp megacore/kernels/cpu/*.h /megacore/kernels/cpu/
+
+FROM ${CPU_BASE} AS cpu-system
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential git libaio-dev make openssh-client pdsh \
-    && if ! command -v python3 >/dev/null; then \
-           apt-get install -y --no-install-recommends python3 python3-dev python3-venv; \
-       fi \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get install --yes --no-install-recommends \
+        build-essential git iproute2 libaio-dev make openssh-client openssh-server rsync \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && useradd --create-home --uid 10001 --shell /bin/bash --password '*' megacore \
+    && install --directory --owner megacore --group megacore /app /app/workspace
 
-RUN useradd --create-home --uid 10001 megacore && mkdir /app && chown megacore /app
+FROM ${CUDA_BASE} AS cuda-system
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends \
+        build-essential git iproute2 libaio-dev make openssh-client openssh-server python3 python3-dev python3-venv rsync \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && useradd --create-home --uid 10001 --shell /bin/bash --password '*' megacore \
+    && install --directory --owner megacore --group megacore /app /app/workspace
+
+# Prefect's and MLflow's servers, in the trainers' versions and without torch.
+FROM ${CPU_BASE} AS servers
+RUN useradd --create-home --uid 10001 --password '*' megacore \
+    && install --directory --owner megacore --group megacore /app /artifacts
+WORKDIR /app
+COPY constraints.txt deploy/mlflow_users.ini deploy/docker/server.sh ./
+RUN --mount=type=cache,target=/var/cache/pip \
+    PIP_CACHE_DIR=/var/cache/pip python3 -m pip install --root-user-action ignore -c constraints.txt \
+        fastapi flask-wtf mlflow prefect 'psycopg[binary]'
+USER megacore
+ENV DO_NOT_TRACK=true MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false \
+    PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT=false
+VOLUME /artifacts
+ENTRYPOINT ["/app/server.sh"]
+
+FROM cuda-system AS cuda
 USER megacore
 WORKDIR /app
-
-# Dependencies first: a change of Python code alone does not install them again.
-COPY --chown=megacore pyproject.toml setup.py constraints.txt MANIFEST.in README.md LICENSE Makefile ./
-COPY --chown=megacore scripts/venv.sh scripts/venv.sh
-COPY --chown=megacore megacore megacore
-RUN make venv PYTHON="$(command -v python3)" && rm -rf ~/.cache/pip
-
-COPY --chown=megacore . .
+COPY --from=inputs --chown=megacore:megacore / ./
+RUN --mount=type=cache,target=/var/cache/pip,uid=10001,gid=10001 \
+    PIP_CACHE_DIR=/var/cache/pip make venv PYTHON=python3
+COPY --chown=megacore:megacore . .
 # COPY sets new times: what was installed above is what is here.
-RUN touch .venv/.installed && mkdir -p workspace
-
+RUN touch .venv/.installed
 # docker build --build-arg GIT_COMMIT=$(git rev-parse HEAD) …: the image holds no .git, and MLflow notes the commit.
 ARG GIT_COMMIT=""
-ENV MEGACORE_WORKSPACE=/app/workspace MEGACORE_GIT_COMMIT=${GIT_COMMIT} DO_NOT_TRACK=true
+ENV DO_NOT_TRACK=true MEGACORE_GIT_COMMIT=${GIT_COMMIT} MEGACORE_WORKSPACE=/app/workspace
+VOLUME /app/workspace
+CMD ["make", "pretrain"]
+
+# What a build without a target makes.
+FROM cpu-system AS cpu
+ARG PIP_EXTRA_INDEX_URL=""
+USER megacore
+WORKDIR /app
+COPY --from=inputs --chown=megacore:megacore / ./
+RUN --mount=type=cache,target=/var/cache/pip,uid=10001,gid=10001 \
+    PIP_CACHE_DIR=/var/cache/pip make venv PYTHON=python3
+COPY --chown=megacore:megacore . .
+RUN touch .venv/.installed
+ARG GIT_COMMIT=""
+ENV DO_NOT_TRACK=true MEGACORE_GIT_COMMIT=${GIT_COMMIT} MEGACORE_WORKSPACE=/app/workspace
 VOLUME /app/workspace
 CMD ["make", "pretrain"]

@@ -16,7 +16,7 @@ SEED ?= 1
 OUT ?= workspace/soak.json
 BENCH ?=
 
-.PHONY: help venv test soak bench pretrain server stop status lint format types docs clean clean-venv
+.PHONY: help venv test soak bench pretrain server deploy stop status lint format types docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -41,6 +41,9 @@ pretrain: $(STAMP)  ## Text to a model in MLflow: CONF=gpt2-tiny ARGS="-o train.
 
 server: $(STAMP)  ## Start Prefect (PREFECT_PORT=4200), a worker and MLflow (MLFLOW_PORT=5000), and deploy all
 	@$(PY) scripts/servers.py start
+
+deploy: $(STAMP)  ## Put work pool and deployments onto the team's server of PREFECT_API_URL
+	@$(PY) scripts/servers.py deploy
 
 stop:  ## End what `make server` started
 	@if [ -x $(PY) ]; then $(PY) scripts/servers.py stop; else echo "nothing to stop: there is no $(VENV)"; fi

@@ -29,7 +29,7 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 """Keys of a mapping whose text is a secret. The tokens of a vocabulary (eod_token) are none."""
-_VARIABLE = re.compile(r".*(?:_TOKEN|SECRET|SECRET_KEY|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|CREDENTIALS)$")
+_VARIABLE = re.compile(r".*(?:_TOKEN|SECRET|SECRET_KEY|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|CREDENTIALS|AUTH_STRING)$")
 _SHORTEST = 8
 """Characters of a variable's value below which it is no secret but a word that may stand anywhere."""
 

@@ -1,5 +1,7 @@
 """`make server`, `make stop`, `make status`: Prefect, its worker and MLflow on this machine, on loopback.
 
+`make deploy` prepares a server on another machine.
+
 `start` makes all of them ready or leaves nothing behind. What runs is remembered in `servers.json` in the
 workspace; `prefect.toml` in the repository lets a plain `prefect deployment run pretrain/gpt2-tiny --watch` find them.
 """
@@ -10,6 +12,7 @@ import json
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import time
 import urllib.request
@@ -22,11 +25,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from _backends import (  # noqa: E402
+    PREFECT_PASSWORD,
+    check_backends,
+    environment_of,
+    mlflow_command,
+    runs_use_server,
+)
 from _processes import Started, end, require_free_port, spawn  # noqa: E402
 
 from megacore.artifact import Workspace, lock  # noqa: E402
 from megacore.artifact.files import write_json  # noqa: E402
 from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
+from megacore.redact import redact  # noqa: E402
 from tasks._environment import prepare_environment  # noqa: E402
 from tasks._mlflow import create_store  # noqa: E402
 
@@ -50,6 +61,8 @@ class Servers:
     prefect_url: str
     mlflow_url: str
     processes: dict[str, Started] = field(default_factory=dict)
+    tracked: bool = False
+    """Whether runs write to MLflow's server, and not to its store."""
 
     @classmethod
     def read(cls, path: Path) -> "Servers | None":
@@ -79,8 +92,9 @@ class Servers:
 
     def describe(self) -> str:
         """What a user needs to go on."""
+        tracked = f"track    export MLFLOW_TRACKING_URI={self.mlflow_url}\n" if self.tracked else ""
         return (
-            f"Prefect  {self.prefect_url}\nMLflow   {self.mlflow_url}\n"
+            f"Prefect  {self.prefect_url}\nMLflow   {self.mlflow_url}\n{tracked}"
             "run      .venv/bin/prefect deployment run pretrain/gpt2-tiny --watch\nend      make stop"
         )
 
@@ -100,10 +114,12 @@ def start(workspace: Workspace) -> None:
         stop(workspace)
     if PREFECT_TOML.exists() and not PREFECT_TOML.read_text(encoding="utf-8").startswith(TOML_HEADER):
         raise LaunchError(f"{PREFECT_TOML} was not written by make server: move it away, then start again")
+    check_backends()
     prefect_port, mlflow_port = _port("PREFECT_PORT", 4200), _port("MLFLOW_PORT", 5000)
     require_free_port(prefect_port, "the Prefect server", "PREFECT_PORT")
     require_free_port(mlflow_port, "the MLflow server", "MLFLOW_PORT")
-    servers = Servers(secrets.token_hex(8), f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}")
+    urls = f"http://{HOST}:{prefect_port}", f"http://{HOST}:{mlflow_port}"
+    servers = Servers(secrets.token_hex(8), *urls, tracked=runs_use_server())
     servers.write(state_file(workspace))
     try:
         _start_all(servers, workspace, prefect_port, mlflow_port)
@@ -123,9 +139,14 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
         PYTHONUNBUFFERED="1",
         PWD=str(ROOT),
     )
+    if PREFECT_PASSWORD in os.environ:
+        os.environ.setdefault("PREFECT_API_AUTH_STRING", os.environ[PREFECT_PASSWORD])
+    if servers.tracked and os.environ.get("MLFLOW_TRACKING_URI") == workspace.tracking_uri:
+        os.environ["MLFLOW_TRACKING_URI"] = servers.mlflow_url
     prefect = [sys.executable, "-m", "prefect"]
     _launch(servers, workspace, "prefect", [*prefect, "server", "start", "--host", HOST, "--port", str(prefect_port)])
-    create_store(workspace.tracking_uri)
+    if not servers.tracked:
+        create_store(workspace.tracking_uri)
     _launch(servers, workspace, "mlflow", _mlflow_command(workspace, mlflow_port))
     _wait_healthy(servers, "prefect", f"{servers.prefect_url}/api/health")
     asyncio.run(_prepare_server())
@@ -141,10 +162,7 @@ _WORKER = ("worker", "start", "--pool", WORK_POOL, "--type", "process", "--name"
 
 
 def _mlflow_command(workspace: Workspace, port: int) -> list[str]:
-    """A view on the store that runs write to directly: a run never depends on this server."""
-    store = ["--backend-store-uri", workspace.tracking_uri, "--default-artifact-root", str(workspace.mlflow_artifacts)]
-    network = ["--host", HOST, "--port", str(port), "--workers", "1"]
-    return [sys.executable, "-m", "mlflow", "server", *store, "--no-serve-artifacts", *network]
+    return mlflow_command(workspace, HOST, port)
 
 
 def _launch(servers: Servers, workspace: Workspace, name: str, command: list[str]) -> None:
@@ -152,7 +170,7 @@ def _launch(servers: Servers, workspace: Workspace, name: str, command: list[str
     logs.mkdir(exist_ok=True)
     log = logs / f"{name}.log"
     log.unlink(missing_ok=True)
-    env = dict(os.environ)
+    env = dict(environment_of(name, workspace))
     servers.processes[name] = spawn(name, command, token=servers.token, env=env, cwd=ROOT, log=log)
     servers.write(state_file(workspace))
 
@@ -192,7 +210,7 @@ def _require_alive(started: Started, deadline: float, problem: str, *, ended_is_
 def _last_words(started: Started) -> str:
     lines = Path(started.log).read_text(encoding="utf-8", errors="replace").split("\n")
     said = [line.strip(" │╭╮╰╯─") for line in lines if line.strip(" │╭╮╰╯─")]
-    return f": {said[-1][:200]} (log: {started.log})" if said else f" without a word (log: {started.log})"
+    return f": {redact(said[-1])[:200]} (log: {started.log})" if said else f" without a word (log: {started.log})"
 
 
 async def _prepare_server() -> None:
@@ -262,6 +280,28 @@ def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
     temporary.replace(PREFECT_TOML)
 
 
+def deploy(workspace: Workspace) -> None:
+    """Put work pool, automation and deployments onto a server that somebody else has started. Raises LaunchError."""
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        raise ConfigError("PREFECT_API_URL is not set: name the server, as https://prefect.example.org/api")
+    from httpx import HTTPError
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    os.environ["PWD"] = str(ROOT)
+    try:
+        asyncio.run(_prepare_server())
+    except (HTTPError, PrefectHTTPStatusError) as error:
+        reason = redact(str(error).splitlines()[0] if str(error) else type(error).__name__)[:200]
+        raise LaunchError(
+            f"the Prefect server at {redact(url)} did not take it: {reason}: check PREFECT_API_URL and "
+            "PREFECT_API_AUTH_STRING"
+        ) from error
+    done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], cwd=ROOT, check=False)
+    if done.returncode:
+        raise LaunchError(f"prefect deploy failed with exit code {done.returncode} (its message is above)")
+
+
 def stop(workspace: Workspace) -> None:
     """End all that `start` has started, runs included, and forget it."""
     servers = Servers.read(state_file(workspace))
@@ -302,7 +342,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run one command; a user's error is one sentence and an exit code."""
-    commands = {"start": start, "stop": stop, "status": status}
+    commands = {"start": start, "stop": stop, "status": status, "deploy": deploy}
     if len(arguments) != 1 or arguments[0] not in commands:
         print(f"usage: servers.py {'|'.join(commands)}", file=sys.stderr)
         return 2

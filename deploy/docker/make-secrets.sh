@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes the keys and passwords that docker-compose.yml mounts, in deploy/docker/secrets; what is there already stays.
+# The directory is the user's alone. The files in it can be read by everybody who gets into it, since containers read
+# them under a user id of their own.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+umask 077
+mkdir -p secrets
+chmod 700 secrets
+
+random() { head --bytes 24 /dev/urandom | od --address-radix n --format x1 | tr -d ' \n'; }
+
+secret() {
+    local name=$1 value=$2
+    if [ ! -e "secrets/$name" ]; then
+        printf '%s' "$value" >"secrets/$name.tmp"
+        chmod 644 "secrets/$name.tmp"
+        mv "secrets/$name.tmp" "secrets/$name"
+        echo "make-secrets.sh: made secrets/$name"
+    fi
+}
+
+for name in postgres_password prefect_database_password mlflow_database_password mlflow_admin_password mlflow_secret_key; do
+    secret "$name" "$(random)"
+done
+secret prefect_auth "team:$(random)"
+
+for name in ssh_host_key ssh_client_key; do
+    if [ ! -e "secrets/$name.pub" ]; then
+        rm -f "secrets/$name"
+        ssh-keygen -q -t ed25519 -N '' -C "megacore $name" -f "secrets/$name"
+        chmod 644 "secrets/$name" "secrets/$name.pub"
+        echo "make-secrets.sh: made secrets/$name"
+    fi
+done

@@ -1,0 +1,121 @@
+"""backup.sh and restore.sh without a database: what they copy in which order, and what they refuse."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATABASES = ["prefect", "mlflow", "mlflow_users"]
+
+PG_DUMP = """#!/usr/bin/env bash
+[ "${!#}" != "${BROKEN:-}" ] || exit 1
+while [ $# -gt 1 ]; do
+    if [ "$1" = --file ]; then
+        # The artifact is written while the databases are dumped.
+        echo "${!#}" >"$2" && touch "$MLFLOW_ARTIFACTS_DESTINATION/during-${!#}"
+    fi
+    shift
+done
+"""
+
+
+class Place:
+    """Artifacts, a workspace, and a pg_dump that leaves a word."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.artifacts, self.workspace = root / "artifacts", root / "workspace"
+        self.artifacts.mkdir()
+        (self.artifacts / "model").write_text("weights")
+        (self.workspace / "runs").mkdir(parents=True)
+        (self.workspace / "runs" / "events.jsonl").write_text("{}")
+        (self.workspace / "servers.json").write_text("of this machine")
+        self.program("pg_dump", PG_DUMP)
+
+    def program(self, name: str, text: str) -> None:
+        path = self.root / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def call(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": f"{self.root / 'bin'}:{os.environ['PATH']}", "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts)}
+        words = [str(ROOT / "deploy" / script), *arguments]
+        return subprocess.run(words, env=env | variables, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    if shutil.which("rsync") is None:
+        pytest.skip("rsync is not installed: apt-get install rsync")
+    return Place(tmp_path)
+
+
+def test_files_are_copied_after_the_databases_that_name_them(place: Place) -> None:
+    copy = place.root / "copy"
+    done = place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in copy.iterdir()} == {
+        *(f"{name}.dump" for name in DATABASES), "SHA256SUMS", "artifacts", "workspace"
+    }  # fmt: skip
+    assert {path.name for path in (copy / "artifacts").iterdir()} == {
+        "model", *(f"during-{name}" for name in DATABASES)
+    }  # fmt: skip
+    assert (copy / "workspace" / "runs" / "events.jsonl").exists()
+    assert not (copy / "workspace" / "servers.json").exists()
+    assert copy.stat().st_mode & 0o077 == 0, "it holds users' passwords as hashes"
+
+
+def test_dated_copies_have_names_of_their_own(place: Place) -> None:
+    assert place.call("backup.sh", "--dated", str(place.root / "copies")).returncode == 0
+    (copy,) = (place.root / "copies").iterdir()
+    assert len(copy.name) == len("2026-01-31T235959Z")
+
+
+def test_a_backup_that_fails_has_no_name(place: Place) -> None:
+    copy = place.root / "copy"
+    failed = place.call("backup.sh", str(copy), BROKEN="mlflow")
+    assert failed.returncode == 1
+    assert "database mlflow was not copied" in failed.stderr
+    assert not copy.exists()
+    assert place.call("restore.sh", f"{copy}.partial").returncode == 1
+    assert place.call("backup.sh", str(copy)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "variables", "said"),
+    [
+        ("backup.sh", (), {}, "give one argument"),
+        ("backup.sh", ("--dated",), {}, "name a directory"),
+        ("backup.sh", ("x",), {"MLFLOW_ARTIFACTS_DESTINATION": ""}, "set MLFLOW_ARTIFACTS_DESTINATION"),
+        ("restore.sh", (), {}, "give one argument"),
+        ("restore.sh", ("nowhere",), {}, "holds no SHA256SUMS"),
+    ],
+)
+def test_what_is_missing_is_named(
+    place: Place, script: str, arguments: tuple[str, ...], variables: dict[str, str], said: str
+) -> None:
+    refused = place.call(script, *arguments, **variables)
+    assert refused.returncode != 0
+    assert said in refused.stderr
+
+
+def test_a_damaged_copy_is_not_restored(place: Place) -> None:
+    copy = place.root / "copy"
+    assert place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace)).returncode == 0
+    assert "set MEGACORE_WORKSPACE" in place.call("restore.sh", str(copy)).stderr
+    (copy / "mlflow.dump").write_text("other bytes")
+    place.program("psql", "#!/usr/bin/env bash\necho touched >&2; exit 3\n")
+    refused = place.call("restore.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
+    assert refused.returncode == 1
+    assert "is damaged" in refused.stderr
+    assert "touched" not in refused.stderr
+
+
+def test_a_bucket_is_left_to_its_own_versions(place: Place) -> None:
+    done = place.call("backup.sh", str(place.root / "copy"), MLFLOW_ARTIFACTS_DESTINATION="s3://bucket/path")
+    assert "s3:// are not copied" in done.stdout
+    assert not (place.root / "copy" / "artifacts").exists()
