@@ -42,6 +42,7 @@ ENTRIES = {
     "layouts": Entry(("benchmarks.layouts", "--rounds", "6"), "One step in several layouts"),
     "scaling": Entry(("benchmarks.scaling",), "Scaling"),
     "orchestration": Entry(("benchmarks.orchestration",), "Orchestration", packages=("torch", "prefect")),
+    "hosts": Entry(("benchmarks.hosts",), "Two machines"),
     "gpu": Entry(("benchmarks.gpu",), "GPT-2 345M on one GPU", gpu=True, packages=_STEP),
     "checkpoint": Entry(("benchmarks.checkpoint", "--rounds", "5"), "Checkpoints, as measured last"),
     "dataset-read": Entry(("benchmarks.dataset_read",), "Reading samples, as measured last"),

@@ -104,6 +104,10 @@ class RankStalledError(RankLostError):
     """A rank made no progress for longer than `launch.stall_limit`."""
 
 
+class HostLostError(RankLostError):
+    """A machine of the job died, froze or was cut off; a retry resumes from the last complete checkpoint."""
+
+
 class WorkerLostError(LaunchError):
     """A process that prepared data died; a retry does only its part again."""
 
@@ -141,6 +145,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         LaunchError,
         RankLostError,
         RankStalledError,
+        HostLostError,
         WorkerLostError,
         StageTimeoutError,
         TrackingError,

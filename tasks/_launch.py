@@ -1,6 +1,7 @@
 """What a task does while its processes run: stream their log, show progress, forward metrics."""
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from rich.theme import Theme
 
 from megacore.observe.events import EventReader
 
+_WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
+"""How such a line begins, of several machines after the name of one."""
 ARTIFACT_INTERVAL = 5.0
 """Seconds between updates of the progress artifact."""
 
@@ -66,7 +69,7 @@ def console_handler() -> PrefectConsoleHandler | None:
 
 def _says_more_than_the_bar(record: logging.LogRecord) -> bool:
     """False for the wide lines of each log interval: beside a bar they go to the log and to Prefect alone."""
-    return not record.getMessage().startswith(("[", "time (ms)"))
+    return _WIDE.match(record.getMessage()) is None
 
 
 class TrainingMonitor:

@@ -16,9 +16,10 @@ from megacore.artifact import Artifact, StageKey, Workspace, open_artifact
 from megacore.config import RunConfig, load_config
 from megacore.convert.exportable import exportable
 from megacore.errors import MegacoreError
-from megacore.launch.start import check_launcher
+from megacore.launch.job import RankJob
+from megacore.launch.start import check_launcher, shown_commands
 from megacore.plan.hardware import Hardware
-from megacore.plan.preflight import preflight
+from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from tasks._cache import artifact_directory, artifact_problem
 from tasks._pipeline import numbered
@@ -136,8 +137,22 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(f"training: {cost}", soft_wrap=True, highlight=False)
+    if refusal is None:
+        for line in launch_commands(config, known):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
     if refusal is not None:
         raise refusal
+
+
+def launch_commands(config: RunConfig, known: Mapping[str, Artifact]) -> list[str]:
+    """What would start the training on each host; the run's key is left open while its inputs are not there."""
+    tokens = known.get("blend" if len(config.data.sources) > 1 else "tokenize")
+    directory = Workspace.of().folder("train") / "<key>"
+    if tokens is not None and "tokenizer" in known:
+        directory = run_directory(config, tokens, known["tokenizer"])
+    ranks, threads = resolve_launch(config, Hardware.detect())
+    job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
+    return ["launch:", *shown_commands(config.launch, "megacore.launch.pretrain", job, directory / "run.json")]
 
 
 def _planned_row(planned: PlannedStage, config: RunConfig, known: dict[str, Artifact]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megacore.launch.job import TrainJob
 from megacore.observe.events import EventReader
 from megacore.train.batch_schedule import BatchSchedule
 from tasks._cache import StageResult, artifact_problem, stage_task
+from tasks._doctor import check_hosts
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._mlflow import RunFacts, RunStatus, Tracking
@@ -169,6 +171,7 @@ def _run(
     _warn_of_another_course(config, directory, index)
     job = make_job(config, directory, tokens, tokenizer, index)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
+    check_hosts(job)
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, tokens))
     events = directory / "events.jsonl"
@@ -249,12 +252,18 @@ def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:
 
 
 def make_job(config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> TrainJob:
-    """The job file of this run's next attempt, on the ranks that train. Raises ParallelLayoutError."""
+    """The job file of this run's next attempt, on the machines and ranks that take part now.
+
+    Raises ParallelLayoutError, and LaunchError when too few machines of an elastic run answer.
+    """
+    from megacore.launch.hosts.elastic import choose_hosts
     from megacore.plan.hardware import Hardware
     from megacore.plan.preflight import resolve_launch
 
-    ranks, threads = resolve_launch(config, Hardware.detect(), tokenizer.counts["vocab_size"])
-    return job_of(config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads)
+    vocab_size = tokenizer.counts["vocab_size"]
+    hosts = choose_hosts(config, vocab_size, attempt=stages.next_attempt(directory))
+    ranks, threads = resolve_launch(config, Hardware.detect(), vocab_size, hosts=hosts)
+    return job_of(config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads, hosts=hosts)
 
 
 def job_of(
@@ -266,8 +275,9 @@ def job_of(
     *,
     ranks: int,
     threads: int,
+    hosts: Mapping[str, int] | None = None,
 ) -> TrainJob:
-    """A job of this run on `ranks` ranks of `threads` CPU threads each."""
+    """A job of this run on `ranks` ranks of `threads` CPU threads each, on `hosts` (None: on this machine)."""
     return TrainJob(
         config=config,
         token_prefixes=token_prefixes(tokens.directory),
@@ -279,6 +289,7 @@ def job_of(
         exit_directory=str(directory / "exit"),
         ranks=ranks,
         threads_per_rank=threads,
+        hosts=dict(hosts or {}),
         attempt=stages.next_attempt(directory),
     )
 

@@ -12,6 +12,7 @@ from megacore.config import RunConfig
 from megacore.errors import ConfigError
 from megacore.generate.source import ModelSource
 from megacore.launch import zeroshot as entry
+from megacore.launch.hosts.elastic import choose_hosts
 from megacore.launch.model_job import ZeroShotJob, log_name, places, run_job
 from megacore.plan.hardware import Hardware
 from megacore.plan.preflight import resolve_launch
@@ -84,7 +85,9 @@ def make_job(
     Raises ParallelLayoutError.
     """
     hardware, zero_shot = Hardware.detect(), config.evaluate.zero_shot
-    ranks, threads = resolve_launch(config, hardware, tokenizer.counts["vocab_size"])
+    vocab_size = tokenizer.counts["vocab_size"]
+    hosts = choose_hosts(config, vocab_size)
+    ranks, threads = resolve_launch(config, hardware, vocab_size, hosts=hosts)
     checkpoint = trained.directory / "checkpoints" / evaluation.counts["best"]
     return ZeroShotJob(
         source=ModelSource(directory=str(checkpoint), exported=False, spec=read_spec(checkpoint)),
@@ -99,6 +102,7 @@ def make_job(
         overlapping_eval=zero_shot.overlapping_eval,
         ranks=ranks,
         threads_per_rank=threads,
+        hosts=hosts,
         **places(scratch),
     )
 

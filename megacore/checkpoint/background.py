@@ -68,6 +68,8 @@ class _Flight:
     stall_seconds: float = 0.0
     thread: threading.Thread | None = None
     staging: Path | None = None
+    steps: int = 0
+    """Files written and parts of files brought."""
     finished: SaveFinished | None = None
     failure: BaseException | None = field(default=None, repr=False)
 
@@ -228,12 +230,12 @@ class CheckpointSaver:
 
     def _join(self, flight: _Flight, *, patience: float | None) -> bool:
         """Wait until a save ends, or made no progress for `patience` seconds; whether it ended."""
-        seen, since = _sizes(flight.staging), time.monotonic()
+        seen, since = (_sizes(flight.staging), flight.steps), time.monotonic()
         while flight.thread is not None:
             flight.thread.join(_POLL)
             if not flight.thread.is_alive():
                 break
-            now = _sizes(flight.staging)
+            now = _sizes(flight.staging), flight.steps
             if now != seen:
                 self._beat("wait for save")
                 seen, since = now, time.monotonic()
@@ -250,6 +252,7 @@ class CheckpointSaver:
             flight.staging = path
 
         def progress() -> None:
+            flight.steps += 1
             if not self._asynchronous:
                 self._beat("save")
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from megacore.artifact.files import sync_directory, workspace_errors
+from megacore.checkpoint.bring import bring_files, own_directory
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import (
     METADATA_NAME,
@@ -75,6 +76,8 @@ def write_checkpoint(
 ) -> tuple[Path, Marker]:
     """What `save_checkpoint` does once types are checked; returns path and marker, on every rank. Collective.
 
+    A rank whose machine does not see the first rank's `root` writes beside its own, from where its files are brought.
+
     Args:
         root: directory of the checkpoints.
         iteration: optimizer steps done.
@@ -83,12 +86,15 @@ def write_checkpoint(
         ranks: that save together.
         validation_loss: at this iteration.
         staged: called with the directory that grows, before anything is written.
-        progress: called whenever this rank has finished a file.
+        progress: called whenever this rank has finished a file, and a part of one was brought.
     """
-    staging = ranks.on_first(lambda: _open_staging(root, iteration))
+    staging = own = ranks.on_first(lambda: _open_staging(root, iteration))
     try:
-        staged(staging)
-        records = ranks.everywhere(lambda: _write_tensors(staging, tensors, ranks, progress))
+        own = ranks.everywhere(lambda: own_directory(staging, ranks))[ranks.rank]
+        staged(own)
+        records = ranks.everywhere(lambda: _write_tensors(own, tensors, ranks, progress))
+        elsewhere = None if own == staging else own
+        bring_files(staging, elsewhere, records[ranks.rank], ranks, progress=progress)
         rest = ranks.on_first(lambda: _write_state(staging, state))
         files = {name: record for own in [*records, rest] for name, record in own.items()}
         marker = Marker(iteration, finite_or_none(validation_loss), dict(sorted(files.items())))
@@ -97,6 +103,9 @@ def write_checkpoint(
         if ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
+    finally:
+        if own != staging:
+            shutil.rmtree(own, ignore_errors=True)
 
 
 def check_types(tensors: Mapping[str, torch.Tensor | TensorShard]) -> None:

@@ -5,11 +5,13 @@ The answer, and the error, is the same on every rank. A rank alone, and tools wi
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import (
+    MARKER_NAME,
     Marker,
     check_tracker,
     checkpoint_directories,
@@ -18,7 +20,7 @@ from megacore.checkpoint.format import (
     reading,
     refuse,
 )
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, LaunchError
 
 _THREADS = 4
 _logger = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ def latest_complete_together(
 def verify_together(directory: Path, ranks: RankGroup) -> Marker:
     """As `format.verify`, every hash compared; the marker on every rank. Collective.
 
-    Raises CheckpointError naming the file that is missing or damaged.
+    Raises CheckpointError naming the file that is missing or damaged, and LaunchError where another machine than the
+    first rank's has it not at all: passing it over would throw work away.
     """
 
     def look() -> tuple[Marker, str | None]:
@@ -56,6 +59,7 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
 
     marker, problem = ranks.on_first(look)
     refuse(directory, problem)
+    ranks.everywhere(lambda: _check_seen(directory))
     own = shares(marker, ranks.size)[ranks.rank]
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // ranks.size))
 
@@ -66,6 +70,14 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
     found = {name: problem for each in ranks.everywhere(compare) for name, problem in each.items()}
     refuse(directory, next((found[name] for name in marker.files if name in found), None))
     return marker
+
+
+def _check_seen(directory: Path) -> None:
+    if not (directory / MARKER_NAME).exists():
+        raise LaunchError(
+            f"{directory} is not on host {socket.gethostname()}, though the first rank's host has it: mount the same "
+            "file system on every host, or set launch.data_placement to node_local"
+        )
 
 
 def shares(marker: Marker, size: int) -> list[list[str]]:

@@ -36,6 +36,8 @@ def check_sections(config: "RunConfig") -> None:
     _check_resume(config)
     launch = config.launch
     ranks = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) and launch.hostfile is None else None
+    if ranks is not None and launch.kind in ("slurm", "kubernetes"):
+        ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
     check_deepspeed(config, None if ranks is None else Layout.of(config, ranks).data)
     check_layout(config, ranks)
 

@@ -8,6 +8,7 @@ from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.checks import check_sections
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed import DeepSpeedConfig
+from megacore.config.launch import LaunchConfig
 from megacore.config.model import Family, ModelConfig
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
@@ -15,7 +16,6 @@ from megacore.config.train import (
     CheckpointConfig,
     EvaluateConfig,
     ExportConfig,
-    LaunchConfig,
     ResumeConfig,
     TrackingConfig,
     TrainConfig,

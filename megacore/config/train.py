@@ -1,8 +1,8 @@
-"""The training loop, checkpoints, processes, evaluation, export and tracking."""
+"""The training loop, checkpoints, evaluation, export and tracking."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import ConfigDict, field_validator, model_validator
+from pydantic import ConfigDict, field_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -129,42 +129,6 @@ class ResumeConfig(Section):
     from the run's own newest one. Its content is part of the run's key, not its path."""
     override: tuple[str, ...] = unkeyed(())
     """Dotted names of keyed values that may differ from the checkpoint's configuration, as optim.lr."""
-
-
-class LaunchConfig(Section):
-    """Processes and their supervision."""
-
-    launcher: Literal["torchrun", "deepspeed"] = unkeyed("torchrun")
-    """What starts the ranks, with either engine; a single rank on this machine needs neither."""
-    hostfile: str | None = unkeyed(None, min_length=1)
-    """File with a line `host slots=ranks` for each machine, which all have the workspace at the same path, with the
-    launcher deepspeed; null means this machine alone."""
-    nproc_per_node: int | Literal["auto"] = unkeyed("auto")
-    """Ranks on this machine; auto means the hostfile's slots, else one per GPU, without a GPU one replica's (tensor x
-    pipeline)."""
-    threads_per_rank: int | None = unkeyed(None, gt=0)
-    """CPU threads of each rank; null divides the cores evenly."""
-    allow_cpu: bool = unkeyed(False)
-    """Whether a job that is sized for GPUs may start without one."""
-    stop_grace: float = unkeyed(20.0, gt=0, lt=30)
-    """Seconds between asking ranks to stop and killing them."""
-    timeout_minutes: float | None = unkeyed(None, gt=0)
-    """Limit of the training stage, in minutes; null means none."""
-    stall_limit: float | None = unkeyed(600.0, gt=0)
-    """Seconds without any progress of a rank after which the job is ended; null waits for ever."""
-    retries: int = unkeyed(2, ge=0)
-    """How often a lost rank or a failed download is tried again."""
-    retry_delay: float = unkeyed(5.0, ge=0)
-    """Seconds before a retry."""
-
-    @model_validator(mode="after")
-    def _launcher_reads_the_hostfile(self) -> Self:
-        if self.hostfile is not None and self.launcher != "deepspeed":
-            raise ValueError(
-                f"launch.hostfile is {self.hostfile!r}, which only the launcher deepspeed reads, and launcher is "
-                f"{self.launcher}: set launch.launcher to deepspeed, or launch.hostfile to null"
-            )
-        return self
 
 
 class ZeroShotConfig(Section):

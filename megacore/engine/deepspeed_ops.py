@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 def require_deepspeed(config: RunConfig) -> None:
     """Raise ConfigError where the run is to use DeepSpeed and it is not installed."""
-    asking = "engine" if config.engine == "deepspeed" else "launch.launcher"
-    if "deepspeed" in (config.engine, config.launch.launcher) and importlib.util.find_spec("deepspeed") is None:
+    asking = "engine" if config.engine == "deepspeed" else "launch.kind"
+    if "deepspeed" in (config.engine, config.launch.kind) and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"{asking} is deepspeed, which is not installed: pip install megacore[deepspeed], or set {asking} to "
             f"{'native' if asking == 'engine' else 'torchrun'}"
@@ -67,6 +67,12 @@ def needed_operators(config: RunConfig) -> tuple[Operator, ...]:
 def operator_is_built(name: Operator) -> bool:
     """Whether the workspace has the operator for this machine and these versions."""
     return _problem(name) is None
+
+
+def operator_directories(config: RunConfig) -> list[Path]:
+    """Where what a run's ranks load was built, as far as it was."""
+    built = [_key(name) for name in needed_operators(config) if operator_is_built(name)]
+    return [Workspace.of().folder(key.stage) / key.key for key in built]
 
 
 def load_operators(config: RunConfig) -> frozenset[Operator]:

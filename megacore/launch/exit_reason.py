@@ -22,6 +22,9 @@ from megacore.errors import (
     TrainingStoppedError,
 )
 
+LAUNCHER_REASON = "launcher_reason.json"
+"""Beside the ranks' reasons: why the launcher itself (what reaches other machines, a scheduler) ended the job."""
+
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
     "connection closed by peer",
@@ -98,6 +101,27 @@ def write_reason(directory: Path | str, rank: int, error: BaseException) -> None
     with workspace_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(ExitReason.of(rank, error)))
+
+
+def write_launcher_reason(directory: Path | str, error: MegacoreError) -> None:
+    """Write why the launcher itself ends the job, atomically; the first reason stays.
+
+    Raises:
+        WorkspaceError: the file cannot be written.
+    """
+    path = Path(directory) / LAUNCHER_REASON
+    if not path.exists():
+        with workspace_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"error": type(error).__name__, "message": str(error), "time": time.time()})
+
+
+def read_launcher_reason(directory: Path | str) -> MegacoreError | None:
+    """Why the launcher ended the job; None where it gave no reason."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        said = json.loads((Path(directory) / LAUNCHER_REASON).read_text(encoding="utf-8"))
+        return ERROR_TYPES.get(said["error"], MegacoreError)(str(said["message"]))
+    return None
 
 
 def _write_or_say(directory: Path | str, rank: int, error: BaseException) -> bool:

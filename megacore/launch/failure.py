@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from megacore.errors import (
     RankLostError,
     RankStalledError,
 )
-from megacore.launch.exit_reason import ExitReason, read_reasons
+from megacore.launch.exit_reason import ExitReason, read_launcher_reason, read_reasons
 from megacore.launch.guard import NOT_EXECUTABLE, NOT_FOUND
 from megacore.launch.kernel_oom import KillCounter, memory_text
-from megacore.launch.rank_table import RankState, furthest_behind, rank_states, table
+from megacore.launch.rank_table import RankState, StateReport, furthest_behind, rank_states, table
 from megacore.launch.watch import LOST_LIMIT, Trouble
 
 _LOG_BYTES = 65536
@@ -26,7 +27,7 @@ _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*:\s*(
 _DEEPSPEED_CAUSE = re.compile(r"exits with return code = (-?\d+)")
 """What DeepSpeed's launcher says of the first rank that failed, without naming it."""
 _LAUNCHERS_OWN = re.compile(
-    r"^[WE]\d{4} .*torch/distributed/elastic/|^(?:\S+: )?\[[^]]*\] \[[A-Z]+\] \[launch\.py:|^pdsh@", re.M
+    r"^(?:\S+: )?[WE]\d{4} .*torch/distributed/elastic/|^(?:\S+: )?\[[^]]*\] \[[A-Z]+\] \[launch\.py:", re.M
 )
 """Where a launcher's account of the failure begins, which says less than the ranks' last lines."""
 _PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
@@ -51,6 +52,8 @@ class Attempt:
     """Processes of the job, None where that is not known."""
     kills: KillCounter
     """Whether the kernel killed for want of memory meanwhile."""
+    hosts: tuple[str, ...] = ()
+    """Machines whose lines in the log begin with their names; empty where there is but one."""
 
     @property
     def table_path(self) -> Path:
@@ -60,7 +63,13 @@ class Attempt:
     def stopped(self) -> MegacoreError | None:
         """What a command that ended with code 0 left to say: that it stopped before its end."""
         reasons = read_reasons(self.exit_directory)
-        return reasons[0].exception() if reasons else None
+        return reasons[0].exception() if reasons else self._launchers_own(reasons)
+
+    def _launchers_own(self, reasons: list[ExitReason]) -> MegacoreError | None:
+        """Why the launcher itself ended the job, unless a rank did by itself."""
+        if any(not reason.secondary for reason in reasons):
+            return None
+        return read_launcher_reason(self.exit_directory)
 
     def failed(self, code: int) -> MegacoreError:
         """The typed error for a command that ended with `code`; all its processes are gone."""
@@ -69,7 +78,9 @@ class Attempt:
             return LaunchError(
                 f"cannot start {self.program} (exit code {code}): {_last_lines(text)}; the log is {self.log}"
             )
-        lost_rank, lost_code = _first_to_fail(text)
+        if (own := self._launchers_own(reasons)) is not None:
+            return self._with_table(own, None)
+        lost_rank, lost_code = _first_to_fail(text, self.hosts)
         lost_rank = self._only_silent(reasons) if lost_rank is None else lost_rank
         silent = lost_rank is None or lost_rank not in {reason.rank for reason in reasons}
         signalled = silent and lost_code is not None and lost_code < 0
@@ -101,9 +112,9 @@ class Attempt:
         silent = set(range(self.ranks or 0)) - {reason.rank for reason in reasons}
         return silent.pop() if reasons and len(silent) == 1 else None
 
-    def states(self, *, stacks: bool) -> list[RankState]:
-        """The ranks now; with `stacks` those of this machine are asked for theirs."""
-        return rank_states(self.exit_directory, self.ranks, stacks=stacks)
+    def states(self, *, stacks: bool, reported: Mapping[int, StateReport] | None = None) -> list[RankState]:
+        """The ranks now; with `stacks` those of this machine are asked for theirs, `reported` is what agents said."""
+        return rank_states(self.exit_directory, self.ranks, stacks=stacks, reported=reported)
 
     def troubled(self, trouble: Trouble, stall_limit: float | None, states: list[RankState]) -> MegacoreError:
         """The typed error for a job that had to be ended, with the table of what its ranks were doing."""
@@ -164,8 +175,28 @@ def _out_of_memory(who: str) -> MemoryExhaustedError:
     )
 
 
-def _first_to_fail(text: str) -> tuple[int | None, int | None]:
-    """Rank and exit code of the first rank that failed, as far as the launcher's account of it says."""
+def _first_to_fail(text: str, hosts: Sequence[str] = ()) -> tuple[int | None, int | None]:
+    """Rank and exit code of the first rank that failed, as far as the launcher's account of it says.
+
+    Of several machines' accounts one that tells of a signal counts: the other ranks only lost that one.
+    """
+    told = [found for part in _by_host(text, hosts) if (found := _first_in(part)) != (None, None)]
+    signalled = (found for found in told if found[1] is not None and found[1] < 0)
+    return next(signalled, told[0] if told else (None, None))
+
+
+def _by_host(text: str, hosts: Sequence[str]) -> list[str]:
+    """The lines of each machine without its name."""
+    if not hosts:
+        return [text]
+    lines = text.splitlines()
+    return [
+        "\n".join(line.removeprefix(f"{host}: ") for line in lines if line.startswith(f"{host}: ")) for host in hosts
+    ]
+
+
+def _first_in(text: str) -> tuple[int | None, int | None]:
+    """What one machine's launcher says of it."""
     if root := _ROOT_CAUSE.search(text):
         return int(root[1]), int(root[2])
     cause = _DEEPSPEED_CAUSE.search(text)

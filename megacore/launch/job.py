@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from megacore.artifact.files import write_json
 from megacore.config.base import Section
@@ -22,6 +22,8 @@ class RankJob(Section):
     """Processes of this job."""
     threads_per_rank: int
     """CPU threads of each process."""
+    hosts: dict[str, int] = Field({})
+    """Machines that take part and the ranks of each, in their order; empty: those that `launch` names, if any."""
 
     def write(self, path: Path) -> None:
         """Write the job as JSON, atomically, without the credentials of what was downloaded: no rank needs them."""
@@ -66,6 +68,17 @@ class Job(RankJob):
     """Directory of the run: run.json, events.jsonl, checkpoints."""
     attempt: int = 1
     """How often this run was started, this time included."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_earlier_version(cls, values: Any) -> Any:
+        """In the files of runs that began before launch.kind had its name it is launch.launcher."""
+        config = values.get("config") if isinstance(values, dict) else None
+        launch = config.get("launch") if isinstance(config, dict) else None
+        if not isinstance(config, dict) or not isinstance(launch, dict) or "launcher" not in launch:
+            return values
+        kept = {name: value for name, value in launch.items() if name != "launcher"}
+        return values | {"config": config | {"launch": {"kind": launch["launcher"]} | kept}}
 
     @property
     def spec(self) -> ModelSpec:

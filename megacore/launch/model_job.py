@@ -6,11 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.train import LaunchConfig, Precision
+from megacore.config.launch import LaunchConfig
+from megacore.config.train import Precision
 from megacore.generate.options import GenerateOptions
 from megacore.generate.source import ModelSource
+from megacore.launch.hosts.hostfile import hosts_of, is_only_here
+from megacore.launch.hosts.ssh import check_ssh
 from megacore.launch.job import RankJob
-from megacore.launch.start import start_ranks
+from megacore.launch.start import ssh_of, start_ranks
 from megacore.launch.supervise import supervise
 from megacore.parallel.rank_layout import RankLayout
 
@@ -86,10 +89,17 @@ def run_job(
         launch: what starts the ranks, and where.
         on_poll: called a few times a second.
 
-    Raises the typed error of the rank that failed first, or RankLostError.
+    Raises the typed error of the rank that failed first, or RankLostError, and LaunchError for a host that lacks what
+    its ranks read.
     """
     job_file = scratch / "job.json"
     job.write(job_file)
+    hosts = job.hosts or hosts_of(launch)
+    if not is_only_here(hosts):
+        from megacore.launch.placement.prepare import prepare_model_hosts
+
+        check_ssh(hosts)
+        prepare_model_hosts(job, hosts, ssh_of(launch), launch)
     start = start_ranks(launch, module, job, job_file)
     supervise(
         start.command,
@@ -97,6 +107,8 @@ def run_job(
         exit_directory=Path(job.exit_directory),
         env=start.env,
         stop_grace=launch.stop_grace,
+        hosts=start.hosts,
+        stop_margin=start.stop_margin,
         on_poll=on_poll,
     )
     result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))

@@ -5,8 +5,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megacore.launch.guard import catches
@@ -18,6 +18,15 @@ _QUIET = 0.3
 _FRAMES = 3
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.M)
 _HEADER = ("", "rank", "host", "pid", "state", "iteration", "phase", "last collective", "number", "idle s")
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """What an agent says of a rank of its machine; the fields are those of `RankState`."""
+
+    state: str
+    idle: float
+    stack: str
 
 
 @dataclass(frozen=True)
@@ -55,21 +64,33 @@ class RankState:
         return f"on {self.beat.host} in phase {self.beat.phase}{iteration}{at}"
 
 
-def rank_states(directory: Path, ranks: int | None, *, stacks: bool) -> list[RankState]:
+def rank_states(
+    directory: Path,
+    ranks: int | None,
+    *,
+    stacks: bool,
+    only: Collection[int] | None = None,
+    reported: Mapping[int, StateReport] | None = None,
+) -> list[RankState]:
     """All ranks of a job that have a heartbeat, and those of `ranks` that have none although others do.
 
     Args:
         directory: the job's `exit_directory`.
         ranks: how many there should be; None: as many as have a heartbeat.
         stacks: whether the ranks of this machine are asked for their stacks; those that hang have them to tell.
+        only: the ranks that are looked at, whether they have a heartbeat or not; None: all.
+        reported: what somebody nearer says of ranks.
     """
-    beats = {beat.rank: beat for beat in read_heartbeats(directory)}
-    if not beats and not stacks:  # it ended before any began
+    beats = {beat.rank: beat for beat in read_heartbeats(directory) if only is None or beat.rank in only}
+    if not beats and not stacks and reported is None:  # it ended before any began
         return []
     written = _ask_for_stacks(directory, beats.values()) if stacks else {}
     states = []
-    for rank in sorted({*beats, *range(ranks or 0)}):
+    for rank in sorted({*beats, *range(ranks or 0), *(only or ()), *(reported or ())}):
         beat = beats.get(rank)
+        if reported and rank in reported:
+            states.append(RankState(rank, beat, **asdict(reported[rank])))
+            continue
         state = _state(beat)
         stack = written.get(rank) or (f"no stack: {_WITHOUT_STACK[state]}" if stacks else "")
         states.append(RankState(rank, beat, state, max(0.0, time.time() - beat.time) if beat else 0.0, stack))
@@ -77,14 +98,14 @@ def rank_states(directory: Path, ranks: int | None, *, stacks: bool) -> list[Ran
 
 
 def furthest_behind(states: Sequence[RankState]) -> RankState:
-    """The rank that the others wait for: one that is not there, or not in a collective, else in the earliest one."""
+    """The rank that the others wait for: one that is absent, stopped or in no collective, else in the earliest one."""
 
-    def progress(state: RankState) -> tuple[bool, bool, int, int, float]:
+    def progress(state: RankState) -> tuple[bool, bool, bool, int, int, float]:
         beat = state.beat
         if beat is None:
-            return (False, False, 0, 0, 0.0)
+            return (False, False, False, 0, 0, 0.0)
         iteration = -1 if beat.iteration is None else beat.iteration
-        return (True, beat.waits, iteration, beat.collectives, -state.idle)
+        return (True, state.state != "stopped", beat.waits, iteration, beat.collectives, -state.idle)
 
     working = [state for state in states if state.state not in ("ended", "dead")]
     return min(working or states, key=progress)

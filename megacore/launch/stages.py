@@ -8,10 +8,12 @@ from typing import Any
 from megacore.artifact.files import workspace_errors
 from megacore.errors import MemoryExhaustedError
 from megacore.launch.exit_reason import read_reasons
-from megacore.launch.hostfile import read_hostfile
+from megacore.launch.hosts.hostfile import hosts_of, is_only_here
+from megacore.launch.hosts.ssh import check_ssh
 from megacore.launch.job import ConvertJob, EvaluateJob, Job, TrainJob
 from megacore.launch.operators import prepare_operators
-from megacore.launch.start import Start, start_here, start_ranks
+from megacore.launch.placement.prepare import loaded_checkpoints, prepare_hosts
+from megacore.launch.start import Start, ssh_of, start_here, start_ranks
 from megacore.launch.supervise import supervise
 from megacore.plan.advice import Place, memory_advice
 from megacore.plan.hardware import Hardware
@@ -55,6 +57,7 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
         job.write(job_file)
     log = attempt_log(job)
     env = prepare_operators(job, job_file, log, on_poll)
+    _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.launch.pretrain", job, job_file, env)
     try:
         _supervise(start, job, log, on_poll, job.config.launch.timeout_minutes)
@@ -67,17 +70,27 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
 def _memory_advice(job: TrainJob) -> str:
     """What the planner says of a job whose rank the kernel killed."""
     hardware = Hardware.detect()
-    hosts = read_hostfile(job.config.launch.hostfile) if job.config.launch.hostfile else {}
+    hosts = job.hosts or hosts_of(job.config.launch)
     precision = hardware.resolve_precision(job.config.train.precision)
     host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
     place = Place(job.ranks, job.vocab_size, precision, hardware.device_type, host)
     return f"{memory_advice(job.config, place)} ({hardware.memory / GIB:.1f} GiB of main memory on this machine)"
 
 
+def _prepare_hosts(job: Job) -> None:
+    """Prove, or bring about, that every machine has what its ranks will read. Raises LaunchError."""
+    hosts = job.hosts or hosts_of(job.config.launch)
+    if is_only_here(hosts):
+        return
+    check_ssh(hosts)
+    prepare_hosts(job, hosts, ssh_of(job.config.launch), checkpoints=loaded_checkpoints(job))
+
+
 def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
     """Perplexities of each checkpoint; also written to `job.output`."""
     job_file = scratch / "job.json"
     job.write(job_file)
+    _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.launch.evaluate", job, job_file)
     _supervise(start, job, scratch / "evaluate.log", on_poll, None)
     result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
@@ -104,5 +117,13 @@ def _supervise(start: Start, job: Job, log: Path, on_poll: Callable[[], None], m
         timeout=None if minutes is None else minutes * 60,
         on_poll=on_poll,
         stall_limit=job.config.launch.stall_limit,
-        ranks=job.ranks,
+        ranks=_ranks_to_come(job),
+        hosts=start.hosts,
+        stop_margin=start.stop_margin,
     )
+
+
+def _ranks_to_come(job: Job) -> int | None:
+    """How many ranks will have a heartbeat; None where a scheduler may give fewer machines."""
+    launch = job.config.launch
+    return None if launch.elastic and launch.kind in ("slurm", "kubernetes") else job.ranks

@@ -10,20 +10,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
+from megacore.launch.exit_reason import LAUNCHER_REASON
 from megacore.launch.failure import Attempt
 from megacore.launch.guard import KILL_LIMIT, catches, descendants, end_all
+from megacore.launch.hosts.reported import REPORT, read_report
 from megacore.launch.kernel_oom import KillCounter, oom_kills
+from megacore.launch.launcher_state import forget_launcher_state, read_launcher_state
+from megacore.launch.mark import JOB_VARIABLE, host_mark, marked
 from megacore.launch.watch import RankWatch, Trouble
 
-JOB_VARIABLE = "MEGACORE_JOB"
-"""Every process of a job inherits this variable, whatever else it does to its session or its parent."""
-
 _GUARD_MARGIN = KILL_LIMIT + 0.5
+_REPORTED_END = 15.0
+"""Seconds in which a launcher that reported trouble must have ended its ranks everywhere."""
 
 
 def supervise(
@@ -39,6 +43,8 @@ def supervise(
     poll_interval: float = 0.2,
     stall_limit: float | None = None,
     ranks: int | None = None,
+    hosts: Sequence[str] = (),
+    stop_margin: float = 0.0,
     count_oom_kills: Callable[[], int | None] = oom_kills,
 ) -> None:
     """Run `command` to its end under the guard, its output appended to `log`.
@@ -50,13 +56,16 @@ def supervise(
     A rank that keeps a heartbeat in `exit_directory` is watched: when it makes no progress for `stall_limit` seconds
     (None: however long that takes), or is gone and the job goes on without it, the ranks of this machine write their
     Python stacks, everything is killed at once, and a table of the `ranks` is written beside the log, as
-    `<log>-ranks.txt`, and into it.
+    `<log>-ranks.txt`, and into it. Of a job on several `hosts` the command's agents do that on each of them, and report
+    it in `exit_directory`; it may take `stop_margin` seconds longer to end. While a scheduler says that the job is
+    queued (`launcher_state`), nothing is watched and no time is counted.
 
     SIGUSR1 is passed on to the ranks while this runs in the main thread. `count_oom_kills` tells how many processes
     the kernel has killed for want of memory.
 
     Raises:
-        MegacoreError: the one that a rank wrote into `exit_directory`, TrainingStoppedError although nothing failed.
+        MegacoreError: the one that a rank, or else the launcher, wrote into `exit_directory`, TrainingStoppedError
+            although nothing failed.
         RankStalledError: a rank made no progress.
         RankLostError: a rank died without a word.
         MemoryExhaustedError: the kernel killed it because memory ran out.
@@ -68,24 +77,59 @@ def supervise(
         raise LaunchError(f"cannot start {command[0]}: no such executable file: install it or correct its path")
     _prepare(log, exit_directory)
     written = log.stat().st_size if log.exists() else 0
-    attempt = Attempt(command[0], log, written, exit_directory, ranks, KillCounter(count_oom_kills))
-    watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks)
-    started = time.monotonic()
-    with _Notice() as notice, _guarded([executable, *command[1:]], log, env or {}, stop_grace) as guard:
+    attempt = Attempt(command[0], log, written, exit_directory, ranks, KillCounter(count_oom_kills), tuple(hosts))
+    watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks, elsewhere=bool(hosts))
+    limit = _Limit(timeout, timeout_setting, f"{' '.join(command[-3:])} ran longer than", log)
+    with _guarded([executable, *command[1:]], log, env or {}, stop_grace + stop_margin) as guard:
+        code = _until_the_end(guard, attempt, watch, limit, on_poll, poll_interval, stall_limit)
+    on_poll()
+    if error := _verdict(attempt, code, stall_limit):
+        raise error
+
+
+@dataclass
+class _Limit:
+    """How long a job may run."""
+
+    seconds: float | None
+    setting: str
+    beginning: str
+    """Of the sentence that says so."""
+    log: Path
+    started: float = field(default_factory=time.monotonic)
+
+    def check(self) -> None:
+        """Raise StageTimeoutError once it is reached."""
+        if self.seconds is not None and time.monotonic() - self.started > self.seconds:
+            raise StageTimeoutError(
+                f"{self.beginning} {self.setting} = {self.seconds / 60:g} minutes and was ended: raise {self.setting}, "
+                f"or look for a hang in {self.log}"
+            )
+
+
+def _until_the_end(
+    guard: "subprocess.Popen[bytes]",
+    attempt: Attempt,
+    watch: RankWatch,
+    limit: _Limit,
+    on_poll: Callable[[], None],
+    poll_interval: float,
+    stall_limit: float | None,
+) -> int | None:
+    """The command's code; None for one that has reported trouble and did not end soon."""
+    with _Notice() as notice:
         while (code := _poll(guard, poll_interval)) is None:
             notice.pass_on(guard.pid)
             on_poll()
-            if trouble := watch.look():
+            if attempt.hosts and read_report(attempt.exit_directory):
+                return _wait_for_end(guard, on_poll, poll_interval)
+            if (state := read_launcher_state(attempt.exit_directory)) is not None and state.state == "queued":
+                watch.hold()
+                limit.started = time.monotonic()
+            elif trouble := watch.look():
                 raise _end_at_once(guard.pid, attempt, trouble, stall_limit)
-            if timeout is not None and time.monotonic() - started > timeout:
-                raise StageTimeoutError(
-                    f"{' '.join(command[-3:])} ran longer than {timeout_setting} = {timeout / 60:g} minutes and was "
-                    f"ended: raise {timeout_setting}, or look for a hang in {log}"
-                )
-    on_poll()
-    error = attempt.failed(code) if code != 0 else attempt.stopped()
-    if error is not None:
-        raise error
+            limit.check()
+    return code
 
 
 class _Notice:
@@ -123,14 +167,31 @@ def _end_at_once(guard: int, attempt: Attempt, trouble: Trouble, stall_limit: fl
     return attempt.troubled(trouble, stall_limit, states)
 
 
+def _wait_for_end(guard: "subprocess.Popen[bytes]", on_poll: Callable[[], None], poll_interval: float) -> int | None:
+    """Until the command has ended its ranks, for as long as that may take."""
+    deadline = time.monotonic() + _REPORTED_END
+    while (code := _poll(guard, poll_interval)) is None and time.monotonic() < deadline:
+        on_poll()
+    return code
+
+
+def _verdict(attempt: Attempt, code: int | None, stall_limit: float | None) -> MegacoreError | None:
+    """What to raise for a command that ended with `code`, or after a report of its agents."""
+    report = read_report(attempt.exit_directory) if attempt.hosts else None
+    if report is not None:
+        return attempt.troubled(report.trouble, stall_limit, attempt.states(stacks=False, reported=report.states))
+    return attempt.stopped() if code == 0 else attempt.failed(-1 if code is None else code)
+
+
 def _prepare(log: Path, exit_directory: Path) -> None:
     """Make the directories; what ranks of an earlier attempt left there would be taken for this one's."""
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
-        for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack"):
+        for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack", f"{LAUNCHER_REASON}*", f"{REPORT}*"):
             for old in exit_directory.glob(pattern):
                 old.unlink()
+        forget_launcher_state(exit_directory)
 
 
 @contextlib.contextmanager
@@ -152,7 +213,7 @@ def _guarded(
         yield guard
     finally:
         _stop(guard, grace)
-        end_all(lambda: _marked(mark), 0.0, reap=lambda: None)
+        end_all(lambda: marked(mark, host_mark(mark, None)), 0.0, reap=lambda: None)
 
 
 def _poll(guard: "subprocess.Popen[bytes]", seconds: float) -> int | None:
@@ -171,15 +232,3 @@ def _stop(guard: "subprocess.Popen[bytes]", grace: float) -> None:
     except subprocess.TimeoutExpired:
         guard.kill()
         guard.wait()
-
-
-def _marked(mark: str) -> list[int]:
-    """Ids of the live processes that carry the job's mark in their environment."""
-    needle = f"{JOB_VARIABLE}={mark}".encode()
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):  # it ended, or is another user's
-                if needle in Path("/proc", name, "environ").read_bytes():
-                    found.append(int(name))
-    return found

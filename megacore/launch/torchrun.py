@@ -9,14 +9,17 @@ _KEPT_BLOCK = 256 * 2**20
 """Bytes: blocks below this stay with the process when they are freed."""
 
 
-def command(module: str, config_path: Path, ranks: int, *, log_directory: Path | None = None) -> list[str]:
+def command(
+    module: str, config_path: Path, ranks: int, *, log_directory: Path | None = None, shown: bool = False
+) -> list[str]:
     """What starts `python -m module --config config_path` as `ranks` processes of this machine.
 
     More than one go through torchrun, on ports of the kernel's choice: no name is looked up and no port can be in use.
     They meet through a file beside the config: torchrun unpickles the state of a rendezvous, which over TCP anybody
     could write who reaches this machine. One rank needs no rendezvous and starts as a plain process, which saves the
     launcher's own import of torch. torchrun's own small files go to `log_directory` (None: `torchrun` beside the
-    config) instead of the machine's temporary directory, where it would leave them.
+    config) instead of the machine's temporary directory, where it would leave them. One that is only `shown` touches no
+    file.
     """
     program = [module, "--config", str(config_path)]
     if ranks == 1:
@@ -29,7 +32,7 @@ def command(module: str, config_path: Path, ranks: int, *, log_directory: Path |
         f"--nproc-per-node={ranks}",
         "--max-restarts=0",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={_meeting_place(config_path.absolute().parent)}",
+        f"--rdzv-endpoint={_meeting_place(config_path.absolute().parent, shown=shown)}",
         # Of one node nobody asks whether it is alive; each answer would make the file longer.
         "--rdzv-conf=store_type=file,keep_alive_interval=86400",
         "--local-addr=127.0.0.1",
@@ -39,8 +42,10 @@ def command(module: str, config_path: Path, ranks: int, *, log_directory: Path |
     ]
 
 
-def _meeting_place(directory: Path) -> Path:
+def _meeting_place(directory: Path, *, shown: bool) -> Path:
     """A file that is not there yet; those of earlier attempts are removed."""
+    if shown:
+        return directory / f"{_MEETING}<random>"
     for path in directory.glob(f"{_MEETING}*"):
         path.unlink(missing_ok=True)
     return directory / f"{_MEETING}{secrets.token_hex(8)}"

@@ -1,7 +1,7 @@
 """Looks at the ranks' heartbeats: which of them stands still, and which is gone without a word."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,8 @@ class RankWatch:
         *,
         stall_limit: float | None,
         ranks: int | None = None,
+        only: Collection[int] | None = None,
+        elsewhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look at the heartbeats in `directory`.
@@ -46,10 +48,13 @@ class RankWatch:
             directory: the job's `exit_directory`.
             stall_limit: seconds without a change after which a rank is stalled; None: it never is.
             ranks: how many will have a heartbeat; None: one that has none is not watched.
+            only: the ranks that are watched and will have one; None: all.
+            elsewhere: whether ranks of this machine, too, are watched by somebody nearer, whose word comes first.
             clock: tells seconds that pass.
         """
         self._directory, self._stall_limit, self._clock = directory, stall_limit, clock
-        self._ranks = ranks or 0
+        self._only, self._elsewhere = only, elsewhere
+        self._ranks = frozenset(range(ranks or 0) if only is None else only)
         self._began = self._looked = clock()
         self._since: dict[int, tuple[tuple[int, int], float]] = {}
         self._gone: dict[int, float] = {}
@@ -65,18 +70,27 @@ class RankWatch:
             self._began += pause
             self._since = {rank: (what, moment + pause) for rank, (what, moment) in self._since.items()}
             self._gone = {rank: moment + pause for rank, moment in self._gone.items()}
-        beats = read_heartbeats(self._directory)
+        beats = [beat for beat in read_heartbeats(self._directory) if self._only is None or beat.rank in self._ranks]
         self._note(beats, now)
         stalled = tuple(sorted([*(beat.rank for beat in beats if self._stalls(beat, now)), *self._absent(beats, now)]))
         lost = tuple(rank for rank, moment in sorted(self._gone.items()) if now - moment > LOST_LIMIT)
         return Trouble(() if lost else stalled, lost) if stalled or lost else None
+
+    def hold(self) -> None:
+        """Begin anew: until now the ranks had nothing to run on."""
+        self._began = self._clock()
+        self._since.clear()
+        self._gone.clear()
+
+    def _near(self, beat: Beat) -> bool:
+        return beat.here and not self._elsewhere
 
     def _note(self, beats: list[Beat], now: float) -> None:
         for beat in beats:
             what = (beat.pid, beat.changes)
             if self._since.get(beat.rank, (None, 0.0))[0] != what:
                 self._since[beat.rank] = (what, now)
-            if beat.phase != ENDED and beat.here and not beat.alive:
+            if beat.phase != ENDED and self._near(beat) and not beat.alive:
                 self._gone.setdefault(beat.rank, now)
             else:
                 self._gone.pop(beat.rank, None)
@@ -85,10 +99,10 @@ class RankWatch:
         """Ranks that should have begun by now."""
         if self._stall_limit is None or now - self._began <= self._stall_limit + START_DELAY:
             return set()
-        return set(range(self._ranks)) - {beat.rank for beat in beats}
+        return set(self._ranks) - {beat.rank for beat in beats}
 
     def _stalls(self, beat: Beat, now: float) -> bool:
         if self._stall_limit is None or beat.phase == ENDED:
             return False
-        limit = self._stall_limit + (0.0 if beat.here else REMOTE_DELAY)
+        limit = self._stall_limit + (0.0 if self._near(beat) else REMOTE_DELAY)
         return now - self._since[beat.rank][1] > limit

@@ -173,7 +173,8 @@ def _changes(config: RunConfig, place: Place) -> Iterator[_Change]:
         key = f"{name}_model_parallel_size"
         yield _Change(name, {f"parallel.{key}": 2 * getattr(parallel, key)})
     yield _Change("sequence", {"data.seq_length": config.data.seq_length // 2})
-    if not gpu and launch.hostfile is None and isinstance(launch.nproc_per_node, int) and place.ranks % 2 == 0:
+    alone = launch.hostfile is None and launch.kind in ("torchrun", "deepspeed")
+    if not gpu and alone and isinstance(launch.nproc_per_node, int) and place.ranks % 2 == 0:
         yield _Change("ranks", {"launch.nproc_per_node": place.ranks // 2}, share=0.5)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from megacore.config.run import RunConfig
-from megacore.launch.hostfile import read_hostfile
+from megacore.launch.hosts.hostfile import hosts_of
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
@@ -95,8 +95,10 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
     parallel, train = config.parallel, config.train
     stages, replica = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     ranks = config.launch.nproc_per_node
-    if config.launch.hostfile is not None:
-        ranks = sum(read_hostfile(config.launch.hostfile, ranks).values())
+    if hosts := hosts_of(config.launch):
+        ranks = sum(hosts.values())
+    elif config.launch.kind in ("slurm", "kubernetes") and ranks != "auto":
+        ranks *= (config.launch.node_range or (1, 1))[1]
     elif ranks == "auto":
         ranks = len(hardware.gpus) or replica * stages
     layout = layout_of(config, ranks, vocab_size)

@@ -1,11 +1,12 @@
 """Can this configuration run on this machine, and what will it cost: said before anything starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed_ops import require_deepspeed
 from megacore.errors import ConfigError, ParallelLayoutError
-from megacore.launch.hostfile import local_slots, read_hostfile
+from megacore.launch.hosts.hostfile import hosts_of, local_slots
 from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import Place
@@ -45,6 +46,8 @@ class Report:
     """The pipeline's bubble included."""
     flops_per_second: float
     """Assumed, all ranks together."""
+    unseen: str | None = None
+    """The scheduler whose machines have what nobody here knows; None where this machine tells."""
 
     @property
     def ranks(self) -> int:
@@ -53,6 +56,11 @@ class Report:
 
     def summary(self) -> str:
         """One line with every number."""
+        if self.unseen is not None:
+            return (
+                f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} GPU rank{'s' if self.ranks > 1 else ''} of "
+                f"{self.unseen}: this machine has no GPU to tell their memory and time by"
+            )
         where = "GPU" if self.device_type == "cuda" else "CPU"
         threads = "" if self.device_type == "cuda" else f" x {self.threads_per_rank} threads"
         axes = self.layout
@@ -77,12 +85,13 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     Raises ParallelLayoutError when ranks do not fit together with the model, its batch or the GPUs, and ConfigError
     when TensorBoard or DeepSpeed is asked for and not installed, when fp16 is asked for without a GPU, when memory, or
     the disk for what is offloaded, does not suffice, or when CPUs would need more than CPU_DAYS_LIMIT days;
-    `launch.allow_cpu: true` permits any time on CPUs and, with the native engine, fp16.
+    `launch.allow_cpu: true` permits any time on CPUs and, with the native engine, fp16. Of GPUs that a scheduler is to
+    give nothing is known on a machine without one, and nothing but the layout is checked.
     """
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
-    beside = ranks if config.launch.hostfile is None else max(read_hostfile(config.launch.hostfile).values())
+    beside = _ranks_beside(config, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
@@ -100,9 +109,12 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
         host_available=hardware.memory // beside,
         days=training_days(config, vocab_size, rate, layout.data),
         flops_per_second=rate,
+        unseen=_unseen(config, hardware),
     )
     if config.tracking.tensorboard:
         check_tensorboard()
+    if report.unseen is not None:
+        return report
     if not hardware.gpus:
         _check_meant_for_cpu(config, report)
     room = Room(report.memory_available, report.host_available, report.device_type, beside)
@@ -110,18 +122,29 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     return report
 
 
-def resolve_launch(config: RunConfig, hardware: Hardware, vocab_size: int | None = None) -> tuple[int, int]:
-    """Ranks of the job and CPU threads of each; `vocab_size` is the tokenizer's, None where it is not known yet.
+def resolve_launch(
+    config: RunConfig, hardware: Hardware, vocab_size: int | None = None, *, hosts: Mapping[str, int] | None = None
+) -> tuple[int, int]:
+    """Ranks of the job and CPU threads of each.
 
-    Raises ParallelLayoutError when there are more ranks than GPUs, or they cannot share the model and its batch, and
-    ConfigError when the hostfile cannot be used.
+    Args:
+        config: the run.
+        hardware: of this machine; the others are taken to be like it.
+        vocab_size: the tokenizer's, None where it is not known yet.
+        hosts: that take part and their ranks, None for all that may.
+
+    Raises:
+        ParallelLayoutError: there are more ranks than GPUs, or they cannot share the model and its batch.
+        ConfigError: the hostfile cannot be used, or a scheduler's machines have no number of ranks.
     """
     launch, parallel = config.launch, config.parallel
+    if launch.kind in ("slurm", "kubernetes"):
+        return _resolve_batch(config, hardware, vocab_size)
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks = (len(hardware.gpus) or replica) if launch.nproc_per_node == "auto" else launch.nproc_per_node
     here, setting = ranks, f"launch.nproc_per_node is {ranks}"
-    if launch.hostfile is not None:
-        hosts = read_hostfile(launch.hostfile, launch.nproc_per_node)
+    hosts = hosts_of(launch) if hosts is None else hosts
+    if hosts:
         ranks, here = sum(hosts.values()), local_slots(hosts)
         setting = f"slots of this machine in {launch.hostfile} is {here}"
     if hardware.gpus and here > len(hardware.gpus):
@@ -131,6 +154,36 @@ def resolve_launch(config: RunConfig, hardware: Hardware, vocab_size: int | None
         )
     layout_of(config, ranks, vocab_size)
     return ranks, launch.threads_per_rank or max(1, hardware.cores // max(1, here))
+
+
+def _resolve_batch(config: RunConfig, hardware: Hardware, vocab_size: int | None) -> tuple[int, int]:
+    """The machines of a scheduler have a number of ranks each, whatever this one has; of a range all are expected."""
+    launch = config.launch
+    if launch.nproc_per_node == "auto":
+        raise ConfigError(
+            f"launch.nproc_per_node is auto and launch.kind is {launch.kind}, whose machines nobody has seen yet: give "
+            "the number of ranks of each, one per GPU"
+        )
+    nodes = (launch.node_range or (1, 1))[1]
+    layout_of(config, nodes * launch.nproc_per_node, vocab_size)
+    threads = launch.threads_per_rank or max(1, hardware.cores // launch.nproc_per_node)
+    return nodes * launch.nproc_per_node, threads
+
+
+def _unseen(config: RunConfig, hardware: Hardware) -> str | None:
+    """The scheduler that is to give GPUs, where this machine, from which the job is submitted, has none."""
+    launch = config.launch
+    gpus = launch.slurm.gpus_per_node if launch.kind == "slurm" else "auto"
+    asked = not launch.allow_cpu if gpus == "auto" else gpus > 0
+    return launch.kind if launch.kind in ("slurm", "kubernetes") and asked and not hardware.gpus else None
+
+
+def _ranks_beside(config: RunConfig, ranks: int) -> int:
+    """Ranks that share a machine."""
+    launch = config.launch
+    if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
+        return launch.nproc_per_node
+    return max(hosts_of(launch).values(), default=ranks)
 
 
 def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:

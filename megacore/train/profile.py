@@ -17,8 +17,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megacore.artifact.files import write_json
+from megacore.checkpoint.bring import bring_files, sees_first
 from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.format import FileRecord
 from megacore.config.train import ProfileConfig
+from megacore.errors import MegacoreError
 from megacore.observe.memory_timeline import MemoryTimeline, ResidentSampler, read_allocations
 from megacore.observe.recorder import Recorder
 
@@ -76,12 +79,26 @@ class IterationProfiler:
             return
         group = RankGroup(None)
         written = group.everywhere(lambda: self._write(f"rank_{group.rank}", iteration))
+        try:
+            self._bring(written[group.rank][0], group)
+        except (MegacoreError, OSError) as error:  # on every rank
+            self._recorder.warning(f"profiles of ranks on other machines stay there: {error}; training goes on")
         for rank, (_, problem) in enumerate(written):
             if problem:
                 self._recorder.warning(f"rank {rank} has no profile: {problem}; training goes on")
         files = [f"{FOLDER}/{name}" for names, _ in written for name in names]
         if files:
             self._recorder.event("profile", iteration=iteration, first=config.first, last=config.last, files=files)
+
+    def _bring(self, names: list[str], group: RankGroup) -> None:
+        """Bring the files of ranks whose machines do not share the directory to the first rank. Collective."""
+        if not any(group.everywhere(lambda: names)):
+            return
+        seen = sees_first(self._directory, group)
+        records = group.everywhere(
+            lambda: {} if seen else {name: FileRecord.of(self._directory / name) for name in names}
+        )
+        bring_files(self._directory, None if seen else self._directory, records[group.rank], group)
 
     def close(self) -> None:
         """Give up a profile that the run's end cut short."""

@@ -13,7 +13,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 TOP_LEVEL = {
-    "directories": {".ci", "benchmarks", "conf", "docs", "flows", "megacore", "scripts", "tasks", "tests"},
+    "directories": {".ci", "benchmarks", "conf", "deploy", "docs", "flows", "megacore", "scripts", "tasks", "tests"},
     "files": {
         ".dockerignore",
         ".gitignore",
@@ -27,6 +27,7 @@ TOP_LEVEL = {
         "Makefile",
         "README.md",
         "constraints.txt",
+        "docker-compose.yml",
         "mkdocs.yml",
         "prefect.yaml",
         "pyproject.toml",
@@ -37,8 +38,10 @@ TOP_LEVEL = {
 TEST_FOLDERS_WITHOUT_PACKAGE = {
     "architecture",
     "benchmarks",
+    "deploy",
     "faults",
     "flows",
+    "hosts",
     "parity",
     "scripts",
     "security",

@@ -64,7 +64,7 @@ DEEPSPEED_345M = {
     "train.global_batch_size": 32,
     "engine": "deepspeed",
     "launch.nproc_per_node": 4,
-    "launch.launcher": "torchrun",
+    "launch.kind": "torchrun",
 }
 """What the public DeepSpeed recipe has in common with Megatron-LM's, and where it differs."""
 

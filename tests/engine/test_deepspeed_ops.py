@@ -177,5 +177,5 @@ def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"engine is deepspeed, which is not installed: pip install megacore\[deepspeed\]"
     ):
         require_deepspeed(offloading())
-    with pytest.raises(ConfigError, match=r"launch\.launcher is deepspeed.*or set launch\.launcher to torchrun"):
-        require_deepspeed(_runs.config(launch={"launcher": "deepspeed"}))
+    with pytest.raises(ConfigError, match=r"launch\.kind is deepspeed.*or set launch\.kind to torchrun"):
+        require_deepspeed(_runs.config(launch={"kind": "deepspeed"}))

@@ -20,7 +20,7 @@ from megacore.config.load import load_config, read_config
 from megacore.config.spec import ModelSpec
 from megacore.errors import DataFormatError
 from megacore.launch.exit_reason import read_reasons, write_reason
-from megacore.launch.hostfile import read_hostfile
+from megacore.launch.hosts.hostfile import read_hostfile
 from megacore.launch.job import TrainJob
 from megacore.launch.stages import next_attempt
 from megacore.observe.events import EventReader, EventWriter

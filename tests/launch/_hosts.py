@@ -1,87 +1,73 @@
-"""Stand-ins for other machines: a server that runs what a fake pdsh sends, apart from the job's own processes."""
+"""Stand-ins for other machines: a real sshd on 127.0.0.1, which runs commands apart from the job's own processes."""
 
+import contextlib
 import os
+import shutil
+import signal
 import socket
 import subprocess
-import sys
-import threading
+import time
 from pathlib import Path
 
-PDSH = """#!{python}
-import os, socket, sys, threading
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
-def run(rank, host, line, codes):
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect({address!r})
-        line = line.replace("%%", "\\0").replace("%n", str(rank)).replace("%h", host).replace("\\0", "%")
-        connection.sendall(line.encode() + b"\\0")
-        said = b""
-        while part := connection.recv(65536):
-            said += part
-        output, _, code = said.rpartition(b"\\0")
-        os.write(1, b"".join(host.encode() + b": " + text for text in output.splitlines(keepends=True)))
-        codes.append(int(code))
 
-assert sys.argv[1:6] == ["-S", "-R", "ssh", "-f", str(sys.argv[7].count(",") + 1)] and sys.argv[6] == "-w"
-codes, (hosts, line) = [], sys.argv[7:]
-threads = [threading.Thread(target=run, args=(*item, line, codes)) for item in enumerate(hosts.split(","))]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-sys.exit(max(codes))
-"""
+def sshd_problem() -> str | None:
+    """Why none can run here; None where one can."""
+    if SSHD is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
+        return "ssh, sshd and ssh-keygen are not all installed"
+    if os.geteuid() == 0:
+        if not Path("/run/sshd").is_dir():
+            return "sshd needs /run/sshd, which is not there"
+        if any(line.startswith("root:!") for line in Path("/etc/shadow").read_text().splitlines()):
+            return "sshd lets nobody into a locked account, as root's is"
+    return None
 
 
 class Hosts:
-    """Runs command lines as sshd does: its own children, whose stdin ends with the connection."""
+    """Machines `one` and `two`, which are this one, and `gone`, where nobody listens."""
 
     def __init__(self, directory: Path) -> None:
-        self.lines: list[str] = []
-        self.programs = directory / "bin"
-        self.programs.mkdir()
-        address = str(directory / "hosts.socket")
-        for name, text in (
-            ("pdsh", PDSH.format(python=sys.executable, address=address)),
-            ("ssh", "#!/bin/sh\nexit 1\n"),
-        ):
-            (self.programs / name).write_text(text)
-            (self.programs / name).chmod(0o755)
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(address)
-        self._server.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.directory = directory
+        directory.mkdir()
+        for name in ("host_key", "identity"):
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
+            subprocess.run(words, check=True, timeout=30)
+        with socket.socket() as probe, socket.socket() as other:
+            probe.bind(("127.0.0.1", 0))
+            other.bind(("127.0.0.1", 0))
+            self.port, closed = probe.getsockname()[1], other.getsockname()[1]
+        self.ssh_config = directory / "ssh_config"
+        lines = ["Host gone", f"  Port {closed}", "Host *", "  HostName 127.0.0.1", f"  Port {self.port}"]
+        lines += [f"  IdentityFile {directory / 'identity'}", "  IdentitiesOnly yes", "  StrictHostKeyChecking no"]
+        lines += [f"  UserKnownHostsFile {directory / 'known'}", "  LogLevel ERROR"]
+        self.ssh_config.write_text("\n".join(lines) + "\n")
+        (directory / "sshd_config").write_text(
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {directory / 'host_key'}\n"
+            f"AuthorizedKeysFile {directory / 'identity.pub'}\nPermitRootLogin yes\nPasswordAuthentication no\n"
+            "KbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\nUseDNS no\nPidFile none\nMaxStartups 100\n"
+        )
+        self._log = open(directory / "sshd.log", "wb")  # noqa: SIM115  open for as long as it runs
+        self._server = subprocess.Popen(
+            [str(SSHD), "-D", "-e", "-f", str(directory / "sshd_config")], stderr=self._log, start_new_session=True
+        )
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            time.sleep(0.05)
+        raise AssertionError((self.directory / "sshd.log").read_text())
+
+    def hostfile(self, *names: str, slots: int = 1) -> Path:
+        path = self.directory / f"hostfile-{'-'.join(names)}-{slots}"
+        path.write_text("".join(f"{name} slots={slots}\n" for name in names))
+        return path
 
     def close(self) -> None:
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        line = b""
-        while not line.endswith(b"\0"):
-            line += connection.recv(65536)
-        self.lines.append(line[:-1].decode())
-        environment = {name: value for name, value in os.environ.items() if name in ("HOME", "PATH", "LANG")}
-        with subprocess.Popen(
-            ["sh", "-c", self.lines[-1]],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=connection.fileno(),
-            stderr=connection.fileno(),
-            start_new_session=True,
-        ) as process:
-            assert process.stdin is not None
-            stdin = process.stdin
-            threading.Thread(target=lambda: connection.recv(1) == b"" and stdin.close(), daemon=True).start()
-            code = process.wait()
-        try:
-            connection.sendall(f"\0{code}".encode())
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it was closed on the other side
-            pass
-        connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait(timeout=10)
+        self._log.close()

@@ -1,24 +1,20 @@
-"""DeepSpeed's real launcher under the real guard, on this machine and on stand-ins for others."""
+"""The real launchers under the real guard: DeepSpeed's on this machine, both on stand-ins for others."""
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.config.train import LaunchConfig
-from megacore.errors import DataFormatError, LaunchError, RankLostError
+from megacore.errors import DataFormatError, RankLostError
 from megacore.launch import stages
-from megacore.launch.deepspeed_launcher import command, command_on
+from megacore.launch.deepspeed_launcher import command
 from megacore.launch.guard import descendants
-from megacore.launch.start import check_launcher, start_ranks
 from megacore.launch.supervise import supervise
 from megacore.launch.torchrun import rank_environment
 from tests.launch._hosts import Hosts
-from tests.launch._processes import environment, wait_until
+from tests.launch._processes import environment
 from tests.train import _runs
 
 pytest.importorskip("deepspeed")
@@ -29,18 +25,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("data")
     _runs.write_data(directory, _runs.config())
     return directory
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    """Two machines, one and two, with a slot each."""
-    found = Hosts(tmp_path)
-    (tmp_path / "hostfile").write_text("one slots=1\ntwo slots=1\n")
-    monkeypatch.setenv("PATH", f"{found.programs}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    yield found
-    found.close()
 
 
 def started_here() -> set[int]:
@@ -65,7 +49,9 @@ def run(tmp_path: Path, behaviour: str) -> None:
 
 def train(tmp_path: Path, data: Path, launch: dict[str, Any], on_poll: Any = stages.nothing, **values: Any) -> Path:
     """Train on two ranks as the stage does; returns the run's directory."""
-    changed = _runs.config(launch={"launcher": "deepspeed", "stop_grace": 2.0, **launch}, **values)
+    changed = _runs.config(
+        launch={"kind": "deepspeed", "stop_grace": 2.0, "nproc_per_node": "auto", **launch}, **values
+    )
     directory = tmp_path / "run"
     directory.mkdir()
     stages.train(_runs.job(changed, data, directory, ranks=2), on_poll)
@@ -103,82 +89,16 @@ def test_the_reason_of_a_rank_passes_through(tmp_path: Path) -> None:
         run(tmp_path, "raises")
 
 
-def test_two_hosts_train(data: Path, tmp_path: Path, hosts: Hosts) -> None:
-    directory = train(tmp_path, data, {"hostfile": str(tmp_path / "hostfile")})
-    assert _runs.events(directory)[-1]["reason"] == "finished"
-    assert sorted(line.count("--node_rank=0") for line in hosts.lines) == [0, 1]
+@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+def test_two_hosts_train_as_one_does(kind: str, data: Path, tmp_path: Path, hosts: Hosts) -> None:
+    listed = str(hosts.hostfile("one", "two"))
+    directory = train(tmp_path, data, {"kind": kind, "hostfile": listed, "ssh_config": str(hosts.ssh_config)})
+    found = _runs.events(directory)
+    assert found[-1]["reason"] == "finished"
+    assert [event["lm_loss"] for event in found if event["kind"] == "step"][-1] < 4
     log = (directory / "logs" / "attempt-001.log").read_text()
+    assert "hosts: one (rank 0 through lo), two (rank 1 through lo); they meet at 127.0.0.1:" in log
     assert "one: " in log
-
-
-def test_cancelling_ends_the_ranks_of_the_hosts(data: Path, tmp_path: Path, hosts: Hosts) -> None:
-    long = _runs.config().train.model_dump() | {"train_iters": 90, "eval_interval": 1000, "micro_batch_size": 1}
-    events, alive = tmp_path / "run" / "events.jsonl", list[str]()
-
-    def cancel() -> None:
-        if events.exists() and b"step" in events.read_bytes():
-            alive.extend(processes_of(tmp_path / "run"))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, data, {"hostfile": str(tmp_path / "hostfile")}, cancel, train=long)
-    assert len([line for line in alive if "--node_rank" not in line]) >= 2, alive
-    # Nothing of a host descends from the job's guard: it is the hosts' own guards that end this.
-    wait_until(lambda: not processes_of(tmp_path / "run"), 2.0 + 5, "ranks of the hosts ended")
-
-
-def processes_of(directory: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # it ended while we looked
-            continue
-        if str(directory / "run.json") in line:
-            found.append(line)
-    return found
-
-
-def test_a_host_that_fails_ends_the_job(data: Path, tmp_path: Path, hosts: Hosts) -> None:
-    # The run is for two ranks and its job file says three: each rank says so by itself.
-    changed = _runs.config(launch={"launcher": "deepspeed", "hostfile": str(tmp_path / "hostfile")})
-    (tmp_path / "run").mkdir()
-    with pytest.raises(Exception, match=r"rank [01]: the job is for 3 ranks and 2 were started"):
-        stages.train(_runs.job(changed, data, tmp_path / "run", ranks=3))
-
-
-def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    arguments: dict[str, Any] = {"environment": {}, "grace": 2.0}
-    with pytest.raises(LaunchError, match=r"ranks of one, two are started by pdsh over ssh, and pdsh is not installed"):
-        command_on({"one": 1, "two": 1}, "m", Path("c.json"), **arguments)
-    (tmp_path / "pdsh").write_text("#!/bin/sh\n")
-    (tmp_path / "pdsh").chmod(0o755)
-    with pytest.raises(LaunchError, match="and ssh is not installed: install it"):
-        command_on({"one": 1, "two": 1}, "m", Path("c.json"), **arguments)
-    for host, refused in (("localhost", nullcontext()), ("one", pytest.raises(LaunchError, match="ranks of one are"))):
-        (tmp_path / "hosts").write_text(f"{host} slots=1\n")
-        with refused:
-            check_launcher(LaunchConfig(launcher="deepspeed", hostfile=str(tmp_path / "hosts")))
-
-
-def test_what_the_hosts_are_told(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0 100%")
-    monkeypatch.setenv("MASTER_PORT", "29501")
-    for name in ("GLOO_SOCKET_IFNAME", "DS_ACCELERATOR"):
-        monkeypatch.delenv(name, raising=False)
-    job = _runs.job(_runs.config(), tmp_path, tmp_path, ranks=2, threads_per_rank=3)
-    launch = _runs.config(launch={"launcher": "deepspeed", "hostfile": str(tmp_path / "hostfile")}).launch
-    start = start_ranks(launch, "megacore.launch.pretrain", job, tmp_path / "100%.json", {"MEGACORE_X": "y"})
-    line = start.command[-1]
-    assert start.command[:-1] == ["pdsh", "-S", "-R", "ssh", "-f", "2", "-w", "one,two"]
-    assert "'NCCL_IB_HCA=mlx5_0 100%%'" in line, "pdsh would take %' for one of its own"
-    assert "OMP_NUM_THREADS=3" in line
-    assert "MEGACORE_X=y" in line
-    assert "GLOO_SOCKET_IFNAME" not in line, "loopback reaches no other machine"
-    assert "DS_ACCELERATOR" not in line, "each machine finds out by itself"
-    assert " --master_addr=127.0.0.1 --master_port=29501 --node_rank=%n --module megacore.launch.pretrain" in line
-    assert line.endswith("/100%%.json")
 
 
 def test_hidden_and_chosen_gpus_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +114,3 @@ def test_hidden_and_chosen_gpus_stay_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert devices() == ["6", "GPU-1a"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices() == ["-1", "-1"]
-
-
-def test_a_single_rank_here_needs_no_launcher(tmp_path: Path) -> None:
-    job = _runs.job(_runs.config(), tmp_path, tmp_path)
-    launch = _runs.config(launch={"launcher": "deepspeed"}).launch
-    assert "deepspeed.launcher.launch" not in start_ranks(launch, "m", job, tmp_path / "run.json").command

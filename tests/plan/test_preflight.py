@@ -186,3 +186,17 @@ def test_detects_this_machine_without_torch() -> None:
         "assert h.cores >= 1 and h.memory > 2**28, h; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_login_node_without_a_gpu_may_submit_what_is_sized_for_gpus(kind: str) -> None:
+    config = conf("gpt2-345m-8gpu", launch__kind=kind, launch__nnodes=2, launch__nproc_per_node=4)
+    report = preflight(config, VOCAB_SIZE, CPU)
+    assert report.ranks == 8
+    assert report.summary().endswith(
+        f"on 8 GPU ranks of {kind}: this machine has no GPU to tell their memory and time by"
+    )
+    on_cpus = conf("gpt2-tiny", launch__kind=kind, launch__nproc_per_node=1, launch__allow_cpu=True)
+    assert preflight(on_cpus, VOCAB_SIZE, CPU).unseen is None
+    none = conf("gpt2-tiny", launch__kind="slurm", launch__nproc_per_node=1, launch__slurm__gpus_per_node=0)
+    assert preflight(none, VOCAB_SIZE, CPU).unseen is None

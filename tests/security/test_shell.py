@@ -11,8 +11,9 @@ import pytest
 
 from megacore.config import load_config
 from megacore.errors import ConfigError
-from megacore.launch.deepspeed_launcher import command_on
-from megacore.launch.hostfile import read_hostfile
+from megacore.launch.hosts.connection import agent_words
+from megacore.launch.hosts.hostfile import read_hostfile
+from megacore.launch.hosts.ssh import Ssh
 from megacore.launch.supervise import supervise
 from tests.architecture._source import ROOT, python_files, tree
 
@@ -43,15 +44,13 @@ def test_no_code_asks_for_a_shell() -> None:
 
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for Python that notes how it was called; pdsh and ssh are there."""
+    """A stand-in for Python that notes how it was called."""
     programs = tmp_path / "bin"
     programs.mkdir()
     script = f"#!{sys.executable}\nimport json, os, sys\n"
     script += f"json.dump([sys.argv[1:], dict(os.environ), os.getcwd()], open({str(tmp_path / 'said.json')!r}, 'w'))\n"
-    for name, text in (("python", script), ("pdsh", "#!/bin/sh\n"), ("ssh", "#!/bin/sh\n")):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    (programs / "python").write_text(script)
+    (programs / "python").chmod(0o755)
     return programs / "python"
 
 
@@ -63,17 +62,17 @@ def test_a_remote_command_line_has_only_words(
     workspace.mkdir()
     monkeypatch.chdir(workspace)
     monkeypatch.setattr(sys, "executable", str(recorder))
-    monkeypatch.setenv("NCCL_PLANTED", plant)
-    monkeypatch.setenv("MASTER_ADDR", f"host{plant}")
-    config = workspace / "run.json"
-    command = command_on({"one": 1}, "megacore.launch.pretrain", config, environment={"MEGACORE_X": plant}, grace=1.0)
-    # What pdsh puts into the line before a shell of the other machine reads it.
-    line = command[-1].replace("%%", "\0").replace("%n", "0").replace("\0", "%")
-    subprocess.run(["sh", "-c", line], check=True, timeout=30)
+    words = agent_words(plant, "one", 1, {"PYTHONPATH": plant, "NCCL_PLANTED": plant})
+    command = Ssh(Path(f"/config{plant}")).command("one", [*words, plant])
+    assert command[:3] == ["ssh", "-F", f"/config{plant}"]
+    # What a shell of the other machine reads.
+    assert command[-3:-1] == ["one", "--"]
+    subprocess.run(["sh", "-c", command[-1]], check=True, timeout=30)
     arguments, environment, directory = json.loads((tmp_path / "said.json").read_text())
-    assert arguments[-4:] == ["--module", "megacore.launch.pretrain", "--config", str(config)]
-    assert f"--master_addr=host{plant}" in arguments
-    assert environment["NCCL_PLANTED"] == environment["MEGACORE_X"] == plant
+    assert arguments == ["-m", "megacore.launch.hosts.agent", plant]
+    assert environment["PYTHONPATH"] == plant
+    assert environment["MEGACORE_JOB"] == f"{plant}.1"
+    assert "NCCL_PLANTED" not in environment, "the others do not go through a command line"
     assert directory == str(workspace)
     assert list(tmp_path.rglob("pwned")) == []
 

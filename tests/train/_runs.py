@@ -84,7 +84,7 @@ def write_data(directory: Path, run: RunConfig) -> Path:
 
 def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> TrainJob:
     """The job file's content for `write_data(data, run)`."""
-    values = {
+    values: dict[str, Any] = {
         "config": run,
         "token_prefixes": [str(data / "tokens_text_document")],
         "index_directory": str(data / "index"),

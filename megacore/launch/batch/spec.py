@@ -1,0 +1,115 @@
+"""What a batch job is: written by whoever starts it, read by its follower and by the node process of each machine."""
+
+import math
+import os
+from pathlib import Path
+from typing import Self
+
+from megacore.artifact.files import workspace_errors
+from megacore.config.base import Section
+from megacore.config.launch import LaunchConfig
+from megacore.errors import ConfigError
+
+FOLDER = "batch"
+"""Beside the job file: what belongs to the batch job."""
+STOP_MARGIN = 10.0
+"""Seconds beyond the ranks' own grace in which a batch job should have ended after it was cancelled."""
+FOLLOWER_LIMIT = 300.0
+"""Seconds without a sign of its follower after which a batch job ends itself."""
+
+
+class BatchSpec(Section):
+    """A batch job, the same for all of its machines."""
+
+    module: str
+    """Entry point of each rank."""
+    job_file: str
+    """What the ranks do, a RankJob as JSON."""
+    exit_directory: str
+    """Where each rank writes why it ended."""
+    launch: LaunchConfig
+    environment: dict[str, str]
+    """Variables of the ranks: those that are forwarded, those of launch.env_file, and those of the job."""
+    directory: str
+    """Where the processes run."""
+    python: str
+    """The interpreter, at this path on Slurm's machines too."""
+    workspace: str
+    """Directory that every machine sees, with the job file in it."""
+    follower_limit: float
+    """Seconds without a sign of the follower after which the job ends itself."""
+
+    @property
+    def folder(self) -> Path:
+        """Where this file, the script and the job's output lie."""
+        return Path(self.job_file).parent / FOLDER
+
+    @property
+    def path(self) -> Path:
+        """Where this specification is written."""
+        return self.folder / "spec.json"
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Least and largest number of machines."""
+        return self.launch.node_range or (1, 1)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of each machine."""
+        return ranks_per_node(self.launch)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that are asked of each machine."""
+        asked = self.launch.slurm.gpus_per_node if self.launch.kind == "slurm" else "auto"
+        return (0 if self.launch.allow_cpu else self.ranks_per_node) if asked == "auto" else asked
+
+    @property
+    def cpus_per_node(self) -> int:
+        """CPU cores that are asked of each machine."""
+        own = self.launch.kubernetes.cpus if self.launch.kind == "kubernetes" else None
+        return own or self.ranks_per_node * (self.launch.threads_per_rank or 1)
+
+    @property
+    def grace(self) -> int:
+        """Whole seconds in which the processes of a machine have ended after they were asked to."""
+        return math.ceil(self.launch.stop_grace) + 10
+
+    def write(self) -> None:
+        """Write it, readable by this user alone: variables may be secrets. Raises WorkspaceError."""
+        with workspace_errors(self.path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace(self.path, self.model_dump_json(indent=2) + "\n", mode=0o600)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read it back. Raises ConfigError."""
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} is no batch job written by this version of megacore, or cannot be read here: {error}"
+            ) from error
+
+
+def ranks_per_node(launch: LaunchConfig) -> int:
+    """Ranks of each machine that a scheduler gives. Raises ConfigError where nothing says how many."""
+    if launch.nproc_per_node == "auto":
+        raise ConfigError(
+            f"launch.nproc_per_node is auto, and which machines {launch.kind} will give is not known: set it to the "
+            "number of ranks of each, one per GPU"
+        )
+    return launch.nproc_per_node
+
+
+def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Replace a file by `text`, atomically; what it holds may be lost with the machine. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

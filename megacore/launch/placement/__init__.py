@@ -1,0 +1,1 @@
+"""What a job reads on each machine: proven to be there, or copied, before its ranks start."""

@@ -1,0 +1,151 @@
+"""A small training on the hosts' own workspaces: data as artifacts on host a, and its stages run there."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.build import StageKey, seal
+from megacore.config.run import RunConfig
+from megacore.launch.job import TrainJob
+from tests.hosts._rig import Rig
+from tests.train import _runs
+
+PREPARE = """
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from megacore.errors import MegacoreError
+from megacore.launch.hosts.hostfile import read_hostfile
+from megacore.launch.job import TrainJob
+from megacore.launch.placement.prepare import loaded_checkpoints, prepare_hosts
+from megacore.launch.hosts.ssh import Ssh
+
+job = TrainJob.read(Path(sys.argv[1]))
+launch = job.config.launch
+try:
+    hosts, ssh = read_hostfile(launch.hostfile), Ssh(Path(launch.ssh_config))
+    prepare_hosts(job, hosts, ssh, checkpoints=loaded_checkpoints(job))
+except MegacoreError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+"""What a stage does before it starts ranks on several hosts; ends with the error as its last line."""
+
+
+def config(rig: Rig, engine: str = "native", *, launch: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    """A run on both hosts with a rank on each, whose workspaces are their own."""
+    reached = {
+        "hostfile": str(rig.hostfile()),
+        "ssh_config": str(rig.ssh_config),
+        "data_placement": "node_local",
+        "nproc_per_node": "auto",
+    }
+    return _runs.config(engine, launch=reached | (launch or {}), **sections)
+
+
+def write_data(disk: Path) -> None:
+    """Token files, index maps and a tokenizer, each an artifact as the stages make them, below a host's workspace."""
+    _runs.write_data(disk / "data", _runs.config())
+    (disk / "index").mkdir()
+    (disk / "data" / "index").rename(disk / "index" / "maps")
+    (disk / "tokenizer").mkdir()
+    (disk / "tokenizer" / "tokenizer.json").write_text("{}")
+    for directory in (disk / "data", disk / "index" / "maps", disk / "tokenizer"):
+        seal(directory, StageKey("index", 1, {"of": directory.name}, {}), {}, 0.0)
+
+
+def job(rig: Rig, run: RunConfig, name: str, root: Path | None = None, **changes: Any) -> TrainJob:
+    """A training whose files lie below the hosts' workspaces, or below `root`."""
+    place = root or rig.workspace
+    run_directory = Path(changes.pop("run_directory", place / "runs" / name))
+    directories = {
+        "index_directory": str(place / "index" / "maps"),
+        "tokenizer_directory": str(place / "tokenizer"),
+        "token_prefixes": [str(place / "data" / "tokens_text_document")],
+    }
+    return _runs.job(run, place, run_directory, **{"ranks": 2, **directories, **changes})
+
+
+def write_job(rig: Rig, made: TrainJob) -> Path:
+    """Put the job file into its run directory as host a sees it; its path there."""
+    path = Path(made.run_directory) / "run.json"
+    outside = as_seen_outside(rig, path)
+    outside.parent.mkdir(parents=True, exist_ok=True)
+    made.write(outside)
+    return path
+
+
+def as_seen_outside(rig: Rig, path: Path, host: str = "a") -> Path:
+    """Where a path of a host lies for this process."""
+    return rig.disk(host) / path.relative_to(rig.workspace) if path.is_relative_to(rig.workspace) else path
+
+
+def prepare(rig: Rig, made: TrainJob, host: str = "a") -> str:
+    """Prepare the hosts for a job from one of them; the error, or "" where it went well."""
+    path = write_job(rig, made)
+    done = rig.run(host, [sys.executable, "-c", PREPARE, str(path)], timeout=60)
+    assert done.returncode in (0, 1), done
+    return done.stderr.splitlines()[-1] if done.returncode else ""
+
+
+def digests(directory: Path) -> dict[str, Any]:
+    """Content of every file below a directory, without the marks of copies."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "copied")
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(files)}
+
+
+def events(run_directory: Path) -> list[dict[str, Any]]:
+    """What a run reported so far."""
+    path = run_directory / "events.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> float:
+    """Seconds it took; fails after `seconds`."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+class Attempt:
+    """One start of a run on host a."""
+
+    def __init__(self, rig: Rig, job: TrainJob, logs: Path) -> None:
+        self.rig, self.run = rig, as_seen_outside(rig, Path(job.run_directory))
+        self._attempt = job.attempt
+        self._outcome = logs / f"attempt-{job.attempt}.json"
+        words = [sys.executable, "-m", "tests.hosts._train", str(write_job(rig, job)), str(self._outcome)]
+        self.process: subprocess.Popen[bytes] = rig.start("a", words, logs / f"attempt-{job.attempt}.log")
+
+    def until_saved(self) -> int:
+        """Wait until this attempt has saved a checkpoint, while both hosts train; its iteration."""
+        found: list[int] = []
+
+        def saved() -> bool:
+            assert self.process.poll() is None, f"it ended: {self._outcome.read_text()}"
+            # One of an earlier attempt may be reported by this one, which has no times for it then.
+            found[:] = [
+                event["iteration"]
+                for event in events(self.run)
+                if event["kind"] == "checkpoint" and event["attempt"] == self._attempt and event["seconds"] is not None
+            ]
+            return bool(found)
+
+        wait_for(saved, 120, f"a checkpoint of attempt {self._attempt}")
+        assert self.rig.ranks("a")
+        assert self.rig.ranks("b")
+        return max(found)
+
+    def outcome(self, seconds: float) -> dict[str, Any]:
+        """How it ended, with `seconds` as the limit."""
+        wait_for(self._outcome.exists, seconds, "the end of the run on host a")
+        self.process.wait(timeout=10)
+        said: dict[str, Any] = json.loads(self._outcome.read_text())
+        return said

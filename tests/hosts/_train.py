@@ -1,0 +1,31 @@
+"""`python -m tests.hosts._train JOB OUTCOME`: a training on a host as the task starts it, and how and when it ended."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from megacore.launch import stages
+from megacore.launch.hosts.elastic import choose_hosts
+from megacore.launch.job import TrainJob
+from megacore.plan.hardware import Hardware
+from megacore.plan.preflight import resolve_launch
+
+
+def main() -> None:
+    path, outcome = map(Path, sys.argv[1:])
+    said = {"error": "", "message": ""}
+    try:
+        job = TrainJob.read(path)
+        hosts = choose_hosts(job.config, job.vocab_size, attempt=job.attempt)
+        ranks, _ = resolve_launch(job.config, Hardware.detect(), job.vocab_size, hosts=hosts)
+        stages.train(job.model_copy(update={"hosts": hosts, "ranks": ranks}))
+    except BaseException as error:
+        said = {"error": type(error).__name__, "message": str(error)}
+    temporary = outcome.with_suffix(".tmp")
+    temporary.write_text(json.dumps(said | {"at": time.time()}))
+    temporary.rename(outcome)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Puts the stand-in for kubectl where programs are looked for."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+STAND_IN = Path(__file__).with_name("_kubectl.py")
+
+
+def install(programs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `kubectl` be the stand-in, for a cluster in a folder."""
+    programs.mkdir()
+    kubectl = programs / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STAND_IN}" "{cluster}" "$@"\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+
+
+@contextlib.contextmanager
+def serving(cluster: Path) -> Iterator[None]:
+    """The cluster itself, which is no part of the run that is followed."""
+    server = subprocess.Popen([sys.executable, str(STAND_IN), str(cluster), "serve"])
+    try:
+        yield
+    finally:
+        (cluster / "stop").touch()
+        server.wait(timeout=30)
+        run(cluster, "delete", "jobsets", "any")
+
+
+def run(cluster: Path, *words: str) -> None:
+    """One call of it."""
+    subprocess.run([sys.executable, str(STAND_IN), str(cluster), *words], check=True, timeout=60)
