@@ -21,6 +21,7 @@ from megacore.config import RunConfig
 from megacore.errors import DataFormatError, TrackingError
 from megacore.observe.events import EventReader
 from tasks._checkpoint_models import ensure_checkpoint_model, mark_deleted
+from tasks._doctor import send_preflight
 from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
 
 OFFSET_FILE = "mlflow_offset.json"
@@ -253,6 +254,7 @@ class Forwarder:
         """Send everything that is complete by now, in this thread. Raises TrackingError."""
         if self._run_id is None:
             run_id = ensure_run(self._tracking, self._directory, self._config, self._facts)
+            send_preflight(self._tracking, run_id, self._directory)
             self._restore(run_id)
         while not self._closed:
             batch = next_batch(self._events, self._offset, self._seen)

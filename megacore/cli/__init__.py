@@ -10,6 +10,7 @@ from typing import NoReturn
 import typer
 
 from megacore.cli.convert import export, import_
+from megacore.cli.doctor import doctor
 from megacore.cli.evaluate import evaluate
 from megacore.cli.generate import generate
 from megacore.cli.index import IndexCommand, index
@@ -27,7 +28,7 @@ def options() -> None:
     """Pretraining of large language models: the data's tools, and what a workspace holds."""
 
 
-for command in (runs, stop, clean, plan, inspect, verify, generate, evaluate):
+for command in (runs, stop, clean, plan, doctor, inspect, verify, generate, evaluate):
     app.command()(command)
 app.command("import")(import_)
 app.command()(export)

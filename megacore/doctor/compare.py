@@ -1,0 +1,266 @@
+"""Verdicts on what each machine has: reached at all, packages, clocks, GPUs, kernels, speed. Pure functions."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megacore.doctor.compare_network import bandwidth, interfaces, names, ports
+from megacore.doctor.compare_storage import disks, index_maps, limits, memories, shared_memory, tokens, workspaces
+from megacore.doctor.facts import Facts, Judgement, most_common
+from megacore.doctor.packages import REQUIRED
+from megacore.doctor.report import Finding
+
+CLOCK_LIMIT = 1.0
+"""Seconds by which clocks may differ."""
+SLOW = 0.7
+"""A machine is slow that multiplies at less than this part of the usual rate."""
+SLOW_COPY = 0.5
+"""… or copies memory at less than this part, which varies more."""
+_SHOWN_KERNELS = ("attention", "optimizer")
+"""Of which the table has the name; all are in the JSON."""
+_USED = 0.9
+"""Part of a GPU's memory that should be free."""
+
+
+def compare(facts: Facts) -> tuple[Finding, ...]:
+    """All findings, in the order of docs/doctor.md."""
+    checks: Sequence[Callable[[Facts], Finding | None]] = (
+        connections,
+        clocks,
+        packages,
+        names,
+        interfaces,
+        ports,
+        workspaces,
+        disks,
+        memories,
+        shared_memory,
+        limits,
+        gpus,
+        kernels,
+        speeds,
+        tokens,
+        index_maps,
+        bandwidth,
+    )
+    return tuple(finding for finding in (check(facts) for check in checks) if finding is not None)
+
+
+def connections(facts: Facts) -> Finding | None:
+    """Every host is reached, and the probe runs there."""
+    judged = Judgement("ssh")
+    answering = [host for host in facts.hosts if host in facts.probes and facts.probes[host].failed is None]
+    least = facts.launch.node_range
+    # An elastic run does without some of its hosts.
+    trouble = judged.warn if facts.launch.elastic and least and len(answering) >= least[0] else judged.error
+    for host in facts.hosts:
+        contact, probe = facts.contacts.get(host), facts.probes.get(host)
+        if contact is not None and contact.problem is not None:
+            judged.found(host, contact.problem)
+            trouble(
+                host,
+                f"{host} is not reached ({contact.problem}): see that `ssh {host} true` works without a password, or "
+                "take it out of the hostfile",
+            )
+        elif probe is None or probe.failed is not None:
+            reason = "nothing was said" if probe is None else str(probe.failed)
+            judged.found(host, reason)
+            trouble(
+                host,
+                f"megacore does not run on {host} ({reason}): have the repository and its environment there at the "
+                "same paths as here",
+            )
+        elif contact is not None:
+            judged.found(host, "this machine" if contact.here else f"connected in {contact.seconds:.2f} s")
+    return judged.finding()
+
+
+def clocks(facts: Facts) -> Finding | None:
+    """The hosts' clocks agree with this machine's."""
+    judged = Judgement("clocks")
+    for host, contact in facts.contacts.items():
+        if contact.offset is None or contact.here:
+            continue
+        judged.found(host, f"{contact.offset:+.2f} s ± {contact.uncertainty:.2f}")
+        if abs(contact.offset) - contact.uncertainty > CLOCK_LIMIT:
+            direction = "ahead of" if contact.offset > 0 else "behind"
+            judged.warn(
+                host,
+                f"the clock of {host} is {abs(contact.offset):.1f} s {direction} this machine's: synchronise it "
+                "(chrony, ntp)",
+            )
+    return judged.finding()
+
+
+def packages(facts: Facts) -> Finding | None:
+    """Versions of Python and of what ranks import are the same on all hosts."""
+    judged = Judgement("packages")
+    answered = facts.answered("packages")
+    for host, value in answered:
+        versions = value["versions"]
+        commit = f" at {value['commit']}" if value.get("commit") else ""
+        nccl = facts.probes[host].get("torch", "nccl")
+        judged.found(
+            host,
+            f"Python {versions.get('python')}, megacore {versions.get('megacore')}{commit}, torch "
+            f"{versions.get('torch')}" + (f", NCCL {nccl}" if nccl else ""),
+        )
+        if versions.get("torch") is None:
+            judged.error(host, f"{host} has no torch: install the same environment as here")
+    judged.unanswered(facts, "packages", "error", "its disk may not answer")
+    needed = (*REQUIRED, "deepspeed") if facts.needs is not None and facts.needs.deepspeed else REQUIRED
+    for name in dict.fromkeys(name for _, value in answered for name in value["versions"]):
+        _same(
+            judged,
+            [(host, value["versions"].get(name)) for host, value in answered],
+            name,
+            "install the same on all hosts",
+            error=name in needed,
+        )
+    _same(judged, [(host, value.get("machine")) for host, value in answered], "the processor", "take hosts of one kind")
+    for key, name in (("cuda_build", "torch's CUDA"), ("nccl", "NCCL")):
+        built = [(host, value.get(key)) for host, value in facts.answered("torch")]
+        _same(judged, built, name, "install the same torch on all hosts")
+    return judged.finding()
+
+
+def gpus(facts: Facts) -> Finding | None:
+    """GPUs are there for all slots, alike, free, and CUDA works."""
+    judged = Judgement("gpus")
+    answered = facts.answered("gpus")
+    counted = max((len(value["visible"]) for _, value in answered), default=0)
+    for host, value in answered:
+        visible, slots = value["visible"], facts.hosts[host]
+        names = ", ".join(sorted({gpu["name"] for gpu in visible}))
+        judged.found(host, f"{len(visible)} x {names}" if visible else "none: ranks compute on the CPU")
+        if counted and slots > len(visible):
+            judged.error(
+                host,
+                f"{host} has {slots} slots and {len(visible)} visible GPUs: correct its slots in the hostfile, or "
+                "CUDA_VISIBLE_DEVICES",
+            )
+        if value.get("problem"):
+            judged.error(host, f"{value['problem']}: look at the driver of {host}")
+        _gpu_state(judged, host, value.get("smi") or [])
+        if visible and facts.probes[host].get("torch", "cuda_works") is False:
+            judged.error(
+                host, f"{host} has GPUs and its torch does not run on them: install a torch for CUDA and its driver"
+            )
+    judged.unanswered(facts, "gpus", "error", "the driver may hang; look at dmesg")
+    kinds = [(host, sorted({gpu["name"] for gpu in value["visible"]})) for host, value in answered]
+    _same(judged, kinds, "the GPU", "take hosts of one kind: the slowest one decides")
+    drivers = [(host, value["smi"][0]["driver"]) for host, value in answered if value.get("smi")]
+    _same(judged, drivers, "the GPU driver", "install the same driver on all hosts")
+    return judged.finding()
+
+
+def _gpu_state(judged: Judgement, host: str, devices: Sequence[dict[str, Any]]) -> None:
+    """What nvidia-smi tells of each GPU of a host."""
+    if devices:
+        judged.found(host, f"driver {devices[0]['driver']}")
+    for gpu in devices:
+        number, total, free = gpu["index"], gpu["total"], gpu["free"]
+        if gpu["uncorrected"]:
+            judged.warn(
+                host,
+                f"GPU {number} of {host} has {gpu['uncorrected']} uncorrected memory errors since its last reset: "
+                "reset it (nvidia-smi --gpu-reset), and replace it if they come again",
+            )
+        if total and free is not None and free < _USED * total:
+            users = ", ".join(f"{each['name']} ({each['pid']})" for each in gpu["processes"]) or "an unknown process"
+            judged.warn(
+                host,
+                f"GPU {number} of {host} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, the rest is held by "
+                f"{users}: end it, or choose other GPUs",
+            )
+
+
+def kernels(facts: Facts) -> Finding | None:
+    """All hosts would compute in one precision, with the same kernels."""
+    judged = Judgement("kernels")
+    answered = facts.answered("torch")
+    for host, value in answered:
+        shown = "; ".join(f"{name} {value['kernels'].get(name)}" for name in _SHOWN_KERNELS)
+        judged.found(host, f"{value['precision']} on {value['device']}: {shown}")
+    judged.unanswered(facts, "torch", "error", "see that torch can be imported there", late="warning")
+    _same(
+        judged,
+        [(host, value["precision"]) for host, value in answered],
+        "the precision",
+        "set train.precision instead of auto, or take hosts of one kind",
+        error=True,
+    )
+    operations = dict.fromkeys(operation for _, value in answered for operation in value["kernels"])
+    differing: dict[str, list[str]] = {}
+    for operation in operations:
+        usual = most_common(value["kernels"].get(operation) for _, value in answered)
+        for host, value in answered:
+            if value["kernels"].get(operation) != usual:
+                differing.setdefault(host, []).append(operation)
+    for host, others in differing.items():
+        judged.warn(
+            host,
+            f"{host} has other kernels than most hosts for {', '.join(others[:3])}"
+            f"{' and more' if len(others) > 3 else ''}: replicas round differently, and the slowest decides; set "
+            "train.kernels to plain, or take hosts of one kind",
+        )
+    return judged.finding()
+
+
+def speeds(facts: Facts) -> Finding | None:
+    """No host, and no GPU, computes clearly slower than the others."""
+    judged = Judgement("speed")
+    rates: dict[str, float] = {}
+    copies: dict[str, float] = {}
+    for host, value in facts.answered("speed"):
+        measured = [device for device in value["devices"] if "gflops" in device]
+        broken = [device["problem"] for device in value["devices"] if "problem" in device]
+        if broken:
+            judged.error(host, f"a GPU of {host} does not compute ({broken[0]}): reset it, or take it out")
+        if not measured:
+            continue
+        slowest, fastest = (choose(device["gflops"] for device in measured) for choose in (min, max))
+        rates[host], copies[host] = slowest, min(device["copy_gb_s"] for device in measured)
+        judged.found(host, f"matmul {slowest:,.0f} GFLOP/s, copy {copies[host]:.1f} GB/s ({value['device']})")
+        if slowest < SLOW * fastest:
+            judged.warn(
+                host,
+                f"the slowest GPU of {host} reaches {slowest:,.0f} GFLOP/s, its fastest {fastest:,.0f}: look at its "
+                "clocks and temperature (nvidia-smi -q -d PERFORMANCE)",
+            )
+    for measure, by_host, limit in (("matmul", rates, SLOW), ("memory copy", copies, SLOW_COPY)):
+        for host, part in slow_hosts(by_host, limit).items():
+            than = "the other host's" if len(by_host) == 2 else "the median"
+            judged.warn(
+                host,
+                f"{host} is slow: its {measure} has {part:.0%} of {than} rate: look for other processes, throttled "
+                "clocks or a power limit there",
+            )
+    judged.unanswered(facts, "speed", "warning", "it may be overloaded")
+    return judged.finding()
+
+
+def slow_hosts(rates: Mapping[str, float], limit: float) -> dict[str, float]:
+    """Hosts whose rate is below `limit` times the median of all, of two below that of the other; with that part."""
+    if len(rates) < 2:
+        return {}
+    usual = max(rates.values()) if len(rates) == 2 else statistics.median(rates.values())
+    return {host: rate / usual for host, rate in rates.items() if rate < limit * usual}
+
+
+def _same(judged: Judgement, values: Sequence[tuple[str, Any]], name: str, advice: str, *, error: bool = False) -> None:
+    """Note the hosts that have another value than most."""
+    if len(values) < 2:
+        return
+    usual = most_common(value for _, value in values)
+    first = next(host for host, value in values if value == usual)
+    for host, value in values:
+        if value != usual:
+            sentence = f"{name} is {_shown(value)} on {host} and {_shown(usual)} on {first}: {advice}"
+            (judged.error if error else judged.warn)(host, sentence)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "missing"
+    return "missing" if value is None else str(value)

@@ -1,0 +1,124 @@
+"""What is examined: hosts, and what is known of the run that they will do."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from megacore.artifact.workspace import Workspace
+from megacore.config.launch import LaunchConfig
+from megacore.config.run import RunConfig
+from megacore.config.source import PrefixSource
+from megacore.doctor.facts import Needs
+from megacore.errors import ConfigError
+from megacore.inspect.tokens import find_prefixes
+from megacore.launch.hosts.hostfile import hosts_of
+from megacore.launch.job import Job, TrainJob
+from megacore.plan.layouts import layout_of
+from megacore.plan.memory import estimate_memory
+from megacore.plan.parameters import parameter_count
+from megacore.plan.vocabulary import expected_vocab_size
+
+_CHECKPOINT_BYTES = 12
+"""Of each parameter: fp32 weights and two moments."""
+_WRITING = 1
+"""Checkpoints that are being written while none is removed yet."""
+_GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Token files and index maps to look at."""
+
+    prefixes: tuple[str, ...] = ()
+    """Token files without .bin/.idx."""
+    vocab_size: int | None = None
+    index_directory: str | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Hosts and a run."""
+
+    hosts: Mapping[str, int]
+    """Ranks of each; 0 where nobody said how many."""
+    workspace: Path
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    config: RunConfig | None = None
+    data: RunData = field(default_factory=RunData)
+
+    @classmethod
+    def of_run(cls, job: Job) -> Self:
+        """The hosts and the data of a job that is about to start. Raises ConfigError."""
+        launch = job.config.launch
+        hosts = job.hosts or hosts_of(launch) or {own_name(): job.ranks}
+        data = RunData(job.token_prefixes, job.vocab_size, job.index_directory)
+        return cls(hosts, Workspace.of().root, launch, job.config, data)
+
+    @classmethod
+    def of_launch(cls, launch: LaunchConfig, workspace: Path, config: RunConfig | None, data: RunData) -> Self:
+        """The hosts of `launch`, or this machine. Raises ConfigError."""
+        here = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
+        return cls(hosts_of(launch) or {own_name(): here}, workspace, launch, config, data)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all hosts must see one workspace."""
+        return len(self.hosts) > 1 and self.launch.data_placement == "shared"
+
+
+def own_name() -> str:
+    """What this machine calls itself."""
+    return socket.gethostname()
+
+
+def data_of(config: RunConfig, workspace: Workspace) -> RunData:
+    """What the newest run with this configuration's data reads; else ready-made token files that it names.
+
+    A configuration whose text was not prepared yet has none of it. Raises ConfigError.
+    """
+    files = sorted(workspace.folder("train").glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files:
+        try:
+            job = TrainJob.read(path)
+        except ConfigError:
+            continue  # of another version of megacore
+        if job.config.name == config.name and job.config.data == config.data:
+            return RunData(job.token_prefixes, job.vocab_size, job.index_directory)
+    ready = tuple(source.prefix for source in config.data.sources if isinstance(source, PrefixSource))
+    return RunData(ready, expected_vocab_size(config)) if ready else RunData()
+
+
+def data_at(path: Path, vocab_size: int | None) -> RunData:
+    """Token files that the command line names: PREFIX, or a directory. Raises ConfigError, DataFormatError."""
+    if vocab_size is None:
+        raise ConfigError(
+            f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must be below"
+        )
+    return RunData(find_prefixes(path), vocab_size)
+
+
+def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None:
+    """What the run will need on the hosts' devices; None without a configuration. Raises ParallelLayoutError."""
+    config = subject.config
+    if config is None:
+        return None
+    vocab_size = subject.data.vocab_size or expected_vocab_size(config)
+    parallel = config.parallel
+    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ranks = sum(subject.hosts.values()) or replica
+    # An elastic run takes fewer hosts where all of them do not fit: one replica needs most per rank.
+    data = 1 if subject.launch.elastic else layout_of(config, ranks, vocab_size).data
+    memory = estimate_memory(config, vocab_size, precision, device_type, data)
+    checkpoint = _CHECKPOINT_BYTES * parameter_count(config, vocab_size)
+    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + _WRITING
+    return Needs(
+        name=config.name,
+        device=memory.total,
+        host=memory.host,
+        checkpoint=checkpoint,
+        checkpoints=kept * checkpoint,
+        gradients=_GRADIENT_BYTES[parallel.grad_reduce_dtype] * parameter_count(config, vocab_size),
+        deepspeed=config.engine == "deepspeed",
+    )

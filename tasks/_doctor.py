@@ -1,0 +1,60 @@
+"""The machines of a run are examined before its ranks start, and what was found is kept with the run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect import get_run_logger
+from prefect.runtime import task_run
+
+from megacore.artifact.files import write_json
+from megacore.artifact.manifest import file_digest
+from megacore.errors import LaunchError
+from megacore.launch.hosts.hostfile import hosts_of
+from megacore.launch.job import Job
+
+if TYPE_CHECKING:
+    from tasks._mlflow import Tracking
+
+PREFLIGHT_FILE = "preflight.json"
+"""In the run directory: the doctor's report of the last start."""
+_TAG_PREFLIGHT = "megacore.preflight_sha256"
+
+
+def check_hosts(job: Job) -> None:
+    """Examine the machines of a job over several, as `launch.preflight` says; another job's are left alone.
+
+    A retry of the same task run does not ask again: its machines were fit, and those that are lost since are named by
+    the launcher. Raises LaunchError for the first thing by which the job cannot run.
+    """
+    launch = job.config.launch
+    if launch.preflight == "off" or len(job.hosts or hosts_of(launch)) < 2 or (task_run.run_count or 0) > 1:
+        return
+    from megacore.doctor.examine import examine
+    from megacore.doctor.subject import Subject
+
+    log = get_run_logger()
+    report = examine(Subject.of_run(job), full=launch.preflight == "full")
+    path = Path(job.run_directory) / PREFLIGHT_FILE
+    write_json(path, report.as_json())
+    for finding in report.sorted_findings():
+        if finding.verdict == "warning":
+            log.warning("doctor: %s", finding.sentence())
+    error = report.first_error()
+    if error is not None:
+        raise LaunchError(
+            f"the machines are not fit for this run: {error.sentence()} ({path} says all; launch.preflight: off starts "
+            "without asking)"
+        )
+    log.info("doctor: %d hosts examined in %.1f s, nothing is in the way", len(report.hosts), report.seconds)
+
+
+def send_preflight(tracking: "Tracking", run_id: str, run_directory: Path) -> None:
+    """Make the report an artifact of the MLflow run, unless it has this very one. Raises TrackingError."""
+    path = run_directory / PREFLIGHT_FILE
+    if not path.is_file():
+        return
+    digest = file_digest(path)
+    with tracking.errors("take the doctor's report"):
+        if tracking.client.get_run(run_id).data.tags.get(_TAG_PREFLIGHT) != digest:
+            tracking.client.log_artifact(run_id, str(path))
+            tracking.client.set_tag(run_id, _TAG_PREFLIGHT, digest)

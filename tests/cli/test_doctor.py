@@ -1,0 +1,68 @@
+"""`megacore doctor` on this machine alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megacore.cli import app
+from megacore.cli.doctor import EXIT_CODE
+from megacore.errors import ConfigError, MegacoreError
+from tests.doctor.test_probe import write_tokens
+
+_TAKEN = {error.exit_code for error in MegacoreError.__subclasses__()} | {0, 1}
+
+
+def test_the_exit_code_is_its_own() -> None:
+    assert EXIT_CODE not in _TAKEN
+
+
+def test_json_for_programs_and_a_file(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "t", [1, 2, 300])
+    arguments = [
+        "doctor",
+        "--quick",
+        "--workspace",
+        str(tmp_path),
+        "--tokens",
+        prefix,
+        "--output",
+        str(tmp_path / "o.json"),
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--vocab-size", "300", "--json"])
+    assert result.exit_code == EXIT_CODE, result.output
+    report = json.loads(result.stdout)
+    assert json.loads((tmp_path / "o.json").read_text()) == report
+    assert report["checks"][0]["check"] == "tokens"
+    assert "holds the id 300 (at token 2), and the vocabulary has 300 entries" in report["checks"][0]["advice"]
+
+
+def test_a_table_for_people(tmp_path: Path) -> None:
+    output = tmp_path / "o.json"
+    result = CliRunner().invoke(app, ["doctor", "--workspace", str(tmp_path), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    for name in ("packages", "workspace", "kernels", "limits", "bandwidth"):
+        assert name in result.output
+    assert "1 host" in result.output
+    report = json.loads(output.read_text())
+    assert report["mode"] == "full"
+    assert report["seconds"] < 60
+    for pair in report["pairs"]:  # none on a machine with a single GPU
+        assert pair["hosts"][0] == pair["hosts"][1]
+        assert pair["mb_64_gb_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ssh-config", "c"], "--ssh-config is c, and no host is reached without --hostfile"),
+        (["-o", "train.seed=1"], "give --conf"),
+        (["--tokens", "t"], "give --vocab-size too"),
+        (["--hostfile", "nowhere"], "hostfile nowhere cannot be read"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--workspace", str(tmp_path), *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)

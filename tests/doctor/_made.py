@@ -1,0 +1,136 @@
+"""Hosts that nobody has: answers of healthy ones, of which a test changes what it is about."""
+
+import copy
+from typing import Any
+
+from megacore.doctor.facts import Contact, Facts, Needs
+from megacore.doctor.report import Finding
+from megacore.doctor.request import HostProbe
+
+GIB = 2**30
+MIB = 2**20
+
+GPU = {
+    "index": 0,
+    "name": "H100",
+    "total": 80 * GIB,
+    "free": 79 * GIB,
+    "driver": "570.1",
+    "uncorrected": 0,
+    "temperature": 40,
+    "utilization": 0,
+    "processes": [],
+}
+HEALTHY: dict[str, Any] = {
+    "packages": {
+        "versions": {
+            "python": "3.11.7",
+            "megacore": "0.1.0 (abc)",
+            "torch": "2.13.0",
+            "numpy": "2.4.6",
+            "deepspeed": "0.19",
+        },
+        "commit": "1234",
+        "machine": "x86_64",
+    },
+    "limits": {"memlock": None, "nofile": 65536, "nproc": None, "overcommit": 0, "rdma": []},
+    "memory": {
+        "total": 64 * GIB,
+        "available": 60 * GIB,
+        "limit": None,
+        "shared_total": 16 * GIB,
+        "shared_free": 16 * GIB,
+        "cores": 8,
+        "load": 0.1,
+    },
+    "disk": {
+        "path": "/w",
+        "exists": True,
+        "writable": True,
+        "free": 500 * GIB,
+        "total": 900 * GIB,
+        "inodes_free": 10**7,
+        "kind": "nfs4",
+        "source": "server:/w",
+    },
+    "workspace": {"exists": True, "sees_head": True, "writes": True},
+    "network": {
+        "hostname": "x",
+        "own_addresses": ["10.0.0.9"],
+        "peers": {"other": ["10.0.0.8"]},
+        "interface": "eth0",
+        "address": "10.0.0.9",
+        "exists": True,
+        "speed": 100_000,
+        "mtu": 9000,
+        "state": "up",
+        "interfaces": ["eth0", "lo"],
+        "ports": [4001, 4002],
+    },
+    "gpus": {"visible": [], "smi": None, "problem": None},
+    "torch": {
+        "cuda_build": None,
+        "cuda_works": False,
+        "nccl": None,
+        "device": "cpu",
+        "precision": "bf16",
+        "kernels": {"attention": "C++", "optimizer": "C++"},
+    },
+    "speed": {"device": "cpu", "devices": [{"gflops": 100.0, "copy_gb_s": 20.0}]},
+    "tokens": {
+        "vocab_size": 100,
+        "files": [
+            {"prefix": "/w/t", "tokens": 50, "read": 50, "planned": 50, "smallest": 0, "largest": 99, "outside": None}
+        ],
+    },
+    "index": {"directory": "/w/i", "maps": 9, "samples": {"train": 10}, "others": []},
+}
+NEEDS = Needs("tiny", device=GIB, host=0, checkpoint=2 * GIB, checkpoints=8 * GIB, gradients=GIB)
+
+
+def probe(host: str, **changes: dict[str, Any] | str | None) -> HostProbe:
+    """A host's answers: each change is merged into a check's value; a text is the check's problem, None no answer."""
+    values, problems = copy.deepcopy(HEALTHY), {}
+    for check, change in changes.items():
+        if isinstance(change, dict):
+            values[check] |= change
+        else:
+            del values[check]
+            if change is not None:
+                problems[check] = change
+    return HostProbe(host, values, problems)
+
+
+def gpu_host(host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **changes: dict[str, Any]) -> HostProbe:
+    """A host with GPUs."""
+    visible = [{"name": "H100", "memory": 80 * GIB}] * count
+    changes.setdefault("torch", {"cuda_works": True, "device": "cuda"})
+    made = probe(host, **changes)
+    gpus = {
+        "visible": visible,
+        "smi": [GPU | {"index": number} | (smi or {}) for number in range(count)],
+        "problem": None,
+    }
+    return HostProbe(host, {**made.values, "gpus": gpus}, made.problems)
+
+
+def facts(*probes: HostProbe, slots: int = 1, **more: Any) -> Facts:
+    """Facts of these hosts, the first of which is the head."""
+    names = [each.host for each in probes]
+    contacts = {name: Contact(seconds=0.3, offset=0.0, uncertainty=0.15, here=name == names[0]) for name in names}
+    defaults: dict[str, Any] = {
+        "contacts": contacts,
+        "workspace": "/w",
+        "seen": dict.fromkeys(names, True),
+        "master": names[0] if len(names) > 1 else "",
+    }
+    return Facts(dict.fromkeys(names, slots), {each.host: each for each in probes}, **{**defaults, **more})
+
+
+def expect(finding: Finding | None, verdict: str, hosts: tuple[str, ...], *words: str) -> None:
+    """Check a finding; of a problem also that its sentence has these words."""
+    assert finding is not None
+    assert (finding.verdict, finding.hosts) == (verdict, hosts), finding
+    assert (finding.advice == "") == (verdict == "ok"), finding
+    for word in words:
+        assert word in finding.advice, finding.advice

@@ -1,0 +1,118 @@
+"""What hosts are told to try, and what is made of their answers."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from megacore.doctor import between
+from megacore.doctor.between import measure_pairs, pairs_of, try_ports
+from megacore.doctor.facts import Facts
+from megacore.doctor.limited import NOT_BEGUN
+from megacore.launch.hosts.ssh import HostResult, Ssh
+from tests.doctor._made import facts, gpu_host, probe
+
+SECONDS = {"latency": 1e-4, "mb_1": 1e-3, "mb_64": 0.05}
+
+
+def said(host: str, *lines: dict[str, Any], code: int = 0, errors: str = "") -> HostResult:
+    return HostResult(host, code, b"".join(json.dumps(line).encode() + b"\n" for line in lines), errors)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What hosts are told, by host, in each step; they say nothing."""
+    parts: list[dict[str, Any]] = []
+
+    def run(
+        ssh: Ssh, hosts: list[str], words: list[str], *, stdin: dict[str, bytes], timeout: float
+    ) -> list[HostResult]:
+        parts.append({host: json.loads(text) for host, text in stdin.items()})
+        return [HostResult(host, 1, b"", "") for host in hosts]
+
+    monkeypatch.setattr(between, "run_on_hosts", run)
+    return parts
+
+
+def reached(*hosts: Any) -> Facts:
+    found = facts(*hosts)
+    return Facts(
+        **{**vars(found), "reach": {host: {"value": {"listens": None, "reached": {}}} for host in found.hosts}}
+    )
+
+
+def test_a_pair_is_what_its_first_host_says() -> None:
+    results = {
+        "a": said("a", {"check": "0", "value": SECONDS, "peer": "b", "rank": 0}),
+        "b": said("b", {"check": "0", "value": SECONDS | {"mb_64": 9.0}, "peer": "a", "rank": 1}),
+    }
+    (pair,) = pairs_of(results, [("a", "b")], facts(probe("a"), probe("b")))
+    assert (pair.latency, pair.mb_64, pair.problem) == (1e-4, 0.05, None)
+    assert pair.bandwidth() == pytest.approx(1.28)
+
+
+@pytest.mark.parametrize(
+    ("results", "problem"),
+    [
+        ((said("a"), said("b")), "it ended without a word"),
+        ((said("a", code=1, errors="Traceback: no"), said("b")), "the command ended with code 1: Traceback: no"),
+        ((said("a", {"check": "store", "problem": "address in use"}), said("b")), "address in use"),
+        ((said("a"), said("b", {"check": "0", "problem": "refused\nby peer", "peer": "a"})), "refused by peer"),
+        ((HostResult("a", 0, b'a warning\n{"che', ""), said("b")), "it ended without a word"),
+    ],
+    ids=["silent", "died", "store", "other side", "cut off"],
+)
+def test_a_pair_that_was_not_measured_says_why(results: tuple[HostResult, HostResult], problem: str) -> None:
+    hosts = facts(probe("a"), probe("b"))
+    (pair,) = pairs_of({result.host: result for result in results}, [("a", "b")], hosts)
+    assert (pair.problem, pair.bandwidth()) == (problem, None)
+
+
+def test_pairs_meet_at_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = asked(monkeypatch)
+    ends = time.monotonic() + 50
+    found = measure_pairs(reached(probe("a"), probe("b", network={"address": "10.0.0.2"})), Ssh(), ends, {"X": "1"})
+    a, b = parts[0]["a"], parts[0]["b"]
+    assert a["rounds"] == [{"peer": "b", "address": "10.0.0.9", "port": 4002, "rank": 0, "backend": "gloo"}]
+    assert b["rounds"] == [a["rounds"][0] | {"peer": "a", "rank": 1}]
+    assert (a["environment"], a["interface"], a["local"]) == ({"X": "1"}, "eth0", False)
+    assert [pair.problem for pair in found.pairs] == ["the command ended with code 1: nothing was said"]
+
+
+def test_hosts_with_gpus_use_nccl_and_measure_two_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = asked(monkeypatch)
+    hosts = reached(gpu_host("a"), gpu_host("b"), probe("c"))
+    hosts = Facts(**{**vars(hosts), "hosts": {"a": 8, "b": 8, "c": 1}})
+    found = measure_pairs(hosts, Ssh(), time.monotonic() + 50, {})
+    backends = {(pair.first, pair.second): pair.backend for pair in found.pairs}
+    assert backends == {
+        ("a", "a"): "nccl", ("b", "b"): "nccl", ("a", "b"): "nccl", ("a", "c"): "gloo", ("b", "c"): "gloo",
+    }  # fmt: skip
+    assert [parts[0][host]["local"] for host in "abc"] == [True, True, False]
+
+
+def test_without_time_nothing_is_begun_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = asked(monkeypatch)
+    found = measure_pairs(reached(probe("a"), probe("b")), Ssh(), time.monotonic() + 5, {})
+    assert parts == []
+    assert [pair.problem for pair in found.pairs] == [NOT_BEGUN]
+
+
+def test_hosts_that_are_not_reached_are_left_out_of_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = asked(monkeypatch)
+    hosts = reached(probe("a"), probe("b"), probe("c", torch=None))
+    found = measure_pairs(hosts, Ssh(), time.monotonic() + 50, {})
+    assert set(parts[0]) == {"a", "b"}
+    assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b")]
+
+
+def test_many_hosts_connect_to_the_first_and_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = asked(monkeypatch)
+    names = [f"h{number:02d}" for number in range(20)]
+    found = try_ports(facts(*map(probe, names)), Ssh(), time.monotonic() + 50)
+    assert set(parts[0]["h05"]["targets"]) == {"h00", "h06"}
+    assert set(parts[0]["h00"]["targets"]) == {"h01"}
+    assert set(parts[0]["h19"]["targets"]) == {"h00"}
+    assert (parts[0]["h00"]["expected"], parts[0]["h05"]["expected"]) == (19, 1)
+    assert found.master == "h00"
+    assert set(found.reach) == set(names)

@@ -1,0 +1,169 @@
+"""The doctor on hosts of their own, some of them broken; and without any."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config.launch import LaunchConfig
+from megacore.doctor.between import endpoint_of
+from megacore.doctor.examine import contact_of, environment_of
+from megacore.doctor.subject import Subject
+from megacore.launch.hosts.ssh import HostResult
+from tests.hosts._rig import Rig, hosts, require_rig
+
+MEGACORE = [sys.executable, "-c", "from megacore.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Hosts a, b and c."""
+    require_rig()
+    with hosts(tmp_path_factory.mktemp("doctor"), tuple("abc")) as made:
+        yield made
+
+
+def doctor(rig: Rig, workspace: Path, *words: str) -> "tuple[int, dict[str, Any]]":
+    """What the doctor on host a says of all: its exit code and its JSON."""
+    if "--hostfile" not in words:
+        words = (*words, "--hostfile", str(rig.hostfile()), "--ssh-config", str(rig.ssh_config))
+    command = [*MEGACORE, "doctor"]
+    done = rig.run("a", [*command, "--workspace", str(workspace), "--json", *words], timeout=80)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def check(report: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(each for each in report["checks"] if each["check"] == name)
+
+
+def slow_down(rig: Rig, host: str) -> None:
+    """Let a host's packets leave at 500 Mbit/s."""
+    shaped = [
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        "eth0",
+        "root",
+        "tbf",
+        "rate",
+        "500mbit",
+        "burst",
+        "256kb",
+        "latency",
+        "50ms",
+    ]
+    done = subprocess.run(
+        ["ip", "netns", "exec", rig.hosts[host].namespace, *shaped], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"links cannot be slowed down here: {done.stderr.strip()}")
+
+
+def test_a_slow_link_is_flagged(three: Rig) -> None:
+    if shutil.which("tc") is None:
+        pytest.skip("links are slowed down by tc, which is not installed")
+    slow_down(three, "c")
+    try:
+        code, report = doctor(three, three.shared / "workspace")
+    finally:
+        words = ["ip", "netns", "exec", three.hosts["c"].namespace, "tc", "qdisc", "del", "dev", "eth0", "root"]
+        subprocess.run(words, check=True)
+    assert code == 0, [each for each in report["checks"] if each["verdict"] == "error"]
+    found = check(report, "bandwidth")
+    assert (found["verdict"], found["hosts"]) == ("warning", ["c"])
+    assert "the link of c is slow" in found["advice"]
+    assert report["mode"] == "full"
+    assert [pair["hosts"] for pair in report["pairs"]] == [["b", "c"], ["a", "c"], ["a", "b"]]
+    assert all(pair["latency_us"] > 0 and pair["mb_1_ms"] > 0 for pair in report["pairs"])
+    rates = {tuple(pair["hosts"]): pair["mb_64_gb_s"] for pair in report["pairs"]}
+    assert rates["a", "c"] < 0.065 < rates["a", "b"]
+    for name in ("ssh", "packages", "clocks", "interface", "ports", "workspace", "disk", "kernels"):
+        assert check(report, name)["verdict"] == "ok", check(report, name)
+    assert check(report, "names")["verdict"] == "warning"  # 127.0.1.1, as Debian's installer writes it
+    assert report["seconds"] < 60
+    assert list((three.shared / "workspace").iterdir()) == []  # the proof is gone
+
+
+def test_broken_hosts_are_named_and_the_others_checked(three: Rig, tmp_path: Path) -> None:
+    workspace = three.shared / "mounted" / "workspace"
+    workspace.mkdir(parents=True)
+    _break(three, "b", workspace, tmp_path)
+    hostfile, config = tmp_path / "hosts", tmp_path / "ssh_config"
+    hostfile.write_text("a slots=1\nb slots=1\ngone slots=1\n")
+    config.write_text(f"Host gone\n  HostName 127.0.0.1\n  Port 9\n\n{three.ssh_config.read_text()}")
+    code, report = doctor(three, workspace, "--quick", "--hostfile", str(hostfile), "--ssh-config", str(config))
+    assert (code, report["verdict"], report["mode"]) == (11, "error", "quick")
+    errors = {each["check"]: each["hosts"] for each in report["checks"] if each["verdict"] == "error"}
+    assert errors == {"ssh": ["gone"], "packages": ["b"], "workspace": ["b"]}
+    assert report["checks"][0]["verdict"] == "error"  # problems first
+    version = metadata.version("numpy")
+    assert f"numpy is 0.0.7 on b and {version} on a" in check(report, "packages")["advice"]
+    assert f"{workspace} does not exist on b" in check(report, "workspace")["advice"]
+    clock = check(report, "clocks")
+    assert (clock["verdict"], clock["hosts"]) == ("warning", ["b"])
+    assert "behind this machine's" in clock["advice"]
+    assert set(check(report, "ports")["found"]) == {"a", "b"}
+    assert report["pairs"] == []
+
+
+def _break(rig: Rig, host: str, workspace: Path, directory: Path) -> None:
+    """Give a host another version of a package, another clock, and no workspace."""
+    described = next(file for file in metadata.files("numpy") or () if file.name == "METADATA").locate()
+    lines = Path(str(described)).read_text(encoding="utf-8").splitlines()
+    changed = directory / "METADATA"
+    changed.write_text("\n".join("Version: 0.0.7" if line.startswith("Version:") else line for line in lines))
+    clock = directory / "date"
+    clock.write_text("#!/bin/sh\necho 1000000000.5\n")
+    clock.chmod(0o755)
+    date = shutil.which("date")
+    assert date is not None
+    for words in (
+        ["mount", "--bind", str(changed), str(described)],
+        ["mount", "--bind", str(clock), date],
+        ["mount", "-t", "tmpfs", "none", str(workspace.parent)],
+    ):
+        done = rig.run(host, words)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "offset"),
+    [(b"1000.75\n", 0.25), (b"999.0\n", -1.5), (b"Sun Nov 22\n", None)],
+    ids=["ahead", "behind", "text"],
+)
+def test_the_clock_is_compared_with_the_middle_of_the_round_trip(output: bytes, offset: float | None) -> None:
+    contact = contact_of(HostResult("b", 0, output, ""), 1000.0, 1.0)
+    assert (contact.problem, contact.offset) == (None, offset)
+    assert contact.uncertainty == (0.0 if offset is None else 0.5)
+
+
+def test_a_host_that_does_not_answer() -> None:
+    contact = contact_of(HostResult("b", 255, b"", "Permission denied (publickey)."), 1000.0, 1.0)
+    assert contact.problem == "ssh cannot reach it: Permission denied (publickey)."
+
+
+def test_hosts_get_the_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("PASSWORD_OF_MINE", "x")
+    (tmp_path / "env").write_text("GLOO_SOCKET_IFNAME=eth7\n")
+    launch = LaunchConfig(forward_env=("NCCL_*",), env_file=str(tmp_path / "env"))
+    found = environment_of(Subject({}, tmp_path, launch))
+    assert found["NCCL_DEBUG"] == "INFO"
+    assert found["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert "PASSWORD_OF_MINE" not in found
+
+
+def test_endpoints() -> None:
+    assert endpoint_of(None) == (None, None)
+    assert endpoint_of("10.0.0.1:29500") == ("10.0.0.1", 29500)
+    assert endpoint_of("head") == ("head", None)

@@ -1,0 +1,94 @@
+"""What a run needs and reads, as the doctor finds it out."""
+
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import Workspace
+from megacore.config.launch import LaunchConfig
+from megacore.doctor.examine import examine
+from megacore.doctor.subject import RunData, Subject, data_at, data_of, needs_of, own_name
+from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.plan.parameters import parameter_count
+from tests.train import _runs
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """A workspace with one run whose data is there."""
+    run = _runs.config()
+    _runs.write_data(tmp_path / "data", run)
+    directory = Workspace(tmp_path).folder("train") / "0123"
+    directory.mkdir(parents=True)
+    _runs.job(run, tmp_path / "data", directory).write(directory / "run.json")
+    return tmp_path
+
+
+def test_the_data_of_a_configuration_is_that_of_its_newest_run(prepared: Path) -> None:
+    workspace = Workspace(prepared)
+    found = data_of(_runs.config(), workspace)
+    prefix = str(prepared / "data" / "tokens_text_document")
+    assert found == RunData((prefix,), _runs.VOCAB_SIZE, str(prepared / "data" / "index"))
+    # Other data, or a configuration that was not prepared yet: there is nothing to look at.
+    assert data_of(_runs.config(data={"seq_length": 32}), workspace) == RunData()
+    (workspace.folder("train") / "0123" / "run.json").write_text("{}")
+    assert data_of(_runs.config(), workspace) == RunData()
+
+
+def test_ready_made_token_files_are_looked_at_before_a_run(prepared: Path) -> None:
+    prefix = str(prepared / "data" / "tokens_text_document")
+    run = _runs.config(data={"source": {"kind": "prefix", "prefix": prefix}})
+    assert data_of(run, Workspace(prepared)) == RunData((prefix,), 512)
+
+
+def test_token_files_by_name(prepared: Path) -> None:
+    prefix = str(prepared / "data" / "tokens_text_document")
+    assert data_at(prepared / "data", 61) == data_at(Path(prefix), 61) == RunData((prefix,), 61)
+    with pytest.raises(ConfigError, match="give --vocab-size too"):
+        data_at(Path(prefix), None)
+
+
+def test_what_a_run_needs() -> None:
+    run = _runs.config(checkpoint={"save_interval": 3, "keep_last": 2})
+    subject = Subject({"a": 1, "b": 1}, Path("/w"), run.launch, run, RunData(vocab_size=_runs.VOCAB_SIZE))
+    needs = needs_of(subject, "cpu", "fp32")
+    assert needs is not None
+    parameters = parameter_count(run, _runs.VOCAB_SIZE)
+    assert (needs.checkpoint, needs.gradients) == (12 * parameters, 4 * parameters)
+    assert needs.checkpoints == 4 * needs.checkpoint  # two newest, the best, and the one under way
+    assert needs.device > 100 * 2**20
+    assert needs_of(Subject({"a": 1}, Path("/w")), "cpu", "fp32") is None
+    with pytest.raises(ParallelLayoutError):
+        needs_of(Subject({"a": 3}, Path("/w"), run.launch, run), "cpu", "fp32")
+
+
+def test_hosts_of_a_run_are_those_of_its_hostfile(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(prepared))
+    (prepared / "hosts").write_text("a slots=2\nb slots=2\n")
+    run = _runs.config(launch={"hostfile": str(prepared / "hosts"), "nproc_per_node": "auto", "exclude": ["b:1"]})
+    subject = Subject.of_run(_runs.job(run, prepared / "data", prepared / "run", ranks=3))
+    assert dict(subject.hosts) == {"a": 2, "b": 1}
+    assert subject.shared
+    alone = Subject.of_launch(LaunchConfig(), prepared, None, RunData())
+    assert dict(alone.hosts) == {own_name(): 0}
+    assert not alone.shared
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_the_data_of_a_run_on_this_machine(prepared: Path, damaged: bool) -> None:
+    run = _runs.config()
+    if damaged:
+        with open(prepared / "data" / "tokens_text_document.bin", "r+b") as file:
+            file.seek(200)
+            file.write((_runs.VOCAB_SIZE).to_bytes(2, "little"))
+        (prepared / "data" / "index" / "train_document_index.npy").unlink()
+    data = data_of(run, Workspace(prepared))
+    report = examine(Subject.of_launch(run.launch, prepared, run, data), full=False)
+    findings = {finding.check: finding for finding in report.findings}
+    wrong = {name for name, finding in findings.items() if finding.verdict == "error"}
+    assert wrong == ({"tokens", "index maps"} if damaged else set())
+    if damaged:
+        assert "holds the id 61 (at token 100)" in findings["tokens"].advice
+        assert "train_document_index.npy does not exist" in findings["index maps"].advice
+    else:
+        assert "tokens below 61" in findings["tokens"].found[own_name()]

@@ -1,0 +1,81 @@
+import io
+import json
+
+from rich.console import Console
+
+from megacore.doctor.compare import compare
+from megacore.doctor.facts import Pair
+from megacore.doctor.report import REPORT_VERSION, Finding, Report, worst
+from megacore.doctor.table import show
+from tests.doctor._made import facts, probe
+
+
+def text(report: Report, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def made(*probes_changes: dict[str, object]) -> Report:
+    probes = [probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)]  # type: ignore[arg-type]
+    found = facts(
+        *probes, pairs=(Pair("a", "b", "gloo", 1e-4, 1e-3, 0.064), Pair("a", "c", "gloo", problem="no [way]"))
+    )
+    return Report(found.hosts, compare(found), "full", tuple(pair.as_json() for pair in found.pairs), seconds=7.0)
+
+
+def test_problems_come_first_with_what_to_do() -> None:
+    shown = text(made({}, {"disk": {"free": 2**30}}, {}))
+    lines = [line for line in shown.splitlines() if line.startswith("│")]
+    assert [line.split()[1] for line in lines if line.split()[1] != "│"][:2] == ["bandwidth", "disk"]
+    assert "→ /w on b has 1.0 GiB free: make room (megacore clean)" in shown
+    assert "all: files 65,536" in shown
+    assert "a, c: 500.0 of 900.0 GiB free, nfs4" in shown
+    assert "no [way]" in shown  # brackets are no markup
+    assert "3 hosts, 16 checks in 7.0 s: 1 error and 1 warning" in shown
+    assert max(map(len, shown.splitlines())) <= 160
+
+
+def test_all_is_well() -> None:
+    report = Report({"a": 1}, (Finding("disk", "ok", {"a": "much"}),), "quick", seconds=1.0)
+    assert "1 host, 1 checks in 1.0 s: all is well" in text(report)
+    assert "a: much" not in text(report)
+
+
+def test_a_narrow_terminal_loses_nothing() -> None:
+    shown = "".join(text(made({}, {"disk": {"free": 2**30}}, {}), width=70).split())
+    assert "make" in shown
+    assert "(megacore" in shown
+
+
+def test_pairs_are_sorted_by_what_is_wrong_with_them() -> None:
+    shown = text(made({}, {}, {}))
+    assert shown.index("a - c") < shown.index("a - b")
+    assert "64.00 │ 1.00" in " ".join(shown.split())
+
+
+def test_json_has_the_documented_keys() -> None:
+    values = json.loads(json.dumps(made({}, {}, {}).as_json()))
+    assert set(values) == {
+        "version", "mode", "verdict", "started", "seconds", "hosts", "checks", "pairs", "probes",
+    }  # fmt: skip
+    assert values["version"] == REPORT_VERSION
+    assert values["verdict"] == "error"
+    assert set(values["checks"][0]) == {"check", "verdict", "found", "advice", "hosts"}
+    assert values["pairs"][0] == {
+        "hosts": ["a", "b"],
+        "backend": "gloo",
+        "latency_us": 100.0,
+        "mb_1_ms": 1.0,
+        "mb_64_ms": 64.0,
+        "mb_1_gb_s": 1.0,
+        "mb_64_gb_s": 1.0,
+        "problem": None,
+    }
+
+
+def test_the_worst_verdict_counts() -> None:
+    assert worst([]) == "ok"
+    assert worst(["ok", "warning"]) == "warning"
+    assert worst(["warning", "error", "ok"]) == "error"

@@ -1,0 +1,112 @@
+"""The doctor before a training on several machines, and its report in the run."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tasks._doctor
+from megacore.config import RunConfig
+from megacore.doctor.report import Finding, Report
+from megacore.errors import LaunchError
+from megacore.launch.job import TrainJob
+from tasks._doctor import PREFLIGHT_FILE, check_hosts, send_preflight
+from tasks._forward import Forwarder
+from tasks._mlflow import RunFacts, Tracking
+from tests.tasks.events import EventLog
+from tests.train import _runs
+
+GOOD = Finding("disk", "ok", {"a": "much"})
+TIGHT = Finding("disk", "warning", {"b": "little"}, "b has 1 GiB free: make room", ("b",))
+BROKEN = Finding("packages", "error", {"b": "torch 1"}, "torch is 1 on b and 2 on a: install the same", ("b",))
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> "SimpleNamespace":
+    """What was asked of the doctor, who finds `findings`."""
+    asked = SimpleNamespace(findings=(GOOD,), calls=[], run_count=1)
+
+    def examine(subject: Any, *, full: bool) -> Report:
+        asked.calls.append((dict(subject.hosts), full))
+        return Report(subject.hosts, asked.findings, "full" if full else "quick")
+
+    monkeypatch.setattr("megacore.doctor.examine.examine", examine)
+    monkeypatch.setattr(tasks._doctor, "get_run_logger", lambda: logging.getLogger("doctor"))
+    monkeypatch.setattr(tasks._doctor, "task_run", asked)
+    return asked
+
+
+def job(place: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> TrainJob:
+    """A job on two hosts."""
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(place))
+    (place / "hosts").write_text("a slots=1\nb slots=1\n")
+    values = {"hostfile": str(place / "hosts"), "nproc_per_node": "auto", **launch}
+    (place / "run").mkdir()
+    return _runs.job(_runs.config(launch=values), place, place / "run", ranks=2)
+
+
+def test_several_machines_are_examined_and_the_report_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    examined.findings = (GOOD, TIGHT)
+    check_hosts(job(tmp_path, monkeypatch))
+    assert examined.calls == [({"a": 1, "b": 1}, False)]
+    report = json.loads((tmp_path / "run" / PREFLIGHT_FILE).read_text())
+    assert (report["verdict"], report["mode"]) == ("warning", "quick")
+    assert "disk on b: b has 1 GiB free: make room" in caplog.text
+
+
+def test_an_error_ends_the_start_with_host_and_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace
+) -> None:
+    examined.findings = (TIGHT, BROKEN)
+    with pytest.raises(LaunchError, match=r"packages on b: torch is 1 on b and 2 on a: install the same \(") as raised:
+        check_hosts(job(tmp_path, monkeypatch))
+    assert not raised.value.retryable
+    assert json.loads((tmp_path / "run" / PREFLIGHT_FILE).read_text())["checks"][0]["check"] == "packages"
+
+
+def test_all_is_examined_where_the_configuration_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace
+) -> None:
+    check_hosts(job(tmp_path, monkeypatch, preflight="full"))
+    assert [full for _, full in examined.calls] == [True]
+
+
+@pytest.mark.parametrize("case", ["off", "retry", "one host"])
+def test_who_is_not_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace, case: str
+) -> None:
+    launch: dict[str, Any] = {"off": {"preflight": "off"}, "one host": {"hostfile": None}}.get(case, {})
+    examined.run_count = 2 if case == "retry" else 1
+    check_hosts(job(tmp_path, monkeypatch, **launch))
+    assert examined.calls == []
+    assert not (tmp_path / "run" / PREFLIGHT_FILE).exists()
+
+
+def test_the_report_is_an_artifact_of_the_run_once(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, log: EventLog
+) -> None:
+    (run_directory / PREFLIGHT_FILE).write_text('{"verdict": "ok"}')
+    log.step(10)
+    run_id = Forwarder(tracking, run_directory, config, facts, interval=0.0).finish()
+    assert PREFLIGHT_FILE in {file.path for file in tracking.client.list_artifacts(run_id)}
+    sent: list[str] = []
+    real = tracking.client.log_artifact
+    tracking.client.log_artifact = lambda run, path: sent.append(path) or real(run, path)  # type: ignore
+    send_preflight(tracking, run_id, run_directory)
+    assert sent == []
+    (run_directory / PREFLIGHT_FILE).write_text('{"verdict": "warning"}')
+    send_preflight(tracking, run_id, run_directory)
+    assert sent == [str(run_directory / PREFLIGHT_FILE)]
+
+
+def test_a_run_on_one_machine_has_no_report(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, log: EventLog
+) -> None:
+    log.step(10)
+    run_id = Forwarder(tracking, run_directory, config, facts, interval=0.0).finish()
+    assert PREFLIGHT_FILE not in {file.path for file in tracking.client.list_artifacts(run_id)}
