@@ -20,11 +20,22 @@ if [ "${1:-}" = --dated ]; then
 fi
 [ $# -eq 1 ] || fail "give one argument: the directory that is to hold the copy"
 target=$1
+while [ "${target%/}" != "$target" ]; do target=${target%/}; done
 [ ! -e "$target" ] || fail "$target is there already: name a new directory"
 artifacts=${MLFLOW_ARTIFACTS_DESTINATION:?backup.sh: set MLFLOW_ARTIFACTS_DESTINATION to where MLflow keeps files}
+artifacts=${artifacts#file://}
 partial=$target.partial
 rm -rf "$partial"
+# What does not become whole is not left to fill the disk night after night.
+trap 'rm -rf "$partial"' EXIT
 mkdir -p "$partial"
+
+# Servers and trainings go on meanwhile: a file that was removed before its turn (24) is none that is missing.
+copy() {
+    local code=0
+    rsync --archive "$@" || code=$?
+    [ "$code" -eq 0 ] || [ "$code" -eq 24 ] || fail "${*: -2:1} was not copied (rsync ended with code $code, see above)"
+}
 
 for entry in prefect:prefect mlflow:mlflow mlflow_users:mlflow; do
     database=${entry%%:*}
@@ -34,10 +45,10 @@ done
 
 case $artifacts in
     *://*) echo "backup.sh: the artifacts at ${artifacts%%:*}:// are not copied: keep versions of the bucket itself" ;;
-    *) rsync --archive "$artifacts/" "$partial/artifacts/" ;;
+    *) copy "$artifacts/" "$partial/artifacts/" ;;
 esac
 if [ -n "${MEGACORE_WORKSPACE:-}" ]; then
-    rsync --archive --exclude /servers.json --exclude /servers/ --exclude '*.tmp-*' --exclude '*.lock' \
+    copy --exclude /servers.json --exclude /servers/ --exclude '*.tmp-*' --exclude '*.lock' \
         "$MEGACORE_WORKSPACE/" "$partial/workspace/"
 fi
 

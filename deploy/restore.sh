@@ -14,6 +14,10 @@ copy=$1
 [ -f "$copy/SHA256SUMS" ] || fail "$copy holds no SHA256SUMS: name a directory that backup.sh has finished"
 (cd "$copy" && sha256sum --check --quiet SHA256SUMS) || fail "$copy is damaged (see above): take another copy"
 artifacts=${MLFLOW_ARTIFACTS_DESTINATION:?restore.sh: set MLFLOW_ARTIFACTS_DESTINATION to where MLflow keeps files}
+artifacts=${artifacts#file://}
+case $artifacts in
+    *://*) [ ! -d "$copy/artifacts" ] || fail "$copy holds artifacts, and MLFLOW_ARTIFACTS_DESTINATION is no path: name one" ;;
+esac
 [ ! -d "$copy/workspace" ] || [ -n "${MEGACORE_WORKSPACE:-}" ] ||
     fail "$copy holds a workspace: set MEGACORE_WORKSPACE to where it belongs"
 

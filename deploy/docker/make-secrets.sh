@@ -30,7 +30,7 @@ for name in ssh_host_key ssh_client_key; do
     if [ ! -e "secrets/$name.pub" ]; then
         rm -f "secrets/$name"
         ssh-keygen -q -t ed25519 -N '' -C "megacore $name" -f "secrets/$name"
-        chmod 644 "secrets/$name" "secrets/$name.pub"
         echo "make-secrets.sh: made secrets/$name"
     fi
+    chmod 644 "secrets/$name" "secrets/$name.pub"
 done

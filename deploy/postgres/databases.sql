@@ -1,4 +1,4 @@
--- The databases and users of Prefect and MLflow, made once by a superuser of PostgreSQL 14 or newer:
+-- The databases and users of Prefect and MLflow, made by a superuser of PostgreSQL 14 or newer; what is there stays:
 --   PREFECT_DATABASE_PASSWORD=… MLFLOW_DATABASE_PASSWORD=… psql --no-psqlrc --file deploy/postgres/databases.sql
 -- The passwords come from the environment, so that they are on no command line; without them nothing is made.
 \set ON_ERROR_STOP on
@@ -10,12 +10,16 @@ SET log_statement = 'none';
 SET log_min_duration_statement = -1;
 SET log_min_error_statement = 'panic';
 
-CREATE ROLE prefect LOGIN PASSWORD :'prefect_password';
-CREATE ROLE mlflow LOGIN PASSWORD :'mlflow_password';
+-- So that it can be run again: after an interruption, and to make a dropped database anew.
+SELECT format('CREATE ROLE %I LOGIN PASSWORD %L', name, password)
+FROM (VALUES ('prefect', :'prefect_password'), ('mlflow', :'mlflow_password')) AS wanted (name, password)
+WHERE NOT EXISTS (SELECT FROM pg_roles WHERE rolname = name)
+\gexec
 
-CREATE DATABASE prefect OWNER prefect;
-CREATE DATABASE mlflow OWNER mlflow;
--- MLflow's users and their permissions.
-CREATE DATABASE mlflow_users OWNER mlflow;
+-- mlflow_users: MLflow's users and their permissions.
+SELECT format('CREATE DATABASE %I OWNER %I', name, owner)
+FROM (VALUES ('prefect', 'prefect'), ('mlflow', 'mlflow'), ('mlflow_users', 'mlflow')) AS wanted (name, owner)
+WHERE NOT EXISTS (SELECT FROM pg_database WHERE datname = name)
+\gexec
 
 REVOKE ALL ON DATABASE prefect, mlflow, mlflow_users FROM PUBLIC;

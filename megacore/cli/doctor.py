@@ -54,6 +54,8 @@ def doctor(
         data = data_at(tokens, vocab_size)
     elif config is not None:
         data = data_of(config, place)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output is {output}, and its directory does not exist: make it, or name another file")
     report = examine(Subject.of_launch(launch, place.root, config, data), full=not quick)
     if output is not None:
         write_json(output, report.as_json())

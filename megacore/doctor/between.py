@@ -15,12 +15,15 @@ _PORT_SECONDS = 9.0
 _PAIR_SECONDS = 34.0
 _GRACE = 4.0
 """Seconds of a command's start and end beside its work."""
+_LEAST_PORTS = 3.0
 _LEAST = 6.0
 """Seconds that a step needs to be worth its beginning."""
 
 
 def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
     """Let every host listen at a port, and the others connect to it; of many hosts only some do.
+
+    Without time for it, that is what is said.
 
     Args:
         facts: so far.
@@ -34,6 +37,9 @@ def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
     master, (address, port) = there[0], endpoint_of(facts.launch.rdzv_endpoint)
     places = {host: (networks[host]["address"], networks[host]["ports"][0]) for host in there}
     places[master] = (address or places[master][0], port or places[master][1])
+    seconds = min(_PORT_SECONDS, ends - time.monotonic() - _GRACE)
+    if seconds < _LEAST_PORTS:
+        return replace(facts, reach={host: {"problem": NOT_BEGUN} for host in there}, master=master)
     targets = {host: _targets(host, there) for host in there}
     parts = {
         host: {
@@ -41,11 +47,11 @@ def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
             "port": places[host][1],
             "expected": sum(host in others for others in targets.values()),
             "targets": {other: places[other] for other in targets[host]},
-            "seconds": _PORT_SECONDS,
+            "seconds": seconds,
         }
         for host in there
     }
-    results = _run(ssh, "megacore.doctor.reach", parts, min(_PORT_SECONDS + _GRACE, ends - time.monotonic()))
+    results = _run(ssh, "megacore.doctor.reach", parts, seconds + _GRACE)
     reach = {result.host: _only_line(result) for result in results}
     return replace(facts, reach=reach, master=master)
 

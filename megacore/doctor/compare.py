@@ -107,7 +107,7 @@ def packages(facts: Facts) -> Finding | None:
         )
         if versions.get("torch") is None:
             judged.error(host, f"{host} has no torch: install the same environment as here")
-    judged.unanswered(facts, "packages", "error", "its disk may not answer")
+    judged.unanswered(facts, "packages", "error", "its disk may not answer", late="warning")
     needed = (*REQUIRED, "deepspeed") if facts.needs is not None and facts.needs.deepspeed else REQUIRED
     for name in dict.fromkeys(name for _, value in answered for name in value["versions"]):
         _same(

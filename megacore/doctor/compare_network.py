@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from megacore.doctor.facts import Facts, Judgement, Pair, most_common
-from megacore.doctor.limited import NOT_BEGUN
+from megacore.doctor.limited import NO_ANSWER, NOT_BEGUN
 from megacore.doctor.network import is_loopback
 from megacore.doctor.report import Finding
 
@@ -104,7 +104,9 @@ def ports(facts: Facts) -> Finding | None:
     for host, said in facts.reach.items():
         if "problem" in said:
             judged.found(host, said["problem"])
-            judged.error(host, f"the ports of {host} were not tried ({said['problem']}): start the doctor again")
+            late = str(said["problem"]).startswith(NO_ANSWER)
+            trouble = judged.warn if late else judged.error
+            trouble(host, f"the ports of {host} were not tried ({said['problem']}): start the doctor again")
             continue
         value = said["value"]
         if value["listens"] is not None:

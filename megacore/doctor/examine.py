@@ -19,7 +19,7 @@ from typing import Any
 from megacore.doctor.between import measure_pairs, try_ports
 from megacore.doctor.compare import compare
 from megacore.doctor.facts import Contact, Facts
-from megacore.doctor.probe import MACHINE
+from megacore.doctor.probe import QUICK, SLOW
 from megacore.doctor.report import Report
 from megacore.doctor.request import HostProbe, Request, read_answers
 from megacore.doctor.shared import Proof
@@ -34,6 +34,8 @@ WHOLE_SECONDS = 58.0
 """Of an examination."""
 _CONTACT_SECONDS = 15.0
 _PROBE_SECONDS = 30.0
+_PROGRAMS = 16
+"""Of this machine that are started at the same time."""
 _GRACE = 4.0
 """Seconds of a probe's start and end beside its checks."""
 
@@ -126,13 +128,16 @@ def contact_of(result: HostResult, clock: float, seconds: float) -> Contact:
 
 def addresses_of(hosts: list[str], ssh: Ssh) -> dict[str, str]:
     """Where the others reach each host: as ssh does; this machine by its address on the way to them."""
-    found: dict[str, str] = {}
-    for host in hosts:
-        if not is_this_machine(host):
-            try:
-                found[host] = ssh.address(host)
-            except LaunchError:
-                found[host] = host
+
+    def address(host: str) -> str:
+        try:
+            return ssh.address(host)
+        except LaunchError:
+            return host
+
+    elsewhere = [host for host in hosts if not is_this_machine(host)]
+    with ThreadPoolExecutor(max(1, min(len(elsewhere), _PROGRAMS))) as pool:
+        found = dict(zip(elsewhere, pool.map(address, elsewhere), strict=True))
     others = list(found.values())
     for host in hosts:
         if is_this_machine(host) and others:
@@ -159,7 +164,7 @@ def _requests(
     # What hosts with a workspace of their own lack is brought there when a run starts.
     own = subject.launch.data_placement == "node_local"
     readers = [host for host in there if is_this_machine(host)] if own else there
-    checks = [*MACHINE, "workspace", *(["network"] if len(subject.hosts) > 1 else [])]
+    network = ["network"] if len(subject.hosts) > 1 else []
     general = Request(
         host="",
         workspace=str(subject.workspace),
@@ -177,13 +182,15 @@ def _requests(
     )
     requests = {}
     for host in there:
-        read = (["tokens"] if data.prefixes else []) + (["index"] if data.index_directory else [])
+        index = ["index"] if data.index_directory and host in readers else []
+        tokens = ["tokens"] if data.prefixes and host in readers else []
         requests[host] = replace(
             general,
             host=host,
             peers={peer: address for peer, address in addresses.items() if peer != host},
             share=(readers.index(host), len(readers)) if host in readers else (0, 1),
-            checks=(*checks, *(read if host in readers else [])),
+            # What takes long comes last: without time for it the rest is known all the same.
+            checks=(*QUICK, "workspace", *network, *index, *SLOW, *tokens),
         )
     return requests
 

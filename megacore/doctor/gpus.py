@@ -4,6 +4,7 @@ import csv
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megacore.plan.hardware import Hardware
@@ -23,6 +24,9 @@ _FIELDS = (
 )
 
 
+_QUERIES = {"--query-gpu": _FIELDS, "--query-compute-apps": ("gpu_uuid", "pid", "process_name", "used_memory")}
+
+
 def look_at_gpus() -> dict[str, Any]:
     """GPUs that this process sees, and for each of the machine what nvidia-smi tells."""
     found: dict[str, Any] = {
@@ -35,8 +39,9 @@ def look_at_gpus() -> dict[str, Any]:
     if program is None:
         return found
     try:
-        listed = _ask(program, "--query-gpu", _FIELDS)
-        running = _ask(program, "--query-compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))
+        # Together: without its persistence mode the driver starts all GPUs for each question that comes alone.
+        with ThreadPoolExecutor(2) as pool:
+            listed, running = pool.map(lambda query: _ask(program, *query), _QUERIES.items())
     except (OSError, subprocess.SubprocessError) as error:
         found["problem"] = f"nvidia-smi failed: {_said(error)}"
         return found

@@ -108,8 +108,7 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
     parallel = config.parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks = sum(subject.hosts.values()) or replica
-    # An elastic run takes fewer hosts where all of them do not fit: one replica needs most per rank.
-    data = 1 if subject.launch.elastic else layout_of(config, ranks, vocab_size).data
+    data = _least_replicas(subject, replica) if subject.launch.elastic else layout_of(config, ranks, vocab_size).data
     memory = estimate_memory(config, vocab_size, precision, device_type, data)
     checkpoint = _CHECKPOINT_BYTES * parameter_count(config, vocab_size)
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + _WRITING
@@ -122,3 +121,16 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
         gradients=_GRADIENT_BYTES[parallel.grad_reduce_dtype] * parameter_count(config, vocab_size),
         deepspeed=config.engine == "deepspeed",
     )
+
+
+def _least_replicas(subject: Subject, replica: int) -> int:
+    """Those of an elastic run on the least number of hosts: a rank needs most there, since fewer divide the state.
+
+    Hosts that the batch does not divide by are left out, as when the run starts.
+    """
+    config, least = subject.config, subject.launch.node_range
+    assert config is not None
+    assert least is not None
+    most = sum(sorted(subject.hosts.values())[: least[0]]) // replica
+    batches = config.train.global_batch_size // config.train.micro_batch_size
+    return next((count for count in range(most, 0, -1) if batches % count == 0), 1)

@@ -18,6 +18,13 @@ def test_the_exit_code_is_its_own() -> None:
     assert EXIT_CODE not in _TAKEN
 
 
+def test_a_file_that_cannot_be_written_is_said_before_anybody_is_asked(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "no" / "o.json")])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, ConfigError)
+    assert "its directory does not exist" in str(result.exception)
+
+
 def test_json_for_programs_and_a_file(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, 300])
     arguments = [

@@ -80,9 +80,21 @@ def test_a_backup_that_fails_has_no_name(place: Place) -> None:
     failed = place.call("backup.sh", str(copy), BROKEN="mlflow")
     assert failed.returncode == 1
     assert "database mlflow was not copied" in failed.stderr
-    assert not copy.exists()
+    assert not list(place.root.glob("copy*")), "what failed is not left to fill the disk"
+    assert place.call("backup.sh", f"{copy}/").returncode == 0
+    assert (copy / "SHA256SUMS").exists()
     assert place.call("restore.sh", f"{copy}.partial").returncode == 1
-    assert place.call("backup.sh", str(copy)).returncode == 0
+
+
+@pytest.mark.parametrize(("code", "made"), [(24, True), (23, False)])
+def test_a_checkpoint_that_is_removed_meanwhile_is_none_that_is_missing(place: Place, code: int, made: bool) -> None:
+    """rsync ends with 24 where a file was there when it listed them and gone when its turn came."""
+    rsync = shutil.which("rsync")
+    place.program("rsync", f'#!/usr/bin/env bash\n{rsync} "$@" || exit\n[[ "$*" != */workspace/* ]] || exit {code}\n')
+    copy = place.root / "copy"
+    done = place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
+    assert (done.returncode == 0, copy.exists()) == (made, made)
+    assert made or f"{place.workspace}/ was not copied (rsync ended with code 23" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -113,6 +125,24 @@ def test_a_damaged_copy_is_not_restored(place: Place) -> None:
     assert refused.returncode == 1
     assert "is damaged" in refused.stderr
     assert "touched" not in refused.stderr
+
+
+def test_files_are_not_restored_into_a_directory_that_is_called_like_a_bucket(place: Place) -> None:
+    copy = place.root / "copy"
+    assert place.call("backup.sh", str(copy)).returncode == 0
+    place.program("psql", "#!/usr/bin/env bash\necho touched >&2; exit 3\n")
+    refused = place.call("restore.sh", str(copy), MLFLOW_ARTIFACTS_DESTINATION="s3://bucket/path")
+    assert refused.returncode == 1
+    assert "MLFLOW_ARTIFACTS_DESTINATION is no path" in refused.stderr
+    assert "touched" not in refused.stderr
+
+
+def test_artifacts_may_be_named_as_mlflow_takes_a_path(place: Place) -> None:
+    copy = place.root / "copy"
+    place.program("pg_dump", PG_DUMP.replace("$MLFLOW_ARTIFACTS_DESTINATION", str(place.artifacts)))
+    done = place.call("backup.sh", str(copy), MLFLOW_ARTIFACTS_DESTINATION=f"file://{place.artifacts}")
+    assert done.returncode == 0, done.stderr
+    assert (copy / "artifacts" / "model").exists()
 
 
 def test_a_bucket_is_left_to_its_own_versions(place: Place) -> None:

@@ -237,8 +237,10 @@ def test_secrets_are_made_once_and_open_no_door(tmp_path: Path) -> None:
     assert all(len(value) >= 24 for value in values)
     assert not [value for value in values if value in first.stdout + first.stderr]
     assert (tmp_path / "secrets").stat().st_mode & 0o077 == 0
+    (tmp_path / "secrets" / "ssh_client_key").chmod(0o600)  # as ssh-keygen leaves it, and an interruption after it
     again = subprocess.run([tmp_path / "make-secrets.sh"], capture_output=True, text=True, check=True)
     assert again.stdout == ""
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "secrets").iterdir()} == {0o644}
     assert {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()} == made
 
 
@@ -258,5 +260,7 @@ def test_sshd_takes_keys_alone(tmp_path: Path) -> None:
     settings = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
     for name in ("passwordauthentication", "kbdinteractiveauthentication", "permitrootlogin", "usepam"):
         assert settings[name] == "no"
-    assert settings["allowtcpforwarding"] == "no"
+    for name in ("allowtcpforwarding", "allowstreamlocalforwarding", "allowagentforwarding", "x11forwarding"):
+        assert settings[name] == "no"
+    assert settings["disableforwarding"] == "yes"
     assert settings["allowusers"] == "megacore"

@@ -170,3 +170,18 @@ def test_databases_are_not_made_without_passwords(empty: Postgres) -> None:
     roles = empty.superuser("--tuples-only", "--command", "SELECT rolname FROM pg_roles WHERE rolcanlogin")
     assert roles.stdout.split() == ["admin"]
     assert "only this one" not in empty.log()
+
+
+def test_a_dropped_database_is_made_anew_and_what_is_there_stays(empty: Postgres) -> None:
+    """As a restore asks for: the users, and the other databases, are still there."""
+    empty.make_databases()
+    told = "COMMENT ON DATABASE prefect IS 'the old one'; DROP DATABASE mlflow; DROP DATABASE mlflow_users;"
+    assert empty.superuser("--set", "ON_ERROR_STOP=1", stdin=told).returncode == 0
+    empty.make_databases()
+    query = (
+        "SELECT datname, pg_get_userbyid(datdba), coalesce(shobj_description(oid, 'pg_database'), '-') "
+        "FROM pg_database WHERE datname IN ('prefect', 'mlflow', 'mlflow_users') ORDER BY 1"
+    )
+    rows = empty.superuser("--tuples-only", "--no-align", "--command", query).stdout.split("\n")[:3]
+    assert rows == ["mlflow|mlflow|-", "mlflow_users|mlflow|-", "prefect|prefect|the old one"]
+    assert not [password for password in empty.passwords.values() if password in empty.log()]

@@ -8,6 +8,7 @@ import pytest
 
 from megacore.doctor import between
 from megacore.doctor.between import measure_pairs, pairs_of, try_ports
+from megacore.doctor.compare_network import ports
 from megacore.doctor.facts import Facts
 from megacore.doctor.limited import NOT_BEGUN
 from megacore.launch.hosts.ssh import HostResult, Ssh
@@ -104,6 +105,23 @@ def test_hosts_that_are_not_reached_are_left_out_of_the_pairs(monkeypatch: pytes
     found = measure_pairs(hosts, Ssh(), time.monotonic() + 50, {})
     assert set(parts[0]) == {"a", "b"}
     assert [(pair.first, pair.second) for pair in found.pairs] == [("a", "b")]
+
+
+def test_without_time_for_ports_that_is_said_and_nothing_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = asked(monkeypatch)
+    found = try_ports(facts(probe("a"), probe("b")), Ssh(), time.monotonic() + 5)
+    assert parts == []
+    assert {host: said["problem"] for host, said in found.reach.items()} == {"a": NOT_BEGUN, "b": NOT_BEGUN}
+    verdict = ports(found)
+    assert verdict is not None
+    assert (verdict.verdict, verdict.hosts) == ("warning", ("a", "b"))
+
+
+def test_ports_are_given_up_before_the_command_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that waits in vain must still say whom it reached."""
+    parts = asked(monkeypatch)
+    try_ports(facts(probe("a"), probe("b")), Ssh(), time.monotonic() + 9)
+    assert 3.0 < parts[0]["a"]["seconds"] <= 5.0
 
 
 def test_many_hosts_connect_to_the_first_and_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

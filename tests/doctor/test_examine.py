@@ -13,8 +13,8 @@ import pytest
 
 from megacore.config.launch import LaunchConfig
 from megacore.doctor.between import endpoint_of
-from megacore.doctor.examine import contact_of, environment_of
-from megacore.doctor.subject import Subject
+from megacore.doctor.examine import _requests, contact_of, environment_of
+from megacore.doctor.subject import RunData, Subject
 from megacore.launch.hosts.ssh import HostResult
 from tests.hosts._rig import Rig, hosts, require_rig
 
@@ -161,6 +161,18 @@ def test_hosts_get_the_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytes
     assert found["NCCL_DEBUG"] == "INFO"
     assert found["GLOO_SOCKET_IFNAME"] == "eth7"
     assert "PASSWORD_OF_MINE" not in found
+
+
+def test_what_takes_long_is_asked_last() -> None:
+    """A first import of torch from a cold file share must not leave the network and the workspace unknown."""
+    data = RunData(("t",), 10, "/i")
+    subject = Subject({"a": 1, "b": 1}, Path("/w"), LaunchConfig(hostfile="h"), data=data)
+    for request in _requests(subject, ["a", "b"], None, {}, {}).values():
+        checks = list(request.checks)
+        assert len(set(checks)) == len(checks)
+        assert {"packages", "limits", "memory", "disk", "gpus"} < set(checks)
+        assert checks[-3:] == ["torch", "speed", "tokens"]
+        assert max(map(checks.index, ("workspace", "network", "index"))) < checks.index("gpus")
 
 
 def test_endpoints() -> None:

@@ -19,7 +19,7 @@ from megacore.doctor.gpus import parse_smi
 from megacore.doctor.limited import NOT_BEGUN, answer
 from megacore.doctor.machine import file_system, look_at_disk
 from megacore.doctor.packages import sources_digest
-from megacore.doctor.probe import MACHINE
+from megacore.doctor.probe import QUICK, SLOW, work_of
 from megacore.doctor.request import HostProbe, Request, read_answers
 from megacore.doctor.shared import PREFIX, Proof, look_at_workspace
 from megacore.errors import DataFormatError, LaunchError
@@ -34,7 +34,7 @@ def ask(request: bytes) -> "subprocess.CompletedProcess[bytes]":
 @pytest.fixture(scope="module")
 def this_machine(tmp_path_factory: pytest.TempPathFactory) -> HostProbe:
     workspace = tmp_path_factory.mktemp("workspace")
-    request = Request("here", str(workspace), (*MACHINE, "workspace", "network"))
+    request = Request("here", str(workspace), (*QUICK, "workspace", "network", *SLOW))
     done = ask(request.to_json())
     assert done.returncode == 0, done.stderr.decode()
     return read_answers("here", done.stdout, request.checks, None)
@@ -42,7 +42,7 @@ def this_machine(tmp_path_factory: pytest.TempPathFactory) -> HostProbe:
 
 def test_every_check_of_this_machine_has_an_answer(this_machine: HostProbe) -> None:
     assert this_machine.problems == {}
-    assert set(this_machine.values) == {*MACHINE, "workspace", "network"}
+    assert set(this_machine.values) == {*QUICK, *SLOW, "workspace", "network"}
     assert sum(this_machine.seconds.values()) < 45
 
 
@@ -136,6 +136,15 @@ def test_negative_tokens_and_files_that_are_missing(tmp_path: Path) -> None:
     found = tokens.look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
     assert (found[0]["smallest"], found[0]["outside"]) == (-3, 2)
     assert "gone.idx does not exist" in found[1]["problem"]
+
+
+@pytest.mark.parametrize(("left", "given"), [(25.0, 12.0), (7.0, 5.0)])
+def test_tokens_are_read_in_the_time_that_is_left(left: float, given: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read by then is reported, not lost with the check's own limit."""
+    monkeypatch.setattr(tokens, "look_at_tokens", lambda prefixes, vocab_size, share, seconds: seconds)
+    work, limit = work_of("tokens", Request("a", "/w", ("tokens",), prefixes=("t",), vocab_size=2), left)
+    assert answer("tokens", work, limit)["value"] == given
+    assert given < min(limit, left)
 
 
 def test_without_time_nothing_is_claimed_to_be_read(tmp_path: Path) -> None:

@@ -62,6 +62,22 @@ def test_what_a_run_needs() -> None:
         needs_of(Subject({"a": 3}, Path("/w"), run.launch, run), "cpu", "fp32")
 
 
+def test_an_elastic_run_is_held_against_its_least_number_of_hosts() -> None:
+    """ZeRO divides the state over those, too: one replica alone would ask for memory that nobody needs."""
+    hosts = {"a": 2, "b": 2, "c": 2}
+    zero = {"use_distributed_optimizer": True}
+    fixed = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": 2})
+    elastic = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": "2:3"})
+    wanted = needs_of(Subject({"a": 2, "b": 2}, Path("/w"), fixed.launch, fixed), "cpu", "fp32")
+    found = needs_of(Subject(hosts, Path("/w"), elastic.launch, elastic), "cpu", "fp32")
+    assert found is not None
+    assert found == wanted
+    alone = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": "1:3"})
+    most = needs_of(Subject(dict.fromkeys(hosts, 1), Path("/w"), alone.launch, alone), "cpu", "fp32")
+    assert most is not None
+    assert most.device > found.device
+
+
 def test_hosts_of_a_run_are_those_of_its_hostfile(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(prepared))
     (prepared / "hosts").write_text("a slots=2\nb slots=2\n")

@@ -25,7 +25,7 @@ from megacore.launch.launcher_state import write_launcher_state
 _TICK = 0.25
 _QUICK, _SLOW = 1.0, 5.0
 """Seconds between two questions to the scheduler: shortly after a change, and later."""
-_SILENCE = 300.0
+_SILENCE = 60.0
 """Seconds between two lines about a scheduler that does not answer."""
 _STOPPED = 128 + signal.SIGTERM
 
@@ -89,10 +89,19 @@ class Follower:
         beat = FollowerBeat(folder, submission.token)
         beat.beat()
         write_launcher_state(exit_directory, "queued", "submitted")
-        submission = self._scheduler.submit(submission)
+        try:
+            submission = self._scheduler.submit(submission)
+        except MegacoreError:
+            # It may hold secrets. A job that was taken all the same, after the time to answer, ends without it.
+            self._spec.path.unlink(missing_ok=True)
+            raise
         submission.write(folder)
         _say(self._spec, f"submitted as {submission.job}")
-        end = self._until_its_end(beat)
+        try:
+            end = self._until_its_end(beat)
+        except MegacoreError:  # a full disk, for instance: nobody follows the job from here on
+            self._scheduler.cancel(at_once=False)
+            raise
         ended = end is not None or self._cancel(beat)
         beat.over = True
         beat.beat()
@@ -124,7 +133,8 @@ class Follower:
         if look is None:
             if self._asked - self._answered > _SILENCE:
                 self._answered = self._asked
-                _say(self._spec, f"no answer for {_SILENCE:g} s; the job goes on, and so do the questions")
+                why = self._scheduler.silence
+                _say(self._spec, f"no answer for {_SILENCE:g} s ({why}); the job goes on, and so do the questions")
             return None
         self._answered = self._asked
         if look.detail != self._said:

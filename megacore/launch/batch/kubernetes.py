@@ -35,6 +35,7 @@ class KubernetesJob:
 
     def __init__(self, spec: BatchSpec) -> None:
         """Nothing is applied yet. Raises ConfigError where pods would not see the job file."""
+        self.silence = ""
         self._spec = spec
         self._name = ""
         self._logs: dict[str, subprocess.Popen[bytes]] = {}
@@ -220,6 +221,7 @@ class KubernetesJob:
         """Objects as kubectl says them; empty where there is no such object, None where it does not answer."""
         done = run([*self._kubectl("get"), kind, which, "--output=json"])
         if done.returncode != 0:
+            self.silence = one_line(done)
             return {} if "NotFound" in done.stderr else None
         try:
             said: dict[str, Any] = json.loads(done.stdout)

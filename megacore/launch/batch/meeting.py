@@ -86,17 +86,17 @@ def meet(
     """
     with workspace_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        nonce, started, count = secrets.token_hex(8), time.monotonic(), 0
+        nonce, started, count, versions = secrets.token_hex(8), time.monotonic(), 0, _versions()
         seen: dict[int, tuple[Any, Any]] = {}
         alive: dict[int, dict[str, Any]] = {}
         while True:
             count += 1
-            greeting = {"nonce": nonce, "count": count, "versions": _versions(), **asdict(mine)}
+            greeting = {"nonce": nonce, "count": count, "versions": versions, **asdict(mine)}
             replace(_greeting_path(folder, rank), json.dumps(greeting))
             if rank == 0:
                 _listen(folder, len(names), seen, alive)
                 if len(alive) == len(names) - 1:
-                    _compare(names, alive)
+                    _compare(names, versions, alive)
                     nonces = {str(other): said["nonce"] for other, said in alive.items()}
                     said = {"address": mine.address, "port": mine.port, "nonces": nonces}
                     replace(folder / "meeting.json", json.dumps(said))
@@ -125,8 +125,7 @@ def _listen(folder: Path, nodes: int, seen: dict[int, tuple[Any, Any]], alive: d
             alive[other] = said
 
 
-def _compare(names: list[str], alive: dict[int, dict[str, Any]]) -> None:
-    own = _versions()
+def _compare(names: list[str], own: dict[str, str | None], alive: dict[int, dict[str, Any]]) -> None:
     for other, said in sorted(alive.items()):
         for package, version in own.items():
             there = said["versions"].get(package)

@@ -32,6 +32,8 @@ from megacore.launch.hosts.node_command import torchrun_command
 from megacore.plan.layouts import layout_of
 
 _POLL = 0.5
+_NAME_SECONDS = 45.0
+"""In which a cluster's DNS must know a new name: it remembers for up to 30 s that it did not."""
 _STOPPED = 128 + signal.SIGTERM
 _LEFT_BEHIND = ("rank_*.json*", "rank_*.beat*", "rank_*.stack", f"{LAUNCHER_REASON}*")
 
@@ -181,13 +183,21 @@ def _interfaces(spec: BatchSpec, place: Place, meeting: Meeting) -> dict[str, st
     name, wanted = spec.launch.interface, ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     unset = [variable for variable in wanted if not (spec.environment.get(variable) or os.environ.get(variable))]
     if unset and name == "auto":
-        found = interface_to(meeting.peer)
+        found = _way_to(meeting.peer)
         if found is None:
             raise LaunchError(f"{place.name} finds no interface that leads to {meeting.peer}: set launch.interface")
         name = found
     elif unset and (problem := interface_problem(name)):
         raise LaunchError(f"{place.name}: {problem}: correct launch.interface")
     return dict.fromkeys(unset, name)
+
+
+def _way_to(peer: str) -> str | None:
+    """The interface that leads there. The name of a pod that has just begun may be unknown for a moment."""
+    deadline = time.monotonic() + _NAME_SECONDS
+    while (found := interface_to(peer)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    return found
 
 
 @contextlib.contextmanager

@@ -75,6 +75,9 @@ class Submission:
 class Scheduler(Protocol):
     """A batch job of one scheduler."""
 
+    silence: str
+    """What its program said when the scheduler did not answer the last time."""
+
     def remove(self, left: Submission) -> None:
         """End a job that an earlier follower submitted, and wait for its end. Raises LaunchError."""
 

@@ -3,6 +3,7 @@
 import fnmatch
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -25,11 +26,19 @@ _EXPORTED = (
     *("BASH_FUNC_*", "SLURM_CONF", "SBATCH_*"),
 )
 """What the batch script finds of this process's environment; the ranks' own variables are in the specification."""
+_HIDING = {
+    *("SBATCH_ARRAY_INX", "SBATCH_JOB_NAME", "SBATCH_CLUSTERS", "SBATCH_WAIT", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT"),
+    "SBATCH_ERROR",
+}
+"""Variables that sbatch puts before the script's own lines, and with which the job would not be found."""
 _ENDED = {
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
     *("OUT_OF_MEMORY", "REVOKED"),
 }
 _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
+_SHOW = ("scontrol", "--oneliner", "show", "job")
+_PAUSE = 1.0
+"""Seconds between two looks at a job that is to end."""
 _RESUMES = "a retry submits it again and resumes from the last complete checkpoint"
 
 
@@ -38,6 +47,7 @@ class SlurmJob:
 
     def __init__(self, spec: BatchSpec) -> None:
         """Nothing is submitted yet."""
+        self.silence = ""
         self._spec = spec
         self._job = ""
         self._output: Path | None = None
@@ -96,22 +106,36 @@ class SlurmJob:
 
     def remove(self, left: Submission) -> None:
         """Cancel a job that an earlier follower left, and wait until Slurm has ended its processes."""
-        listed = run(["squeue", "--noheader", "--me", f"--name={self.name(left.token)}", "--format=%A"]).stdout.split()
-        jobs = {*listed, *([left.job] if left.job else [])}
+        name = self.name(left.token)
         started = time.monotonic()
-        while jobs := {job for job in jobs if (found := details(job)) and found.get("JobState") not in _ENDED}:
-            run(["scancel", *sorted(jobs)])
+        while jobs := self._there(left):
+            run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
             if time.monotonic() - started > REMOVE_LIMIT:
                 raise LaunchError(
-                    f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it was cancelled: look "
-                    "at it with scontrol show job, and start again when it is gone"
+                    f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it was cancelled, or "
+                    "Slurm does not answer: look at it with scontrol show job, and start again when it is gone"
                 )
-            time.sleep(1.0)
+            time.sleep(_PAUSE)
+
+    def _there(self, left: Submission) -> set[str]:
+        """The jobs of a submission that have not ended, as far as Slurm says; by its name where that does not answer.
+
+        Only an answer is taken for an end: a job must not be there twice since the controller was busy.
+        """
+        name = self.name(left.token)
+        listed = run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%A"])
+        if listed.returncode != 0:
+            return {name}
+        jobs = {*listed.stdout.split(), *([left.job] if left.job else [])}
+        said = {job: details(job) for job in jobs}
+        return {job for job, found in said.items() if found is None or (found and found.get("JobState") not in _ENDED)}
 
     def look(self) -> Look | None:
         """Where the job stands."""
-        found = details(self._job)
+        done = run([*_SHOW, self._job])
+        found = _told(done)
         if found is None:
+            self.silence = one_line(done)
             return None
         found = found or accounted(self._job)
         state, reason, nodes = (found.get(key, "") for key in ("JobState", "Reason", "NodeList"))
@@ -169,15 +193,19 @@ class SlurmJob:
         """Append what the job has written to this process's output."""
         if self._output is None:
             return
-        try:
-            with open(self._output, "rb") as file:  # opened again each time: another machine writes it
-                file.seek(self._read)
-                while piece := file.read(1 << 20):
-                    self._read += len(piece)
-                    sys.stdout.buffer.write(piece)
-        except FileNotFoundError:
-            return
+        while piece := self._next_output(self._output):
+            self._read += len(piece)
+            sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
+
+    def _next_output(self, path: Path) -> bytes:
+        """What follows in the job's output; nothing where it is not there yet, or a file share stumbles."""
+        try:
+            with open(path, "rb") as file:  # opened again each time: another machine writes it
+                file.seek(self._read)
+                return file.read(1 << 20)
+        except OSError:
+            return b""
 
     def cancel(self, *, at_once: bool) -> None:
         """Cancel the job: Slurm sends SIGTERM, and after its KillWait SIGKILL; `at_once` does not wait for that."""
@@ -200,13 +228,18 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name != JOB_VARIABLE and any(fnmatch.fnmatchcase(name, pattern) for pattern in _EXPORTED)
+        if name != JOB_VARIABLE
+        and name not in _HIDING
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in _EXPORTED)
     }
 
 
 def details(job: str) -> dict[str, str] | None:
     """What Slurm says of a job; empty where it does not know it any more, None where it does not answer."""
-    done = run(["scontrol", "--oneliner", "show", "job", job])
+    return _told(run([*_SHOW, job]))
+
+
+def _told(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
     if done.returncode == 0:
         return dict(re.findall(r"(?:^| )(\w+)=(\S*)", done.stdout))
     return {} if "Invalid job id" in done.stderr else None
@@ -214,14 +247,15 @@ def details(job: str) -> dict[str, str] | None:
 
 def accounted(job: str) -> dict[str, str]:
     """What Slurm's accounting says of a job that has ended; empty where there is none."""
-    names = ("State", "ExitCode", "NodeList", "Timelimit", "Restarts")
+    # Nothing else: a sacct that does not know a field refuses all, and Restarts came after Slurm 22.05.
+    names = ("State", "ExitCode", "NodeList", "Timelimit")
     done = run(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"])
     fields = done.stdout.splitlines()[-1].split("|") if done.returncode == 0 and done.stdout.strip() else []
     if len(fields) != len(names):
         return {}
     state, _, by = fields[0].partition(" ")
-    found = dict(zip(("JobState", "ExitCode", "NodeList", "TimeLimit", "Restarts"), (state, *fields[1:]), strict=True))
-    return {**found, "Restarts": found["Restarts"] or "0", "By": f" {by}" if by else ""}
+    found = dict(zip(("JobState", "ExitCode", "NodeList", "TimeLimit"), (state, *fields[1:]), strict=True))
+    return {**found, "By": f" {by}" if by else ""}
 
 
 def down_nodes(nodes: str) -> str:

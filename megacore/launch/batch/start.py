@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from megacore.launch.start import Start
 
 _PROGRAMS = {"slurm": ("sbatch", "scontrol", "squeue", "scancel"), "kubernetes": ("kubectl",)}
-_NOT_TO_FOLLOW = {
+_NOT_TO_FOLLOW = (
     *("-a", "--array", "-o", "--output", "-e", "--error", "-W", "--wait", "--wrap", "--test-only", "-Q", "--quiet"),
-}
+    *("-J", "--job-name", "-M", "--clusters", "--open-mode"),
+)
 """Options of sbatch with which the job, or its output, would not be found."""
 _PLACEHOLDER = "00000000"
 """Stands for the random part of a job's name in what a dry run shows."""
@@ -40,10 +41,7 @@ def check_batch(launch: LaunchConfig) -> None:
     """
     ranks_per_node(launch)
     for word in launch.slurm.arguments:
-        if word.partition("=")[0] in _NOT_TO_FOLLOW:
-            raise ConfigError(
-                f"launch.slurm.arguments has {word}, with which the job could not be followed: leave it out"
-            )
+        _check_argument(word)
     if launch.kind == "kubernetes":
         _check_kubernetes(launch)
     own = launch.slurm if launch.kind == "slurm" else launch.kubernetes
@@ -58,6 +56,18 @@ def check_batch(launch: LaunchConfig) -> None:
                 f"launch.kind is {launch.kind} and {program} is not installed here: run the flow where it is, or set "
                 "launch.kind to torchrun"
             )
+
+
+def _check_argument(word: str) -> None:
+    """A word that is no option would be taken for the script; sbatch takes the beginning of a long option for it."""
+    if not word.startswith("-"):
+        raise ConfigError(
+            f"launch.slurm.arguments has {word!r}, which is no option: write each option with its value as one word, "
+            "as --constraint=h100"
+        )
+    name = word.partition("=")[0] if word.startswith("--") else word[:2]
+    if any(option == name or (option.startswith(name) and len(name) > len("--")) for option in _NOT_TO_FOLLOW):
+        raise ConfigError(f"launch.slurm.arguments has {word}, with which the job could not be followed: leave it out")
 
 
 def _check_kubernetes(launch: LaunchConfig) -> None:

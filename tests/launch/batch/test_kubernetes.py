@@ -259,6 +259,9 @@ def test_the_work_pool_says_what_prefects_worker_reads() -> None:
     assert set(template["job_configuration"]) == set(default["job_configuration"])
     pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
+    assert not {"parallelism", "completions", "backoffLimit"} & set(pod), (
+        "these are a Job's, and a pod has no such fields"
+    )
     env = template["variables"]["properties"]["env"]["default"]
     assert env["MEGACORE_WORKSPACE"] == template["variables"]["properties"]["workspace"]["default"]
 

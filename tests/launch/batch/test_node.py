@@ -14,6 +14,7 @@ import pytest
 
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, ParallelLayoutError
+from megacore.launch.batch import node as node_module
 from megacore.launch.batch.beat import FollowerBeat
 from megacore.launch.batch.meeting import Meeting
 from megacore.launch.batch.node import Place, _interfaces, _taking_part
@@ -157,3 +158,20 @@ def test_the_interface_is_the_users_the_named_one_or_the_one_that_leads_there(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     assert _interfaces(spec(tmp_path), place(2), meeting) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_a_name_that_the_cluster_learns_later_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of pods are known some seconds after these have begun."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    answers = iter([None, None, "eth0"])
+    monkeypatch.setattr(node_module, "interface_to", lambda peer: next(answers))
+    monkeypatch.setattr(node_module, "_POLL", 0.01)
+    meeting = Meeting("pod-0", 1, "pod-1")
+    assert set(_interfaces(spec(tmp_path), place(2), meeting).values()) == {"eth0"}
+    monkeypatch.setattr(node_module, "interface_to", lambda peer: None)
+    monkeypatch.setattr(node_module, "_NAME_SECONDS", 0.05)
+    with pytest.raises(LaunchError, match="n0 finds no interface that leads to pod-1"):
+        _interfaces(spec(tmp_path), place(2), meeting)

@@ -11,8 +11,8 @@ import pytest
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
 from megacore.launch.batch import check_batch, show_batch, start_batch
-from megacore.launch.batch.scheduler import End
-from megacore.launch.batch.slurm import SlurmJob, exported
+from megacore.launch.batch.scheduler import End, Submission
+from megacore.launch.batch.slurm import SlurmJob, accounted, exported
 from megacore.launch.batch.slurm_node import place_of
 from megacore.launch.batch.spec import BatchSpec
 from megacore.launch.job import RankJob
@@ -126,22 +126,76 @@ def test_a_job_that_slurm_has_forgotten(answers: dict[str, tuple[int, str, str]]
     assert look.end is not None
     assert type(look.end.error) is RankLostError
     assert "does not know job" in str(look.end.error)
-    answers["sacct"] = (0, "CANCELLED by 0|0:15|n1|12:00:00|0\n", "")
+    answers["sacct"] = (0, "CANCELLED by 0|0:15|n1|12:00:00\n", "")
     look = job.look()
     assert look is not None
     assert look.end is not None
     assert "was cancelled by 0, not by this run" in str(look.end.error)
-    answers["sacct"] = (0, "COMPLETED|0:0|n1|12:00:00|\n", "")
+    answers["sacct"] = (0, "COMPLETED|0:0|n1|12:00:00\n", "")
     look = job.look()
     assert look is not None
     assert look.end == End(0)
+
+
+def test_accounting_is_asked_for_fields_that_every_version_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sacct refuses a whole question for one field that it does not know; Restarts came after 22.05."""
+    asked: list[str] = []
+
+    def run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        asked.extend(command[-1].partition("=")[2].split(","))
+        return subprocess.CompletedProcess(command, 0, "COMPLETED|0:0|n1|12:00:00\n", "")
+
+    monkeypatch.setattr("megacore.launch.batch.slurm.run", run)
+    assert accounted("7")["JobState"] == "COMPLETED"
+    assert set(asked) <= {"State", "ExitCode", "NodeList", "Timelimit"}
+
+
+def test_an_earlier_job_is_gone_only_when_slurm_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, tuple[int, str, str]]
+) -> None:
+    """A busy controller must not lead to a second job."""
+    monkeypatch.setattr("megacore.launch.batch.slurm._PAUSE", 0.01)
+    monkeypatch.setattr("megacore.launch.batch.slurm.REMOVE_LIMIT", 0.05)
+    job, known, unknown = SlurmJob(spec(launch(), tmp_path)), Submission("t", "7"), Submission("t", None)
+    for left in (known, unknown):  # nothing answers
+        with pytest.raises(LaunchError, match="or Slurm does not answer"):
+            job.remove(left)
+    answers["squeue"] = (0, "", "")
+    with pytest.raises(LaunchError, match="job 7 of an earlier attempt does not end"):
+        job.remove(known)
+    job.remove(unknown)
+    answers["scontrol"] = (1, "", "slurm_load_jobs error: Invalid job id specified")
+    job.remove(known)
+    answers["scontrol"] = answer("CANCELLED")
+    job.remove(known)
+    answers["scontrol"] = answer("RUNNING")
+    with pytest.raises(LaunchError, match="does not end although it was cancelled"):
+        job.remove(known)
+
+
+def test_output_on_a_share_that_stumbles_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    job = SlurmJob(spec(launch(), tmp_path))
+    job._output = tmp_path / "out"
+    job._output.mkdir()  # any refusal of the file system
+    job.copy_output()
+    job._output.rmdir()
+    job._output.write_bytes(b"one\n")
+    job.copy_output()
+    with open(job._output, "ab") as file:
+        file.write(b"two\n")
+    job.copy_output()
+    assert capfdbinary.readouterr().out == b"one\ntwo\n"
 
 
 def test_a_controller_that_does_not_answer_is_asked_again(
     answers: dict[str, tuple[int, str, str]], tmp_path: Path
 ) -> None:
     answers["scontrol"] = (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    assert SlurmJob(spec(launch(), tmp_path)).look() is None
+    job = SlurmJob(spec(launch(), tmp_path))
+    assert job.look() is None
+    assert "Unable to contact slurm controller" in job.silence
 
 
 def test_the_script_asks_for_what_is_configured(tmp_path: Path) -> None:
@@ -192,9 +246,21 @@ def test_what_is_missing_is_said_before_anything_runs(
         check_batch(launch(nproc_per_node="auto"))
     with pytest.raises(ConfigError, match=r"launch\.slurm\.template is 'no/such', and there is no such file"):
         check_batch(launch(slurm={"template": "no/such"}))
-    for word in ("--array=1-3", "--output=elsewhere", "--wait"):
+    for word in (
+        "--array=1-3",
+        "--output=elsewhere",
+        "--out=x",
+        "-ox",
+        "-J",
+        "--job-name=x",
+        "--clusters=all",
+        "--wait",
+    ):
         with pytest.raises(ConfigError, match=rf"launch\.slurm\.arguments has {word}, with which the job could not be"):
             check_batch(launch(slurm={"arguments": ["--exclusive", word]}))
+    with pytest.raises(ConfigError, match=r"has 'h100', which is no option: write each option with its value as one"):
+        check_batch(launch(slurm={"arguments": ["--constraint", "h100"]}))
+    check_batch(launch(slurm={"arguments": ["--wait-all-nodes=1", "--no-requeue", "--exclusive", "-Ch100"]}))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="sbatch is not installed here"):
         check_batch(launch())
@@ -256,3 +322,9 @@ def test_a_process_finds_its_place_among_the_machines(tmp_path: Path, monkeypatc
         place_of(own, {**variables, "SLURM_NTASKS": "16"})
     with pytest.raises(LaunchError, match="this process is to be started by srun, and 'SLURM_NODEID' is not"):
         place_of(own, {})
+
+
+def test_variables_of_sbatch_are_those_with_which_the_job_is_found() -> None:
+    """sbatch puts them before the lines of the script."""
+    hiding = {"SBATCH_JOB_NAME": "x", "SBATCH_ARRAY_INX": "0-3", "SBATCH_OPEN_MODE": "truncate", "SBATCH_WAIT": "1"}
+    assert exported({"SBATCH_ACCOUNT": "nlp", **hiding}) == {"SBATCH_ACCOUNT": "nlp"}
