@@ -19,6 +19,7 @@ from megacore.checkpoint.format import (
     passed_over,
     reading,
     refuse,
+    verify,
 )
 from megacore.errors import CheckpointError, LaunchError
 
@@ -49,7 +50,7 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
     """As `format.verify`, every hash compared; the marker on every rank. Collective.
 
     Raises CheckpointError naming the file that is missing or damaged, and LaunchError where another machine than the
-    first rank's has it not at all: passing it over would throw work away.
+    first rank's has it not at all, although it is whole: passing it over would throw work away.
     """
 
     def look() -> tuple[Marker, str | None]:
@@ -59,7 +60,13 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
 
     marker, problem = ranks.on_first(look)
     refuse(directory, problem)
-    ranks.everywhere(lambda: _check_seen(directory))
+    absent = [host for host in ranks.everywhere(lambda: _without(directory)) if host is not None]
+    if absent:  # damaged files are on no other machine where each has a workspace of its own
+        ranks.on_first(lambda: verify(directory))
+        raise LaunchError(
+            f"{directory} is not on host {absent[0]}, though the first rank's host has it: mount the same file system "
+            "on every host, or set launch.data_placement to node_local"
+        )
     own = shares(marker, ranks.size)[ranks.rank]
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // ranks.size))
 
@@ -72,12 +79,9 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
     return marker
 
 
-def _check_seen(directory: Path) -> None:
-    if not (directory / MARKER_NAME).exists():
-        raise LaunchError(
-            f"{directory} is not on host {socket.gethostname()}, though the first rank's host has it: mount the same "
-            "file system on every host, or set launch.data_placement to node_local"
-        )
+def _without(directory: Path) -> str | None:
+    """The name of this rank's machine, if it does not have the checkpoint."""
+    return None if (directory / MARKER_NAME).exists() else socket.gethostname()
 
 
 def shares(marker: Marker, size: int) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,19 @@ from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 
 CONF_DIR = Path("conf")
+
+
+def _without_colons(form: re.Pattern[str]) -> re.Pattern[str]:
+    return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads `1:2` and `12:00:00` as text, as YAML 1.2 does, and not as numbers to the base of 60."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own name
+        first: [(tag, _without_colons(form) if tag.endswith((":int", ":float")) else form) for tag, form in known]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def conf_path(conf: str, conf_dir: Path = CONF_DIR) -> Path:
@@ -41,7 +55,7 @@ def load_config(conf: str, overrides: Mapping[str, Any] | None = None, *, conf_d
         )
     path = conf_path(conf, conf_dir)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
@@ -78,7 +92,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         if not sign or not key:
             raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
         try:
-            overrides[key] = yaml.safe_load(text)
+            overrides[key] = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {pair!r}: its value is not YAML") from error
     return overrides

@@ -96,11 +96,14 @@ def _start_alone(
 ) -> Start:
     """The job's ranks on this machine, without ssh."""
     variables = {**torchrun.rank_environment(job.threads_per_rank), **env}
-    devices = next(iter(devices_of(launch).values()), None)
+    hosts = job.hosts or hosts_of(launch)
+    devices = next((slots for host, slots in devices_of(launch).items() if host in hosts), None)
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    if launch.env_file is not None:
-        variables |= read_env_file(Path(launch.env_file))
+    several = not is_only_here(hosts_of(launch))  # of which this one is left, and keeps the variables that all had
+    env_file = env_file_of(launch.env_file) if several else launch.env_file
+    if env_file is not None:
+        variables |= read_env_file(Path(env_file))
     if launch.kind == "torchrun" or job.ranks == 1:
         return Start(torchrun.command(module, job_file, job.ranks, shown=shown), variables)
     if not Hardware.detect().gpus:

@@ -153,7 +153,8 @@ def resolve_launch(
             f"GPU{'s' if len(hardware.gpus) > 1 else ''}: set it to {len(hardware.gpus)} or to auto"
         )
     layout_of(config, ranks, vocab_size)
-    return ranks, launch.threads_per_rank or max(1, hardware.cores // max(1, here))
+    beside = here or max(hosts.values(), default=1)  # a machine that only starts the others is taken to be like them
+    return ranks, launch.threads_per_rank or max(1, hardware.cores // beside)
 
 
 def _resolve_batch(config: RunConfig, hardware: Hardware, vocab_size: int | None) -> tuple[int, int]:

@@ -221,6 +221,17 @@ def test_overrides_are_read_as_yaml() -> None:
     }
 
 
+def test_numbers_with_colons_are_text_and_not_to_the_base_of_60(conf: Callable[..., str]) -> None:
+    assert parse_overrides(["launch.nnodes=1:2", "launch.nproc_per_node=10"]) == {
+        "launch.nnodes": "1:2",
+        "launch.nproc_per_node": 10,
+    }
+    path = Path(conf())
+    path.write_text(path.read_text() + "launch: {kind: slurm, nnodes: 2:4, slurm: {time_limit: 12:00:00}}\n")
+    launch = load_config(str(path)).launch
+    assert (launch.node_range, launch.slurm.time_limit) == ((2, 4), "12:00:00")
+
+
 @pytest.mark.parametrize(("written", "wanted"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
 def test_on_and_off_are_what_they_say_though_yaml_reads_booleans(
     conf: Callable[..., str], written: str, wanted: str

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,19 @@ def test_slots_by_number_are_the_gpus_of_this_machine(tmp_path: Path) -> None:
     for kind in ("torchrun", "deepspeed"):
         found = start(tmp_path, kind=kind, hostfile=listed, include=["localhost:1,3"], nproc_per_node="auto")
         assert found.env["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_this_machine_alone_keeps_its_slots_and_variables_when_the_others_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = hostfile(tmp_path, f"worker-1 slots=4\n{socket.gethostname()} slots=4\n")
+    chosen = {"include": ["worker-1:0,1", f"{socket.gethostname()}:2,3"], "nproc_per_node": "auto"}
+    launch = _runs.config(launch={"hostfile": listed, "nnodes": "1:2", **chosen}).launch
+    job = _runs.job(_runs.config(), tmp_path, tmp_path, ranks=2, hosts={socket.gethostname(): 2})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\n")
+    env = start_ranks(launch, "m", job, tmp_path / "run.json").env
+    assert (env["CUDA_VISIBLE_DEVICES"], env["NCCL_DEBUG"]) == ("2,3", "INFO")
 
 
 def test_a_file_of_variables_that_is_named_counts_on_this_machine_too(

@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from megacore.launch.guard import KILL_LIMIT, catches, descendants, end_all
+from megacore.launch.guard import catches, descendants, end_all
 from megacore.launch.hosts.channel import BEAT, BEAT_INTERVAL, FULL, Channel, Message, WakeUp, wait
 from megacore.launch.hosts.network import free_port, interface_problem, interface_to
 from megacore.launch.kernel_oom import KillCounter, memory_text
@@ -42,8 +42,8 @@ HEADLESS_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks whose head is gone."""
 PACKAGES = ("megacore", "torch")
 """What must have one version on all machines."""
-RANK_FILE = re.compile(r"rank_\d+\.(?:json|beat|stack)", re.ASCII)
-"""What the head takes from an agent: why a rank ended, its heartbeat, its stacks."""
+RANK_FILE = re.compile(r"rank_(\d+)\.(?:json|beat|stack)", re.ASCII)
+"""What the head takes from an agent, by the rank: why it ended, its heartbeat, its stacks."""
 
 _POLL = 0.2
 _LINE = 65536
@@ -138,8 +138,8 @@ class Agent:
         return False
 
     def _say_it_all(self) -> bool:
-        """Wait until the head has taken what it was sent."""
-        deadline = time.monotonic() + KILL_LIMIT
+        """Wait until the head has taken what it was sent, for as long as it waits for a word."""
+        deadline = time.monotonic() + self._host_timeout
         while self._head.waiting and not self._headless and time.monotonic() < deadline:
             time.sleep(0.01)
             self._head.flush()
@@ -290,7 +290,8 @@ class HostRanks:
             return []
         changed = []
         for path in sorted(self._directory.glob("rank_*")):
-            if RANK_FILE.fullmatch(path.name) and int(path.stem.rpartition("_")[2]) in self._numbers:
+            match = RANK_FILE.fullmatch(path.name)
+            if match is not None and int(match[1]) in self._numbers:
                 with contextlib.suppress(OSError):
                     data = path.read_bytes()
                     if self._copies.get(path.name) != data:

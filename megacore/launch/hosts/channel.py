@@ -19,6 +19,9 @@ BEAT_INTERVAL = 1.0
 FULL = 2**20
 """Bytes that wait to be sent from which on nothing should be added that can wait."""
 
+LONGEST = 2**25
+"""Bytes of a line that is still awaited; what is longer is no message, and is passed on in pieces."""
+
 _MARK = b"\x1e"
 _PIECE = 65536
 _PIECES = 16
@@ -75,7 +78,7 @@ class Channel:
             self.open = part != b""
             self._read += part
         lines = self._read.split(b"\n")
-        self._read = lines.pop() if self.open else b""
+        self._read = lines.pop() if self.open and len(lines[-1]) <= LONGEST else b""
         for line in filter(None, lines):
             yield _parsed(line)
 
@@ -86,7 +89,7 @@ def _parsed(line: bytes) -> Message | str:
             message = json.loads(line[1:])
             if isinstance(message, dict) and isinstance(message.get("kind"), str):
                 return message
-        except ValueError:  # the connection broke within it
+        except (ValueError, RecursionError):  # the connection broke within it, or it is none of ours
             pass
     return line.decode("utf-8", errors="replace").rstrip("\r")
 

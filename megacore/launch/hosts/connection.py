@@ -8,10 +8,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megacore.launch.hosts.agent import RANK_FILE
 from megacore.launch.hosts.channel import Channel, Message
 from megacore.launch.hosts.hostfile import is_this_machine
 from megacore.launch.hosts.ssh import SSH_FAILED, Ssh, python
 from megacore.launch.mark import JOB_VARIABLE, host_mark
+from megacore.launch.rank_table import StateReport
 
 AGENT = "megacore.launch.hosts.agent"
 _NEEDED = ("PYTHONPATH",)
@@ -47,7 +49,7 @@ class Connection:
     """What its ranks ended with, once they are gone."""
     lost: bool = False
     """Whether it is not talked to any more."""
-    states: list[Message] | None = None
+    states: list[tuple[int, StateReport]] | None = None
     """Where its ranks stand, once it has said so."""
     said: str = ""
     """What ssh, or the agent, wrote to stderr last."""
@@ -61,6 +63,11 @@ class Connection:
     def done(self) -> bool:
         """Whether nothing more is expected of it."""
         return self.lost or self.code is not None
+
+    def may_write(self, name: str) -> bool:
+        """Whether a file is one of its own ranks'."""
+        match = RANK_FILE.fullmatch(name)
+        return match is not None and self.first <= int(match[1]) < self.first + self.ranks
 
     def read_errors(self) -> list[str]:
         """Lines of stderr since the last call."""
@@ -83,11 +90,14 @@ class Connection:
             return f"the connection to it ended{said}" if self.hello else f"ssh cannot reach it{said}"
         if code is not None and code < 0:
             return f"its {'agent' if self.here else 'ssh'} was ended by {signal.Signals(-code).name}{said}"
+        if code == 0:
+            return f"its agent ended, as it does when it hears nothing from this machine{said}"
         return f"its agent ended with code {code}{said}"
 
     def close(self) -> None:
         """Close it, which ends the ranks there, if the machine can still hear of it."""
         assert self.process.stdin is not None
+        self.channel.broken = True  # its descriptor may soon be another file's
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self.process.kill()

@@ -23,7 +23,6 @@ from types import FrameType
 from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError
 from megacore.launch.exit_reason import write_launcher_reason
 from megacore.launch.guard import KILL_LIMIT
-from megacore.launch.hosts.agent import RANK_FILE
 from megacore.launch.hosts.channel import BEAT, BEAT_INTERVAL, Message, WakeUp, wait
 from megacore.launch.hosts.connection import Connection
 from megacore.launch.hosts.host_set import HostSet
@@ -41,11 +40,19 @@ TROUBLE_SPREADS = 1.5
 """Seconds in which the agents of all machines notice that ranks stand still, one of which the others wait for."""
 STATES_LIMIT = 6.0
 """Seconds in which the agents must have said where their ranks stand."""
+SILENCE = 3.0
+"""Seconds without a word after which a machine may be the one by which the ranks of others fail."""
 END_LIMIT = 10.0
-"""Seconds in which what is left on a lost machine must have been ended."""
+"""Seconds in which what is left on a machine whose connection ended must have been ended."""
+SILENT_END_LIMIT = 5.0
+"""The same for one that fell silent: it hardly hears another connection, and the job's end waits for it."""
 RESUMES = "a retry resumes from the last complete checkpoint"
 
 _POLL = 0.2
+_NAMED = 4
+_HELPS = (
+    "correct launch.hostfile or ssh, and let the repository and its environment lie at the same paths on all machines"
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -106,7 +113,7 @@ class Head:
                 host.channel.send("start", **message)
                 host.started = True
         self._until(lambda: all(host.done for host in self._hosts), None)
-        self._set.wait_for_the_rest(END_LIMIT)
+        self._set.wait_for_the_rest()
         return 128 + signal.SIGTERM if self._terminated and self._code == 0 else self._code
 
     def close(self) -> None:
@@ -135,7 +142,8 @@ class Head:
         pause, self._stepped = now - self._stepped, now
         for host in listening:
             host.heard += pause if pause > STANDSTILL else 0.0  # it was this process that stood still
-            self._listen(host)
+            if not host.lost:  # by what another one has just said
+                self._listen(host)
         self._look(now)
 
     def _listen(self, host: Connection) -> None:
@@ -146,18 +154,27 @@ class Head:
             host.heard = time.monotonic()
             if isinstance(said, str):
                 _say(f"{host.name}: {said}")
-            else:
-                self._take(host, said)
+            elif not host.lost:
+                self._understand(host, said)
         if not host.channel.open and not host.done:
             self._lose(host, host.why_it_ended())
 
+    def _understand(self, host: Connection, said: Message) -> None:
+        try:
+            self._take(host, said)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # it runs other code, or is not in order
+            what = f"{type(error).__name__}: {error} in its {said['kind']!r}"
+            self._lose(host, f"its agent says what this machine does not understand ({what:.200})")
+
     def _take(self, host: Connection, said: Message) -> None:
         kind = said["kind"]
+        if kind not in ("hello", BEAT) and not host.started:
+            raise ValueError("it was told to start nothing yet")
         if kind == "log":
             _say(*(f"{host.name}: {line}" for line in said["lines"]))
         elif kind == "hello":
-            host.hello = said
-        elif kind == "file" and self._plan.copy_files and not host.here and RANK_FILE.fullmatch(said["name"]):
+            host.hello = {name: said[name] for name in ("versions", "interface", "port", "problem")}
+        elif kind == "file" and self._plan.copy_files and not host.here and host.may_write(said["name"]):
             _replace(self._directory / said["name"], base64.b64decode(said["data"]))
         elif kind == "end":
             self._ended(host, int(said["code"]), said["memory"])
@@ -167,7 +184,7 @@ class Head:
         elif kind == "trouble":
             self._take_trouble(Trouble(tuple(said["stalled"]), tuple(said["lost"])))
         elif kind == "states":
-            host.states = said["ranks"]
+            host.states = [(int(state.pop("rank")), StateReport(**state)) for state in said["ranks"]]
 
     def _take_trouble(self, trouble: Trouble) -> None:
         """Ask all machines where their ranks stand; those that see trouble, too, say so before long."""
@@ -198,8 +215,7 @@ class Head:
                 host.channel.send(BEAT)
         for host in self._running(all_of_them=True):
             if host.hello and now - host.heard > self._plan.host_timeout:
-                limit = f"launch.host_timeout = {self._plan.host_timeout:g} s"
-                self._lose(host, f"nothing was heard from it for {limit}")
+                self._lose(host, self._why_silent(host, now), SILENT_END_LIMIT)
         if self._terminated and self._ends_by is None:
             self._end(None, grace=self._plan.stop_grace)
         if self._notified and (running := self._running()):
@@ -207,31 +223,44 @@ class Head:
             for host in running:
                 host.channel.send("notice")
         if self._failed_at is not None and now - self._failed_at > FAIL_LIMIT and self._ends_by is None:
-            self._end(None)
+            self._end_unless_one_is_silent(now)
         if self._trouble is not None and self._ends_by is None:
             trouble, since = self._trouble
             told = now - since > TROUBLE_SPREADS and all(host.states is not None for host in self._running())
             if told or now - since > STATES_LIMIT:
                 self._report(trouble)
 
+    def _why_silent(self, host: Connection, now: float) -> str:
+        """With the others that fell silent with it: it may be this machine that is cut off."""
+        limit = self._plan.host_timeout
+        since = max(SILENCE, limit - 2 * BEAT_INTERVAL)
+        others = [each.name for each in self._running() if each is not host and now - each.heard > since]
+        named = [*others[:_NAMED], *([f"{len(others) - _NAMED} more"] if len(others) > _NAMED else [])]
+        nor = f", nor from {', '.join(named)}," if named else ""
+        return f"nothing was heard from it{nor} for launch.host_timeout = {limit:g} s"
+
+    def _end_unless_one_is_silent(self, now: float) -> None:
+        """A machine that fell silent is waited for: it is why the ranks of others failed, or it speaks again."""
+        if all(now - host.heard <= SILENCE for host in self._running()):
+            self._end(None)
+
     def _running(self, *, all_of_them: bool = False) -> list[Connection]:
         """Machines whose ranks run; `all_of_them`: whose connection does."""
         return [host for host in self._hosts if not host.done and (host.started or all_of_them)]
 
     def _report(self, trouble: Trouble) -> None:
-        said = [state for host in self._hosts for state in host.states or []]
-        states = {int(state.pop("rank")): StateReport(**state) for state in said}
+        states = dict(state for host in self._hosts for state in host.states or [])
         try:
             write_report(self._directory, Report(trouble, states))
         except MegacoreError as unwritable:
             _say(str(unwritable))
         self._end(None)
 
-    def _lose(self, host: Connection, why: str) -> None:
+    def _lose(self, host: Connection, why: str, end_limit: float = END_LIMIT) -> None:
         host.lost = True
         host.close()
         if host.started:
-            self._set.end_what_is_left(host)
+            self._set.end_what_is_left(host, end_limit)
         if self._ends_by is not None:
             return  # it was asked to end, and did so in its own way
         error = f"lost host {host.name}: {why}; {RESUMES}" if host.started else ""
@@ -240,7 +269,7 @@ class Head:
     def _unreachable(self, host: Connection, why: str) -> LaunchError:
         """A machine that was there before may come back."""
         text = f"host {host.name} cannot take part: {why}"
-        return HostLostError(text) if self._plan.retried else LaunchError(f"{text}: correct launch.hostfile or ssh")
+        return HostLostError(text) if self._plan.retried else LaunchError(f"{text}: {_HELPS}")
 
     def _end(self, error: MegacoreError | None, *, grace: float | None = None) -> None:
         """End the ranks of all machines: after SIGTERM and `grace` seconds, or at once."""

@@ -86,16 +86,16 @@ class HostSet:
             parts.append(f"{host.name} ({ranks}{way})")
         return f"hosts: {', '.join(parts)}; they meet at {self._meeting}"
 
-    def end_what_is_left(self, host: Connection) -> None:
-        """Begin to kill, through a new connection, what carries the job's mark on a lost machine."""
+    def end_what_is_left(self, host: Connection, seconds: float) -> None:
+        """Begin to kill, through a new connection, what carries the job's mark on a lost machine; `seconds` are its."""
         with contextlib.suppress(OSError):
             command = self._ssh.command(host.name, python(AGENT, "--end", host.mark))
-            self._left.append((start_quietly(command, stdin=subprocess.DEVNULL), time.monotonic()))
+            self._left.append((start_quietly(command, stdin=subprocess.DEVNULL), time.monotonic() + seconds))
 
-    def wait_for_the_rest(self, seconds: float) -> None:
-        """Until that is done, at most `seconds` since it began."""
-        for process, began in self._left:
+    def wait_for_the_rest(self) -> None:
+        """Until that is done, or its seconds are over."""
+        for process, deadline in self._left:
             try:
-                process.communicate(timeout=max(0.0, began + seconds - time.monotonic()))
+                process.communicate(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()

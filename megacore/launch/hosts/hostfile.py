@@ -67,7 +67,8 @@ def devices_of(launch: "LaunchConfig") -> dict[str, tuple[int, ...]]:
     """Of the hosts whose slots were chosen by number, these numbers: the GPUs that their ranks get."""
     words = (*launch.include, *launch.exclude)
     named = {word.partition(":")[0] for word in words if ":" in word}
-    return {host: slots for host, slots in slots_of(launch).items() if host in named}
+    slots = slots_of(launch, limited=not launch.elastic)  # any of an elastic run's hosts may be the ones that answer
+    return {host: numbers for host, numbers in slots.items() if host in named}
 
 
 def _chosen(

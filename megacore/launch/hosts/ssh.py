@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ SSH_FAILED = 255
 """What ssh exits with when it is ssh that failed."""
 _ALONE = ("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes")
 """A connection of its own: one that is shared hangs with the others when a machine is lost, and outlives the job."""
+_POLL = 0.5
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def run_on_hosts(
 ) -> list[HostResult]:
     """Run a command on every host at once; one result per host, in their order, whatever became of it.
 
+    What is raised meanwhile in this thread ends the connections first.
+
     Args:
         ssh: how they are reached.
         hosts: names as in the hostfile.
@@ -115,19 +118,51 @@ def run_on_hosts(
         timeout: seconds for each.
         directory: where it runs (None: the current directory).
     """
-
-    def run(host: str) -> HostResult:
-        own = words[host] if isinstance(words, Mapping) else words
-        given = stdin[host] if isinstance(stdin, Mapping) else stdin
-        command = ssh.command(host, own, directory=directory)
+    calls = _Calls(timeout)
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        futures = []
+        for host in hosts:
+            own = words[host] if isinstance(words, Mapping) else words
+            given = stdin[host] if isinstance(stdin, Mapping) else stdin
+            futures.append(pool.submit(calls.run, host, ssh.command(host, own, directory=directory), given))
         try:
-            done = subprocess.run(command, input=given, capture_output=True, timeout=timeout, check=False)
-        except subprocess.TimeoutExpired as error:
-            errors = (error.stderr or b"").decode(errors="replace")
-            return HostResult(host, -1, error.stdout or b"", errors, timed_out=True)
+            while wait(futures, timeout=_POLL).not_done:
+                pass
+        except BaseException:
+            calls.stop()
+            raise
+    return [future.result() for future in futures]
+
+
+class _Calls:
+    """Commands under way, each in a thread, that another thread can end."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run(self, host: str, command: list[str], stdin: bytes) -> HostResult:
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
         except OSError as error:
             return HostResult(host, SSH_FAILED, b"", f"{command[0]}: {error.strerror}")
-        return HostResult(host, done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+        with process:
+            self._running.add(process)
+            if self._stopped:
+                process.kill()
+            try:
+                output, errors = process.communicate(stdin, timeout=self._timeout)
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                said = (error.stderr or b"").decode(errors="replace")
+                return HostResult(host, -1, error.stdout or b"", said, timed_out=True)
+            finally:
+                self._running.discard(process)
+        return HostResult(host, process.returncode, output, errors.decode(errors="replace"))
 
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        return list(pool.map(run, hosts))
+    def stop(self) -> None:
+        self._stopped = True
+        for process in list(self._running):
+            process.kill()

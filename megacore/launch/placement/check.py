@@ -12,6 +12,7 @@ One JSON object on stdin, one on stdout. `action` is one of
 Nothing that is copied is ever seen by half: a crash leaves `*.tmp-copy-*`, which the next `begin` removes.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -60,8 +61,15 @@ def _prove(directory: str, name: str, answer: str) -> str | None:
     place = Path(directory)
     if not place.is_dir():
         return f"{place} is not there"
-    if not (place / name).exists():
+    token = place / name
+    if not token.exists():
         return f"{place} is another directory than on the machine that starts the run: {name}, written there, is not"
+    try:
+        said = token.read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        return f"{token} cannot be read: {error.strerror}"
+    if said != name:
+        return f"{token} has another content than was written on the machine that starts the run"
     try:
         (place / answer).write_text(name, encoding="ascii")
     except OSError as error:
@@ -147,9 +155,10 @@ def _remove_stale_copies(directory: Path) -> None:
     """Remove what copies left that were broken off."""
     beside = directory.parent.glob(f"{directory.name}{_COPY}*") if directory.parent.is_dir() else ()
     for path in [*beside, *directory.glob(f"files{_COPY}*")]:
-        changed = max(part.lstat().st_ctime for part in [path, *path.rglob("*")])
-        if time.time() - changed > _STALE_SECONDS:
-            shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):  # another job has just ended its copying
+            changed = max(part.lstat().st_ctime for part in [path, *path.rglob("*")])
+            if time.time() - changed > _STALE_SECONDS:
+                shutil.rmtree(path)
 
 
 def _clear(root: Path, keep: str) -> None:
@@ -206,9 +215,12 @@ def _copied_problem(item: Item, temporary: Path, names: list[str]) -> str | None
 
 
 def _appear(item: Item, temporary: Path) -> None:
-    """Rename a whole directory into place; one that was there before goes last."""
+    """Rename a whole directory into place, unless another job has brought the same meanwhile, and may read it."""
     target = item.directory
     if target.exists():
+        if all(_problem(item, name) is None for name in item.entries):
+            shutil.rmtree(temporary)
+            return
         remove_tree(target)
     os.rename(temporary, target)
     sync_directory(target.parent)

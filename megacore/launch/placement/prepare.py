@@ -126,8 +126,7 @@ def _prove_shared(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) ->
                 for place, problem in zip(places, said["proofs"], strict=True):
                     _check_proof(host, problem, place / answers[host], token)
         finally:
-            for host, answer in answers.items():
-                _remove_answers(ssh, host, [place / answer for place in places])
+            _remove_answers(ssh, {host: [place / answer for place in places] for host, answer in answers.items()})
 
 
 def _proof(place: Path, token: str, answer: str) -> dict[str, str]:
@@ -153,15 +152,17 @@ def _not_shared(host: str, problem: str, *more: str) -> str:
     )
 
 
-def _remove_answers(ssh: Ssh, host: str, files: Sequence[Path]) -> None:
-    """Remove what a host wrote; over ssh where it is not seen here."""
-    seen = [file for file in files if file.exists()]
-    for file in seen:
-        with suppress(OSError):
-            file.unlink()
-    if len(seen) < len(files):
-        question = _question("clean", (), token="", files=[str(file) for file in files])
-        run_on_hosts(ssh, [host], python(_CHECK), stdin=question, timeout=_SHORT)
+def _remove_answers(ssh: Ssh, answers: Mapping[str, Sequence[Path]]) -> None:
+    """Remove what the hosts wrote; over ssh where it is not seen here."""
+    unseen = {}
+    for host, files in answers.items():
+        seen = [file for file in files if file.exists()]
+        for file in seen:
+            with suppress(OSError):
+                file.unlink()
+        if len(seen) < len(files):
+            unseen[host] = _question("clean", (), token="", files=[str(file) for file in files])
+    run_on_hosts(ssh, list(unseen), python(_CHECK), stdin=unseen, timeout=_CLEAN_UP)
 
 
 @contextmanager

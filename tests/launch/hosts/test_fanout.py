@@ -171,6 +171,91 @@ def test_a_frozen_agent_is_a_lost_host_and_leaves_nothing(hosts: Hosts, tmp_path
     assert time.monotonic() - once.at < 10
 
 
+def test_ranks_that_fail_since_a_host_is_silent_are_not_taken_for_the_reason(hosts: Hosts, tmp_path: Path) -> None:
+    def freeze_one_and_fail_the_other(pids: list[int]) -> None:
+        os.kill(agent_of(pids[0]), signal.SIGSTOP)
+        time.sleep(2.0)
+        os.kill(pids[1], signal.SIGKILL)
+
+    once = Once(tmp_path, freeze_one_and_fail_the_other)
+    with pytest.raises(HostLostError, match=r"lost host one: nothing was heard from it for launch.host_timeout = 6 s"):
+        run(hosts, tmp_path, "waits", once, host_timeout=6.0)
+    assert not any(map(alive, once.pids))
+
+
+def test_hosts_that_fall_silent_together_are_named_together(hosts: Hosts, tmp_path: Path) -> None:
+    once = Once(tmp_path, lambda pids: [os.kill(agent_of(pid), signal.SIGSTOP) for pid in pids] and None)
+    with pytest.raises(HostLostError, match=r"lost host (one|two): nothing was heard from it, nor from (one|two), for"):
+        run(hosts, tmp_path, "waits", once, host_timeout=5.0)
+    assert not any(map(alive, once.pids))
+
+
+def fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A machine `strange` that behaves as `script`."""
+    (directory / "bin").mkdir()
+    program = directory / "bin" / "ssh"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *" -G "*) echo hostname 127.0.0.1; exit;; esac\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory / 'bin'}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            r"""printf '\036{"kind": "hello"}\n'; exec sleep 60""",
+            r"does not understand \(KeyError: 'versions' in its 'hello'",
+        ),
+        (
+            r"""printf '\036{"kind": "end", "code": 0}\n'; exec sleep 60""",
+            r"does not understand \(ValueError: .* 'end'",
+        ),
+        ("exit 0", "its agent ended, as it does when it hears nothing from this machine"),
+        ("echo exec: python: not found >&2; exit 127", "its agent ended with code 127: exec: python: not found"),
+    ],
+)
+def test_a_host_that_does_not_speak_as_an_agent_is_named(
+    script: str, message: str, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch, script)
+    with pytest.raises(LaunchError, match=f"host strange cannot take part: .*{message}"):
+        run(hosts, tmp_path, "quick", hosts={"strange": 1})
+
+
+def test_the_end_waits_for_what_is_left_on_a_lost_host_as_long_as_it_is_told(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
+    found = HostSet(plan(hosts, tmp_path, "quick", hosts={"strange": 1}), {})
+    (connection,) = found.connect()
+    started = time.monotonic()
+    found.end_what_is_left(connection, 0.5)
+    found.wait_for_the_rest()
+    assert 0.4 < time.monotonic() - started < 5
+    connection.close()
+    connection.process.wait(timeout=10)
+    connection.channel.send("beat")
+    assert connection.channel.waiting == 0, "its descriptors may be those of other files by now"
+
+
+def test_a_host_may_write_the_files_of_its_own_ranks_alone(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
+    first, second = HostSet(plan(hosts, tmp_path, "quick", hosts={"strange": 1, "other": 2}), {}).connect()
+    try:
+        names = [f"rank_{rank}.json" for rank in ("0", "00001", "2", "3")]
+        assert [first.may_write(name) for name in names] == [True, False, False, False]
+        assert [second.may_write(name) for name in names] == [False, True, True, False]
+        assert not any(
+            map(second.may_write, ["../rank_1.json", "rank_1.json/../x", "launcher_reason.json", "rank_1.py"])
+        )
+    finally:
+        for connection in (first, second):
+            connection.close()
+            connection.process.wait(timeout=10)
+
+
 def test_a_lost_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
     def kill_the_head(pids: list[int]) -> None:
         words = b"hosts.json"

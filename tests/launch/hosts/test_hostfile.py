@@ -96,7 +96,7 @@ def test_a_job_has_the_slots_of_all_hosts_and_its_threads_those_of_this_one(tmp_
     here = socket.gethostname()
     assert resolve(f"worker slots=2\n{here} slots=2\n", two, 2) == (4, 4)
     assert resolve("one slots=1\ntwo slots=1\n", two) == (2, 8), "a machine that only starts the others"
-    assert resolve("one slots=4\n", two) == (4, 8), "its own GPUs are not those of the other"
+    assert resolve("one slots=4\n", two) == (4, 2), "its own GPUs are not those of the other"
     with pytest.raises(ParallelLayoutError, match=r"slots of this machine in .*hosts is 4 and .* 2 visible GPUs"):
         resolve("localhost slots=4\n", two)
     with pytest.raises(ParallelLayoutError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"):
@@ -126,6 +126,8 @@ def test_no_hostfile_no_hosts() -> None:
         ({"nnodes": 2}, {"worker-1": 4, "worker-2": 4}, {}),
         ({"nnodes": "1:2"}, {"worker-1": 4, "worker-2": 4}, {}),
         ({"nnodes": "2:8"}, {"worker-1": 4, "worker-2": 4, "worker-3": 2}, {}),
+        ({"nnodes": "1:2", "exclude": ["worker-3:0"]}, {"worker-1": 4, "worker-2": 4}, {"worker-3": (1,)}),
+        ({"nnodes": 2, "exclude": ["worker-3:0"]}, {"worker-1": 4, "worker-2": 4}, {}),
         ({"exclude": ["worker-1"], "nnodes": 1}, {"worker-2": 4}, {}),
         (
             {"include": ["worker-1:0,1", "worker-3"], "nproc_per_node": 2},

@@ -125,6 +125,24 @@ def test_a_crash_between_copying_and_renaming_leaves_nothing_that_looks_whole(da
     assert [path.name for path in (there / "data").glob("*.tmp-copy-*")] == []
 
 
+def test_what_another_job_has_brought_meanwhile_is_left_to_it(data: Path, tmp_path: Path) -> None:
+    (item, *_) = items_of(job(data, tmp_path / "here"), [])
+    there = tmp_path / "there"
+    for token in ("first", "second"):
+        asked = elsewhere(begin([item], tmp_path / "here") | {"token": token}, tmp_path, there)
+        (said,) = answer(asked)["items"]
+        assert said["wrong"]
+        shutil.copytree(item.directory, said["temporary"], dirs_exist_ok=True)
+    finish = {"action": "finish", "items": [item.to_json()], "copied": [[*item.entries]]}
+    finish = elsewhere(finish, tmp_path, there)
+    target = Path(str(item.directory).replace(str(tmp_path), str(there)))
+    assert answer(finish | {"token": "first"}) == {}
+    before = target.stat().st_ino
+    assert answer(json.loads(json.dumps(finish)) | {"token": "second"}) == {}
+    assert target.stat().st_ino == before
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
 def test_a_file_that_arrives_damaged_is_refused(data: Path, tmp_path: Path) -> None:
     items = items_of(job(data, tmp_path / "here"), [])[:1]
     there = tmp_path / "there"
@@ -184,6 +202,9 @@ def test_a_directory_that_is_not_shared_is_said(tmp_path: Path) -> None:
     look = {"action": "look", "items": [], "proofs": [proof]}
     assert "is another directory than on the machine that starts the run" in answer(dict(look))["proofs"][0]
     (tmp_path / ".placement-x").touch()
+    assert "has another content than was written" in answer(dict(look))["proofs"][0]
+    assert not (tmp_path / ".placement-x-0").exists()
+    (tmp_path / ".placement-x").write_text(".placement-x")
     assert answer(dict(look)) == {"missing": [], "proofs": [None]}
     assert (tmp_path / ".placement-x-0").read_text() == ".placement-x"
     assert answer({**look, "proofs": [{**proof, "directory": f"{tmp_path}/x"}]})["proofs"] == [
@@ -196,15 +217,18 @@ def test_an_answer_that_this_machine_does_not_see_is_said(
 ) -> None:
     """The host reads what is written here, and what it writes is not seen here: mounted the wrong way round."""
     monkeypatch.setattr(placement, "_SETTLES", 0.2)
+    asked = []
 
     def run_on_hosts(ssh: Ssh, hosts: list[str], words: object, **rest: Any) -> list[HostResult]:
+        asked.append((hosts, {json.loads(question)["action"] for question in rest["stdin"].values()}))
         told = json.dumps({"missing": [], "proofs": [None]}).encode()
         return [HostResult(host, 0, b"Welcome!\n" + told + b"\n", "") for host in hosts]
 
     monkeypatch.setattr(placement, "run_on_hosts", run_on_hosts)
     with pytest.raises(LaunchError, match=r"host b: \.placement-.*-0, written there, is not in .*/run here, though"):
-        prepare_hosts(job(data, tmp_path / "run"), {"localhost": 1, "b": 1}, Ssh(), checkpoints=[])
+        prepare_hosts(job(data, tmp_path / "run"), {"localhost": 1, "b": 1, "c": 1}, Ssh(), checkpoints=[])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+    assert asked == [(["b", "c"], {"look"}), (["b", "c"], {"clean"})], "all hosts at once"
 
 
 def test_what_a_host_says_instead_of_an_answer_is_shown() -> None:
