@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect import get_run_logger
-from prefect.runtime import task_run
-
 from megacore.artifact.files import write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import LaunchError
@@ -26,6 +23,9 @@ def check_hosts(job: Job) -> None:
     A retry of the same task run does not ask again: its machines were fit, and those that are lost since are named by
     the launcher. Raises LaunchError for the first thing by which the job cannot run.
     """
+    from prefect import get_run_logger
+    from prefect.runtime import task_run
+
     launch = job.config.launch
     if launch.preflight == "off" or len(job.hosts or hosts_of(launch)) < 2 or (task_run.run_count or 0) > 1:
         return

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prefect
+import prefect.runtime
 import pytest
 
-import tasks._doctor
 from megacore.config import RunConfig
 from megacore.doctor.report import Finding, Report
 from megacore.errors import LaunchError
@@ -34,8 +35,8 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> "SimpleNamespace":
         return Report(subject.hosts, asked.findings, "full" if full else "quick")
 
     monkeypatch.setattr("megacore.doctor.examine.examine", examine)
-    monkeypatch.setattr(tasks._doctor, "get_run_logger", lambda: logging.getLogger("doctor"))
-    monkeypatch.setattr(tasks._doctor, "task_run", asked)
+    monkeypatch.setattr(prefect, "get_run_logger", lambda: logging.getLogger("doctor"))
+    monkeypatch.setattr(prefect.runtime, "task_run", asked)
     return asked
 
 
