@@ -203,9 +203,9 @@ def resume_from(root: Path) -> str:
 
     ranks = RankGroup(None)
 
-    seen = together._check_seen
+    without = together._without
     if ranks.rank == 1:
-        together._check_seen = lambda directory: seen(directory / "elsewhere")
+        together._without = lambda directory: without(directory / "elsewhere")
     try:
         latest_complete_together(root, ranks)
     except LaunchError as error:
