@@ -22,6 +22,13 @@ FOLDERS = {
     "convert": "exports",
     "publish": "published",
     "operator": "extensions",
+    "pretrained": "pretrained",
+    "dataset": "datasets",
+    "examples": "examples",
+    "finetune": "finetuned",
+    "finetune-export": "exports",
+    "finetune-publish": "published",
+    "find-batch-size": "batch-sizes",
 }
 """Where each stage's artifacts lie."""
 

@@ -1,0 +1,190 @@
+"""The whole configuration of one fine-tuning, and the checks that cross its sections."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from megacore.config.base import Section, keyed, unkeyed
+from megacore.config.finetune_task import TaskConfig
+from megacore.config.launch import LaunchConfig
+from megacore.config.train import Precision, TrackingConfig
+
+Distribution = Literal["ddp", "zero2", "zero3", "zero3-offload"]
+DISTRIBUTIONS: tuple[Distribution, ...] = ("ddp", "zero2", "zero3", "zero3-offload")
+
+
+class PretrainedConfig(Section):
+    """The model that the fine-tuning begins with."""
+
+    path: str = unkeyed(min_length=1)
+    """Directory of a transformers model, as an export's `model`; `models:/NAME@candidate` or `models:/NAME/3` of
+    MLflow's registry; or a name on the Hugging Face hub. Its content is part of the key, not its name."""
+    revision: str | None = unkeyed(None, min_length=1)
+    """Commit, tag or branch on the hub; pin a commit to make the run reproducible."""
+    random_weights: bool = keyed(False)
+    """Whether the weights are drawn from the seed, and only architecture and tokenizer are taken."""
+    pad_token: str | None = keyed(None, min_length=1)
+    """Token that pads, for a tokenizer that has none, as `<|endoftext|>` for GPT-2; null takes the tokenizer's own."""
+
+
+class FileRows(Section):
+    """Local files with a row for each sample: .jsonl, .json, .csv, .tsv, .parquet, or .txt with a text per line."""
+
+    kind: Literal["files"] = keyed()
+    """Which source this is."""
+    train: tuple[str, ...] = keyed(min_length=1)
+    """Paths or globs of the training split, taken in this order."""
+    valid: tuple[str, ...] = keyed(())
+    """Paths or globs of the validation split; [] holds data.valid_share of the training split out."""
+    test: tuple[str, ...] = keyed(())
+    """Paths or globs of the test split; [] means none."""
+
+
+class HubRows(Section):
+    """A data set of the Hugging Face hub (or a local copy of one), read by `datasets`."""
+
+    kind: Literal["hub"] = keyed()
+    """Which source this is."""
+    dataset: str = keyed(min_length=1)
+    """Name on the hub, or a local directory of parquet files."""
+    config: str | None = keyed(None)
+    """Configuration name of the data set, as mrpc of GLUE."""
+    revision: str | None = keyed(None)
+    """Commit, tag or branch; pin a commit to make the run reproducible."""
+    train: str = keyed("train", min_length=1)
+    """Name of the training split."""
+    valid: str | None = keyed("validation", min_length=1)
+    """Name of the validation split; null holds data.valid_share of the training split out."""
+    test: str | None = keyed(None, min_length=1)
+    """Name of the test split, whose labels must be known; null means none."""
+
+
+class FinetuneDataConfig(Section):
+    """Rows of the three splits."""
+
+    source: Annotated[FileRows | HubRows, Field(discriminator="kind")] = keyed()
+    """Where the rows come from."""
+    valid_share: float = keyed(0.05, gt=0, lt=1)
+    """Share of the training split that is held out for validation where the source has no such split."""
+    max_train_samples: int | None = keyed(None, gt=0)
+    """Rows of the training split, its first ones; null means all."""
+    max_valid_samples: int | None = keyed(None, gt=0)
+    """Rows of the validation split, its first ones; null means all."""
+    max_test_samples: int | None = keyed(None, gt=0)
+    """Rows of the test split, its first ones; null means all."""
+    workers: int | Literal["auto"] = unkeyed("auto")
+    """Processes that tokenize; auto takes one per core."""
+
+
+class FinetuneOptimConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019) and its schedule; a DeepSpeed JSON with an optimizer takes its place."""
+
+    lr: float = keyed(gt=0)
+    """Peak learning rate."""
+    weight_decay: float = keyed(0.0, ge=0)
+    """Decay of all weights but biases and norms."""
+    adam_beta1: float = keyed(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = keyed(0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: float = keyed(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = keyed("linear")
+    """Course of the learning rate after the warm-up, as transformers names it."""
+    warmup_steps: int = keyed(0, ge=0)
+    """Optimizer steps in which the learning rate rises from 0."""
+    clip_grad: float = keyed(1.0, ge=0)
+    """Largest norm of all gradients together; 0 clips nothing."""
+
+
+class FinetuneTrainConfig(Section):
+    """The training loop."""
+
+    num_epochs: int = keyed(3, gt=0)
+    """Passes over the training split."""
+    max_steps: int | None = keyed(None, gt=0)
+    """Optimizer steps after which training ends, within or beyond num_epochs; null means num_epochs."""
+    micro_batch_size: int = keyed(8, gt=0)
+    """Samples per rank and forward pass."""
+    eval_batch_size: int = unkeyed(8, gt=0)
+    """Samples per rank and forward pass of evaluations."""
+    gradient_accumulation_steps: int = keyed(1, gt=0)
+    """Forward passes per optimizer step."""
+    precision: Precision = keyed("auto")
+    """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
+    gradient_checkpointing: bool = unkeyed(False)
+    """Whether activations are computed again in the backward pass instead of kept."""
+    best_metric: str | None = keyed(None, min_length=1)
+    """Which metric of the validation tells the best model: one of the task's, or loss; null means the task's first."""
+    log_interval: int = unkeyed(10, gt=0)
+    """Optimizer steps between log lines and step events."""
+    exit_duration_minutes: float | None = unkeyed(None, gt=0)
+    """Minutes after whose end the run saves and ends, to be gone on with; null means never."""
+
+
+class FinetuneCheckpointConfig(Section):
+    """When to save what the run goes on from; the best model is kept beside that."""
+
+    save_interval: int | None = unkeyed(None, gt=0)
+    """Optimizer steps between checkpoints; null means at the end of each epoch."""
+    keep_last: int = unkeyed(1, gt=0)
+    """The newest checkpoints that are kept."""
+
+
+class FinetuneLaunchConfig(LaunchConfig):
+    """Processes, their supervision, and what the ranks divide among them."""
+
+    distributed: Distribution = unkeyed("ddp")
+    """ddp: each rank holds everything; zero2: optimizer state and gradients are divided; zero3: weights too;
+    zero3-offload: and all of it lies in main memory. ZeRO (Rajbhandari et al. 2020) is DeepSpeed's. It is part of the
+    run's key: one's checkpoints cannot be read by another."""
+    accelerate_config: str | dict[str, Any] | None = unkeyed(None)
+    """YAML that `accelerate config` wrote, a path or its content: ranks, distribution and precision are taken from it;
+    null means none."""
+    deepspeed_config: str | dict[str, Any] | None = unkeyed(None)
+    """DeepSpeed's own JSON for zero2 and zero3, a path or its content; "auto" is filled with the values of this
+    configuration, an optimizer or a scheduler in it is honoured. Null means the project's own settings."""
+
+
+class FinetuneConfig(Section):
+    """Everything that one deployment of the flow finetune says."""
+
+    name: str = unkeyed(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    """Name of the run and of the fine-tuned model: lower case, digits, dots and dashes."""
+    seed: int = keyed(42, ge=0, lt=2**32)
+    """Seeds the order of samples, the head's first weights and dropout."""
+    verify: Literal["quick", "full"] = unkeyed("quick")
+    """How a cached artifact is checked: sizes (and hashes where a file was touched), or every hash."""
+    model: PretrainedConfig = keyed()
+    """What is fine-tuned."""
+    data: FinetuneDataConfig = keyed()
+    """Rows."""
+    task: TaskConfig = keyed()
+    """What is learned from them, and how that is measured."""
+    optim: FinetuneOptimConfig = keyed()
+    """The optimizer and its schedule."""
+    train: FinetuneTrainConfig = keyed(FinetuneTrainConfig())
+    """The training loop."""
+    checkpoint: FinetuneCheckpointConfig = unkeyed(FinetuneCheckpointConfig())
+    """When to save and what to keep."""
+    launch: FinetuneLaunchConfig = unkeyed(FinetuneLaunchConfig())
+    """Processes and their supervision."""
+    tracking: TrackingConfig = unkeyed(TrackingConfig(experiment="finetune"))
+    """MLflow."""
+
+    @field_validator("tracking", mode="before")
+    @classmethod
+    def _runs_have_an_experiment_of_their_own(cls, value: Any) -> Any:
+        return {"experiment": "finetune"} | value if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        from megacore.config.finetune_checks import check_finetune
+
+        check_finetune(self)
+        return self
+
+    @property
+    def registered_model(self) -> str:
+        """Name in the model registry, resolved."""
+        return self.tracking.registered_model or self.name

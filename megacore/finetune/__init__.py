@@ -1,0 +1,1 @@
+"""Fine-tuning of transformers models with Hugging Face Accelerate: classification, seq2seq and causal LM."""
