@@ -4,10 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megacore.config.load import load_config, parse_overrides, read_config
+    from megacore.config.finetune import FinetuneConfig
+    from megacore.config.load import load_config, load_finetune_config, parse_overrides, read_config
     from megacore.config.run import RunConfig
 
-__all__ = ["RunConfig", "load_config", "parse_overrides", "read_config"]
+__all__ = ["FinetuneConfig", "RunConfig", "load_config", "load_finetune_config", "parse_overrides", "read_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megacore.config.deepspeed_keys import (
     REFUSED,
     RENAMED,
     Key,
+    Refused,
 )
 from megacore.errors import ConfigError
 
@@ -32,6 +33,27 @@ SCHEDULERS = {
     "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "warmup_num_steps", "warmup_type", "total_num_steps"),
 }
 """Types that have a counterpart, and their parameters."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one kind of run takes of DeepSpeed's JSON."""
+
+    name: str = "deepspeed.config"
+    """The file in sentences."""
+    keys: Mapping[str, Key] = field(default_factory=lambda: KEYS)
+    """Every key that is honoured."""
+    refused: Mapping[str, Refused] = field(default_factory=lambda: REFUSED)
+    """Keys that are refused by name."""
+    optimizers: Mapping[str, str] = field(default_factory=lambda: OPTIMIZERS)
+    """Types of optimizer, in lower case, and how they are spelled."""
+    no_optimizer: str = "but megacore trains with AdamW alone: use AdamW, or remove optimizer"
+    """What is said of another one."""
+    no_scheduler: str = "and no optim.lr_decay_style is like it"
+    """What is said of a scheduler without a counterpart."""
+
+
+PRETRAINING = Form()
 
 
 @dataclass(frozen=True)
@@ -59,21 +81,23 @@ class Asked:
         return str(self.values.get(f"zero_optimization.{what}.device", "none"))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The content of a DeepSpeed JSON. Raises ConfigError when it is no JSON object, or one with a key given twice."""
+def read_json(path: Path, name: str = "deepspeed.config") -> dict[str, Any]:
+    """The content of a DeepSpeed JSON, which the value `name` leads to.
+
+    Raises ConfigError when it is no JSON object, or one with a key given twice.
+    """
     try:
         content = json.loads(
             path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition, parse_constant=_refuse_constant
         )
     except OSError as error:
-        raise ConfigError(f"deepspeed.config {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"deepspeed.config {path} is not JSON ({error}): mend it; JSON has no comments and no comma after the last "
-            "value"
+            f"{name} {path} is not JSON ({error}): mend it; JSON has no comments and no comma after the last value"
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"deepspeed.config {path} holds {_shown(content)}: give an object, as in conf/ds/zero2.json")
+        raise ConfigError(f"{name} {path} holds {_shown(content)}: give an object, as in conf/ds/zero2.json")
     return content
 
 
@@ -131,20 +155,20 @@ def _by_width(autos: frozenset[str], values: Mapping[str, Any], config: "RunConf
     return {key: size for key, size in sizes.items() if key in autos}
 
 
-def read_keys(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def read_keys(content: Mapping[str, Any], form: Form = PRETRAINING) -> Iterator[tuple[str, Any]]:
     """Dotted names and values of a JSON, each of its kind or "auto", in DeepSpeed's present spelling.
 
     Raises ValueError for a key that is unknown, refused or given in two spellings, and for a value of another kind.
     """
     found: dict[str, str] = {}
-    for name, (key, value) in _leaves("", content):
+    for name, (key, value) in _leaves("", content, form):
         if key in found:
-            raise ValueError(f"deepspeed.config says both {found[key]} and {name}, which are the same: remove one")
+            raise ValueError(f"{form.name} says both {found[key]} and {name}, which are the same: remove one")
         found[key] = name
         yield key, value
 
 
-def _leaves(prefix: str, block: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+def _leaves(prefix: str, block: Mapping[str, Any], form: Form) -> Iterator[tuple[str, tuple[str, Any]]]:
     """For each value the name that the file has for it, its present name, and what it means."""
     # The type first: it decides which parameters there are.
     for name in sorted(block, key=lambda name: name != "type"):
@@ -153,62 +177,59 @@ def _leaves(prefix: str, block: Mapping[str, Any]) -> Iterator[tuple[str, tuple[
         if key == "zero_optimization" and isinstance(value, bool):
             yield spelled, ("zero_optimization.stage", int(value))
         elif spelled in OFFLOAD_FLAGS:
-            if _read(spelled, Key("flag"), value) is True:
+            if _read(spelled, Key("flag"), value, form) is True:
                 yield spelled, (OFFLOAD_FLAGS[spelled], "cpu")
-        elif key in REFUSED:
-            _refuse(key, value)
-        elif key in KEYS:
+        elif key in form.refused:
+            _refuse(key, value, form)
+        elif key in form.keys:
             if value is not None:
-                yield spelled, (key, _typed(key, value))
-        elif any(known.startswith(f"{key}.") for known in KEYS):
+                yield spelled, (key, _typed(key, value, form))
+        elif any(known.startswith(f"{key}.") for known in form.keys):
             if not isinstance(value, dict | None):
-                raise ValueError(f"{spelled} of deepspeed.config is {_shown(value)}: give an object of its keys")
-            _check_parameters(key, value or {}, block)
-            yield from _leaves(f"{key}.", value or {})
+                raise ValueError(f"{spelled} of {form.name} is {_shown(value)}: give an object of its keys")
+            _check_parameters(key, value or {}, block, form)
+            yield from _leaves(f"{key}.", value or {}, form)
         else:
-            raise ValueError(f"unknown key {spelled} in deepspeed.config{_nearest(prefix, name)}")
+            raise ValueError(f"unknown key {spelled} in {form.name}{_nearest(prefix, name, form)}")
 
 
-def _typed(name: str, value: Any) -> Any:
+def _typed(name: str, value: Any, form: Form) -> Any:
     """What a value means, of a type its canonical name. Raises ValueError when it is not of its kind."""
-    value = _read(name, KEYS[name], value)
+    value = _read(name, form.keys[name], value, form)
     if name == "optimizer.type":
-        if str(value).lower() not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer.type of deepspeed.config is {value} but megacore trains with AdamW alone: use AdamW, or "
-                "remove optimizer"
-            )
-        return OPTIMIZERS[str(value).lower()]
+        if str(value).lower() not in form.optimizers:
+            raise ValueError(f"optimizer.type of {form.name} is {value} {form.no_optimizer}")
+        return form.optimizers[str(value).lower()]
     if name == "scheduler.type" and value not in SCHEDULERS:
         raise ValueError(
-            f"scheduler.type of deepspeed.config is {value}, and no optim.lr_decay_style is like it: use "
+            f"scheduler.type of {form.name} is {value}, {form.no_scheduler}: use "
             f"{', '.join(SCHEDULERS)}, or remove scheduler, and optim describes the schedule"
         )
     return value
 
 
-def _check_parameters(key: str, params: Mapping[str, Any], block: Mapping[str, Any]) -> None:
+def _check_parameters(key: str, params: Mapping[str, Any], block: Mapping[str, Any], form: Form) -> None:
     """Raise ValueError for parameters without a type, or of another type of scheduler."""
     if key in ("optimizer.params", "scheduler.params") and "type" not in block:
-        raise ValueError(f"deepspeed.config has {key} without {key.replace('params', 'type')}: say the type")
+        raise ValueError(f"{form.name} has {key} without {key.replace('params', 'type')}: say the type")
     for name in params if key == "scheduler.params" else ():
         known = SCHEDULERS[block["type"]]
         if name not in known:
             raise ValueError(
-                f"unknown key scheduler.params.{name} in deepspeed.config: {block['type']} has {', '.join(known)}"
+                f"unknown key scheduler.params.{name} in {form.name}: {block['type']} has {', '.join(known)}"
             )
 
 
-def _read(name: str, key: Key, value: Any) -> Any:
+def _read(name: str, key: Key, value: Any, form: Form) -> Any:
     """What a value means. Raises ValueError when it is not of its kind."""
     if value == AUTO:
         if name.endswith(".type"):
-            raise ValueError(f'{name} of deepspeed.config is "auto": say which, or remove it')
+            raise ValueError(f'{name} of {form.name} is "auto": say which, or remove it')
         return AUTO
     read = _READERS[key.kind](value)
     if read is None or (key.choices and read not in key.choices):
         wanted = f"one of {', '.join(map(str, key.choices))}" if key.choices else _WANTED[key.kind]
-        raise ValueError(f"{name} of deepspeed.config is {_shown(value)}: give {wanted}")
+        raise ValueError(f"{name} of {form.name} is {_shown(value)}: give {wanted}")
     return read
 
 
@@ -263,15 +284,15 @@ _WANTED = {
 }
 
 
-def _refuse(name: str, value: Any) -> None:
+def _refuse(name: str, value: Any, form: Form) -> None:
     """Raise ValueError unless the value asks for nothing."""
-    refused = REFUSED[name]
+    refused = form.refused[name]
     if value is None or value == AUTO:
         return
     plain = _plain(value)
     if plain in refused.off if refused.off else _is_off(plain):
         return
-    raise ValueError(f"{name} of deepspeed.config is {_shown(value)}, which is refused: {refused.reason}")
+    raise ValueError(f"{name} of {form.name} is {_shown(value)}, which is refused: {refused.reason}")
 
 
 def _plain(value: Any) -> Any:
@@ -286,14 +307,15 @@ def _plain(value: Any) -> Any:
 def _is_off(value: Any) -> bool:
     """Whether a switch, or every switch of a block, is off."""
     if isinstance(value, dict):
-        return not value or _plain(value.get("enabled")) is False
+        return _plain(value.get("enabled")) is False or all(_plain(part) in (None, False) for part in value.values())
     return value is False
 
 
-def _nearest(prefix: str, name: str) -> str:
-    here = {key.removeprefix(prefix).split(".")[0] for key in (*KEYS, *REFUSED, *RENAMED) if key.startswith(prefix)}
+def _nearest(prefix: str, name: str, form: Form) -> str:
+    every = (*form.keys, *form.refused, *RENAMED)
+    here = {key.removeprefix(prefix).split(".")[0] for key in every if key.startswith(prefix)}
     close = difflib.get_close_matches(name, sorted(here), n=1, cutoff=0.7)
-    elsewhere = sorted(key for key in KEYS if key.rsplit(".", 1)[-1] == name)
+    elsewhere = sorted(key for key in form.keys if key.rsplit(".", 1)[-1] == name)
     right = [f"{prefix}{close[0]}"] if close else elsewhere
     return f" (did you mean {right[0]}?)" if right else f" (known: {', '.join(sorted(here))})"
 

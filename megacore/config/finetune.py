@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.finetune_task import TaskConfig
@@ -72,7 +72,7 @@ class FinetuneDataConfig(Section):
     """Rows of the validation split, its first ones; null means all."""
     max_test_samples: int | None = keyed(None, gt=0)
     """Rows of the test split, its first ones; null means all."""
-    workers: int | Literal["auto"] = unkeyed("auto")
+    workers: PositiveInt | Literal["auto"] = unkeyed("auto")
     """Processes that tokenize; auto takes one per core."""
 
 
@@ -146,6 +146,28 @@ class FinetuneLaunchConfig(LaunchConfig):
     configuration, an optimizer or a scheduler in it is honoured. Null means the project's own settings."""
 
 
+class FindBatchSizeConfig(Section):
+    """What `--find-batch-size` tries, and how much memory it may take."""
+
+    methods: tuple[Distribution, ...] = unkeyed(DISTRIBUTIONS, min_length=1)
+    """Which values of launch.distributed are compared."""
+    memory_limit_gb: float | None = unkeyed(None, gt=0)
+    """Memory of each rank in GB (10^9 bytes), its GPU's or without one main memory; null means 95 % of the GPU, without
+    one 80 % of what is free on this machine, divided by its ranks."""
+    max_batch: int = unkeyed(4096, gt=0)
+    """Largest micro batch that is tried; never more than the samples that a rank has in an epoch."""
+    steps: int = unkeyed(3, gt=1)
+    """Optimizer steps after which a micro batch counts as fitting; the first ones allocate the optimizer's state."""
+
+    @field_validator("methods")
+    @classmethod
+    def _methods_differ(cls, value: tuple[Distribution, ...]) -> tuple[Distribution, ...]:
+        twice = sorted({name for name in value if value.count(name) > 1})
+        if twice:
+            raise ValueError(f"find_batch_size.methods names {twice[0]} {value.count(twice[0])} times: name it once")
+        return value
+
+
 class FinetuneConfig(Section):
     """Everything that one deployment of the flow finetune says."""
 
@@ -169,6 +191,8 @@ class FinetuneConfig(Section):
     """When to save and what to keep."""
     launch: FinetuneLaunchConfig = unkeyed(FinetuneLaunchConfig())
     """Processes and their supervision."""
+    find_batch_size: FindBatchSizeConfig = unkeyed(FindBatchSizeConfig())
+    """The comparison of distributions."""
     tracking: TrackingConfig = unkeyed(TrackingConfig(experiment="finetune"))
     """MLflow."""
 
@@ -176,6 +200,13 @@ class FinetuneConfig(Section):
     @classmethod
     def _runs_have_an_experiment_of_their_own(cls, value: Any) -> Any:
         return {"experiment": "finetune"} | value if isinstance(value, dict) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _files_are_merged(cls, values: Any, info: ValidationInfo) -> Any:
+        from megacore.config.finetune_files import FILES, merge_files
+
+        return merge_files(values, (info.context or {}).get(FILES, {})) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

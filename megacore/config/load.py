@@ -1,36 +1,43 @@
-"""YAML and dotted overrides in, one frozen RunConfig out."""
+"""YAML and dotted overrides in, one frozen configuration out: a RunConfig, or the FinetuneConfig of a fine-tuning."""
 
-import difflib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megacore.config.complaints import complaints, nearest
 from megacore.config.deepspeed_json import read_json
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_files import FILES, read_files
+from megacore.config.plain_yaml import Loader, read_yaml
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 
 CONF_DIR = Path("conf")
+FINETUNE_DIR = Path("conf/finetune")
 
 
-def _without_colons(form: re.Pattern[str]) -> re.Pattern[str]:
-    return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)
+class _Kind(NamedTuple):
+    """A kind of configuration."""
+
+    schema: type[BaseModel]
+    flow: str
+    """The flow that takes it."""
+    directory: Path
+    """Where its files are, by default."""
+    example: str
+    sign: str
+    """A dotted name that the other kind does not have."""
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads `1:2` and `12:00:00` as text, as YAML 1.2 does, and not as numbers to the base of 60."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own name
-        first: [(tag, _without_colons(form) if tag.endswith((":int", ":float")) else form) for tag, form in known]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+_PRETRAINING = _Kind(RunConfig, "pretrain", CONF_DIR, "conf/gpt2-tiny.yaml", "model.num_layers")
+_FINE_TUNING = _Kind(FinetuneConfig, "finetune", FINETUNE_DIR, "conf/finetune/mrpc.yaml", "task")
 
 
-def conf_path(conf: str, conf_dir: Path = CONF_DIR) -> Path:
+def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAINING) -> Path:
     """The file that `conf` names: a path, or the stem of a file in `conf_dir`.
 
     Raises ConfigError with the nearest name when there is none.
@@ -38,10 +45,13 @@ def conf_path(conf: str, conf_dir: Path = CONF_DIR) -> Path:
     for candidate in (Path(conf), conf_dir / f"{conf}.yaml"):
         if candidate.is_file():
             return candidate
-    known = sorted(path.stem for path in conf_dir.glob("*.yaml"))
-    raise ConfigError(
-        f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml exists{_nearest(conf, known)}"
-    )
+    other = _other(kind)
+    there = (conf_dir.parent if kind is _FINE_TUNING else conf_dir / FINETUNE_DIR.name) / f"{conf}.yaml"
+    if there.is_file():
+        hint = f"; {there} is one of the flow {other.flow}"
+    else:
+        hint = nearest(conf, sorted(path.stem for path in conf_dir.glob("*.yaml")))
+    raise ConfigError(f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml exists{hint}")
 
 
 def load_config(conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR) -> RunConfig:
@@ -49,31 +59,43 @@ def load_config(conf: str, overrides: Mapping[str, Any] | None = None, *, conf_d
 
     Raises ConfigError with one line per wrong value: its key, what it is, and what to do.
     """
-    if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
-        raise ConfigError(
-            f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping of dotted keys"
-        )
-    path = conf_path(conf, conf_dir)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections: see conf/gpt2-tiny.yaml")
-    for key, value in (overrides or {}).items():
-        _set_dotted(values, key, value)
+    path, values = _read_values(conf, overrides, conf_dir, _PRETRAINING)
     _read_deepspeed_json(values, path, conf_dir)
     return parse_config(values, origin=str(path))
 
 
+def load_finetune_config(
+    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = FINETUNE_DIR
+) -> FinetuneConfig:
+    """Read a YAML file of the flow finetune as `load_config` does one of the flow pretrain.
+
+    The files that `launch.accelerate_config` and `launch.deepspeed_config` name are read here; the configuration holds
+    their content, so that no process reads them again.
+    """
+    path, values = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
+    names = read_files(values, (Path(), path.parent, conf_dir.absolute().parent.parent))
+    return parse_finetune_config(values, origin=str(path), files=names)
+
+
 def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     """Validate plain values; `origin` names them in messages. Raises ConfigError."""
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        # Each alternative of a union complains by itself: of one key the first complaint is shown.
-        problems = {_key(item): _describe(item) for item in reversed(error.errors())}
-        raise ConfigError(f"{origin}: " + "; ".join(reversed(problems.values()))) from error
+    return cast(RunConfig, _validated(_PRETRAINING, values, origin))
+
+
+def parse_finetune_config(
+    values: Mapping[str, Any], *, origin: str, files: Mapping[str, str] | None = None
+) -> FinetuneConfig:
+    """Validate plain values of a fine-tuning.
+
+    Args:
+        values: by section.
+        origin: names them in messages.
+        files: names in messages for what `launch.accelerate_config` and `launch.deepspeed_config` hold.
+
+    Raises:
+        ConfigError: they are no configuration.
+    """
+    return cast(FinetuneConfig, _validated(_FINE_TUNING, values, origin, {FILES: dict(files or {})}))
 
 
 def read_config(path: Path) -> RunConfig:
@@ -92,10 +114,49 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         if not sign or not key:
             raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
         try:
-            overrides[key] = yaml.load(text, Loader=_Loader)
+            overrides[key] = yaml.load(text, Loader=Loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"override {pair!r}: its value is not YAML") from error
     return overrides
+
+
+def _validated(kind: _Kind, values: Mapping[str, Any], origin: str, context: dict[str, Any] | None = None) -> BaseModel:
+    try:
+        return kind.schema.model_validate(values, context=context)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {complaints(error, kind.schema)}") from error
+
+
+def _read_values(
+    conf: str, overrides: Mapping[str, Any] | None, conf_dir: Path, kind: _Kind
+) -> tuple[Path, dict[str, Any]]:
+    """The file that is meant and its values, overridden."""
+    if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
+        raise ConfigError(
+            f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping of dotted keys"
+        )
+    path = conf_path(conf, conf_dir, kind=kind)
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections: see {kind.example}")
+    other = _other(kind)
+    if _has(values, other.sign) and not _has(values, kind.sign):
+        raise ConfigError(f"{path} has {other.sign}, a value of the flow {other.flow}, not of {kind.flow}: start that")
+    for key, value in (overrides or {}).items():
+        _set_dotted(values, key, value)
+    return path, values
+
+
+def _other(kind: _Kind) -> _Kind:
+    return _PRETRAINING if kind is _FINE_TUNING else _FINE_TUNING
+
+
+def _has(values: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
 
 
 def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
@@ -128,95 +189,3 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError(f"override {key!r}: {'.'.join(parents[: depth + 1])} holds {child!r}, not a section")
         target = child
     target[leaf] = value
-
-
-def _describe(item: Any) -> str:
-    """One pydantic error as one clause."""
-    location = _location(item)
-    key = _key(item)
-    if item["type"] == "extra_forbidden":
-        name = str(location[-1])
-        return f"unknown key {key}{_elsewhere(name) or _nearest(name, _fields_at(location[:-1]))}"
-    if item["type"] == "missing":
-        return f"{key} is missing: give it a value"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return str(message)
-    if location in _WHOLE:
-        return f"{key} is {item['input']!r}: give {_WHOLE[location]}"
-    advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
-    return f"{key} is {item['input']!r}: {advice}"
-
-
-_ADVICE = {
-    "model_type": "give a mapping of its fields",
-    "model_attributes_type": "give a mapping of its fields",
-    "tuple_type": "give a list, as in [first, second]",
-    "int_type": "give an integer",
-    "int_parsing": "give an integer",
-    "int_from_float": "give an integer",
-    "float_type": "give a number",
-    "float_parsing": "give a number",
-    "finite_number": "give a finite number",
-    "bool_type": "give true or false",
-    "bool_parsing": "give true or false",
-    "string_type": "give text",
-}
-"""What to do about a wrong type; other kinds of error say it themselves."""
-_UNIONS = {"source", "tokenizer"}
-"""Behind these keys of `data` pydantic names the alternative that it tried."""
-_WHOLE: dict[tuple[str | int, ...], str] = {
-    ("deepspeed", "config"): "a path, or the content of DeepSpeed's JSON",
-    ("launch", "nproc_per_node"): "an integer above 0 or auto",
-    ("parallel", "pipeline_partition"): "balanced, uniform or a list of integers, as in [3, 3]",
-}
-"""Values of several kinds: what they may be, whichever of them was tried."""
-
-
-def _location(item: Any) -> tuple[str | int, ...]:
-    location: tuple[str | int, ...] = item["loc"]
-    if location[:2] in _WHOLE:
-        return location[:2]
-    if location[:1] != ("data",):
-        return location
-    return tuple(part for before, part in zip((None, *location), location, strict=False) if before not in _UNIONS)
-
-
-def _key(item: Any) -> str:
-    return ".".join(str(part) for part in _location(item)) or "the configuration"
-
-
-def _fields_at(location: tuple[str | int, ...]) -> list[str]:
-    """The names a section takes; of every alternative where the section is a union."""
-    candidates: list[type[BaseModel]] = [RunConfig]
-    for part in location:
-        if isinstance(part, int):  # an element of a list has the names of its type
-            continue
-        candidates = [
-            model
-            for section in candidates
-            if part in section.model_fields
-            for model in _models_in(section.model_fields[str(part)].annotation)
-        ]
-    return sorted({field.alias or name for section in candidates for name, field in section.model_fields.items()})
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
-
-
-def _elsewhere(name: str) -> str:
-    """The same name in another section, for a key that is right but in the wrong place."""
-    for section, field in RunConfig.model_fields.items():
-        if any(name in model.model_fields for model in _models_in(field.annotation)):
-            return f" (did you mean {section}.{name}?)"
-    return ""
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f" (did you mean {close[0]}?)"
-    return f" (known: {', '.join(known)})" if known else ""

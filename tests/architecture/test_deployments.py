@@ -1,4 +1,4 @@
-"""prefect.yaml holds a deployment of every flow for every file in conf/, and nothing else."""
+"""prefect.yaml holds a deployment of every flow for every file in conf/ that it takes, and nothing else."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,11 @@ FLOWS = {
     "evaluate": "flows/evaluate.py:evaluate",
     "export": "flows/export.py:export",
 }
+"""Flows that take the files in conf/."""
+FINETUNE = {"finetune": "flows/finetune.py:finetune"}
+"""The flow that takes those in conf/finetune/."""
 CONFS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
+FINETUNE_CONFS = sorted(path.stem for path in (ROOT / "conf" / "finetune").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +30,13 @@ def prefect_yaml() -> dict[str, Any]:
 
 def test_every_conf_has_a_deployment_of_every_flow(prefect_yaml: dict[str, Any]) -> None:
     deployed = sorted((item["entrypoint"], item["name"]) for item in prefect_yaml["deployments"])
-    assert deployed == sorted((entrypoint, conf) for entrypoint in FLOWS.values() for conf in CONFS)
+    assert FINETUNE_CONFS
+    assert deployed == sorted(
+        (entrypoint, conf)
+        for flows, confs in ((FLOWS, CONFS), (FINETUNE, FINETUNE_CONFS))
+        for entrypoint in flows.values()
+        for conf in confs
+    )
 
 
 def test_deployments_differ_in_flow_and_conf_alone(prefect_yaml: dict[str, Any]) -> None:
@@ -39,9 +49,9 @@ def test_deployments_differ_in_flow_and_conf_alone(prefect_yaml: dict[str, Any])
         assert item["work_pool"] == {"name": "local"}
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", FLOWS | FINETUNE)
 def test_entrypoints_are_flows_that_take_conf_and_overrides(name: str) -> None:
-    file, function = FLOWS[name].split(":")
+    file, function = (FLOWS | FINETUNE)[name].split(":")
     found = [node for node in tree(Path(file)).body if isinstance(node, ast.FunctionDef) and node.name == function]
     assert len(found) == 1
     assert [argument.arg for argument in found[0].args.args][:2] == ["conf", "overrides"]

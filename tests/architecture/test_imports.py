@@ -30,6 +30,12 @@ ONLY_IN = {
     "transformers": ("megacore/convert/", "megacore/finetune/"),
     "deepspeed": ("megacore/engine/deepspeed",),
     "apex": ("megacore/kernels/",),
+    "accelerate": ("megacore/finetune/",),
+    "sacrebleu": ("megacore/finetune/",),
+    "rouge_score": ("megacore/finetune/",),
+    "sklearn": ("megacore/finetune/",),
+    "scipy": ("megacore/finetune/",),
+    "datasets": ("megacore/corpus/", "megacore/finetune/"),
 }
 
 

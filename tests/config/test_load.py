@@ -263,3 +263,27 @@ def test_a_damaged_written_configuration_is_named(tmp_path: Path, content: str) 
 def test_a_missing_written_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "run.json"))):
         read_config(tmp_path / "run.json")
+
+
+def test_a_key_of_another_kind_of_source_is_told_apart(conf: Callable[..., str]) -> None:
+    message = refusal(conf(), {"data.source.dataset": "wikitext"})
+    assert "data.source.dataset (it belongs to data.source.kind hub, and data.source.kind is source_tree)" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ({"launch.nnodes": [1]}, "launch.nnodes is [1]: give a number of machines, as 2, or a range, as 2:4"),
+        (
+            {"launch.slurm.gpus_per_node": "x"},
+            "launch.slurm.gpus_per_node is 'x': give an integer that is not negative",
+        ),
+        ({"data.workers": "x"}, "data.workers is 'x': give an integer"),
+    ],
+)
+def test_values_of_several_kinds_are_named_once(
+    conf: Callable[..., str], override: dict[str, Any], sentence: str
+) -> None:
+    message = refusal(conf(), override)
+    assert sentence in message
+    assert ";" not in message

@@ -1,0 +1,325 @@
+"""Accelerate's own YAML, as `accelerate config` writes it.
+
+Every key of Accelerate 1.15 is honoured, known to change nothing here, or refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megacore.config.claims import Claim
+from megacore.config.complaints import nearest
+
+_OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
+"""Values with which a key asks for nothing."""
+_GPU_IDS = "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all"
+_TPU = "there is nothing here for TPUs: remove it"
+
+HONOURED = (
+    "compute_environment",
+    "distributed_type",
+    "deepspeed_config",
+    "mixed_precision",
+    "fp16",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "use_cpu",
+)
+"""Keys that are translated or checked by `read_accelerate`."""
+WITHOUT_EFFECT = {
+    "same_network": "the machines are reached through ssh or by a scheduler",
+    "main_training_function": "it is for notebooks and TPUs",
+}
+"""Keys whose value changes nothing here, and why."""
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "gpu_ids": (_GPU_IDS, ("all",)),
+    "rdzv_backend": ("ranks meet as launch.rdzv_endpoint says: set it to static", ("static", "c10d")),
+    "enable_cpu_affinity": ("ranks are not bound to cores: set it to false, and see launch.threads_per_rank", ()),
+    "debug": ("set it to false, and ACCELERATE_DEBUG_MODE=1 in the environment", ()),
+    "dynamo_config": ("models are not compiled: remove it", ({"dynamo_backend": "NO"}, {"dynamo_backend": "no"})),
+    "dynamo_backend": ("models are not compiled: set it to 'NO'", ()),
+    "fsdp_config": ("FSDP is not used here, ZeRO divides the same: use distributed_type DEEPSPEED", ()),
+    "megatron_lm_config": ("Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain", ()),
+    "parallelism_config": ("a fine-tuning divides its batch alone: remove it", ()),
+    "fp8_config": ("a fine-tuning computes in fp32, bf16 or fp16: remove it", ()),
+    "mpirun_config": ("ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind", ()),
+    "ipex_config": ("Intel's extension for PyTorch is not used here: remove it", ({"ipex": False},)),
+    "downcast_bf16": (_TPU, ()),
+    "tpu_name": (_TPU, ()),
+    "tpu_zone": (_TPU, ()),
+    "tpu_use_cluster": (_TPU, ()),
+    "tpu_use_sudo": (_TPU, ()),
+    "command_file": (_TPU, ()),
+    "commands": (_TPU, ()),
+    "tpu_vm": (_TPU, ()),
+    "tpu_env": (_TPU, ()),
+}
+"""Keys that are refused: why, and the values that ask for nothing beside those of `_OFF`."""
+
+DEEPSPEED_HONOURED = (
+    "deepspeed_config_file",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "deepspeed_hostfile",
+    "deepspeed_inclusion_filter",
+    "deepspeed_exclusion_filter",
+    "deepspeed_multinode_launcher",
+)
+"""Keys of deepspeed_config that are translated or checked."""
+DEEPSPEED_WITHOUT_EFFECT = {
+    "offload_optimizer_nvme_path": "nothing is offloaded to nvme",
+    "offload_param_nvme_path": "nothing is offloaded to nvme",
+    "zero3_init_flag": "each rank makes the model in main memory before it is divided",
+    "zero3_save_16bit_model": "the best model is gathered and saved in fp32",
+}
+DEEPSPEED_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "deepspeed_moe_layer_cls_names": ("mixtures of experts are untested here: remove it", ()),
+}
+
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
+_LAUNCHERS = ("pdsh", "standard", "nossh")
+"""Ways of starting other machines that ssh takes the place of."""
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+_STAGES = {(0, False, False): "ddp", (2, False, False): "zero2", (3, False, False): "zero3"}
+_STAGES[3, True, True] = "zero3-offload"
+
+
+def named_json(content: Mapping[str, Any]) -> str | None:
+    """The path of DeepSpeed's JSON that the YAML gives, None where it gives none."""
+    block = content.get("deepspeed_config")
+    path = block.get("deepspeed_config_file") if isinstance(block, dict) else None
+    return path if isinstance(path, str) and path not in _OFF else None
+
+
+def asks_for_cpu(content: Mapping[str, Any]) -> bool:
+    """Whether the YAML says that ranks compute on the CPU, whatever GPUs there are."""
+    return bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
+
+
+def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
+    """What the YAML says, as values of the configuration.
+
+    Args:
+        content: of the YAML.
+        launch: the section; a DeepSpeed JSON is put there where no value of `launch.distributed` says the same.
+        name: of the file in sentences.
+
+    Raises:
+        ValueError: a key is unknown, refused, or has a value that means nothing.
+    """
+    _known(content, "", (HONOURED, WITHOUT_EFFECT, REFUSED), name)
+    _refuse(content, "", REFUSED, name)
+    where = content.get("compute_environment", "LOCAL_MACHINE")
+    if where != "LOCAL_MACHINE":
+        raise ValueError(
+            f"compute_environment of {name} is {where}: only LOCAL_MACHINE is started here, other machines by "
+            "launch.hostfile and launch.kind"
+        )
+    kind = content.get("distributed_type")
+    if kind not in _TYPES:
+        raise ValueError(f"distributed_type of {name} is {kind}: use {', '.join(_TYPES)}")
+    block = content.get("deepspeed_config") or {}
+    if not isinstance(block, dict):
+        raise ValueError(f"deepspeed_config of {name} is {block!r}: give a mapping of its keys")
+    if block and kind != "DEEPSPEED":
+        raise ValueError(
+            f"deepspeed_config of {name} is given but distributed_type is {kind}: set the latter to DEEPSPEED, or "
+            "remove the former"
+        )
+    yield from _processes(content, name)
+    yield from _precision(content, name)
+    if kind == "DEEPSPEED":
+        yield from _deepspeed(block, launch, name)
+    else:
+        yield Claim("launch.distributed", "ddp", f"distributed_type of {name} is {kind}")
+
+
+def _known(block: Mapping[str, Any], prefix: str, tables: tuple[Any, ...], name: str) -> None:
+    known = sorted({key for table in tables for key in table})
+    for key in block:
+        if key not in known:
+            raise ValueError(f"unknown key {prefix}{key} in {name}{nearest(str(key), known)}")
+
+
+def _refuse(
+    block: Mapping[str, Any], prefix: str, refused: Mapping[str, tuple[str, tuple[Any, ...]]], name: str
+) -> None:
+    for key, (reason, off) in refused.items():
+        value = block.get(key)
+        if value not in (*_OFF, *off):
+            raise ValueError(f"{prefix}{key} of {name} is {Claim.shown(value)}, which is refused: {reason}")
+
+
+def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """Ranks, machines, and where they meet."""
+    machines = _count(content, "num_machines", name)
+    processes = _count(content, "num_processes", name)
+    kind, on_cpu = content["distributed_type"], _flag(content, "use_cpu", name)
+    if kind == "NO" and (processes or 1) > 1:
+        raise ValueError(
+            f"num_processes of {name} is {processes} but distributed_type is NO, one process: set the latter to "
+            "MULTI_GPU, MULTI_CPU or DEEPSPEED"
+        )
+    if kind == "MULTI_GPU" and on_cpu:
+        raise ValueError(f"use_cpu of {name} is true but distributed_type is MULTI_GPU: set the latter to MULTI_CPU")
+    if asks_for_cpu(content):
+        said = f"use_cpu of {name} is true" if on_cpu else f"distributed_type of {name} is MULTI_CPU"
+        yield Claim("launch.allow_cpu", True, said)
+    processes = 1 if kind == "NO" else processes
+    if processes is not None:
+        clause = f"num_processes of {name} is {processes}"
+        if processes % (machines or 1):
+            raise ValueError(f"{clause}, which num_machines {machines} does not divide: give each machine as many")
+        if (machines or 1) > 1:
+            clause += f" on num_machines {machines}"
+        yield Claim("launch.nproc_per_node", processes // (machines or 1), clause)
+    if machines is not None:
+        yield Claim("launch.nnodes", machines, f"num_machines of {name} is {machines}")
+    rank = content.get("machine_rank") or 0
+    if rank != 0:
+        raise ValueError(
+            f"machine_rank of {name} is {rank}: all machines are started from one place, give the file of machine 0"
+        )
+    if (machines or 1) > 1:
+        yield from _meeting(content, name)
+
+
+def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """The address of the first machine; on one machine ranks meet at a port that is free."""
+    address, port = content.get("main_process_ip"), content.get("main_process_port")
+    if address is None and port is not None:
+        raise ValueError(f"main_process_port of {name} is {port} without main_process_ip: give both, or neither")
+    if address is not None:
+        at = str(address) if port is None else f"{address}:{port}"
+        said = f"main_process_ip of {name} is {address}"
+        yield Claim("launch.rdzv_endpoint", at, said if port is None else f"{said} and main_process_port {port}")
+
+
+def _precision(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    value = content.get("mixed_precision")
+    if value is None and content.get("fp16"):
+        yield Claim("train.precision", "fp16", f"fp16 of {name} is true")
+    if value is None:
+        return
+    said = "no" if value is False else str(value).lower()  # YAML reads a bare `no` as false
+    if said not in _PRECISIONS:
+        raise ValueError(f"mixed_precision of {name} is {value}: use {', '.join(_PRECISIONS)}")
+    yield Claim("train.precision", _PRECISIONS[said], f"mixed_precision of {name} is {said}")
+
+
+def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
+    prefix = "deepspeed_config."
+    _known(block, prefix, (DEEPSPEED_HONOURED, DEEPSPEED_WITHOUT_EFFECT, DEEPSPEED_REFUSED), name)
+    _refuse(block, prefix, DEEPSPEED_REFUSED, name)
+    path = named_json(block and {"deepspeed_config": block})
+    if path is not None and not isinstance(launch.get("deepspeed_config"), dict):
+        raise ValueError(
+            f"{prefix}deepspeed_config_file of {name} is {path}, which was not read: give its content as "
+            "launch.deepspeed_config, or load the configuration from its YAML"
+        )
+    yield from _stage(block, launch, name)
+    for key, field, kind in (
+        ("gradient_accumulation_steps", "train.gradient_accumulation_steps", int),
+        ("gradient_clipping", "optim.clip_grad", float),
+    ):
+        value = block.get(key)
+        if value in _OFF or value == "auto":
+            continue
+        number = _number(value, kind)
+        if number is None or number <= 0:
+            raise ValueError(f"{prefix}{key} of {name} is {value}: give a number above 0")
+        yield Claim(field, number, f"{prefix}{key} of {name} is {value}")
+    yield from _hosts(block, name)
+
+
+def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
+    """What the ranks divide; where a JSON says it, the YAML need not."""
+    clauses = {}
+    devices = {}
+    for what in ("optimizer", "param"):
+        key = f"offload_{what}_device"
+        value = block.get(key)
+        devices[what] = "none" if value in _OFF else str(value)
+        clauses[what] = f"deepspeed_config.{key} of {name} is {devices[what]}"
+        if devices[what] not in ("none", "cpu"):
+            raise ValueError(f"{clauses[what]}: use cpu or none, nvme is not used here")
+        if value is not None:
+            yield Claim(f"zero_optimization.offload_{what}.device", devices[what], clauses[what], ours=False)
+    in_json = isinstance(launch.get("deepspeed_config"), dict)
+    stage = block.get("zero_stage", None if in_json else 2)
+    if stage is None:
+        return
+    clause = f"deepspeed_config.zero_stage of {name} is {stage}"
+    if _number(stage, int) not in (0, 2, 3):
+        raise ValueError(f"{clause}: use 2 or 3, or 0 for distributed data parallelism")
+    stage, on_cpu = int(stage), [what for what, device in devices.items() if device == "cpu"]
+    if on_cpu and (stage == 0 or (stage == 2 and "param" in on_cpu)):
+        raise ValueError(f"{clauses[on_cpu[-1]]} but {clause}: {'2 or ' if stage == 0 else ''}3 offloads that")
+    if stage:
+        yield Claim("zero_optimization.stage", stage, clause, ours=False)
+    method = _STAGES.get((stage, "optimizer" in on_cpu, "param" in on_cpu))
+    if method is not None:
+        offloads = " with offload of both" if method == "zero3-offload" else ""
+        yield Claim("launch.distributed", method, f"{clause}{offloads}")
+    elif not in_json:  # DeepSpeed's own terms have no other name here
+        launch["deepspeed_config"] = _json(stage, on_cpu)
+
+
+def _json(stage: int, on_cpu: list[str]) -> dict[str, Any]:
+    """DeepSpeed's JSON for what has no value of `launch.distributed`: offload of one part."""
+    offload = {f"offload_{what}": {"device": "cpu", "pin_memory": True} for what in on_cpu}
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {**dict.fromkeys(batch, "auto"), "zero_optimization": {"stage": stage, **offload}}
+
+
+def _hosts(block: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    prefix = "deepspeed_config."
+    launcher = block.get("deepspeed_multinode_launcher")
+    if launcher not in _OFF and launcher not in _LAUNCHERS:
+        raise ValueError(
+            f"{prefix}deepspeed_multinode_launcher of {name} is {launcher}: other machines are reached through ssh, "
+            f"use {' or '.join(_LAUNCHERS)}, or launch.kind slurm"
+        )
+    filters: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "deepspeed_hostfile": ("launch.hostfile", str),
+        "deepspeed_inclusion_filter": ("launch.include", lambda text: text.split("@")),
+        "deepspeed_exclusion_filter": ("launch.exclude", lambda text: text.split("@")),
+    }
+    for key, (field, meaning) in filters.items():
+        if block.get(key) not in _OFF:
+            yield Claim(field, meaning(str(block[key])), f"{prefix}{key} of {name} is {block[key]}")
+
+
+def _count(content: Mapping[str, Any], key: str, name: str) -> int | None:
+    """A number of processes or machines; None where the file leaves it open."""
+    value = content.get(key)
+    if value is None or value == -1:
+        return None
+    number = _number(value, int)
+    if number is None or number < 1:
+        raise ValueError(f"{key} of {name} is {value}: give an integer above 0")
+    return int(number)
+
+
+def _flag(content: Mapping[str, Any], key: str, name: str) -> bool:
+    value = content.get(key)
+    if value not in (None, True, False):
+        raise ValueError(f"{key} of {name} is {value}: give true or false")
+    return bool(value)
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if kind is int:
+        return int(number) if number == int(number) else None
+    return number

@@ -1,0 +1,295 @@
+"""DeepSpeed's own JSON as the launch configuration of a fine-tuning: what it says of our values, and its plain form."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megacore.config.claims import Claim
+from megacore.config.deepspeed_json import SCHEDULERS, Form, read_keys
+from megacore.config.deepspeed_keys import AUTO, KEYS, REFUSED, Key, Refused
+
+STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
+"""ZeRO stage by `launch.distributed`."""
+COURSES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""What DeepSpeed's schedulers are called in `optim.lr_scheduler`."""
+_ADAMS = ("Adam", "AdamW")
+_OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam")}
+"""What DeepSpeed takes from torch, so that nothing is compiled, and what updates each weight alone, as ZeRO needs."""
+_PARAMETERS = {
+    "SGD": ("momentum", "dampening", "nesterov"),
+    "RMSprop": ("alpha", "eps", "momentum", "centered"),
+    "Adamax": ("betas", "eps"),
+    "NAdam": ("betas", "eps", "momentum_decay", "decoupled_weight_decay"),
+    "RAdam": ("betas", "eps", "decoupled_weight_decay"),
+    "Adam": ("betas", "eps", "torch_adam", "adam_w_mode"),
+    "AdamW": ("betas", "eps", "torch_adam", "adam_w_mode"),
+}
+"""Parameters of each beside lr and weight_decay."""
+
+_NOT_USED = "models of transformers do not use it: remove it, and see train.gradient_checkpointing"
+_MONITOR = "what it would write goes to MLflow: remove it"
+_CHECKPOINTS = "checkpoints are the flow's: see the section checkpoint"
+_DIVISION = "every rank has samples of its own and the same model: remove it"
+_BLOCKS = {"activation_checkpointing": _NOT_USED, "aio": "nothing is offloaded to nvme: remove it"}
+_BLOCKS |= dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _MONITOR)
+"""Blocks that are honoured elsewhere and not in a fine-tuning."""
+_OWN_REASONS = {
+    "dataloader_drop_last": "the flow reads the data: see the section data",
+    "data_efficiency": "the flow reads the data: see the section data",
+    "curriculum_learning": "the flow reads the data: see the section data",
+    **dict.fromkeys(
+        (
+            "checkpoint",
+            "datastates_ckpt",
+            "nebula",
+            "zero_optimization.elastic_checkpoint",
+            "zero_optimization.load_from_fp32_weights",
+            "zero_optimization.pipeline_loading_checkpoint",
+        ),
+        _CHECKPOINTS,
+    ),
+    **dict.fromkeys(
+        (
+            "tensor_parallel",
+            "pipeline",
+            "sequence_parallel_size",
+            "data_parallel_size",
+            "seq_parallel_communication_data_type",
+        ),
+        _DIVISION,
+    ),
+    "optimizer.params.amsgrad": "DeepSpeed's Adam has it not: set it to false",
+    "optimizer.params.bias_correction": "torch's Adam always has it: set it to true",
+    "optimizer.params.fused": "torch's Adam is taken as it is: remove it",
+    "optimizer.params.foreach": "torch's Adam is taken as it is: remove it",
+    "optimizer.params.set_grad_none": "torch's Adam is taken as it is: remove it",
+    "optimizer.legacy_fusion": "nothing is fused here: remove it",
+    "vocabulary_size": "the model has it: remove it",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon would be compiled: remove it",
+    "zero_optimization.offload_optimizer.ratio": "the optimizer is offloaded whole: set it to 1.0",
+    "autotuning": "it starts jobs of its own: use --find-batch-size",
+}
+_PASSED_HERE = {
+    "fp16.auto_cast": Key("flag"),
+    "zero_optimization.round_robin_gradients": Key("flag"),
+    **{f"optimizer.params.{name}": Key("number") for name in ("momentum", "dampening", "alpha")},
+    "optimizer.params.momentum_decay": Key("number"),
+    **{f"optimizer.params.{name}": Key("flag") for name in ("nesterov", "centered", "decoupled_weight_decay")},
+}
+_REFUSED_HERE = {
+    "optimizer.params.max_grad_norm": Refused("DeepSpeed takes gradient_clipping: use that"),
+    "optimizer.params.torch_adam": Refused("DeepSpeed's Adam would be compiled: set it to true", (True,)),
+    "zero_force_ds_cpu_optimizer": Refused("DeepSpeed's Adam would be compiled: set it to false"),
+    **{name: Refused(reason) for name, reason in _BLOCKS.items()},
+}
+_FILLED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "fp16.enabled",
+    "bf16.enabled",
+    "fp16.loss_scale",
+    "fp16.initial_scale_power",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "optimizer.params.",
+    "scheduler.params.",
+)
+"""Where "auto" stays until the run is known; elsewhere it means DeepSpeed's default."""
+
+
+def form_of(name: str) -> Form:
+    """What a fine-tuning takes of a JSON, which is called `name` in sentences."""
+    blocks = tuple(f"{block}." for block in _BLOCKS)
+    keys = {key: kind for key, kind in KEYS.items() if key not in _REFUSED_HERE and not key.startswith(blocks)}
+    refused = {
+        key: value._replace(reason=_OWN_REASONS.get(key, value.reason))
+        for key, value in REFUSED.items()
+        if key not in _PASSED_HERE
+    }
+    return Form(
+        name,
+        keys | _PASSED_HERE,
+        refused | _REFUSED_HERE,
+        _OPTIMIZERS,
+        f"and DeepSpeed would compile it, or fails with it: use one of {', '.join(sorted(_OPTIMIZERS.values()))}, "
+        "or remove optimizer",
+        "and no optim.lr_scheduler is like it",
+    )
+
+
+def read_deepspeed(content: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """What the JSON says, as values of the configuration; "auto" says nothing.
+
+    Args:
+        content: of the JSON; changed to its plain form: DeepSpeed's present names, values of their kind, ZeRO's stage
+            and offload as they will be, and "auto" for everything that follows from the configuration.
+        values: of the configuration, by section, with what was claimed so far.
+        name: of the file in sentences.
+
+    Raises:
+        ValueError: a key is unknown or refused, or a value means nothing here.
+    """
+    flat = dict(read_keys(content, form_of(name)))
+    yield from _zero(flat, values, name)
+    yield from _precision(flat, values, name)
+    for key, field in (
+        ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
+        ("gradient_accumulation_steps", "train.gradient_accumulation_steps"),
+        ("gradient_clipping", "optim.clip_grad"),
+    ):
+        yield from _number(flat, key, field, name)
+    yield from _optimizer(flat, name)
+    yield from _scheduler(flat, name)
+    _check_batch(flat, values, name)
+    content.clear()
+    content.update(_nested(flat))
+
+
+def _number(flat: Mapping[str, Any], key: str, field: str, name: str) -> Iterator[Claim]:
+    if flat.get(key, AUTO) != AUTO:
+        yield Claim(field, flat[key], f"{key} of {name} is {flat[key]}")
+
+
+def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """Stage and offload; what the JSON leaves open is what `launch.distributed` says."""
+    key, given = "zero_optimization.stage", values["launch"].get("distributed")
+    if flat.get(key, AUTO) == AUTO:
+        if given is None:
+            raise ValueError(f"{key} of {name} is missing, and launch.distributed too: give one of them")
+        if given not in STAGES:
+            raise ValueError(
+                f"{name} is DeepSpeed's JSON but launch.distributed is {given}: set the latter to "
+                f"{', '.join(STAGES)}, or remove the former"
+            )
+        flat[key] = STAGES[given]
+    stage, offload = flat[key], "cpu" if given == "zero3-offload" else "none"
+    clause = f"{key} of {name} is {stage}"
+    if stage not in STAGES.values():
+        raise ValueError(f"{clause}: use 2 or 3, or launch.distributed ddp without launch.deepspeed_config")
+    yield Claim(key, stage, clause, ours=False)
+    devices = []
+    for what in ("offload_optimizer", "offload_param"):
+        at = f"zero_optimization.{what}.device"
+        if flat.get(at) == AUTO:
+            flat[at] = offload
+        device = flat.get(at, "none")
+        said = f"{at} of {name} is {device}"
+        if device == "nvme" or (stage == 2 and device == "cpu" and what == "offload_param"):
+            wanted = "cpu or none, nvme is not used here" if device == "nvme" else "stage 3, or none"
+            raise ValueError(f"{said}{'' if device == 'nvme' else f' but {clause}'}: use {wanted}")
+        yield Claim(at, device, said, ours=False)
+        devices.append(device)
+        if device == "none":
+            for part in [part for part in flat if part.startswith(f"zero_optimization.{what}.") and part != at]:
+                del flat[part]
+    whole = stage == 3 and devices == ["cpu", "cpu"]
+    kind = "zero3-offload" if whole else f"zero{stage}"
+    where = " with both parts offloaded" if whole else " without offload of both parts" if stage == 3 else ""
+    yield Claim("launch.distributed", kind, f"{clause}{where}")
+
+
+def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """The block that is switched on; where both are off, fp32."""
+    ours = (values.get("train") or {}).get("precision") if isinstance(values.get("train") or {}, dict) else None
+    fp16, bf16 = (flat.get(f"{kind}.enabled") for kind in ("fp16", "bf16"))
+    if fp16 is True and bf16 is True:
+        raise ValueError(f"fp16.enabled and bf16.enabled of {name} are both true: keep one of them")
+    for kind, on in (("fp16", fp16), ("bf16", bf16)):
+        if on is True:
+            yield Claim("train.precision", kind, f"{kind}.enabled of {name} is true")
+    if True in (fp16, bf16):
+        return
+    if bf16 is False and (fp16 is False or ours != "fp16"):
+        said = "fp16.enabled and bf16.enabled" if fp16 is False else "bf16.enabled"
+        yield Claim("train.precision", "fp32", f"{said} of {name} {'are' if fp16 is False else 'is'} false")
+    elif fp16 is False and ours == "fp16":
+        raise ValueError(f"fp16.enabled of {name} is false but train.precision is fp16: change one of them")
+
+
+def _optimizer(flat: dict[str, Any], name: str) -> Iterator[Claim]:
+    kind, prefix = flat.get("optimizer.type"), "optimizer.params."
+    if kind is None:
+        return
+    known = ("lr", "weight_decay", *_PARAMETERS[kind])
+    for key in (key for key in flat if key.startswith(prefix)):
+        if key.removeprefix(prefix) not in known:
+            raise ValueError(f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove it")
+    pairs = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
+    if kind in _ADAMS:
+        pairs["eps"] = "optim.adam_eps"
+        betas = flat.setdefault(f"{prefix}betas", AUTO)
+        for number, beta in enumerate(betas if betas != AUTO else ()):
+            yield Claim(f"optim.adam_beta{number + 1}", beta, f"{prefix}betas[{number}] of {name} is {beta}")
+    for key in pairs:
+        flat.setdefault(f"{prefix}{key}", AUTO)
+        yield from _number(flat, f"{prefix}{key}", pairs[key], name)
+    for key in known:  # torch has numbers for what nobody said
+        if key not in pairs and key != "betas" and flat.get(f"{prefix}{key}") == AUTO:
+            del flat[f"{prefix}{key}"]
+    if kind not in _ADAMS and flat.get(f"{prefix}betas") == AUTO:
+        del flat[f"{prefix}betas"]
+
+
+def _scheduler(flat: dict[str, Any], name: str) -> Iterator[Claim]:
+    kind, prefix = flat.get("scheduler.type"), "scheduler.params."
+    if kind is None:
+        return
+    yield Claim("optim.lr_scheduler", COURSES[kind], f"scheduler.type of {name} is {kind}")
+    for key in ("warmup_max_lr", "warmup_num_steps", "total_num_steps"):
+        if key in SCHEDULERS[kind]:
+            flat.setdefault(f"{prefix}{key}", AUTO)
+    for key in ("warmup_min_ratio", "cos_min_ratio", "warmup_type"):
+        if flat.get(f"{prefix}{key}") == AUTO:
+            del flat[f"{prefix}{key}"]
+    steps, total = (flat.get(f"{prefix}{key}") for key in ("warmup_num_steps", "total_num_steps"))
+    if steps == 0:
+        raise ValueError(f'{prefix}warmup_num_steps of {name} is 0: DeepSpeed takes 1 or more, or "auto"')
+    if isinstance(steps, int) and isinstance(total, int) and steps >= total:
+        raise ValueError(
+            f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the warm-up must end before"
+        )
+    yield from _number(flat, f"{prefix}warmup_max_lr", "optim.lr", name)
+    yield from _number(flat, f"{prefix}warmup_num_steps", "optim.warmup_steps", name)
+
+
+def _check_batch(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError for a batch that is not what micro batch, accumulation and ranks come to."""
+    from megacore.config.finetune import FinetuneTrainConfig
+
+    total, train, launch = flat.get("train_batch_size", AUTO), values.get("train") or {}, values["launch"]
+    names = ("micro_batch_size", "gradient_accumulation_steps")
+    factors = [train.get(key, FinetuneTrainConfig.model_fields[key].default) for key in names]
+    if total == AUTO or not all(isinstance(factor, int) and factor > 0 for factor in factors):
+        return
+    ranks = _ranks(launch)
+    product = factors[0] * factors[1] * (ranks or 1)
+    if total % product or (ranks is not None and total != product):
+        shown = " x ".join(f"train.{key} {factor}" for key, factor in zip(names, factors, strict=True))
+        raise ValueError(
+            f"train_batch_size of {name} is {total} but {shown}{f' x {ranks} ranks' if ranks is not None else ''} = "
+            f'{product}: change one of them, or say "auto" in the JSON'
+        )
+
+
+def _ranks(launch: Mapping[str, Any]) -> int | None:
+    """Ranks of the job where the configuration says how many."""
+    here, nodes = launch.get("nproc_per_node"), launch.get("nnodes") or 1
+    if not isinstance(here, int) or launch.get("hostfile") is not None or not isinstance(nodes, int):
+        return None
+    return here * nodes
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as blocks within blocks; "auto" is left out where it means DeepSpeed's default."""
+    content: dict[str, Any] = {}
+    for key, value in flat.items():
+        if value == AUTO and not key.startswith(_FILLED):
+            continue
+        *blocks, leaf = key.split(".")
+        block = content
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[leaf] = list(value) if isinstance(value, tuple) else value
+    return content

@@ -1,0 +1,332 @@
+"""What `accelerate config` writes, as the launch configuration of a fine-tuning."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import accelerate_yaml
+from megacore.config.load import parse_finetune_config
+from tests.config._finetune import Files, minimal, reread
+
+DEEPSPEED: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "zero3_init_flag": False,
+    "zero3_save_16bit_model": False,
+    "zero_stage": 2,
+}
+WRITTEN: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "deepspeed_config": DEEPSPEED,
+    "distributed_type": "DEEPSPEED",
+    "downcast_bf16": "no",
+    "dynamo_config": {},
+    "enable_cpu_affinity": False,
+    "fsdp_config": {},
+    "gpu_ids": "all",
+    "machine_rank": 0,
+    "main_process_ip": None,
+    "main_process_port": None,
+    "main_training_function": "main",
+    "megatron_lm_config": {},
+    "mixed_precision": "fp16",
+    "num_machines": 1,
+    "num_processes": 2,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+"""As the questionnaire writes it, with the keys of older versions too."""
+ON_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "mixed_precision": "no", "use_cpu": True}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def zero(**changes: Any) -> dict[str, Any]:
+    """The file with other values of its block deepspeed_config; None removes one."""
+    block = {name: value for name, value in (DEEPSPEED | changes).items() if value is not None}
+    return WRITTEN | {"deepspeed_config": block}
+
+
+def test_what_was_written_is_taken(files: Files) -> None:
+    config = files.load(WRITTEN)
+    assert (config.launch.distributed, config.launch.nproc_per_node, config.launch.nnodes) == ("zero2", 2, 1)
+    assert (config.train.precision, config.train.gradient_accumulation_steps, config.optim.clip_grad) == (
+        "fp16",
+        2,
+        0.5,
+    )
+    assert config.launch.accelerate_config == WRITTEN  # its content, so that nobody reads it again
+    assert config.launch.deepspeed_config is None
+    assert reread(config) == config
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "launch"),
+    [
+        ({"distributed_type": "NO"}, {"distributed": "ddp", "nproc_per_node": 1}),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 4}, {"distributed": "ddp", "nproc_per_node": 4}),
+        ({"distributed_type": "MULTI_GPU", "num_processes": -1}, {"nproc_per_node": "auto", "allow_cpu": False}),
+        (ON_CPU, {"distributed": "ddp", "nproc_per_node": 2, "allow_cpu": True}),
+        (zero(zero_stage=0), {"distributed": "ddp"}),
+        (zero(zero_stage=None), {"distributed": "zero2"}),
+        (zero(zero_stage=3), {"distributed": "zero3"}),
+        (
+            zero(zero_stage=3, offload_optimizer_device="cpu", offload_param_device="cpu"),
+            {"distributed": "zero3-offload", "deepspeed_config": None},
+        ),
+        (
+            zero(deepspeed_hostfile="hosts", deepspeed_inclusion_filter="a:0,1@b", deepspeed_multinode_launcher="pdsh")
+            | {"num_machines": 2, "num_processes": 4, "main_process_ip": "10.0.0.1", "main_process_port": 29500},
+            {
+                "hostfile": "hosts",
+                "include": ("a:0,1", "b"),
+                "nnodes": 2,
+                "nproc_per_node": 2,
+                "rdzv_endpoint": "10.0.0.1:29500",
+            },
+        ),
+        (
+            zero(deepspeed_hostfile="hosts", deepspeed_exclusion_filter="a")
+            | {"num_machines": 2, "num_processes": 4, "main_process_ip": "first"},
+            {"exclude": ("a",), "rdzv_endpoint": "first"},
+        ),
+    ],
+)
+def test_launch_values_are_translated(files: Files, accelerate: dict[str, Any], launch: dict[str, Any]) -> None:
+    config = files.load(accelerate)
+    assert {name: getattr(config.launch, name) for name in launch} == launch
+    assert reread(config) == config
+
+
+@pytest.mark.parametrize(
+    ("said", "precision"), [("no", "fp32"), (False, "fp32"), ("bf16", "bf16"), ("FP16", "fp16"), (None, "auto")]
+)
+def test_precisions(files: Files, said: Any, precision: str) -> None:
+    assert files.load(WRITTEN | {"mixed_precision": said}).train.precision == precision
+
+
+def test_the_key_of_old_files_for_fp16(files: Files) -> None:
+    assert files.load({"distributed_type": "NO", "fp16": True}).train.precision == "fp16"
+
+
+@pytest.mark.parametrize("what", ["optimizer", "param"])
+def test_offload_of_one_part_is_told_by_deepspeeds_own_terms(files: Files, what: str) -> None:
+    config = files.load(zero(zero_stage=3, **{f"offload_{what}_device": "cpu"}))
+    assert config.launch.distributed == "zero3"
+    settings = config.launch.deepspeed_config
+    assert isinstance(settings, dict)
+    assert settings["zero_optimization"] == {"stage": 3, f"offload_{what}": {"device": "cpu", "pin_memory": True}}
+    assert reread(config) == config
+    optimizer_alone = files.load(zero(offload_optimizer_device="cpu"))
+    assert optimizer_alone.launch.distributed == "zero2"
+
+
+def test_the_json_that_it_names_is_read_from_beside_it(files: Files) -> None:
+    accelerate = WRITTEN | {"deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}}
+    content = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.25, "fp16": {"enabled": "true"}}
+    config = files.load(accelerate, content)
+    assert (config.launch.distributed, config.optim.clip_grad, config.train.precision) == ("zero3", 0.25, "fp16")
+    assert reread(config) == config
+    same = files.load(accelerate, content, launch__deepspeed_config="ds.json")
+    assert same == config
+
+
+def test_two_jsons_that_differ_are_refused_with_both(files: Files) -> None:
+    (files.directory / "other.json").write_text('{"zero_optimization": {"stage": 2}}')
+    accelerate = WRITTEN | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    message = files.refusal(accelerate, {"zero_optimization": {"stage": 3}}, launch__deepspeed_config="other.json")
+    assert "deepspeed_config_file of accelerate.yaml is ds.json but launch.deepspeed_config is other.json" in message
+
+
+def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> None:
+    message = files.refusal(WRITTEN | {"deepspeed_config": {"deepspeed_config_file": "none.json"}})
+    assert "deepspeed_config_file of accelerate.yaml is 'none.json': there is no file" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment of accelerate.yaml is AMAZON_SAGEMAKER"),
+        *[
+            (
+                {"distributed_type": kind, "deepspeed_config": {}},
+                f"distributed_type of accelerate.yaml is {kind}: use NO",
+            )
+            for kind in ("FSDP", "MEGATRON_LM", "XLA", "MULTI_XPU", "TP", None)
+        ],
+        (
+            {"distributed_type": "MULTI_GPU"},
+            "deepspeed_config of accelerate.yaml is given but distributed_type is MULTI",
+        ),
+        ({"deepspeed_config": 3}, "deepspeed_config of accelerate.yaml is 3: give a mapping"),
+        ({"mixed_precision": "fp8"}, "mixed_precision of accelerate.yaml is fp8: use no, fp16, bf16"),
+        (
+            {"num_processes": 3, "num_machines": 2},
+            "num_processes of accelerate.yaml is 3, which num_machines 2 does not",
+        ),
+        ({"num_processes": "two"}, "num_processes of accelerate.yaml is two: give an integer above 0"),
+        ({"num_machines": 0}, "num_machines of accelerate.yaml is 0: give an integer above 0"),
+        ({"machine_rank": 1}, "machine_rank of accelerate.yaml is 1"),
+        (
+            {"num_machines": 2, "num_processes": 2, "main_process_port": 1},
+            "main_process_port of accelerate.yaml is 1 without main_process_ip",
+        ),
+        ({"num_machines": 2, "num_processes": 2}, "launch.nnodes is 2 without launch.hostfile"),
+        (
+            {"distributed_type": "NO", "deepspeed_config": {}},
+            "num_processes of accelerate.yaml is 2 but distributed_type",
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "deepspeed_config": {}, "use_cpu": True},
+            "use_cpu of accelerate.yaml is true but distributed_type is MULTI_GPU",
+        ),
+        ({"use_cpu": "maybe"}, "use_cpu of accelerate.yaml is maybe: give true or false"),
+        ({"mixed_presicion": "no"}, "unknown key mixed_presicion in accelerate.yaml (did you mean mixed_precision?)"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(files: Files, changes: dict[str, Any], sentence: str) -> None:
+    assert sentence in files.refusal(WRITTEN | changes)
+
+
+SWITCHED_ON: dict[str, Any] = {
+    "gpu_ids": "0,1",
+    "rdzv_backend": "etcd",
+    "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+    "dynamo_backend": "INDUCTOR",
+    "downcast_bf16": "yes",
+    "commands": ["ls"],
+    "tpu_vm": ["a"],
+    "tpu_env": ["A=1"],
+    "command_file": "x.sh",
+    "tpu_name": "a",
+    "tpu_zone": "b",
+}
+
+
+@pytest.mark.parametrize("key", accelerate_yaml.REFUSED)
+def test_keys_that_are_refused(files: Files, key: str) -> None:
+    on = {"some": "value"} if key.endswith("config") else True
+    assert f"{key} of accelerate.yaml is " in files.refusal(WRITTEN | {key: SWITCHED_ON.get(key, on)})
+    for off in (None, False, *accelerate_yaml.REFUSED[key][1]):
+        parse_finetune_config(minimal() | {"launch": {"accelerate_config": WRITTEN | {key: off}}}, origin="test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"zero_stage": 1}, "deepspeed_config.zero_stage of accelerate.yaml is 1: use 2 or 3"),
+        ({"zero_stage": "two"}, "deepspeed_config.zero_stage of accelerate.yaml is two: use 2 or 3"),
+        ({"offload_optimizer_device": "nvme"}, "offload_optimizer_device of accelerate.yaml is nvme: use cpu or none"),
+        (
+            {"offload_param_device": "cpu"},
+            "offload_param_device of accelerate.yaml is cpu but deepspeed_config.zero_stage of accelerate.yaml is 2",
+        ),
+        (
+            {"zero_stage": 0, "offload_optimizer_device": "cpu"},
+            "offload_optimizer_device of accelerate.yaml is cpu but deepspeed_config.zero_stage of accelerate.yaml",
+        ),
+        ({"gradient_clipping": -1}, "gradient_clipping of accelerate.yaml is -1: give a number above 0"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps of accelerate.yaml is 1.5: give a number"),
+        ({"deepspeed_multinode_launcher": "openmpi"}, "deepspeed_multinode_launcher of accelerate.yaml is openmpi"),
+        ({"deepspeed_moe_layer_cls_names": "A"}, "deepspeed_moe_layer_cls_names of accelerate.yaml is A, which is ref"),
+        ({"zero_stages": 2}, "unknown key deepspeed_config.zero_stages in accelerate.yaml (did you mean zero_stage?)"),
+    ],
+)
+def test_what_cannot_be_done_with_deepspeed_is_refused_by_name(
+    files: Files, changes: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in files.refusal(zero(**changes))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            {"launch__distributed": "zero3"},
+            "zero_stage of accelerate.yaml is 2, which is launch.distributed zero2, but",
+        ),
+        ({"launch__nproc_per_node": 4}, "num_processes of accelerate.yaml is 2 but launch.nproc_per_node is 4"),
+        ({"train__precision": "bf16"}, "mixed_precision of accelerate.yaml is fp16 but train.precision is bf16"),
+        (
+            {"train__gradient_accumulation_steps": 1},
+            "gradient_accumulation_steps of accelerate.yaml is 2 but train.grad",
+        ),
+        ({"optim__clip_grad": 1.0}, "gradient_clipping of accelerate.yaml is 0.5 but optim.clip_grad is 1.0"),
+        (
+            {"launch__nnodes": 2, "launch__hostfile": "hosts"},
+            "num_machines of accelerate.yaml is 1 but launch.nnodes is 2",
+        ),
+    ],
+)
+def test_values_that_the_configuration_contradicts_are_named_with_both_sides(
+    files: Files, overrides: dict[str, Any], sentence: str
+) -> None:
+    message = files.refusal(WRITTEN, **overrides)
+    assert sentence in message
+    assert message.startswith("small.yaml: ")
+    assert ": change one of them, or remove " in message
+
+
+def test_values_that_both_say_alike_are_taken(files: Files) -> None:
+    config = files.load(WRITTEN, launch__distributed="zero2", train__precision="fp16", optim__clip_grad=0.5)
+    assert config == files.load(WRITTEN)
+
+
+def test_auto_leaves_it_to_the_file(files: Files) -> None:
+    config = files.load(WRITTEN, launch__nproc_per_node="auto", train__precision="auto", launch__nnodes=None)
+    assert (config.launch.nproc_per_node, config.train.precision, config.launch.nnodes) == (2, "fp16", 1)
+
+
+def test_a_cpu_that_the_configuration_forbids(files: Files) -> None:
+    sentence = "use_cpu of accelerate.yaml is true but launch.allow_cpu is false"
+    assert sentence in files.refusal(ON_CPU, launch__allow_cpu=False)
+
+
+def _source(module: str) -> str:
+    found = importlib.util.find_spec("accelerate")
+    if found is None or found.origin is None:
+        pytest.skip("accelerate is not installed (extra `finetune`)")
+    return (Path(found.origin).parent / module).read_text(encoding="utf-8")
+
+
+def test_every_key_that_accelerate_knows_is_in_a_table() -> None:
+    classes = {
+        node.name: node
+        for node in ast.parse(_source("commands/config/config_args.py")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    fields = {
+        item.target.id
+        for name in ("BaseConfig", "ClusterConfig")
+        for item in classes[name].body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    ours = {*accelerate_yaml.HONOURED, *accelerate_yaml.WITHOUT_EFFECT, *accelerate_yaml.REFUSED}
+    assert len(fields) > 20
+    assert fields - ours == set()
+    assert ours - fields == {"fp16", "dynamo_backend", "ipex_config"}  # of older versions
+
+
+def test_every_key_of_its_deepspeed_block_is_in_a_table() -> None:
+    asked = set(re.findall(r'deepspeed_config\["(\w+)"\]', _source("commands/config/cluster.py")))
+    ours = {
+        *accelerate_yaml.DEEPSPEED_HONOURED,
+        *accelerate_yaml.DEEPSPEED_WITHOUT_EFFECT,
+        *accelerate_yaml.DEEPSPEED_REFUSED,
+    }
+    assert len(asked) > 10
+    assert asked == ours
