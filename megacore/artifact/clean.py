@@ -1,6 +1,7 @@
 """Finding what may be deleted from a workspace: temporaries of dead processes, and artifacts nobody needs."""
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -16,7 +17,9 @@ from megacore.artifact.manifest import Manifest
 from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
 from megacore.errors import ArtifactError
 
-REBUILDABLE = tuple(stage for stage in FOLDERS if stage != "train")
+RUNS = ("train", "finetune")
+"""Stages that write in place, and go on where they ended."""
+REBUILDABLE = tuple(stage for stage in FOLDERS if stage not in RUNS)
 """Stages whose artifacts can be made again in minutes; trainings are never deleted by age."""
 _TEMPORARY = ".tmp-"
 _SETTLED = 3600.0
@@ -54,7 +57,7 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
                     continue
                 if _TEMPORARY in path.name:
                     found.append(_removable(path, "temporary of a build that ended"))
-                elif name == FOLDERS["train"]:
+                elif name in {FOLDERS[stage] for stage in RUNS}:
                     found += [_removable(part, "temporary of a save that ended") for part in _inside(path)]
     return found
 
@@ -96,9 +99,13 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
 
 def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
     """What a training that runs or was interrupted reads: it has no manifest that says so, but its job file."""
-    for job in (workspace.root / FOLDERS["train"]).glob("*/run.json"):
+    for job in itertools.chain(*((workspace.root / FOLDERS[stage]).glob("*/run.json") for stage in RUNS)):
         try:
             values = json.loads(job.read_text(encoding="utf-8"))
+            if "examples_directory" in values:
+                yield Path(values["examples_directory"])
+                yield Path(values["pretrained_directory"])
+                continue
             yield from (Path(prefix).parent for prefix in values["token_prefixes"])
             yield Path(values["index_directory"])
             yield Path(values["tokenizer_directory"])
@@ -127,7 +134,11 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def _inside(run_directory: Path) -> list[Path]:
-    return [path for path in sorted(run_directory.glob("checkpoints/*")) if _TEMPORARY in path.name]
+    return [
+        path
+        for path in sorted((*run_directory.glob("checkpoints/*"), *run_directory.glob("best/*")))
+        if _TEMPORARY in path.name
+    ]
 
 
 def _removable(path: Path, reason: str) -> Removable:

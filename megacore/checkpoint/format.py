@@ -64,7 +64,7 @@ class Marker:
     validation_loss: float | None
     """Mean loss over the validation samples at this iteration; None when it was not measured or not finite."""
     files: dict[str, FileRecord]
-    """Every other file, by name."""
+    """Every other file, by its path below the checkpoint's directory."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -82,7 +82,7 @@ class Marker:
         path = directory / MARKER_NAME
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            files = {_plain_name(name): FileRecord(**record) for name, record in values.pop("files").items()}
+            files = {_name_within(name): FileRecord(**record) for name, record in values.pop("files").items()}
             marker = cls(files=files, **values)
         except FileNotFoundError as error:
             raise CheckpointError(_incomplete(directory)) from error
@@ -153,9 +153,9 @@ class Marker:
         return {name: problem for name, problem in zip(ordered, found, strict=True) if problem is not None}
 
 
-def _plain_name(name: str) -> str:
-    """`name` itself when it names a file of the checkpoint's own directory. Raises ValueError."""
-    if name in {"", ".", ".."} or "/" in name or "\0" in name:
+def _name_within(name: str) -> str:
+    """`name` itself when it names a file in or below the checkpoint's own directory. Raises ValueError."""
+    if "\0" in name or any(part in {"", ".", ".."} for part in name.split("/")):
         raise ValueError(f"file name {name!r} leaves the checkpoint's directory")
     return name
 
@@ -291,9 +291,9 @@ def write_tracker(root: Path, iteration: int) -> None:
         sync_directory(root)
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """The checkpoint's state that is no tensor. Raises CheckpointError."""
-    path = directory / STATE_NAME
+def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
+    """The checkpoint's state that is no tensor, or another file with an object. Raises CheckpointError."""
+    path = directory / name
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

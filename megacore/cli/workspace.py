@@ -17,7 +17,7 @@ WorkspaceOption = Annotated[
 
 
 def runs(workspace: WorkspaceOption = None) -> None:
-    """List the trainings of a workspace: step, perplexity, size and path."""
+    """List the pretrainings and fine-tunings of a workspace: step, perplexity or best metric, size and path."""
     from rich.console import Console
     from rich.table import Table
 
@@ -25,10 +25,10 @@ def runs(workspace: WorkspaceOption = None) -> None:
 
     rows = list_runs(_existing(workspace))
     if not rows:
-        Console().print("no runs yet: start one with `make pretrain`")
+        Console().print("no runs yet: start one with `make pretrain` or `make finetune`")
         return
     table = Table()
-    for column in ("name", "state", "step", "valid PPL", "test PPL", "size", "updated", "path"):
+    for column in ("name", "state", "step", "valid PPL", "test PPL", "best", "size", "updated", "path"):
         table.add_column(column, overflow="fold", no_wrap=column != "path")
     for row in rows:
         table.add_row(
@@ -37,6 +37,7 @@ def runs(workspace: WorkspaceOption = None) -> None:
             f"{_number(row['iteration'])}/{_number(row['train_iters'])}",
             _number(row["valid_ppl"]),
             _number(row["test_ppl"]),
+            row["metric"] or "-",
             f"{row['size_bytes'] / 2**20:,.1f} MiB",
             f"{datetime.fromtimestamp(row['updated']):%Y-%m-%d %H:%M}" if row["updated"] else "-",
             row["path"],

@@ -51,15 +51,15 @@ def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[s
 
 def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
     rows = _open(source, cache_directory)
-    broken: tuple[type[Exception], ...] = (OSError, *_broken_connections())
+    broken: tuple[type[Exception], ...] = (OSError, *broken_connections())
     try:
         for number, row in enumerate(rows):
             yield _text(source, row, number)
     except broken as error:
-        raise DownloadError(f"reading {_name(source)} broke off: {_sentence(error)}: try again") from error
+        raise DownloadError(f"reading {_name(source)} broke off: {first_sentence(error)}: try again") from error
 
 
-def _broken_connections() -> tuple[type[Exception], ...]:
+def broken_connections() -> tuple[type[Exception], ...]:
     """What a lost connection raises; the hub's HTTP client has errors of its own that are no OSError."""
     clients = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
     return ConnectionError, TimeoutError, *(client.TransportError for client in clients)
@@ -68,31 +68,43 @@ def _broken_connections() -> tuple[type[Exception], ...]:
 def _open(source: HubSource, cache_directory: Path) -> Any:
     # Imported here: `datasets` takes a second, and only this source needs it.
     import datasets
+
+    with loading(_name(source), cache_directory):
+        rows = datasets.load_dataset(
+            source.dataset,
+            source.config,
+            split=source.split,
+            revision=source.revision,
+            streaming=source.streaming,
+            cache_dir=str(cache_directory / "datasets"),
+        )
+        # Of rows on the disk only what is asked for is decoded; a wrong key is refused at the first of them.
+        return rows.select_columns([source.key]) if not source.streaming and source.key in rows.column_names else rows
+
+
+@contextmanager
+def loading(name: str, cache_directory: Path) -> Iterator[None]:
+    """Load a data set, which errors call `name`, with all that is downloaded for it in `cache_directory`.
+
+    Raises DataFormatError for a data set that does not exist or is damaged, DownloadError for a lost connection,
+    WorkspaceError for a full disk.
+    """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
-    lost: tuple[type[Exception], ...] = (HfHubHTTPError, *_broken_connections())
+    lost: tuple[type[Exception], ...] = (HfHubHTTPError, *broken_connections())
     try:
-        with _hub_cache(cache_directory / "hub"), _disk_errors(cache_directory):
-            rows = datasets.load_dataset(
-                source.dataset,
-                source.config,
-                split=source.split,
-                revision=source.revision,
-                streaming=source.streaming,
-                cache_dir=str(cache_directory / "datasets"),
-            )
-        # Of rows on the disk only what is asked for is decoded; a wrong key is refused at the first of them.
-        return rows.select_columns([source.key]) if not source.streaming and source.key in rows.column_names else rows
+        with _hub_cache(cache_directory / "hub"), disk_errors(cache_directory):
+            yield
     except lost as error:
         raise DownloadError(
-            f"{_name(source)} cannot be loaded: {_sentence(error)}: check the network, or give a local directory of "
+            f"{name} cannot be loaded: {first_sentence(error)}: check the network, or give a local directory of "
             "parquet files as data.source.dataset"
         ) from error
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise DataFormatError(
-            f"{_name(source)} cannot be loaded: {_sentence(error)}: check data.source (data sets that need a script "
-            "are not supported)"
+            f"{name} cannot be loaded: {first_sentence(error)}: check data.source (data sets that need a script are "
+            "not supported)"
         ) from error
 
 
@@ -110,7 +122,7 @@ def _hub_cache(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _disk_errors(directory: Path) -> Iterator[None]:
+def disk_errors(directory: Path) -> Iterator[None]:
     """Raise WorkspaceError for a disk that takes no more, which `datasets` hides in an error of its own."""
     try:
         yield
@@ -142,7 +154,7 @@ def _name(source: HubSource) -> str:
     return "the data set " + " ".join(part for part in parts if part)
 
 
-def _sentence(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     """The first line of a foreign message, without its full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(". ")

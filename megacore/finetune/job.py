@@ -37,6 +37,10 @@ class FinetuneExportJob(FinetuneJob):
     card: dict[str, str]
     """Facts for the model card: data, metrics, lineage."""
 
+    def _shown(self) -> dict[str, Any]:
+        """The card is published, and names where data and model are from."""
+        return super()._shown() | {"card": redact_values(self.card)}
+
 
 class ProbeJob(FinetuneJob):
     """A few optimizer steps with the largest samples there are: does a micro batch fit?"""

@@ -7,6 +7,7 @@ from typing import Any
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import MemoryExhaustedError
+from megacore.finetune.job import FinetuneJob
 from megacore.launch.exit_reason import read_reasons
 from megacore.launch.hosts.hostfile import hosts_of, is_only_here
 from megacore.launch.hosts.ssh import check_ssh
@@ -36,7 +37,7 @@ def next_attempt(run_directory: Path) -> int:
         return 1
 
 
-def attempt_log(job: TrainJob) -> Path:
+def attempt_log(job: TrainJob | FinetuneJob) -> Path:
     """Where the output of this attempt's ranks goes."""
     return Path(job.run_directory) / "logs" / f"attempt-{job.attempt:03d}.log"
 
@@ -60,7 +61,7 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.launch.pretrain", job, job_file, env)
     try:
-        _supervise(start, job, log, on_poll, job.config.launch.timeout_minutes)
+        supervise_job(start, job, log, on_poll, job.config.launch.timeout_minutes)
     except MemoryExhaustedError as error:
         if any(reason.error == type(error).__name__ for reason in read_reasons(Path(job.exit_directory))):
             raise  # a rank that could still speak has said what helps
@@ -92,7 +93,7 @@ def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = noth
     job.write(job_file)
     _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.launch.evaluate", job, job_file)
-    _supervise(start, job, scratch / "evaluate.log", on_poll, None)
+    supervise_job(start, job, scratch / "evaluate.log", on_poll, None)
     result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
     return result
 
@@ -102,12 +103,18 @@ def convert(job: ConvertJob, scratch: Path, on_poll: Callable[[], None] = nothin
     job_file = scratch / "job.json"
     job.write(job_file)
     start = start_here("megacore.launch.convert", job, job_file)
-    _supervise(start, job, scratch / "convert.log", on_poll, None)
+    supervise_job(start, job, scratch / "convert.log", on_poll, None)
     report: dict[str, Any] = json.loads((Path(job.output_directory) / "parity.json").read_text(encoding="utf-8"))
     return report
 
 
-def _supervise(start: Start, job: Job, log: Path, on_poll: Callable[[], None], minutes: float | None) -> None:
+def supervise_job(
+    start: Start, job: Job | FinetuneJob, log: Path, on_poll: Callable[[], None], minutes: float | None
+) -> None:
+    """Run what `start` says to its end, as the job's `config.launch` asks; at most `minutes` (None: any time).
+
+    Raises what `supervise` does.
+    """
     supervise(
         start.command,
         log=log,
@@ -123,7 +130,7 @@ def _supervise(start: Start, job: Job, log: Path, on_poll: Callable[[], None], m
     )
 
 
-def _ranks_to_come(job: Job) -> int | None:
+def _ranks_to_come(job: Job | FinetuneJob) -> int | None:
     """How many ranks will have a heartbeat; None where a scheduler may give fewer machines."""
     launch = job.config.launch
     return None if launch.elastic and launch.kind in ("slurm", "kubernetes") else job.ranks

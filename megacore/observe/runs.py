@@ -25,14 +25,16 @@ _REMOTE_SILENCE = 3600.0
 
 
 def runs(workspace: Workspace) -> list[dict[str, Any]]:
-    """The runs of a workspace, the one that reported last first.
+    """The pretrainings and fine-tunings of a workspace, the one that reported last first.
 
     Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the last validation),
-    test_ppl, size_bytes, path and updated (Unix seconds); what is not known is None. A run is `finished` once
+    test_ppl, metric (of a fine-tuning's best model, as text), size_bytes, path and updated (Unix seconds); what is not
+    known is None. A run is `finished` once
     its manifest is there, `running` while a process holds its lock, `damaged` when its files cannot be read.
     """
     test_ppl = _test_perplexities(workspace)
-    found = [_describe(directory, test_ppl) for directory in _run_directories(workspace.folder("train"))]
+    folders = (workspace.folder("train"), workspace.folder("finetune"))
+    found = [_describe(directory, test_ppl) for folder in folders for directory in _run_directories(folder)]
     return sorted(found, key=lambda run: run["updated"] or 0.0, reverse=True)
 
 
@@ -81,13 +83,14 @@ def _describe(directory: Path, test_ppl: dict[str, float]) -> dict[str, Any]:
         "consumed_tokens": None,
         "valid_ppl": None,
         "test_ppl": None,
+        "metric": None,
         "size_bytes": _size(directory),
         "path": str(directory),
         "updated": None,
     }
     try:
         config = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))["config"]
-        run.update(name=config["name"], train_iters=config["train"]["train_iters"])
+        run.update(name=config["name"], train_iters=_planned_iterations(config["train"]))
         run.update(_progress(directory / EVENTS_FILE))
         manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
     except (OSError, ValueError, KeyError, TypeError, DataFormatError, ArtifactError):
@@ -105,9 +108,19 @@ def _progress(events: Path) -> dict[str, Any]:
         progress["updated"] = event["time"]
         if event["kind"] == "step":
             progress.update(iteration=event["iteration"], consumed_tokens=event["consumed_tokens"])
+            if "total_iterations" in event:
+                progress["train_iters"] = event["total_iterations"]
         elif event["kind"] == "evaluation":
-            progress["valid_ppl"] = event["ppl"]
+            progress["valid_ppl"] = event.get("ppl")
+        elif event["kind"] == "best":
+            progress["metric"] = f"{event['metric']} {event['value']:.4f}"
     return progress
+
+
+def _planned_iterations(train: dict[str, Any]) -> int | None:
+    """How far a configuration leads; a fine-tuning's epochs are steps only once its samples are counted."""
+    planned: int | None = train["max_steps" if "num_epochs" in train else "train_iters"]
+    return planned
 
 
 def _state(directory: Path, *, finished: bool) -> RunState:

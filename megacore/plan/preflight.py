@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed_ops import require_deepspeed
-from megacore.errors import ConfigError, ParallelLayoutError
-from megacore.launch.hosts.hostfile import hosts_of, local_slots
+from megacore.errors import ConfigError
+from megacore.launch.hosts.hostfile import hosts_of
 from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import Place
@@ -15,6 +15,7 @@ from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import MemoryEstimate, engine_name, estimate_memory
 from megacore.plan.parameters import parameter_count
+from megacore.plan.ranks import launched_ranks
 from megacore.plan.throughput import assumed_flops_per_second, training_days
 from megacore.plan.vocabulary import is_on_the_hub
 
@@ -137,38 +138,11 @@ def resolve_launch(
         ParallelLayoutError: there are more ranks than GPUs, or they cannot share the model and its batch.
         ConfigError: the hostfile cannot be used, or a scheduler's machines have no number of ranks.
     """
-    launch, parallel = config.launch, config.parallel
-    if launch.kind in ("slurm", "kubernetes"):
-        return _resolve_batch(config, hardware, vocab_size)
+    parallel = config.parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    ranks = (len(hardware.gpus) or replica) if launch.nproc_per_node == "auto" else launch.nproc_per_node
-    here, setting = ranks, f"launch.nproc_per_node is {ranks}"
-    hosts = hosts_of(launch) if hosts is None else hosts
-    if hosts:
-        ranks, here = sum(hosts.values()), local_slots(hosts)
-        setting = f"slots of this machine in {launch.hostfile} is {here}"
-    if hardware.gpus and here > len(hardware.gpus):
-        raise ParallelLayoutError(
-            f"{setting} and this machine has {len(hardware.gpus)} visible "
-            f"GPU{'s' if len(hardware.gpus) > 1 else ''}: set it to {len(hardware.gpus)} or to auto"
-        )
+    ranks, threads = launched_ranks(config.launch, hardware, without_gpu=replica, hosts=hosts)
     layout_of(config, ranks, vocab_size)
-    beside = here or max(hosts.values(), default=1)  # a machine that only starts the others is taken to be like them
-    return ranks, launch.threads_per_rank or max(1, hardware.cores // beside)
-
-
-def _resolve_batch(config: RunConfig, hardware: Hardware, vocab_size: int | None) -> tuple[int, int]:
-    """The machines of a scheduler have a number of ranks each, whatever this one has; of a range all are expected."""
-    launch = config.launch
-    if launch.nproc_per_node == "auto":
-        raise ConfigError(
-            f"launch.nproc_per_node is auto and launch.kind is {launch.kind}, whose machines nobody has seen yet: give "
-            "the number of ranks of each, one per GPU"
-        )
-    nodes = (launch.node_range or (1, 1))[1]
-    layout_of(config, nodes * launch.nproc_per_node, vocab_size)
-    threads = launch.threads_per_rank or max(1, hardware.cores // launch.nproc_per_node)
-    return nodes * launch.nproc_per_node, threads
+    return ranks, threads
 
 
 def _unseen(config: RunConfig, hardware: Hardware) -> str | None:

@@ -38,7 +38,7 @@ def memory_errors(config: RunConfig, rank: int, state: TrainState, *, vocab_size
         advice = memory_advice(config, _place(config, vocab_size), rank)
         return f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): {in_use()}; {advice}"
 
-    with _reworded(message):
+    with reworded(message):
         yield
 
 
@@ -52,7 +52,7 @@ def scoring_memory_errors(config: RunConfig, rank: int) -> Iterator[None]:
             f"evaluate.micro_batch_size (now {config.evaluate.micro_batch_size}; the results stay the same)"
         )
 
-    with _reworded(message):
+    with reworded(message):
         yield
 
 
@@ -89,17 +89,19 @@ def _gib(count: int) -> str:
 
 
 @contextmanager
-def _reworded(message: Callable[[str], str]) -> Iterator[None]:
+def reworded(message: Callable[[str], str]) -> Iterator[None]:
+    """Turn an allocation that fails in the body into MemoryExhaustedError with `message(reason)`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         lines = str(error).splitlines()
         raise MemoryExhaustedError(message(lines[0] if lines else type(error).__name__)) from error
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that an allocation failed, on a GPU or in main memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(phrase in str(error).lower() for phrase in _CPU_PHRASES)

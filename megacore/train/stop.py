@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, Protocol
 
 from megacore.artifact.files import workspace_errors
-from megacore.config.train import TrainConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
 from megacore.train.names import STOP_FILE
 
@@ -24,10 +24,35 @@ _LOOK_INTERVAL = 1.0
 """Seconds between two looks for the stop file, which may lie on a slow file system."""
 
 
+class Limits(Protocol):
+    """What a run's configuration says of its end."""
+
+    @property
+    def train_iters(self) -> int:
+        """Iterations of the whole run."""
+
+    @property
+    def exit_duration_minutes(self) -> float | None:
+        """Minutes after whose end it stops; None means never."""
+
+    @property
+    def exit_interval(self) -> int | None:
+        """Iterations at whose multiples it stops; None means never."""
+
+
+@dataclass(frozen=True)
+class StopLimits:
+    """`Limits` of a run whose configuration has other names for them."""
+
+    train_iters: int
+    exit_duration_minutes: float | None = None
+    exit_interval: int | None = None
+
+
 class StopRequest:
     """Why this run is to end early, gathered on each rank and agreed upon by all of them in each iteration."""
 
-    def __init__(self, config: TrainConfig, run_directory: Path, *, rank: int, started: float | None = None) -> None:
+    def __init__(self, config: Limits, run_directory: Path, *, rank: int, started: float | None = None) -> None:
         """Nothing is asked for yet.
 
         Args:

@@ -93,3 +93,22 @@ def test_old_downloads_go_unless_one_is_under_way(tmp_path: Path) -> None:
     assert [item.path for item in items] == [places[1]]
     remove(items)
     assert [place.exists() for place in places] == [True, False, True]
+
+
+def test_what_an_unfinished_fine_tuning_reads_stays(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    model, _ = build_artifact(workspace.folder("pretrained"), StageKey.of("pretrained", 1, {}), write_one)
+    samples, _ = build_artifact(
+        workspace.folder("examples"), StageKey.of("examples", 1, {}, pretrained=model), write_one
+    )
+    unread, _ = build_artifact(workspace.folder("examples"), StageKey.of("examples", 2, {}), write_one)
+    directory = workspace.folder("finetune") / "abcd"
+    directory.mkdir(parents=True)
+    job = {"examples_directory": samples.path, "pretrained_directory": model.path}
+    (directory / "run.json").write_text(json.dumps(job), encoding="utf-8")
+    for artifact in (model, samples, unread):
+        age(artifact.directory, 30)
+    assert [item.path for item in old_artifacts(workspace, 7)] == [unread.directory]
+    half = directory / "best" / "iter_0000010.tmp-0"
+    half.mkdir(parents=True)
+    assert [item.path for item in stale_temporaries(workspace)] == [half]

@@ -43,6 +43,7 @@ def test_a_stopped_run(workspace: Workspace) -> None:
         "consumed_tokens": 640,
         "valid_ppl": 5.0,
         "test_ppl": None,
+        "metric": None,
         "path": str(workspace.folder("train") / "aaaa"),
     }
 
@@ -113,3 +114,19 @@ def test_listing_imports_nothing_heavy() -> None:
         "assert not {'torch', 'mlflow', 'prefect', 'transformers'} & set(sys.modules), 'imported too early'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_fine_tuning_is_listed_with_its_best_metric(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    directory = workspace.folder("finetune") / "bbbb"
+    directory.mkdir(parents=True)
+    config = {"name": "bert-mrpc", "train": {"num_epochs": 3, "max_steps": None}}
+    (directory / "run.json").write_text(json.dumps({"config": config}))
+    with EventWriter(directory / "events.jsonl", attempt=1) as events:
+        events.write("evaluation", iteration=0, consumed_tokens=0, loss=0.7, metrics={"f1": 0.5})
+        events.write("step", iteration=4, total_iterations=12, consumed_tokens=64, loss=0.6)
+        events.write("best", iteration=4, path="best/iter_0000004", metric="f1", value=0.75)
+    (run,) = runs(workspace)
+    assert (run["name"], run["iteration"], run["train_iters"]) == ("bert-mrpc", 4, 12)
+    assert (run["metric"], run["valid_ppl"], run["state"]) == ("f1 0.7500", None, "incomplete")
+    assert find_run(workspace, "bert-mrpc", state="incomplete") == directory

@@ -76,6 +76,21 @@ def test_losses_of_a_binary_head_have_curves_of_their_own() -> None:
     assert {point.key for point in points_of(event | {"kind": "step"})} >= {"train/lm_loss", "train/sop_loss"}
 
 
+def test_a_fine_tuning_has_its_metrics_and_the_seconds_of_its_epochs() -> None:
+    event = {"kind": "evaluation", "time": 1.0, "iteration": 4, "consumed_tokens": 64, "loss": 0.6, "epoch": 1}
+    points = list(points_of(event | {"metrics": {"loss": 0.6, "f1": 0.5, "accuracy": None}}))
+    assert {point.key: (point.step, point.value) for point in points} == {
+        "valid/loss": (4, 0.6),
+        "valid/loss_by_tokens": (64, 0.6),
+        "valid/f1": (4, 0.5),
+        "valid/f1_by_tokens": (64, 0.5),
+    }
+    assert len(points) == 4
+    epoch = {"kind": "epoch", "time": 1.0, "iteration": 4, "epoch": 1, "train_seconds": 2.5, "evaluation_seconds": 1.0}
+    values = {point.key: (point.step, point.value) for point in points_of(epoch)}
+    assert values == {"epoch/train_seconds": (4, 2.5), "epoch/evaluation_seconds": (4, 1.0)}
+
+
 def test_curves_by_iteration_and_by_tokens(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:
     for iteration in (10, 20, 30):
         log.step(iteration, loss=6 - iteration / 10, mfu=None)

@@ -63,3 +63,18 @@ def test_event_without_a_loss_is_shown(tmp_path: Path, monkeypatch: pytest.Monke
         events.write_text(f'{{"kind": "start", "iteration": 0}}\n{step}\n')
         monitor.poll()
     assert shown == ["iteration 10 of 20, lm loss -, unknown left"]
+
+
+def test_a_fine_tuning_says_its_length_in_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[str, str] = {}
+    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_launch, "create_progress_artifact", lambda **values: shown.update(values))
+    events = tmp_path / "events.jsonl"
+    forwarder = SimpleNamespace(poll=lambda: None)
+    with _launch.TrainingMonitor(tmp_path / "log", events, None, forwarder, label="fine-tuning") as monitor:
+        events.write_text(
+            '{"kind": "step", "time": 1.0, "iteration": 4, "total_iterations": 16, "loss": 0.5, "consumed_tokens": 9}\n'
+        )
+        monitor.poll()
+    assert (shown["key"], shown["progress"]) == ("fine-tuning", 25.0)
+    assert shown["description"] == "iteration 4 of 16, loss 0.500, unknown left"

@@ -22,11 +22,12 @@ from megacore.errors import (
     TrainingStoppedError,
 )
 from tasks import _pipeline, _retry
+from tasks._attempt import exit_reason
 from tasks._logging import UNLIMITED_RETRIES, SentenceFilter
 from tasks._retry import FAILURES_FILE, counted_failures, training_may_pass
 from tasks.download import download
 from tasks.evaluate import evaluate
-from tasks.train import exit_reason, train
+from tasks.train import train
 from tests.tasks.conftest import make_config
 from tests.tasks.events import EventLog
 

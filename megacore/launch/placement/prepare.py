@@ -18,18 +18,26 @@ from typing import Any
 
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import file_digest
+from megacore.checkpoint.format import complete_checkpoints
 from megacore.config.launch import LaunchConfig
 from megacore.errors import HostLostError, LaunchError
+from megacore.finetune.job import FinetuneJob
 from megacore.launch.hosts.hostfile import is_this_machine
 from megacore.launch.hosts.ssh import SSH_FAILED, HostResult, Ssh, python, run_on_hosts
 from megacore.launch.job import Job, TrainJob
 from megacore.launch.model_job import ModelJob
 from megacore.launch.placement.copy import Copier, Transfer, check_rsync
 from megacore.launch.placement.files import Item
-from megacore.launch.placement.reads import JOB_FILES_ROLE, items_of, loaded_checkpoints, model_items_of
+from megacore.launch.placement.reads import (
+    JOB_FILES_ROLE,
+    directory_items,
+    items_of,
+    loaded_checkpoints,
+    model_items_of,
+)
 from megacore.train.names import CHECKPOINTS_NAME
 
-__all__ = ["loaded_checkpoints", "prepare_hosts", "prepare_model_hosts"]
+__all__ = ["loaded_checkpoints", "prepare_finetune_hosts", "prepare_hosts", "prepare_model_hosts"]
 
 _SHORT = 60.0
 """Seconds in which a machine looks at sizes."""
@@ -76,6 +84,19 @@ def prepare_model_hosts(job: ModelJob, hosts: Mapping[str, int], ssh: Ssh, launc
     exit_directory = Path(job.exit_directory).absolute()
     files = _Files(model_items_of(job), exit_directory, exit_directory.parent, None, "")
     _prepare(files, hosts, ssh, launch, known=False)
+
+
+def prepare_finetune_hosts(job: FinetuneJob, hosts: Mapping[str, int], ssh: Ssh) -> None:
+    """As `prepare_hosts`, for a fine-tuning: its directories are always shared."""
+    if all(map(is_this_machine, hosts)):
+        return
+    run_directory, exit_directory = Path(job.run_directory).absolute(), Path(job.exit_directory).absolute()
+    reads = {"pretrained model": Path(job.pretrained_directory), "examples": Path(job.examples_directory)}
+    newest = next(reversed(complete_checkpoints(run_directory / CHECKPOINTS_NAME)), None)
+    checkpoints = [] if newest is None else [newest]
+    items = directory_items(reads, checkpoints, exit_directory, full=job.config.verify == "full")
+    files = _Files(items, exit_directory, run_directory, None, "")
+    _prepare(files, hosts, ssh, job.config.launch, known=job.attempt > 1)
 
 
 @dataclass(frozen=True)

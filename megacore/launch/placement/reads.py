@@ -1,6 +1,6 @@
 """What the processes of a job read, file by file, so that every machine can be asked whether it has it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +42,17 @@ def items_of(job: Job, checkpoints: Sequence[Path]) -> list[Item]:
     Raises LaunchError when something is not there on this machine, CheckpointError for an incomplete checkpoint.
     """
     return _items(_read_by(job), checkpoints, Path(job.exit_directory), full=job.config.verify == "full")
+
+
+def directory_items(
+    reads: Mapping[str, Path], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool
+) -> list[Item]:
+    """Everything that ranks read of whole directories, by their roles, of `checkpoints`, and of the job files.
+
+    Raises as `items_of`.
+    """
+    listed = [(role, path.absolute(), _below(path.absolute())) for role, path in reads.items()]
+    return _items(listed, checkpoints, exit_directory, full=full)
 
 
 def model_items_of(job: "ModelJob") -> list[Item]:

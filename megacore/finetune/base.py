@@ -1,0 +1,146 @@
+"""What the three tasks share: splits, the model with its head, padding."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from megacore.config.finetune import FinetuneConfig
+from megacore.errors import ConfigError
+from megacore.finetune.dataset import open_split
+from megacore.finetune.encode import IDS, LABELS
+from megacore.finetune.examples import read_task
+from megacore.finetune.metrics import best_metric
+from megacore.finetune.models import MODEL_DIRECTORY, quiet, read_model_config, read_tokenizer
+from megacore.train.memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset
+    from transformers import PreTrainedModel
+
+IGNORED = -100
+"""Label of a place where nothing is learned."""
+
+
+class TransformersTask:
+    """A task on a model of transformers; its subclasses say what a sample and a score are."""
+
+    auto_class: ClassVar[str]
+    """Class of transformers that makes the model with the right head."""
+    draws_head: ClassVar[bool] = False
+    """Whether the head may be missing from the pretrained weights."""
+
+    def __init__(self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path) -> None:
+        """Read `task.json` and the tokenizer. Raises ConfigError, DataFormatError."""
+        self.config = config
+        self.description = read_task(examples_directory)
+        self.tokenizer = read_tokenizer(config.model, pretrained_directory)
+        self.metric, self.larger_is_better = best_metric(config)
+        self._examples, self._pretrained = examples_directory, pretrained_directory
+
+    def split(self, name: str) -> "Dataset | None":
+        """The tokenized samples of a split; None where there is no such split. Raises DataFormatError."""
+        return open_split(self._examples, name)
+
+    def model_config(self) -> Any:
+        """The configuration of transformers for the model with its head. Raises ConfigError."""
+        return read_model_config(self.config.model, self._pretrained)
+
+    def build_model(self) -> "PreTrainedModel":
+        """The model with its head in fp32; what is drawn from the seed is the same on each rank.
+
+        Raises ConfigError when transformers refuses the weights, or weights beside the head are missing.
+        """
+        import transformers
+
+        kind = getattr(transformers, self.auto_class)
+        config = self.model_config()
+        options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+        model: PreTrainedModel
+        with quiet(), _seeded(self.config.seed):
+            if self.config.model.random_weights:
+                model = kind.from_config(config, **options)
+                return model
+            try:
+                model, info = kind.from_pretrained(
+                    self._pretrained / MODEL_DIRECTORY,
+                    config=config,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    **options,
+                )
+            except Exception as error:  # safetensors raises plain Exception
+                if is_out_of_memory(error):
+                    raise
+                raise ConfigError(
+                    f"transformers cannot load the weights of model.path {self.config.model.path}: "
+                    f"{' '.join(str(error).split())[:300]}"
+                ) from error
+        self._refuse_missing(model, info["missing_keys"])
+        return model
+
+    def _refuse_missing(self, model: "PreTrainedModel", missing: Sequence[str]) -> None:
+        body = f"{model.base_model_prefix}."
+        parameters = {name for name, _ in model.named_parameters()}
+        lost = sorted(name for name in missing if name in parameters)
+        if self.draws_head:
+            lost = [name for name in lost if name.startswith(body) and ".pooler." not in name]
+        if lost:
+            raise ConfigError(
+                f"model.path {self.config.model.path} lacks {len(lost)} of the weights of {type(model).__name__}, "
+                f"{lost[0]} first: give a whole model, or set model.random_weights to true"
+            )
+
+    def ordinary_id(self) -> int:
+        """An id that has no role."""
+        special = set(self.tokenizer.all_special_ids)
+        ids = sorted(self.tokenizer.get_vocab().values())
+        return next((number for number in reversed(ids) if number not in special), 0)
+
+    def scored(self, accelerator: "Accelerator", *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors [b, ...] of all ranks on the CPU, without the samples that fill up the last batch."""
+        gathered = accelerator.gather_for_metrics(tensors)
+        return tuple(tensor.cpu() for tensor in gathered)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw from `seed`, and leave the generators as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def padded(rows: Sequence[Mapping[str, Any]], key: str, value: int, length: int | None) -> torch.Tensor:
+    """The ids of `key` of each row, filled up on the right to `length` or to the longest: [b, s]."""
+    longest = length or max(len(row[key]) for row in rows)
+    return torch.tensor([[*row[key], *[value] * (longest - len(row[key]))] for row in rows], dtype=torch.long)
+
+
+def mask_of(rows: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
+    """1 where a row has an id, 0 where it is filled up: [b, s]."""
+    counts = torch.tensor([len(row[IDS]) for row in rows])
+    return (torch.arange(length) < counts[:, None]).long()
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed loss [b] of each row's tokens, and their number [b].
+
+    Args:
+        logits: [b, s, v].
+        labels: [b, s], -100 where nothing is learned.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses.view_as(labels).sum(1), (labels != IGNORED).sum(1)
+
+
+def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the model reads."""
+    return {name: tensor for name, tensor in batch.items() if name != LABELS}

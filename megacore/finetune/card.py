@@ -1,0 +1,180 @@
+"""`README.md` of a fine-tuned model: what a hub page and a stranger need to know."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from megacore.config.finetune import FinetuneConfig
+from megacore.finetune.gate import AUTO_CLASSES
+from megacore.redact import redact
+
+_CARD = """\
+---
+{header}---
+
+# {name}
+
+{kind}: {architecture} of {parameters:,} parameters, fine-tuned by megacore {version}.
+
+## How to use
+
+```python
+{usage}
+```
+
+## Facts
+
+| | |
+| --- | --- |
+{facts}
+
+## Metrics
+
+Of the validation split, before the first step and of this model (step {iteration}, chosen by {metric}).
+
+| metric | before | after |
+| --- | --- | --- |
+{metrics}
+
+## Training
+
+{training}
+
+## Parity
+
+Before it was published this directory was loaded with transformers: its loss on {samples} validation samples is \
+{after:.6g}, where the trained model had {before:.6g} in {precision} (a difference of {difference:.1e}, {tolerance:g} \
+is allowed).
+
+## Limits
+
+It was fine-tuned from another model and repeats what that and its data hold, mistakes and biases included.
+"""
+_KINDS = {
+    "classification": "A classifier of texts",
+    "seq2seq": "A model that writes a text for a text",
+    "causal_lm": "A language model",
+}
+_TAGS = {"classification": "text-classification", "seq2seq": "text2text-generation", "causal_lm": "text-generation"}
+_USAGE = {
+    "classification": """\
+from transformers import pipeline
+
+classifier = pipeline("text-classification", "path/to/this/directory")
+print(classifier({example}))""",
+    "seq2seq": """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/directory")
+inputs = tokenizer({example}, return_tensors="pt")
+written = model.generate(**inputs, max_new_tokens={length}, num_beams={beams})
+print(tokenizer.decode(written[0], skip_special_tokens=True))""",
+    "causal_lm": """\
+from transformers import pipeline
+
+generator = pipeline("text-generation", "path/to/this/directory")
+print(generator("Once upon a time", max_new_tokens=64)[0]["generated_text"])""",
+}
+
+
+def finetuned_card(
+    config: FinetuneConfig,
+    model: Any,
+    *,
+    version: str,
+    recorded: Mapping[str, Any],
+    report: Mapping[str, Any],
+    facts: Mapping[str, str],
+) -> str:
+    """The card as Markdown with a YAML header.
+
+    Args:
+        config: the fine-tuning.
+        model: the loaded model.
+        version: of this package.
+        recorded: `metrics.json` of the best model.
+        report: what the gate measured.
+        facts: data, lineage, one row each.
+    """
+    kind = config.task.kind
+    header = {
+        "model_name": config.name,
+        "library_name": "transformers",
+        "pipeline_tag": _TAGS[kind],
+        "tags": ["megacore", "fine-tuned", model.config.model_type],
+    }
+    return _CARD.format(
+        header=yaml.safe_dump(header, sort_keys=False),
+        name=config.name,
+        kind=_KINDS[kind],
+        architecture=f"{type(model).__name__} ({AUTO_CLASSES[kind]})",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        version=version,
+        usage=_usage(config),
+        facts=_rows({"Fine-tuned from": config.model.path, "Task": _task(config), **_labels(config, model), **facts}),
+        iteration=recorded["iteration"],
+        metric=recorded["metric"],
+        metrics=_metrics(recorded),
+        training=_training(config, recorded),
+        samples=report["samples"],
+        after=report["loss_recomputed"],
+        before=report["loss_recorded"],
+        precision=recorded["precision"],
+        difference=report["relative_difference"],
+        tolerance=report["tolerance"],
+    )
+
+
+def _usage(config: FinetuneConfig) -> str:
+    task = config.task
+    if task.kind == "classification":
+        pair = task.sentence2_column is not None or task.glue not in (None, "cola", "sst2")
+        example = '{"text": "A text.", "text_pair": "Another one."}' if pair else '"A text."'
+        return _USAGE[task.kind].replace("{example}", example)
+    if task.kind == "seq2seq":
+        used = _USAGE[task.kind].replace("{example}", repr(f"{task.source_prefix}A text to read."))
+        return used.replace("{length}", str(task.max_target_length)).replace("{beams}", str(task.num_beams))
+    return _USAGE[task.kind]
+
+
+def _task(config: FinetuneConfig) -> str:
+    task = config.task
+    if task.kind == "classification":
+        return f"GLUE's {task.glue}" if task.glue else f"{task.label_column} of {task.sentence1_column}"
+    if task.kind == "seq2seq":
+        return f"{task.target_column} of {task.source_column}"
+    return f"the next token, in blocks of {task.block_size}"
+
+
+def _labels(config: FinetuneConfig, model: Any) -> dict[str, str]:
+    if config.task.kind != "classification" or model.config.num_labels < 2:
+        return {}
+    return {"Labels": ", ".join(str(model.config.id2label[number]) for number in range(model.config.num_labels))}
+
+
+def _metrics(recorded: Mapping[str, Any]) -> str:
+    start = recorded.get("start_metrics") or {}
+    lines = []
+    for name, value in sorted(recorded["metrics"].items()):
+        before = f"{start[name]:.4f}" if name in start else ""
+        lines.append(f"| {name} | {before} | {value:.4f} |")
+    return "\n".join(lines)
+
+
+def _training(config: FinetuneConfig, recorded: Mapping[str, Any]) -> str:
+    train, optim = config.train, config.optim
+    return (
+        f"{recorded['iteration']} optimizer steps with micro batches of {train.micro_batch_size} x "
+        f"{train.gradient_accumulation_steps}, peak learning rate {optim.lr:g} ({optim.lr_scheduler}), seed "
+        f"{config.seed}, in {recorded['precision']} with {recorded['distributed']}."
+    )
+
+
+def _rows(facts: Mapping[str, str]) -> str:
+    return "\n".join(f"| {_cell(title)} | {_cell(value)} |" for title, value in facts.items())
+
+
+def _cell(text: str) -> str:
+    return " ".join(redact(text).replace("|", "\\|").split())

@@ -1,0 +1,279 @@
+"""The loop that all tasks share: resume, step, look, keep the best, save."""
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megacore.artifact.files import write_json
+from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.format import directory_name, iteration_of
+from megacore.config.finetune import FinetuneConfig
+from megacore.errors import LossError
+from megacore.finetune.best import BEST_NAME, BestModel
+from megacore.finetune.checkpoints import FinetuneCheckpoints
+from megacore.finetune.memory import finetune_memory_errors
+from megacore.finetune.progress import Progress
+from megacore.finetune.report import Meter, evaluation_line
+from megacore.finetune.scoring import SplitScorer, sample_losses
+from megacore.finetune.step import Prepared, Step, Stepper, check_finite
+from megacore.finetune.task import FinetuneTask
+from megacore.observe.heartbeat import Heartbeat
+from megacore.observe.logging import logger
+from megacore.observe.recorder import Recorder
+from megacore.train.stop import StopLimits, StopReason, StopRequest
+
+RESULT_NAME = "result.json"
+GATE_SAMPLES = 16
+"""First validation samples whose losses are kept with the best model, for the gate of its export."""
+
+
+class Finetuner:
+    """One fine-tuning on one rank; every rank runs the same loop."""
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        task: FinetuneTask,
+        prepared: Prepared,
+        recorder: Recorder,
+        run_directory: Path,
+        *,
+        heartbeat: Heartbeat | None = None,
+        started: float | None = None,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            config: the fine-tuning.
+            task: what is learned and how it is measured.
+            prepared: model, optimizer and samples.
+            recorder: where the run's account goes.
+            run_directory: with the run's checkpoints, if any.
+            heartbeat: this rank's, None where nobody watches.
+            started: time.monotonic() when this attempt began; None means now.
+
+        Raises:
+            DataFormatError: the validation split has no sample.
+        """
+        self._config, self._task, self._prepared, self._recorder = config, task, prepared, recorder
+        self._run_directory, self._heartbeat = run_directory, heartbeat
+        self._schedule, accelerator = prepared.schedule, prepared.accelerator
+        self._rank = accelerator.process_index
+        self._stepper = Stepper(config, prepared)
+        self._scorer = SplitScorer(task, "valid", accelerator, config.train.eval_batch_size)
+        keep = config.checkpoint.keep_last
+        self._checkpoints = FinetuneCheckpoints(accelerator, recorder, run_directory, keep_last=keep, beat=self._beat)
+        self._best = BestModel(task, accelerator, recorder, run_directory)
+        limits = StopLimits(self._schedule.total_steps, config.train.exit_duration_minutes)
+        self._stop = StopRequest(limits, run_directory, rank=self._rank, started=started)
+        self._meter = Meter(self._schedule, accelerator.device)
+        self.progress = Progress()
+
+    def run(self) -> None:
+        """Train to the last step, or until something asks to stop; a run that is already there ends at once.
+
+        Raises:
+            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its last step.
+            TrainingError: a loss is not finite, or memory does not suffice.
+            CheckpointError: the checkpoint to go on from is of another number of ranks.
+            WorkspaceError: a checkpoint, the best model or an event cannot be written.
+        """
+        with self._stop.signals(), finetune_memory_errors(self._config, self._rank):
+            reason = self._start() or self._train() or self._finish()
+        self._stop.take_away_file()  # before the event: what comes next is another attempt's
+        self._recorder.event("exit", reason=reason or "finished", iteration=self.progress.iteration)
+        if reason is not None:
+            raise self._stop.error(reason, self.progress.iteration, self._checkpoints.path_of(self.progress.iteration))
+
+    def _start(self) -> StopReason | None:
+        """Go on from a checkpoint, if there is one, and say how the run starts; what is learned is measured before.
+
+        Returns what ended that.
+        """
+        self.progress, path = self._checkpoints.resume()
+        self._best.find()
+        accelerator, schedule = self._prepared.accelerator, self._schedule
+        hosts = RankGroup(None).everywhere(socket.gethostname)
+        self._recorder.event(
+            "start",
+            iteration=self.progress.iteration,
+            total_iterations=schedule.total_steps,
+            steps_per_epoch=schedule.steps_per_epoch,
+            epochs=schedule.epochs,
+            ranks=accelerator.num_processes,
+            hosts=sorted(set(hosts)),
+            device=accelerator.device.type,
+            distributed=self._config.launch.distributed,
+            precision=self._prepared.precision,
+            validation_samples=self._scorer.samples,
+            resumed_from=None if path is None else iteration_of(path),
+        )
+        # At the beginning, and where a signal had left no time for it.
+        return self._measured() if self.progress.evaluation_due else None
+
+    def _train(self) -> StopReason | None:
+        """Step to the end; returns what ended it before."""
+        progress = self.progress
+        self._meter.start(progress)
+        self._meter.resume(0.0)
+        while progress.iteration < self._schedule.total_steps:
+            self._beat("iteration", progress.iteration + 1)
+            for step in self._stepper.steps(progress.epoch, progress.batches, self._stop.notices):
+                reason = self._after(step)
+                if reason is not None:
+                    return reason
+                if progress.iteration == self._schedule.total_steps:
+                    break
+                self._beat("iteration", progress.iteration + 1)
+        return None
+
+    def _after(self, step: Step) -> StopReason | None:
+        """Count a step, and do what is due after it: the log, an evaluation, a checkpoint. Why the run stops now."""
+        progress, train = self.progress, self._config.train
+        progress.skipped = progress.skipped + 1 if step.skipped else 0
+        self._check(step)
+        progress.iteration += 1
+        progress.batches += step.batches
+        progress.consumed_samples += step.samples
+        progress.consumed_tokens += step.tokens
+        self._meter.add(step.loss)
+        last = progress.iteration == self._schedule.total_steps
+        reason = None if last else self._stop.reason(step.notices, progress.iteration)
+        if progress.iteration % train.log_interval == 0 or last:
+            self._log(step)
+        progress.epoch_seconds += self._meter.lap()
+        if step.ends_epoch:
+            self._end_epoch()
+        progress.evaluation_due = step.ends_epoch or last
+        began = time.monotonic()
+        if progress.evaluation_due and reason != "signal" and not self._evaluate():
+            reason = "signal"
+        if step.ends_epoch:
+            self._recorder.event(
+                "epoch",
+                iteration=progress.iteration,
+                epoch=progress.epoch,
+                train_seconds=progress.train_seconds[-1],
+                evaluation_seconds=progress.evaluation_seconds,
+            )
+        if self._saves(step) or last or reason is not None:
+            self._checkpoints.save(progress, None if progress.evaluation_due else progress.metrics)
+        self._meter.resume(time.monotonic() - began)
+        return reason
+
+    def _check(self, step: Step) -> None:
+        try:
+            check_finite(step, self.progress.iteration + 1, self.progress.skipped, self._prepared.precision)
+        except LossError as error:
+            newest = self._checkpoints.newest()
+            saved = "no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}"
+            raise LossError(f"{error}; {saved}") from error
+
+    def _end_epoch(self) -> None:
+        progress = self.progress
+        progress.epoch, progress.batches = progress.epoch + 1, 0
+        progress.train_seconds.append(progress.epoch_seconds)
+        progress.epoch_seconds = 0.0
+
+    def _saves(self, step: Step) -> bool:
+        interval = self._config.checkpoint.save_interval
+        return step.ends_epoch if interval is None else self.progress.iteration % interval == 0
+
+    def _measured(self) -> StopReason | None:
+        """Evaluate apart from any step; returns what broke it off, and then the run stands in a checkpoint."""
+        if self._evaluate():
+            return None
+        self._checkpoints.save(self.progress, None)
+        return "signal"
+
+    def _signalled(self) -> bool:
+        """Whether any rank got a signal, the same on each."""
+        told = torch.tensor([float(self._stop.signal is not None)])
+        if dist.is_initialized():
+            dist.all_reduce(told)
+        return bool(told)
+
+    def _evaluate(self) -> bool:
+        """Measure the model on the validation split, and keep it if it is the best so far.
+
+        Returns False for an evaluation that a signal broke off: it leaves a few seconds, and they are the checkpoint's.
+        """
+        progress, model = self.progress, self._prepared.model
+        score = self._scorer.score(model, self._beat, self._signalled)
+        if score is None:
+            return False
+        progress.metrics, progress.evaluation_seconds = score.metrics, score.seconds
+        progress.start_metrics = progress.start_metrics or score.metrics
+        progress.evaluation_due = False
+        logger.info("%s", evaluation_line(progress, self._schedule, score.metrics, score.seconds))
+        self._recorder.event(
+            "evaluation",
+            iteration=progress.iteration,
+            epoch=progress.epoch,
+            loss=score.metrics.get("loss"),
+            metrics=score.metrics,
+            samples=score.samples,
+            seconds=score.seconds,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+        )
+        # What was learned is kept, not what was there before.
+        if progress.iteration and self._best.offer(progress.iteration, score.metrics, model, self._facts):
+            logger.info("best model so far: %s %.4f", self._best.metric, score.metrics[self._best.metric])
+        return True
+
+    def _facts(self) -> dict[str, Any]:
+        """What the gate of the export compares the best model with."""
+        device = self._prepared.accelerator.device
+        return {
+            "precision": self._prepared.precision,
+            "distributed": self._config.launch.distributed,
+            "start_metrics": self.progress.start_metrics,
+            "sample_losses": sample_losses(self._task, self._prepared.model, device, GATE_SAMPLES, self._beat),
+        }
+
+    def _log(self, step: Step) -> None:
+        report = self._meter.report(
+            self.progress, lr=step.lr, grad_norm=step.grad_norm, loss_scale=self._stepper.loss_scale
+        )
+        logger.info("%s", report.line(self._schedule))
+        self._recorder.event("step", **report.event)
+
+    def _finish(self) -> StopReason | None:
+        """Write the run's result; on the first rank, the same again where it was written before."""
+        progress = self.progress
+        if self._best.best is None and not self._evaluate():  # it was there, and is damaged now
+            return "signal"
+        best = self._best.best
+        assert best is not None
+        result = {
+            "iterations": progress.iteration,
+            "epochs": round(progress.epoch + progress.batches / self._schedule.batches_per_epoch, 4),
+            "best": f"{BEST_NAME}/{directory_name(best.iteration)}",
+            "best_iteration": best.iteration,
+            "metric": self._best.metric,
+            "value": best.value,
+            "metrics": best.metrics,
+            "start_metrics": progress.start_metrics,
+            "train_seconds_per_epoch": self._seconds_per_epoch(),
+            "evaluation_seconds": progress.evaluation_seconds,
+            "checkpoints": self._checkpoints.kept(),
+        }
+        if self._rank == 0:
+            write_json(self._run_directory / RESULT_NAME, result)
+        return None
+
+    def _seconds_per_epoch(self) -> float:
+        """Training time of a pass: the mean of the complete ones, else what one would take at this rate."""
+        progress = self.progress
+        if progress.train_seconds:
+            return sum(progress.train_seconds) / len(progress.train_seconds)
+        return progress.epoch_seconds * self._schedule.batches_per_epoch / max(1, progress.batches)
+
+    def _beat(self, phase: str, iteration: int | None = None) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.beat(phase, iteration)

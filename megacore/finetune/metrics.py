@@ -1,0 +1,119 @@
+"""What a fine-tuning is measured by: names, which way is better, and the numbers themselves."""
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
+from megacore.errors import ConfigError
+from megacore.finetune.glue import classification_settings
+
+LOSS = "loss"
+_SMALLER_IS_BETTER = (LOSS, "ppl")
+_PACKAGES = {
+    **dict.fromkeys(("accuracy", "f1", "matthews_correlation"), "sklearn"),
+    **dict.fromkeys(("pearson", "spearmanr"), "scipy"),
+    "bleu": "sacrebleu",
+    **dict.fromkeys(("rouge1", "rouge2", "rougeL", "rougeLsum"), "rouge_score"),
+}
+
+Split = Callable[[str], list[str]]
+"""The sentences of a text."""
+
+
+def metric_names(task: ClassificationConfig | Seq2SeqConfig | CausalLmConfig) -> tuple[str, ...]:
+    """What is measured beside the loss; the first tells the best model unless the configuration names another.
+
+    Raises ConfigError.
+    """
+    match task:
+        case ClassificationConfig():
+            return classification_settings(task).metrics
+        case Seq2SeqConfig():
+            return tuple(dict.fromkeys(task.metrics))
+        case CausalLmConfig():
+            return ("ppl",)
+
+
+def check_installed(config: FinetuneConfig) -> None:
+    """Raise ConfigError where the package that computes a metric is missing."""
+    for name in metric_names(config.task):
+        package = _PACKAGES.get(name)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"the metric {name} of task.kind {config.task.kind} is computed by {package}, which is not installed: "
+                "pip install megacore[finetune], or set task.metrics to others"
+            )
+
+
+def best_metric(config: FinetuneConfig) -> tuple[str, bool]:
+    """Name of the metric that tells the best model, and whether larger is better. Raises ConfigError."""
+    names = metric_names(config.task)
+    name = config.train.best_metric or names[0]
+    if name not in (*names, LOSS):
+        raise ConfigError(
+            f"train.best_metric is {name!r}, which this task does not measure: name one of {', '.join((*names, LOSS))}"
+        )
+    return name, name not in _SMALLER_IS_BETTER
+
+
+def classification_metrics(
+    names: Sequence[str], predictions: Sequence[float], labels: Sequence[float], classes: int
+) -> dict[str, float]:
+    """The named metrics of all predictions of a split.
+
+    f1 is that of class 1 where there are two classes, as GLUE has it, else the mean of all classes' (macro).
+    A correlation with predictions that are all alike is 0.
+    """
+    return {name: _classification(name, predictions, labels, classes) for name in names}
+
+
+def _classification(name: str, predictions: Sequence[float], labels: Sequence[float], classes: int) -> float:
+    from scipy import stats
+    from sklearn import metrics
+
+    match name:
+        case "accuracy":
+            return float(metrics.accuracy_score(labels, predictions))
+        case "f1":
+            kind: dict[str, Any] = {"average": "binary"} if classes == 2 else {"average": "macro"}
+            return float(metrics.f1_score(labels, predictions, zero_division=0.0, **kind))
+        case "matthews_correlation":
+            return float(metrics.matthews_corrcoef(labels, predictions))
+        case "pearson" | "spearmanr":
+            if len(set(predictions)) < 2 or len(set(labels)) < 2:
+                return 0.0
+            correlate = stats.pearsonr if name == "pearson" else stats.spearmanr
+            return float(correlate(predictions, labels)[0])
+    raise ConfigError(f"there is no metric {name!r} of a classification")
+
+
+def text_metrics(
+    names: Sequence[str], written: Sequence[str], targets: Sequence[str], split: Split
+) -> dict[str, float]:
+    """BLEU of the corpus and mean F-measures of ROUGE, from 0 to 100; `split` finds the sentences of rougeLsum."""
+    found: dict[str, float] = {}
+    if "bleu" in names:
+        import sacrebleu
+
+        found["bleu"] = float(sacrebleu.corpus_bleu(list(written), [list(targets)]).score)
+    rouge = [name for name in names if name.startswith("rouge")]
+    if rouge:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(rouge, use_stemmer=True)
+        sums = dict.fromkeys(rouge, 0.0)
+        for text, target in zip(written, targets, strict=True):
+            # The library takes each line for a sentence; only rougeLsum looks at lines.
+            scores = scorer.score("\n".join(split(target)), "\n".join(split(text)))
+            for name in rouge:
+                sums[name] += scores[name].fmeasure
+        found |= {name: 100 * total / max(1, len(targets)) for name, total in sums.items()}
+    return {name: found[name] for name in names}
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a token's mean loss."""
+    return math.exp(loss) if loss < math.log(1e300) else math.inf

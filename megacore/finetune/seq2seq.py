@@ -1,0 +1,195 @@
+"""A target text for a source text."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import Seq2SeqConfig
+from megacore.errors import ConfigError, DataFormatError
+from megacore.finetune.base import IGNORED, TransformersTask, mask_of, padded, token_losses
+from megacore.finetune.encode import IDS, LABELS, Mapper, Rows, check_columns, end_id, token_counts
+from megacore.finetune.metrics import LOSS, text_metrics
+from megacore.finetune.sentences import PUNKT, sentence_splitter, store_punkt
+from megacore.finetune.task import Batch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from datasets import Dataset
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def encode_seq2seq(
+    task: Seq2SeqConfig,
+    splits: "Mapping[str, Dataset]",
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    mapper: Mapper,
+    directory: Path,
+) -> "tuple[dict[str, Dataset], dict[str, Any]]":
+    """The samples of each split, and what `task.json` says of them.
+
+    Raises ConfigError, DataFormatError; DownloadError when nltk's models are asked for and cannot be fetched.
+    """
+    if getattr(model, "decoder_start_token_id", None) is None:
+        raise ConfigError(
+            f"the config.json of model.path ({model.model_type}) has no decoder_start_token_id, with which what it "
+            "writes begins: set it there"
+        )
+    columns = {"source_column": task.source_column, "target_column": task.target_column}
+    for split, rows in splits.items():
+        check_columns(rows, split, columns)
+    encode = partial(encode_pairs, tokenizer=tokenizer, task=task, end=end_id(tokenizer, model))
+    samples = {}
+    for split, rows in splits.items():
+        texts = list(dict.fromkeys(columns.values()))
+        samples[split] = mapper(rows.select_columns(texts), split, encode, texts)
+        _check_samples(samples[split], split)
+    description: dict[str, Any] = {}
+    if task.sentence_splitter == "punkt" and "rougeLsum" in task.metrics:
+        store_punkt(directory / PUNKT)
+    return samples, description
+
+
+def encode_pairs(
+    rows: Rows, *, tokenizer: "PreTrainedTokenizerBase", task: Seq2SeqConfig, end: int | None
+) -> dict[str, Any]:
+    """Ids of each source and target, cut to their lengths; the target ends with `end` where that is given."""
+    given = {"truncation": True, "return_attention_mask": False, "return_token_type_ids": False}
+    sources = tokenizer(
+        [task.source_prefix + text for text in rows[task.source_column]], max_length=task.max_source_length, **given
+    )
+    targets = tokenizer(text_target=list(rows[task.target_column]), max_length=task.max_target_length, **given)
+    return {IDS: sources[IDS], LABELS: [_ended(ids, end, task.max_target_length) for ids in targets[IDS]]}
+
+
+def _ended(ids: list[int], end: int | None, length: int) -> list[int]:
+    return ids if end is None or ids[-1:] == [end] else [*ids[: length - 1], end]
+
+
+def _check_samples(rows: "Dataset", split: str) -> None:
+    for column, name in ((IDS, "source"), (LABELS, "target")):
+        empty = np.flatnonzero(token_counts(rows, column) == 0)
+        if len(empty):
+            raise DataFormatError(
+                f"row {empty[0]} of the {split} split has an empty {name}, and the tokenizer adds nothing to it: "
+                "remove the row"
+            )
+
+
+class Seq2SeqTask(TransformersTask):
+    """An encoder-decoder with its own head."""
+
+    auto_class = "AutoModelForSeq2SeqLM"
+    task: Seq2SeqConfig
+
+    def __init__(self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path) -> None:
+        super().__init__(config, examples_directory, pretrained_directory)
+        assert isinstance(config.task, Seq2SeqConfig)
+        self.task = config.task
+        self._punkt = examples_directory / PUNKT
+
+    @property
+    def pad_id(self) -> int:
+        """Fills up sources, and what is written."""
+        pad = self.tokenizer.pad_token_id
+        assert isinstance(pad, int)  # the stage `examples` refuses a tokenizer without
+        return pad
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """input_ids and attention_mask [b, s] of the sources, labels [b, t] of the targets."""
+        whole = self.task.pad_to_max_length
+        ids = padded(rows, IDS, self.pad_id, self.task.max_source_length if whole else None)
+        labels = padded(rows, LABELS, IGNORED, self.task.max_target_length if whole else None)
+        return {IDS: ids, "attention_mask": mask_of(rows, ids.shape[1]), LABELS: labels}
+
+    def largest_rows(self, count: int) -> list[dict[str, Any]]:
+        """`count` samples of the longest source and target."""
+        id_ = self.ordinary_id()
+        return [
+            {IDS: [id_] * self.task.max_source_length, LABELS: [id_] * self.task.max_target_length}
+            for _ in range(count)
+        ]
+
+    def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> "Seq2SeqScorer":
+        """A new one for a pass over a split. Raises DataFormatError when nltk's models are damaged."""
+        splitter = self.task.sentence_splitter if "rougeLsum" in self.task.metrics else "rules"
+        return Seq2SeqScorer(self, accelerator, model, sentence_splitter(splitter, self._punkt))
+
+    def generation(self, model: "PreTrainedModel") -> "GenerationConfig":
+        """How targets are written: by beams, within the task's lengths, without chance."""
+        from transformers import GenerationConfig
+
+        given = model.generation_config.to_dict()
+        for name in ("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "transformers_version"):
+            given.pop(name, None)
+        return GenerationConfig.from_dict(
+            {
+                **given,
+                "num_beams": self.task.num_beams,
+                "max_new_tokens": self.task.max_target_length,
+                "min_new_tokens": self.task.min_target_length,
+                "do_sample": False,
+                "pad_token_id": self.pad_id,
+            }
+        )
+
+
+class Seq2SeqScorer:
+    """The losses of all target tokens, and all that was written, of all ranks."""
+
+    def __init__(
+        self,
+        task: Seq2SeqTask,
+        accelerator: "Accelerator",
+        model: "PreTrainedModel",
+        sentences: Callable[[str], list[str]],
+    ) -> None:
+        self._task, self._accelerator, self._model, self._sentences = task, accelerator, model, sentences
+        self._writer: Any = accelerator.unwrap_model(model)
+        self._generation = task.generation(self._writer)
+        # A rank whose texts are finished must go on: its part of the weights is needed by the others.
+        self._together = _divides_weights(accelerator)
+        self._written: list[str] = []
+        self._targets: list[str] = []
+        self._loss, self._tokens = 0.0, 0
+
+    @torch.no_grad()
+    def add(self, batch: Batch) -> None:
+        """Score a batch of this rank; a collective call, while the prepared loader is iterated."""
+        labels = batch[LABELS]
+        losses, tokens = token_losses(self._model(**batch).logits, labels)
+        written = self._writer.generate(
+            input_ids=batch[IDS],
+            attention_mask=batch["attention_mask"],
+            generation_config=self._generation,
+            synced_gpus=self._together,
+        )
+        pad = self._task.pad_id
+        written = self._accelerator.pad_across_processes(written, dim=1, pad_index=pad)
+        targets = self._accelerator.pad_across_processes(labels.masked_fill(labels == IGNORED, pad), 1, pad)
+        written, targets, losses, tokens = self._task.scored(self._accelerator, written, targets, losses, tokens)
+        self._written += self._texts(written)
+        self._targets += self._texts(targets)
+        self._loss += float(losses.double().sum())
+        self._tokens += int(tokens.sum())
+
+    def _texts(self, ids: torch.Tensor) -> list[str]:
+        return [text.strip() for text in self._task.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+    def metrics(self) -> dict[str, float]:
+        """`loss`, the mean of all target tokens, and the task's metrics of all texts."""
+        names = tuple(dict.fromkeys(self._task.task.metrics))
+        return {
+            LOSS: self._loss / self._tokens,
+            **text_metrics(names, self._written, self._targets, self._sentences),
+        }
+
+
+def _divides_weights(accelerator: "Accelerator") -> bool:
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and plugin.zero_stage == 3 and accelerator.num_processes > 1

@@ -1,0 +1,192 @@
+"""What a run goes on from, and what it does not believe."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.checkpoint.format import Marker, verify
+from megacore.errors import CheckpointError
+from megacore.finetune.progress import Progress
+from megacore.train.names import STOP_FILE
+from tests.finetune._tiny_task import Run, TinyTask, config, run, weights
+
+TRAIN = {"micro_batch_size": 8}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3"])
+def test_two_ranks_go_on_as_if_nothing_had_been(two: list[dict[str, Any]], kind: str) -> None:
+    """With dropout, within an epoch; the signal reaches one rank alone."""
+    for rank in two:
+        found = rank[f"{kind} resumed"]
+        assert found["stopped"].startswith("PreemptedError: training stopped at iteration 5 of 6")
+        assert found["stopped at"] == found["from"] == 5
+        whole, twice = found["losses"]
+        assert twice == whole
+        assert found["metrics"][0] == found["metrics"][1]
+        before, after = found["weights"]
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture(scope="module")
+def dropped(tiny_root: Path) -> Run:
+    """A run with dropout that nothing disturbs."""
+    return run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tiny_root / "dropped")
+
+
+def same(first: Run, second: Run) -> bool:
+    one, other = weights(first.directory), weights(second.directory)
+    return first.losses == second.losses and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_stop_file_saves_within_an_epoch(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
+    (tmp_path / STOP_FILE).touch()
+    stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path)
+    assert stopped.stopped is not None
+    assert stopped.stopped.startswith("TrainingStoppedError: training stopped at iteration 1 of 6")
+    assert not (tmp_path / STOP_FILE).exists()
+    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert again.of("start")[-1]["resumed_from"] == 1
+    assert same(dropped, again)
+
+
+def test_what_a_signal_left_no_time_for_is_made_up(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
+    stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_at=3), tmp_path)
+    assert stopped.stopped is not None
+    assert [event["iteration"] for event in stopped.of("evaluation")] == [0]
+    assert stopped.of("checkpoint")[-1]["validation_loss"] is None
+    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert [event["iteration"] for event in again.of("evaluation")] == [0, 3, 6]
+    assert same(dropped, again)
+
+
+@pytest.mark.parametrize(("at", "iteration"), [(1, 0), (3, 3), (12, 6)])
+def test_an_evaluation_breaks_off_for_a_signal(
+    dropped: Run, tiny_root: Path, tmp_path: Path, at: int, iteration: int
+) -> None:
+    """Before the first step, after an epoch (whose seven sample losses follow), and after the last step."""
+    stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_in_evaluation=at), tmp_path)
+    assert stopped.stopped is not None
+    assert f"training stopped at iteration {iteration} of 6" in stopped.stopped
+    assert iteration not in [event["iteration"] for event in stopped.of("evaluation")]
+    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert again.of("start")[-1]["resumed_from"] == iteration
+    assert [event["iteration"] for event in again.of("evaluation")] == [0, 3, 6]
+    assert same(dropped, again)
+
+
+def test_damaged_and_incomplete_checkpoints_are_passed_over(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
+    made = config(train=TRAIN, checkpoint={"save_interval": 1, "keep_last": 3})
+    run(made, TinyTask(tiny_root / "dropout", signal_at=5), tmp_path)
+    root = tmp_path / "checkpoints"
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000003", "iter_0000004", "iter_0000005"]
+    weights_file = root / "iter_0000005" / "model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"!")
+    (root / "iter_0000004" / "complete.json").unlink()
+    shutil.copytree(root / "iter_0000003", root / "iter_0000009.tmp-1234")
+    again = run(made, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert again.of("start")[-1]["resumed_from"] == 3
+    warnings = [event["message"] for event in again.of("warning")]
+    assert "model.safetensors has another content than when it was written; passing it over" in warnings[0].replace(
+        ": use another checkpoint", ""
+    )
+    assert "iter_0000004 has no complete.json" in warnings[1]
+    assert [loss for loss in again.losses if loss not in dropped.losses] == []
+    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000004", "iter_0000005", "iter_0000006"]
+    assert verify(root / "iter_0000005").iteration == 5, "what was damaged was written again"
+
+
+def test_a_checkpoint_is_whole_or_not_there(dropped: Run) -> None:
+    path = dropped.directory / "checkpoints" / "iter_0000006"
+    marker = Marker.read(path)
+    assert marker.files.keys() == {
+        "model.safetensors",
+        "optimizer.bin",
+        "progress.json",
+        "random_states_0.pkl",
+        "scheduler.bin",
+    }
+    assert marker.problem(path, "full") is None
+
+
+@pytest.mark.parametrize("at", ["stage", "state", "measure", "mark", "rename", "retain"])
+def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
+    dropped: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    from accelerate import Accelerator
+
+    from megacore.finetune import checkpoints, files
+
+    class CrashError(Exception):
+        pass
+
+    places: dict[str, tuple[Any, str]] = {
+        "stage": (files.secrets, "token_hex"),
+        "state": (Accelerator, "save_state"),
+        "measure": (files, "sync_file"),
+        "mark": (Marker, "write"),
+        "rename": (files, "sync_directory"),
+        "retain": (checkpoints, "apply_retention"),
+    }
+    made = config(train=TRAIN | {"max_steps": 6}, checkpoint={"save_interval": 1})
+    target, name = places[at]
+    original, calls = getattr(target, name), 0
+
+    def crash(*arguments: Any, **values: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 12 if at == "measure" else calls == 2:
+            raise CrashError
+        return original(*arguments, **values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(target, name, crash)
+        with pytest.raises(CrashError):
+            run(made, TinyTask(tiny_root / "dropout"), tmp_path)
+    again = run(made, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert again.of("start")[-1]["resumed_from"] in (1, 2)
+    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_0000006"]
+
+
+def test_another_number_of_ranks_is_refused(tiny_root: Path, two: list[dict[str, Any]], tmp_path: Path) -> None:
+    shutil.copytree(tiny_root / "ddp", tmp_path / "ddp")
+    with pytest.raises(CheckpointError, match="is of 2 ranks and the job has 1"):
+        run(config(), TinyTask(tiny_root / "model", train=24), tmp_path / "ddp")
+
+
+def test_the_best_model_is_replaced_only_once_a_better_one_is_whole(
+    dropped: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megacore.finetune import best
+
+    calls = 0
+    original = best.write_model
+
+    def crash(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(best, "write_model", crash)
+        with pytest.raises(KeyboardInterrupt):
+            run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path)
+    complete = [path.name for path in (tmp_path / "best").iterdir() if ".tmp-" not in path.name]
+    assert complete == ["iter_0000003"]
+    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["iter_0000006"]
+    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
+    assert again.of("best")[-1]["iteration"] == 6
+
+
+def test_progress_of_another_version_is_refused() -> None:
+    assert Progress.from_json(Progress(iteration=3).to_json()).iteration == 3
+    with pytest.raises(CheckpointError, match="has version 99"):
+        Progress.from_json(Progress().to_json() | {"version": 99})

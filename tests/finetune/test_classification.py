@@ -1,0 +1,186 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.errors import ConfigError
+from megacore.finetune.build import build_task
+from megacore.finetune.classification import ClassificationTask
+from tests.finetune._tiny_models import (
+    learn,
+    pair_rows,
+    prepare,
+    scores,
+    tiny_config,
+    word_rows,
+    write_data,
+    write_export,
+    write_model,
+    write_rows,
+)
+
+WORDS = {"sentence1_column": "sentence", "sentence2_column": None, "max_length": 16}
+
+
+@pytest.fixture(scope="module")
+def deberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and data, and the stages' artifacts."""
+    root = tmp_path_factory.mktemp("deberta")
+    write_model(root / "model", "deberta")
+    write_data(root / "data", "classification")
+    prepare(tiny_config(root / "model", root / "data", "classification"), root)
+    return root
+
+
+def task_of(root: Path, **sections: dict[str, Any]) -> ClassificationTask:
+    """The task on artifacts below `root`."""
+    config = tiny_config(root / "model", root / "data", "classification", **sections)
+    task = build_task(config, root / "examples", root / "pretrained")
+    assert isinstance(task, ClassificationTask)
+    return task
+
+
+def test_the_head_is_drawn_from_the_seed_and_the_body_is_the_pretrained_one(deberta: Path) -> None:
+    from safetensors.torch import load_file
+
+    before = torch.random.get_rng_state()
+    one, again = task_of(deberta).build_model(), task_of(deberta).build_model()
+    other = task_of(deberta, train={}).build_model()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    pretrained = load_file(deberta / "model/model.safetensors")
+    held = one.state_dict()
+    name = "deberta.encoder.layer.1.output.dense.weight"
+    assert torch.equal(held[name], pretrained[name])
+    assert {weight.dtype for weight in held.values() if weight.is_floating_point()} == {torch.float32}
+    config = tiny_config(deberta / "model", deberta / "data", "classification").model_copy(update={"seed": 7})
+    drawn = build_task(config, deberta / "examples", deberta / "pretrained").build_model().state_dict()
+    assert torch.equal(drawn[name], held[name])
+    assert not torch.equal(drawn["classifier.weight"], held["classifier.weight"])
+
+
+def test_random_weights_keep_nothing(deberta: Path) -> None:
+    name = "deberta.encoder.layer.1.output.dense.weight"
+    random = task_of(deberta, model={"random_weights": True}).build_model().state_dict()
+    again = task_of(deberta, model={"random_weights": True}).build_model().state_dict()
+    assert torch.equal(random[name], again[name])
+    assert not torch.equal(random[name], task_of(deberta).build_model().state_dict()[name])
+
+
+def test_the_configuration_names_the_classes(deberta: Path) -> None:
+    config = task_of(deberta).build_model().config
+    assert config.id2label == {0: "0", 1: "1"}
+    assert config.problem_type == "single_label_classification"
+
+
+def test_a_batch_is_as_long_as_its_longest_or_as_all(deberta: Path) -> None:
+    rows = [{"input_ids": [2, 9, 3], "labels": 1}, {"input_ids": [2, 3], "labels": 0}]
+    batch = task_of(deberta).collate(rows)
+    assert batch["input_ids"].tolist() == [[2, 9, 3], [2, 3, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [1, 0]
+    assert task_of(deberta, task={"pad_to_max_length": True}).collate(rows)["input_ids"].shape == (2, 16)
+
+
+def test_padding_does_not_tell(deberta: Path, accelerator: Any) -> None:
+    model = task_of(deberta).build_model()
+    short = scores(task_of(deberta), model, accelerator)
+    whole = scores(task_of(deberta, task={"pad_to_max_length": True}), model, accelerator)
+    assert short == pytest.approx(whole, rel=1e-4)
+
+
+def test_scores_are_those_of_all_samples_by_hand(deberta: Path, accelerator: Any) -> None:
+    task = task_of(deberta)
+    model = task.build_model().eval()
+    rows = list(task.split("valid") or [])
+    with torch.no_grad():
+        logits = [model(**{k: v for k, v in task.collate([row]).items() if k != "labels"}).logits[0] for row in rows]
+    losses = [-torch.log_softmax(row, -1)[sample["labels"]] for row, sample in zip(logits, rows, strict=True)]
+    right = [int(row.argmax()) == sample["labels"] for row, sample in zip(logits, rows, strict=True)]
+    found = scores(task, model, accelerator)
+    assert found["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(sum(right) / 9)
+    assert set(found) == {"loss", "accuracy", "f1"}
+
+
+def test_largest_rows_fill_the_length(deberta: Path) -> None:
+    task = task_of(deberta)
+    batch = task.collate(task.largest_rows(3))
+    assert batch["input_ids"].shape == (3, 16)
+    assert bool(batch["attention_mask"].all())
+    assert task.build_model()(**batch).loss.isfinite()
+
+
+def test_a_regression_has_one_output(tmp_path: Path, accelerator: Any) -> None:
+    write_model(tmp_path / "model", "deberta")
+    rows = [{**row, "label": row["label"] * 2.5} for row in pair_rows(12)]
+    for split in ("train", "valid"):
+        write_rows(tmp_path / f"data/{split}.jsonl", rows)
+    section = {"regression": True}
+    prepare(tiny_config(tmp_path / "model", tmp_path / "data", "classification", task=section), tmp_path)
+    task = task_of(tmp_path, task=section)
+    model = task.build_model()
+    batch = task.collate(list(task.split("train") or [])[:5])
+    assert batch["labels"].dtype == torch.float32
+    assert model(**batch).logits.shape == (5, 1)
+    found = scores(task, model, accelerator)
+    assert set(found) == {"loss", "pearson", "spearmanr"}
+    with torch.no_grad():
+        all_rows = task.collate(list(task.split("valid") or []))
+        expected = float(model(**all_rows).loss)
+    assert found["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt", "t5"])
+def test_our_exports_learn(family: str, tmp_path: Path, accelerator: Any) -> None:
+    """Metrics improve over the start, with Megatron's classes and tokenizers that have no padding or no end."""
+    export = write_export(tmp_path / "export", family)
+    for split, seed in (("train", 1), ("valid", 2)):
+        write_rows(tmp_path / f"data/{split}.jsonl", word_rows(32, seed))
+    model = {"path": str(export), **({"pad_token": "<|endoftext|>"} if family == "gpt" else {})}
+    task_values = WORDS | {"max_length": 48}
+    config = tiny_config(export, tmp_path / "data", "classification", model=model, task=task_values)
+    examples, pretrained = prepare(config, tmp_path)
+    task = build_task(config, examples, pretrained)
+    built: Any = task.build_model()
+    start = scores(task, built, accelerator, "train")
+    learn(task, built, 12)
+    end = scores(task, built, accelerator, "train")
+    assert end["loss"] < 0.9 * start["loss"]
+    assert end["accuracy"] >= start["accuracy"]
+    assert built(**task.collate(task.largest_rows(2))).loss.isfinite()
+
+
+def test_megatron_s_encoder_is_read(tmp_path: Path) -> None:
+    import transformers
+
+    source = write_model(tmp_path / "model", "bert")
+    values = transformers.BertConfig.from_pretrained(source).to_dict()
+    values.pop("model_type")
+    config = transformers.MegatronBertConfig.from_dict(values)
+    transformers.MegatronBertForPreTraining(config).save_pretrained(source)
+    write_data(tmp_path / "data", "classification", 8, 4)
+    prepare(tiny_config(source, tmp_path / "data", "classification"), tmp_path)
+    task = task_of(tmp_path)
+    model = task.build_model()
+    assert type(model).__name__ == "MegatronBertForSequenceClassification"
+    assert "token_type_ids" in task.collate(list(task.split("train") or [])[:2])
+
+
+def test_weights_of_another_model_are_refused(deberta: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "model").mkdir()
+    for path in (deberta / "model").iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    held = load_file(deberta / "model/model.safetensors")
+    lost = {name: weight for name, weight in held.items() if ".layer.1." not in name}
+    save_file(lost, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    config = tiny_config("lost", deberta / "data", "classification")
+    with pytest.raises(ConfigError, match=r"lost lacks \d+ of the weights of DebertaV2For.*encoder\.layer\.1\."):
+        build_task(config, deberta / "examples", tmp_path).build_model()
+    (tmp_path / "model/model.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"transformers cannot load the weights of model\.path lost"):
+        build_task(config, deberta / "examples", tmp_path).build_model()

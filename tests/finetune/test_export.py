@@ -1,0 +1,172 @@
+"""The gate of an export, and what a reader finds beside the model."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.artifact.files import write_json
+from megacore.checkpoint.format import FileRecord, Marker
+from megacore.errors import CheckpointError, ConversionError
+from megacore.finetune.export import export_best
+from megacore.finetune.gate import compare_losses, load_exported
+from megacore.finetune.job import FinetuneExportJob
+from tests.finetune._tiny_task import TinyTask, config, run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def best(tiny_root: Path) -> Path:
+    done = run(
+        config(train={"micro_batch_size": 8, "num_epochs": 1}), TinyTask(tiny_root / "model"), tiny_root / "best"
+    )
+    (path,) = (done.directory / "best").glob("iter_*")
+    return path
+
+
+@pytest.fixture
+def task(tiny_root: Path) -> TinyTask:
+    return TinyTask(tiny_root / "model")
+
+
+def job(best: Path, output: Path, **values: Any) -> FinetuneExportJob:
+    return FinetuneExportJob(
+        config=config(),
+        pretrained_directory="none",
+        examples_directory="none",
+        run_directory=str(best.parent.parent),
+        exit_directory=str(output / "exit"),
+        ranks=1,
+        threads_per_rank=1,
+        best=str(best),
+        output_directory=str(output),
+        card={"Data": "numbers | steps", "Parent": "https://user:secret@host/model"},
+        **values,
+    )
+
+
+def changed(best: Path, target: Path, change: Callable[[dict[str, torch.Tensor], Path], None]) -> Path:
+    """A copy of the best model with other weights or files, whole by its marker."""
+    from safetensors.torch import load_file, save_file
+
+    path = target / best.name
+    shutil.copytree(best, path)
+    file = path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors, path / "model")
+    save_file(tensors, file, {"format": "pt"})
+    (path / "complete.json").unlink()
+    names = [each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()]
+    Marker(int(best.name[5:]), None, {name: FileRecord.of(path / name) for name in names}).write(path)
+    return path
+
+
+def test_what_was_trained_is_exported(best: Path, task: TinyTask, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    report = export_best(job(best, tmp_path), task, CPU)
+    assert report["passed"]
+    assert report["samples"] == 7
+    assert report["relative_difference"] < 1e-5
+    assert json.loads((tmp_path / "parity.json").read_text()) == report
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("w3 w4")["input_ids"] == [3, 4]
+    sample = (tmp_path / "sample.txt").read_text()
+    assert sample.count("prediction: w") == sample.count("target: w") == 5
+    card = (tmp_path / "model" / "README.md").read_text()
+    recorded = json.loads((best / "metrics.json").read_text())
+    before, after = recorded["start_metrics"]["loss"], recorded["metrics"]["loss"]
+    assert f"| loss | {before:.4f} | {after:.4f} |" in card
+    assert "| Data | numbers \\| steps |" in card
+    assert "secret" not in card
+    assert card.startswith("---\nmodel_name: tiny\n")
+
+
+def emptied(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    tensors["transformer.h.0.mlp.c_fc.weight"] = torch.empty(0)
+
+
+def poisoned(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    tensors["transformer.h.1.mlp.c_fc.bias"][0] = torch.nan
+
+
+def shortened(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    del tensors["transformer.h.1.ln_1.weight"]
+
+
+def lengthened(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    tensors["transformer.h.7.ln_1.weight"] = torch.ones(16)
+
+
+def untied(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    tensors["lm_head.weight"] = torch.randn(tensors["transformer.wte.weight"].shape)
+
+
+def of_another_model(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    tensors["transformer.h.0.attn.c_attn.weight"] *= -1.0
+
+
+def other_words(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    path = directory / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w3"', '"x3"'))
+
+
+def untied_in_the_configuration(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    path = directory / "config.json"
+    write_json(path, json.loads(path.read_text()) | {"tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (emptied, "cannot be loaded as AutoModelForCausalLM|mismatched|empty tensor"),
+        (poisoned, r"values in transformer\.h\.1\.mlp\.c_fc\.bias that are not finite"),
+        (shortened, r"1 missing keys, transformer\.h\.1\.ln_1\.weight first"),
+        (lengthened, r"1 unexpected keys, transformer\.h\.7\.ln_1\.weight first"),
+        (untied, "unexpected keys|head is tied|differ|a difference of"),
+        (of_another_model, "a difference of .*, beyond the 0.001 that precision explains"),
+        (other_words, "not those of the training's"),
+        (untied_in_the_configuration, "missing keys, lm_head.weight first"),
+    ],
+)
+def test_what_is_not_the_trained_model_is_refused(
+    best: Path,
+    task: TinyTask,
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor], Path], None],
+    message: str,
+) -> None:
+    with pytest.raises(ConversionError, match=message):
+        export_best(job(changed(best, tmp_path / "best", change), tmp_path / "out"), task, CPU)
+    assert not (tmp_path / "out" / "parity.json").exists()
+
+
+def test_a_damaged_best_model_is_refused(best: Path, task: TinyTask, tmp_path: Path) -> None:
+    path = tmp_path / best.name
+    shutil.copytree(best, path)
+    file = path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointError, match="another content than when it was written"):
+        export_best(job(path, tmp_path / "out"), task, CPU)
+
+
+def test_what_a_type_of_16_bits_rounds_is_let_through(best: Path, task: TinyTask) -> None:
+    exported = load_exported(best / "model", "causal_lm")
+    recorded = json.loads((best / "metrics.json").read_text())
+    rounded = [loss * 1.02 for loss in recorded["sample_losses"]]
+    with pytest.raises(ConversionError, match=r"beyond the 0\.001"):
+        compare_losses(exported, task, recorded | {"sample_losses": rounded}, best)
+    report = compare_losses(exported, task, recorded | {"sample_losses": rounded, "precision": "bf16"}, best)
+    assert 0.01 < report["relative_difference"] < report["tolerance"]
+
+
+def test_the_published_card_keeps_secrets(best: Path, tmp_path: Path) -> None:
+    job(best, tmp_path).write(tmp_path / "job.json")
+    assert "secret" not in (tmp_path / "job.json").read_text()

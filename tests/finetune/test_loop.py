@@ -1,0 +1,126 @@
+"""The loop on one rank: what it learns, says and refuses."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config.finetune import FinetuneTrainConfig
+from megacore.errors import LossError, MemoryExhaustedError
+from megacore.finetune.schedule import Schedule
+from tests.finetune._tiny_task import LENGTH, Run, TinyTask, config, run
+
+EIGHT = {"micro_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_root: Path) -> Run:
+    return run(config(train=EIGHT), TinyTask(tiny_root / "model", train=24), tiny_root / "one-rank")
+
+
+def test_learning_improves_on_the_start(whole: Run) -> None:
+    start, *_, end = whole.of("evaluation")
+    assert (start["iteration"], end["iteration"]) == (0, 6)
+    assert end["loss"] < start["loss"] - 0.1
+    assert [event["epoch"] for event in whole.of("evaluation")] == [0, 1, 2]
+    assert all(event["metrics"]["samples"] == 7 for event in whole.of("evaluation"))
+    assert whole.events[-1]["reason"] == "finished"
+
+
+def test_two_ranks_learn_what_one_does_with_twice_the_micro_batch(whole: Run, two: list[dict[str, Any]]) -> None:
+    # The batches have the same samples: one rank takes the first four of eight, the other the rest.
+    assert two[0]["ddp"]["losses"] == pytest.approx(whole.losses, rel=1e-6)
+    assert two[0]["ddp"]["metrics"] == pytest.approx(whole.of("evaluation")[-1]["metrics"], rel=1e-6)
+
+
+def test_the_result_says_what_came_of_it(whole: Run) -> None:
+    result = json.loads((whole.directory / "result.json").read_text())
+    best = min(whole.of("evaluation")[1:], key=lambda event: event["loss"])
+    assert result["best"] == f"best/iter_{best['iteration']:07d}"
+    assert (result["metric"], result["value"]) == ("loss", best["loss"])
+    assert result["start_metrics"] == whole.of("evaluation")[0]["metrics"]
+    assert (result["iterations"], result["epochs"]) == (6, 2.0)
+    assert result["train_seconds_per_epoch"] > 0
+    assert [each["path"] for each in result["checkpoints"]] == ["checkpoints/iter_0000006"]
+    assert (whole.directory / result["best"] / "complete.json").is_file()
+
+
+def test_events_count_what_was_read(whole: Run) -> None:
+    last = whole.of("step")[-1]
+    assert (last["consumed_samples"], last["consumed_tokens"]) == (48, 48 * LENGTH)
+    assert last["epoch"] == 2.0
+    assert [event["lr"] for event in whole.of("step")] == pytest.approx([0, 5e-3, 4e-3, 3e-3, 2e-3, 1e-3])
+    assert [event["epoch"] for event in whole.of("epoch")] == [1, 2]
+
+
+def test_a_finished_run_ends_at_once(whole: Run, tiny_root: Path) -> None:
+    again = run(config(train=EIGHT), TinyTask(tiny_root / "model", train=24), whole.directory, attempt=2)
+    assert [event["kind"] for event in again.events if event["attempt"] == 2] == ["start", "exit"]
+
+
+def test_max_steps_ends_within_an_epoch_and_evaluates(
+    tiny_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = config(train=EIGHT | {"max_steps": 4, "gradient_accumulation_steps": 2})
+    with caplog.at_level(logging.INFO, "megacore"):
+        logging.getLogger("megacore").addHandler(caplog.handler)
+        done = run(made, TinyTask(tiny_root / "model", train=40), tmp_path)
+    assert len(done.losses) == 4, "steps of 2, 2 and 1 batches, and one more"
+    assert [event["iteration"] for event in done.of("evaluation")] == [0, 3, 4]
+    assert done.of("step")[-1]["epoch"] == 1.4
+    assert done.of("checkpoint")[-1]["iteration"] == 4
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("epoch 2/2 | step 4/4 | loss 3.") and " | ETA 0 s" in line for line in lines)
+    logging.getLogger("megacore").removeHandler(caplog.handler)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tiny_root: Path, tmp_path: Path) -> None:
+    with pytest.raises(LossError, match=r"the loss is nan at step 4 .* the last good checkpoint is .*iter_0000003"):
+        run(config(train=EIGHT), TinyTask(tiny_root / "model", train=24, poison=4), tmp_path)
+
+
+def test_running_out_of_memory_says_what_helps(
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(self: TinyTask, rows: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+
+    monkeypatch.setattr(TinyTask, "collate", exhausted)
+    with pytest.raises(MemoryExhaustedError) as caught:
+        run(config(train=EIGHT), TinyTask(tiny_root / "model"), tmp_path)
+    for part in (
+        "train.micro_batch_size (now 8; 4 with train.gradient_accumulation_steps 2",
+        "train.gradient_checkpointing to true",
+        "launch.distributed (now ddp) to zero2 or zero3 or zero3-offload",
+        "--find-batch-size",
+    ):
+        assert part in str(caught.value)
+
+
+def test_activations_computed_again_change_nothing(whole: Run, tiny_root: Path, tmp_path: Path) -> None:
+    made = config(train=EIGHT | {"gradient_checkpointing": True, "max_steps": 3})
+    done = run(made, TinyTask(tiny_root / "model", train=24), tmp_path)
+    assert done.losses[:2] == pytest.approx(whole.losses[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "accumulated", "max_steps", "expected"),
+    [
+        (22, 1, 1, None, (6, 6, 18, 3)),
+        (22, 2, 1, None, (3, 3, 9, 3)),
+        (22, 2, 2, None, (3, 2, 6, 3)),
+        (22, 2, 2, 5, (3, 2, 5, 3)),
+        (1, 4, 8, None, (1, 1, 3, 3)),
+        (22, 1, 1, 20, (6, 6, 20, 4)),
+    ],
+)
+def test_the_length_of_a_run(
+    samples: int, ranks: int, accumulated: int, max_steps: int | None, expected: tuple[int, ...]
+) -> None:
+    train = FinetuneTrainConfig(
+        num_epochs=3, micro_batch_size=4, gradient_accumulation_steps=accumulated, max_steps=max_steps
+    )
+    found = Schedule.of(train, samples, ranks)
+    assert (found.batches_per_epoch, found.steps_per_epoch, found.total_steps, found.epochs) == expected

@@ -1,0 +1,137 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
+from megacore.errors import ConfigError
+from megacore.finetune.glue import GLUE, classification_settings
+from megacore.finetune.metrics import (
+    best_metric,
+    check_installed,
+    classification_metrics,
+    metric_names,
+    perplexity,
+    text_metrics,
+)
+from megacore.finetune.sentences import sentence_splitter
+from tests._dist import run_distributed
+from tests.finetune import _rank_cases
+from tests.finetune._tiny_models import tiny_config
+
+SPLIT = sentence_splitter("rules", Path())
+
+
+def test_two_classes_by_hand() -> None:
+    """2 true positives, 1 false positive, 1 false negative, 1 true negative."""
+    found = classification_metrics(
+        ["accuracy", "f1", "matthews_correlation"], [1, 1, 0, 0, 1], [1, 0, 0, 1, 1], classes=2
+    )
+    assert found == pytest.approx({"accuracy": 3 / 5, "f1": 4 / 6, "matthews_correlation": 1 / 6})
+
+
+def test_more_classes_have_the_mean_of_their_f1() -> None:
+    found = classification_metrics(["f1"], [0, 1, 2, 2], [0, 1, 1, 2], classes=3)
+    assert found["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+
+
+def test_correlations_by_hand() -> None:
+    found = classification_metrics(["pearson", "spearmanr"], [1.0, 2.0, 3.0], [1.0, 2.0, 4.0], classes=1)
+    assert found == pytest.approx({"pearson": 3 / math.sqrt(2 * 14 / 3), "spearmanr": 1.0})
+    alike = classification_metrics(["pearson", "spearmanr"], [2.0, 2.0], [1.0, 3.0], classes=1)
+    assert alike == {"pearson": 0.0, "spearmanr": 0.0}
+
+
+def test_bleu_counts_the_n_grams_of_the_corpus() -> None:
+    assert text_metrics(["bleu"], ["the cat sat here"], ["the cat sat here"], SPLIT)["bleu"] == pytest.approx(100)
+    one = text_metrics(["bleu"], ["the cat sat on the mat"], ["the cat sat on a mat"], SPLIT)["bleu"]
+    assert one == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
+    pooled = text_metrics(["bleu"], ["the cat sat on the mat", "a b c d"], ["the cat sat on a mat", "a b c d"], SPLIT)[
+        "bleu"
+    ]
+    assert pooled == pytest.approx(100 * (9 / 10 * 6 / 8 * 4 / 6 * 2 / 4) ** 0.25)
+
+
+def test_rouge_by_hand() -> None:
+    written, target = "the cat sat", "the dog sat down"
+    found = text_metrics(["rouge1", "rouge2", "rougeL"], [written], [target], SPLIT)
+    assert found == pytest.approx({"rouge1": 100 * 4 / 7, "rouge2": 0.0, "rougeL": 100 * 4 / 7})
+    mean = text_metrics(["rouge1"], [written, "same"], [target, "same"], SPLIT)
+    assert mean["rouge1"] == pytest.approx((400 / 7 + 100) / 2)
+
+
+def test_rouge_lsum_compares_sentences() -> None:
+    """In another order the longest common subsequence of whole texts is one sentence, that of sentences is all."""
+    written, target = "A cat sat. Two dogs ran.", "Two dogs ran. A cat sat."
+    found = text_metrics(["rougeL", "rougeLsum"], [written], [target], SPLIT)
+    assert found == pytest.approx({"rougeL": 50.0, "rougeLsum": 100.0})
+
+
+def test_perplexity_of_any_loss() -> None:
+    assert perplexity(math.log(40)) == pytest.approx(40)
+    assert perplexity(1e6) == math.inf
+
+
+def test_the_first_metric_tells_the_best_model(tmp_path: Path) -> None:
+    def best(kind: str, name: str | None = None, **task: Any) -> tuple[str, bool]:
+        return best_metric(tiny_config("x", tmp_path, kind, train={"best_metric": name}, task=task))
+
+    assert best("classification") == ("accuracy", True)
+    assert best("classification", "f1") == ("f1", True)
+    assert best("classification", "loss") == ("loss", False)
+    assert best("classification", glue="cola") == ("matthews_correlation", True)
+    assert best("seq2seq", metrics=["rougeL", "bleu"]) == ("rougeL", True)
+    assert best("causal_lm") == ("ppl", False)
+
+
+def test_metrics_of_each_task() -> None:
+    assert metric_names(Seq2SeqConfig(kind="seq2seq", source_column="a", target_column="b")) == ("bleu",)
+    assert metric_names(CausalLmConfig(kind="causal_lm")) == ("ppl",)
+    for name, glue in GLUE.items():
+        settings = classification_settings(ClassificationConfig(kind="classification", glue=name))
+        assert settings.metrics == glue.metrics
+        assert (settings.sentence1, settings.sentence2) == glue.columns
+        assert settings.regression == (name == "stsb") == (settings.labels is None)
+
+
+@pytest.mark.parametrize(
+    ("train", "task", "message"),
+    [
+        (
+            {"best_metric": "bleu"},
+            {},
+            r"best_metric is 'bleu', which this task does not measure: .* accuracy, f1, loss",
+        ),
+        ({}, {"metrics": ["pearson"]}, r"pearson, which measures numbers, but the task predicts classes"),
+        ({}, {"metrics": ["f1"], "regression": True}, r"f1, which measures classes, but the task predicts numbers"),
+        ({}, {"glue": "stsb", "labels": ["a", "b"]}, r"names classes but task\.glue stsb predicts a number"),
+        ({}, {"glue": "mnli", "labels": ["a", "b"]}, r"names 2 classes \(a, b\) but task\.glue mnli has 3"),
+        ({}, {"glue": "sst2", "regression": True}, r"task\.glue sst2 has the classes negative, positive"),
+    ],
+)
+def test_metrics_that_do_not_fit_are_refused(
+    train: dict[str, Any], task: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config("x", tmp_path, "classification", train=train, task=task)
+
+
+def test_a_metric_whose_package_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("x", tmp_path, "seq2seq", task={"metrics": ["bleu", "rougeL"]})
+    check_installed(config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rouge_score" else name)
+    with pytest.raises(ConfigError, match=r"rougeL of task\.kind seq2seq is computed by rouge_score, .*not installed"):
+        check_installed(config)
+
+
+def test_ranks_score_each_sample_once(tmp_path: Path) -> None:
+    """Two ranks with a last batch that is filled up find what one finds."""
+    _rank_cases.write_cases(tmp_path)
+    alone = _rank_cases.run(tmp_path)
+    first, second = run_distributed(2, _rank_cases.run, tmp_path, timeout=90)
+    assert first == second
+    assert first.keys() == alone.keys()
+    for case, found in alone.items():
+        assert first[case] == pytest.approx(found, rel=1e-5), case
+    assert 0 < alone["seq2seq 9"]["rouge1"] < 100

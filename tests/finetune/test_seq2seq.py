@@ -1,0 +1,168 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.errors import ConfigError, DataFormatError, DownloadError
+from megacore.finetune.build import build_task
+from megacore.finetune.seq2seq import Seq2SeqTask
+from tests.finetune._tiny_models import (
+    copy_rows,
+    learn,
+    prepare,
+    scores,
+    tiny_config,
+    write_data,
+    write_export,
+    write_model,
+    write_rows,
+)
+
+ALL = {"metrics": ["bleu", "rouge1", "rouge2", "rougeL", "rougeLsum"]}
+
+
+@pytest.fixture(scope="module")
+def blenderbot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("blenderbot")
+    write_model(root / "model", "blenderbot")
+    write_data(root / "data", "seq2seq")
+    prepare(tiny_config(root / "model", root / "data", "seq2seq"), root)
+    return root
+
+
+def task_of(root: Path, **sections: dict[str, Any]) -> Seq2SeqTask:
+    config = tiny_config(root / "model", root / "data", "seq2seq", **sections)
+    task = build_task(config, root / "examples", root / "pretrained")
+    assert isinstance(task, Seq2SeqTask)
+    return task
+
+
+def test_a_batch_is_padded_and_its_labels_are_ignored_there(blenderbot: Path) -> None:
+    rows = [{"input_ids": [9, 8, 2], "labels": [9, 2]}, {"input_ids": [7, 2], "labels": [7, 6, 2]}]
+    batch = task_of(blenderbot).collate(rows)
+    assert batch["input_ids"].tolist() == [[9, 8, 2], [7, 2, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [[9, 2, -100], [7, 6, 2]]
+    whole = task_of(blenderbot, task={"pad_to_max_length": True}).collate(rows)
+    assert (tuple(whole["input_ids"].shape), tuple(whole["labels"].shape)) == ((2, 8), (2, 6))
+
+
+def test_the_loss_is_that_of_every_target_token(blenderbot: Path, accelerator: Any) -> None:
+    task = task_of(blenderbot, task=ALL)
+    model = task.build_model().eval()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for row in task.split("valid") or []:
+            total += float(model(**task.collate([row])).loss) * len(row["labels"])
+            tokens += len(row["labels"])
+    found = scores(task, model, accelerator)
+    assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
+    assert set(found) == {"loss", *ALL["metrics"]}
+
+
+@pytest.mark.parametrize(("beams", "shortest"), [(1, 0), (2, 5)])
+def test_what_is_written_keeps_its_lengths(blenderbot: Path, beams: int, shortest: int) -> None:
+    task = task_of(blenderbot, task={"num_beams": beams, "min_target_length": shortest})
+    model: Any = task.build_model().eval()
+    model.generation_config.min_length = 3
+    generation = task.generation(model)
+    batch = task.collate(list(task.split("valid") or []))
+    with torch.no_grad():
+        # As a model that would end at once, or never.
+        for bias in (50.0, -50.0):
+            model.final_logits_bias[0, 2] = bias
+            given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+            written = model.generate(**given, generation_config=generation)[:, 1:]
+            lengths = [(row != 0).sum().item() for row in written]
+            assert max(lengths) <= 6
+            if bias > 0:
+                assert {int(row[shortest]) for row in written} == {2}
+                assert not (written[:, :shortest] == 2).any()
+
+
+def test_copies_are_learned_and_scored(blenderbot: Path, accelerator: Any) -> None:
+    task = task_of(blenderbot, task=ALL | {"num_beams": 1})
+    model: Any = task.build_model()
+    start = scores(task, model, accelerator, "train")
+    learn(task, model, 60, lr=1e-2)
+    end = scores(task, model, accelerator, "train")
+    assert end["loss"] < 0.3 * start["loss"]
+    assert end["rouge1"] > start["rouge1"] + 40
+    assert end["rougeLsum"] == pytest.approx(end["rougeL"])  # of one sentence each
+
+
+def test_our_t5_writes_targets_that_end(tmp_path: Path, accelerator: Any) -> None:
+    export = write_export(tmp_path / "export", "t5")
+    for split in ("train", "valid"):
+        write_rows(tmp_path / f"data/{split}.jsonl", copy_rows(6))
+    lengths = {"max_source_length": 48, "max_target_length": 24}
+    config = tiny_config(export, tmp_path / "data", "seq2seq", task=lengths)
+    examples, pretrained = prepare(config, tmp_path)
+    task = build_task(config, examples, pretrained)
+    model: Any = task.build_model()
+    assert all(row["labels"][-1] == model.config.eos_token_id for row in task.split("train") or [])
+    start = scores(task, model, accelerator)
+    learn(task, model, 3)
+    assert scores(task, model, accelerator)["loss"] < start["loss"]
+    assert model(**task.collate(task.largest_rows(2))).loss.isfinite()
+
+
+def test_a_model_that_cannot_begin_is_refused(blenderbot: Path, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model", "t5")
+    values = json.loads((source / "config.json").read_text())
+    del values["decoder_start_token_id"]
+    (source / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"\(t5\) has no decoder_start_token_id"):
+        prepare(tiny_config(source, blenderbot / "data", "seq2seq"), tmp_path / "work")
+
+
+def test_an_empty_source_is_refused(blenderbot: Path, tmp_path: Path) -> None:
+    export = write_export(tmp_path / "export", "t5")
+    for split in ("train", "valid"):
+        write_rows(tmp_path / f"data/{split}.jsonl", [*copy_rows(2), {"source": "", "target": "the"}])
+    with pytest.raises(DataFormatError, match="row 2 of the train split has an empty source"):
+        prepare(tiny_config(export, tmp_path / "data", "seq2seq"), tmp_path / "work")
+
+
+def _punkt_config(blenderbot: Path) -> Any:
+    task = {"sentence_splitter": "punkt", "metrics": ["rougeLsum"]}
+    return tiny_config(blenderbot / "model", blenderbot / "data", "seq2seq", task=task)
+
+
+def test_nltk_s_models_come_with_the_examples(
+    blenderbot: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator: Any,
+) -> None:
+    from nltk import data
+
+    model = tmp_path / "nltk/tokenizers/punkt_tab/english"
+    model.mkdir(parents=True)
+    for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+        (model / name).write_text("")
+    monkeypatch.setattr(data, "path", [str(tmp_path / "nltk")])
+    config = _punkt_config(blenderbot)
+    examples, pretrained = prepare(config, tmp_path / "work")
+    monkeypatch.setattr(data, "path", [])
+    task = build_task(config, examples, pretrained)
+    assert set(scores(task, task.build_model(), accelerator)) == {"loss", "rougeLsum"}
+    (examples / "punkt/tokenizers/punkt_tab/english/collocations.tab").unlink()
+    with pytest.raises(DataFormatError, match="is damaged"):
+        scores(task, task.build_model(), accelerator)
+
+
+def test_nltk_s_models_that_cannot_be_fetched_can_be_retried(
+    blenderbot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nltk import data, downloader
+
+    def refuse(*_: Any, **__: Any) -> bool:
+        raise ValueError("no route to host")
+
+    monkeypatch.setattr(data, "path", [])
+    monkeypatch.setattr(downloader.Downloader, "download", refuse)
+    with pytest.raises(DownloadError, match=r"no route to host\).*set task\.sentence_splitter to rules"):
+        prepare(_punkt_config(blenderbot), tmp_path / "work")
