@@ -10,17 +10,18 @@ INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py) scripts/ve
 	$(shell find megacore -name '*.cpp' -o -name '*.h')
 
 CONF ?= gpt2-tiny
+FINETUNE_CONF = $(if $(filter file default,$(origin CONF)),mrpc,$(CONF))
 ARGS ?=
 KILLS ?= 500
 SEED ?= 1
 OUT ?= workspace/soak.json
 BENCH ?=
 
-.PHONY: help venv test soak bench pretrain server deploy stop status lint format types docs clean clean-venv
+.PHONY: help venv test soak bench pretrain finetune server deploy stop status lint format types docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
-	@echo "CONF=<file in conf/> and ARGS=<options> go to pretrain; ARGS also to test and bench. PYTHON= names the interpreter of .venv."
+	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to test and bench. PYTHON= names the interpreter of .venv."
 
 venv: $(STAMP)  ## Make .venv and install everything into it
 
@@ -38,6 +39,9 @@ bench: $(STAMP)  ## Measure and write BENCHMARKS.md: BENCH="step scaling" for so
 
 pretrain: $(STAMP)  ## Text to a model in MLflow: CONF=gpt2-tiny ARGS="-o train.train_iters=400"
 	$(PY) -m flows.pretrain --conf $(CONF) $(ARGS)
+
+finetune: $(STAMP)  ## A pretrained model to one that does a task: CONF=bert-tiny of conf/finetune/ ARGS="-o optim.lr=1e-4"
+	$(PY) -m flows.finetune --conf $(FINETUNE_CONF) $(ARGS)
 
 server: $(STAMP)  ## Start Prefect (PREFECT_PORT=4200), a worker and MLflow (MLFLOW_PORT=5000), and deploy all
 	@$(PY) scripts/servers.py start

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact
-from megacore.config import RunConfig
 from megacore.errors import ArtifactError, MegacoreError
+from tasks._flow_config import FlowConfig
 from tasks._logging import UNLIMITED_RETRIES
 
 KeyFunction = Callable[..., StageKey]
@@ -40,7 +40,7 @@ def artifact_directory(key: StageKey) -> Path:
     return Workspace.of().folder(key.stage) / key.key
 
 
-def artifact_problem(key: StageKey, config: RunConfig, directory: Path | None = None) -> str | None:
+def artifact_problem(key: StageKey, config: FlowConfig, directory: Path | None = None) -> str | None:
     """Why the artifact cannot be taken as it is, in one clause; None when it can."""
     directory = directory or artifact_directory(key)
     if not directory.exists():
@@ -101,7 +101,7 @@ def stage_task(
     often as that allows.
     """
 
-    def default_check(config: RunConfig, **inputs: Any) -> str | None:
+    def default_check(config: FlowConfig, **inputs: Any) -> str | None:
         return artifact_problem(key_of(config=config, **inputs), config)
 
     return prefect_task(
@@ -125,7 +125,7 @@ def should_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
 
 
 def build(
-    config: RunConfig,
+    config: FlowConfig,
     key: StageKey,
     function: Callable[[Path], dict[str, Any]],
 ) -> StageResult:

@@ -40,19 +40,21 @@ def ensure_checkpoint_model(
     elif any(model.tags.get(name) != value for name, value in tags.items()):
         client.set_logged_model_tags(model.model_id, tags)
     _link(tracking, run_id, model.model_id, iteration)
-    if event.get("validation_loss") is not None:
-        loss = float(event["validation_loss"])
-        log_model_metrics(
-            tracking,
-            run_id,
-            model,
-            {"valid_lm_loss": loss, "valid_ppl": perplexity(loss)},
-            step=iteration,
-            timestamp_ms=round(1000 * event["time"]),
-        )
+    log_model_metrics(
+        tracking, run_id, model, _validation_metrics(event), step=iteration, timestamp_ms=round(1000 * event["time"])
+    )
     if model.status != "READY":
         client.finalize_logged_model(model.model_id, "READY")
     return str(model.model_id)
+
+
+def _validation_metrics(event: Mapping[str, Any]) -> dict[str, float]:
+    """What a checkpoint event says of its model: of a fine-tuning its metrics by name, else loss and perplexity."""
+    loss, metrics = event.get("validation_loss"), event.get("metrics")
+    if metrics is not None:
+        values = {"loss": loss, **metrics}
+        return {f"valid_{name}": float(value) for name, value in values.items() if value is not None}
+    return {} if loss is None else {"valid_lm_loss": float(loss), "valid_ppl": perplexity(float(loss))}
 
 
 def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:

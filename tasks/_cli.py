@@ -14,17 +14,24 @@ from megacore.redact import redact_values
 from tasks._environment import answers
 from tasks._orphans import watch_over_server
 
+_SWITCHES = {
+    "dry_run": "show keys, cache, memory and days; run nothing",
+    "find_batch_size": "find the largest micro batch of each distribution that fits, print the table, train nothing",
+}
+"""Parameters of flows that are true or false, and what they do."""
+
 
 def run_flow(flow: Flow[..., Any]) -> None:
     """Run `flow` from the command line; a user's error is one sentence and an exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__)
-    parser.add_argument("--conf", default="gpt2-tiny", help="name of a file in conf/, or a path")
+    known = inspect.signature(flow.fn).parameters
+    parser.add_argument("--conf", default=known["conf"].default, help="name of a file in conf/, or a path")
     parser.add_argument(
         "-o", "--override", action="append", default=[], metavar="KEY=VALUE", help="dotted key, as train.train_iters=50"
     )
-    dry = "dry_run" in inspect.signature(flow.fn).parameters
-    if dry:
-        parser.add_argument("--dry-run", action="store_true", help="show keys, cache, memory and days; run nothing")
+    switches = {name: text for name, text in _SWITCHES.items() if name in known}
+    for name, text in switches.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     arguments = parser.parse_args()
     try:
         _require_server()
@@ -32,9 +39,7 @@ def run_flow(flow: Flow[..., Any]) -> None:
             watch_over_server()  # the one that Prefect brings along
         parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": parse_overrides(arguments.override)}
         _refuse_secrets(parameters["overrides"])
-        if dry:
-            parameters["dry_run"] = arguments.dry_run
-        flow(**parameters)
+        flow(**parameters, **{name: getattr(arguments, name) for name in switches})
     except MegacoreError as error:
         asked = isinstance(error, TrainingStoppedError)  # then nothing went wrong
         sys.stderr.write(f"{'' if asked else 'error: '}{error}\n")

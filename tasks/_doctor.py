@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.artifact import Workspace
 from megacore.artifact.files import write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import LaunchError
+from megacore.finetune.job import FinetuneJob
 from megacore.launch.hosts.hostfile import hosts_of
 from megacore.launch.job import Job
 
@@ -17,7 +19,7 @@ PREFLIGHT_FILE = "preflight.json"
 _TAG_PREFLIGHT = "megacore.preflight_sha256"
 
 
-def check_hosts(job: Job) -> None:
+def check_hosts(job: Job | FinetuneJob) -> None:
     """Examine the machines of a job over several, as `launch.preflight` says; another job's are left alone.
 
     A retry of the same task run does not ask again: its machines were fit, and those that are lost since are named by
@@ -30,10 +32,16 @@ def check_hosts(job: Job) -> None:
     if launch.preflight == "off" or len(job.hosts or hosts_of(launch)) < 2 or (task_run.run_count or 0) > 1:
         return
     from megacore.doctor.examine import examine
-    from megacore.doctor.subject import Subject
+    from megacore.doctor.subject import RunData, Subject
 
     log = get_run_logger()
-    report = examine(Subject.of_run(job), full=launch.preflight == "full")
+    subject = (
+        Subject.of_run(job)
+        if isinstance(job, Job)
+        # What it reads lies in the workspace, and its memory the doctor cannot tell.
+        else Subject.of_launch(launch, Workspace.of().root, None, RunData())
+    )
+    report = examine(subject, full=launch.preflight == "full")
     path = Path(job.run_directory) / PREFLIGHT_FILE
     write_json(path, report.as_json())
     for finding in report.sorted_findings():

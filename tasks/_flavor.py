@@ -1,6 +1,6 @@
 """What MLflow's transformers flavor is told of an export, for each kind of model.
 
-transformers 5 has no pipeline for encoder-decoders: a T5 is loaded as model and tokenizer
+transformers 5 has no pipeline for encoder-decoders: such a model is loaded as model and tokenizer
 (`mlflow.transformers.load_model(uri, return_type="components")`), and has no `pyfunc`.
 """
 
@@ -30,7 +30,9 @@ def task_of(directory: Path) -> Task:
     """The task that the model of a transformers directory is for."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     architecture: str = config["architectures"][0]
-    if architecture == "T5ForConditionalGeneration":
+    if architecture.endswith("ForSequenceClassification"):
+        return Task("text-classification", "TextClassificationPipeline", architecture, {})
+    if architecture.endswith("ForConditionalGeneration"):
         return Task("text2text-generation", "Text2TextGenerationPipeline", architecture, {}, served=False)
     if architecture.endswith(("ForPreTraining", "ForMaskedLM")):
         masked = architecture.replace("ForPreTraining", "ForMaskedLM")

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import write_json
-from megacore.config import RunConfig
 from megacore.errors import DataFormatError, TrackingError
 from megacore.observe.events import EventReader
 from tasks._checkpoint_models import ensure_checkpoint_model, mark_deleted
 from tasks._doctor import send_preflight
+from tasks._flow_config import FlowConfig
 from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
 
 OFFSET_FILE = "mlflow_offset.json"
@@ -34,6 +34,7 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "train",
         (
             "lm_loss",
+            "loss",
             *SENTENCE_LOSSES,
             "lr",
             "grad_norm",
@@ -48,11 +49,15 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "skipped_iterations",
             "nan_iterations",
             "global_batch_size",
+            "epoch",
         ),
     ),
-    "evaluation": ("valid", ("lm_loss", "ppl", *SENTENCE_LOSSES)),
+    "evaluation": ("valid", ("lm_loss", "loss", "ppl", *SENTENCE_LOSSES)),
+    "epoch": ("epoch", ("train_seconds", "evaluation_seconds")),
 }
 """By kind of event: the group of its metrics in MLflow and the fields that become metrics."""
+METRICS = "metrics"
+"""Field of a fine-tuning's evaluations: further metrics, by name."""
 BY_TOKENS = "_by_tokens"
 """Suffix of the curve whose step is consumed tokens instead of the iteration."""
 
@@ -85,14 +90,15 @@ class Batch:
 
 
 def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
-    """The metrics of a step or evaluation event, by iteration and by consumed tokens; null values have none."""
+    """The metrics of an event of CURVES, by iteration and, but of an epoch, by tokens; null values have none."""
     group, names = CURVES[event["kind"]]
     timestamp = round(1000 * event["time"])
-    for name in names:
-        value = event.get(name)
+    values = dict(event.get(METRICS) or {}) | {name: event.get(name) for name in names}
+    for name, value in values.items():
         if value is not None:
             yield Point(f"{group}/{name}", float(value), timestamp, int(event["iteration"]))
-            yield Point(f"{group}/{name}{BY_TOKENS}", float(value), timestamp, int(event["consumed_tokens"]))
+            if event["kind"] != "epoch":
+                yield Point(f"{group}/{name}{BY_TOKENS}", float(value), timestamp, int(event["consumed_tokens"]))
 
 
 def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
@@ -140,7 +146,7 @@ class Forwarder:
         self,
         tracking: Tracking,
         run_directory: Path,
-        config: RunConfig,
+        config: FlowConfig,
         facts: RunFacts,
         *,
         interval: float = 2.0,

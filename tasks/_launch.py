@@ -75,18 +75,30 @@ def _says_more_than_the_bar(record: logging.LogRecord) -> bool:
 class TrainingMonitor:
     """Watches one training: log lines, a bar in the terminal, a progress artifact with ETA, and MLflow."""
 
-    def __init__(self, log: Path, events: Path, train_iters: int, forwarder: Forwarder) -> None:
+    def __init__(
+        self, log: Path, events: Path, train_iters: int | None, forwarder: Forwarder, *, label: str = "training"
+    ) -> None:
+        """Nothing is read or shown yet.
+
+        Args:
+            log: output of the ranks.
+            events: the run's events.jsonl.
+            train_iters: iterations of the whole training; None where its events say so (`total_iterations`).
+            forwarder: sends the events on.
+            label: what the bar and the artifact are called.
+        """
         self.log = LogTail(log, get_run_logger().info)
         self.events = events
         self.train_iters = train_iters
         self.forwarder = forwarder
+        self.label = label
         self._offset = _end_of_events(events)
         self._artifact: Any = None
         self._updated = 0.0
         self._first: tuple[float, int] | None = None
         self._handler = console_handler() if sys.stderr.isatty() else None
         self._bar = Progress(
-            TextColumn("training"),
+            TextColumn(label),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
@@ -94,7 +106,7 @@ class TrainingMonitor:
             console=self._handler.console if self._handler else Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task("training", total=train_iters, note="starting")
+        self._task = self._bar.add_task(label, total=train_iters, note="starting")
 
     def __enter__(self) -> Self:
         # Prefect's console knows its own styles only.
@@ -125,29 +137,32 @@ class TrainingMonitor:
         if event["kind"] != "step":
             return
         iteration = int(event["iteration"])
+        total = int(event["total_iterations"]) if self.train_iters is None else self.train_iters
+        name = "lm_loss" if "lm_loss" in event else "loss"
         # An interval whose every iteration overflowed (fp16 at the start) has no loss.
-        loss = "-" if event.get("lm_loss") is None else f"{event['lm_loss']:.3f}"
-        self._bar.update(self._task, completed=iteration, note=f"loss {loss}")
+        loss = "-" if event.get(name) is None else f"{event[name]:.3f}"
+        self._bar.update(self._task, total=total, completed=iteration, note=f"loss {loss}")
         now = time.monotonic()
         self._first = self._first or (now, iteration)
-        if now - self._updated < ARTIFACT_INTERVAL and iteration < self.train_iters:
+        if now - self._updated < ARTIFACT_INTERVAL and iteration < total:
             return
         self._updated = now
-        self._update_artifact(iteration, self._eta(now, iteration), loss)
+        text = f"{name.replace('_', ' ')} {loss}, {self._eta(now, iteration, total)} left"
+        self._update_artifact(iteration, total, text)
 
-    def _eta(self, now: float, iteration: int) -> str:
+    def _eta(self, now: float, iteration: int, total: int) -> str:
         started, first = self._first or (now, iteration)
         if iteration <= first:
             return "unknown"
-        seconds = (now - started) / (iteration - first) * (self.train_iters - iteration)
+        seconds = (now - started) / (iteration - first) * (total - iteration)
         return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
 
-    def _update_artifact(self, iteration: int, eta: str, loss: str) -> None:
-        percent = 100.0 * iteration / self.train_iters
-        text = f"iteration {iteration} of {self.train_iters}, lm loss {loss}, {eta} left"
+    def _update_artifact(self, iteration: int, total: int, rest: str) -> None:
+        percent = 100.0 * iteration / total
+        text = f"iteration {iteration} of {total}, {rest}"
         try:
             if self._artifact is None:
-                self._artifact = create_progress_artifact(progress=percent, key="training", description=text)
+                self._artifact = create_progress_artifact(progress=percent, key=self.label, description=text)
             else:
                 update_progress_artifact(artifact_id=self._artifact, progress=percent, description=text)
         except Exception as error:  # a display must never end a training

@@ -1,4 +1,4 @@
-"""The MLflow store and the one run that stands for a pretraining.
+"""The MLflow store and the one run that stands for a training.
 
 `mlflow` is imported when the store is first used, never when this module is.
 """
@@ -22,9 +22,9 @@ import yaml
 
 from megacore.artifact import Artifact, Workspace, lock
 from megacore.artifact.files import write_json
-from megacore.config import RunConfig
 from megacore.errors import TrackingError
 from megacore.redact import redact, redact_values
+from tasks._flow_config import FlowConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -60,7 +60,7 @@ class RunFacts:
     """What a run records beside its configuration."""
 
     key: str
-    """Key of the train stage: the name of the run directory."""
+    """Key of the stage that trains: the name of the run directory."""
     datasets: Mapping[str, Artifact] = field(default_factory=dict)
     """Artifacts that training reads, by role."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def create_store(uri: str) -> None:
         os.replace(temporary, path)
 
 
-def ensure_run(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> str:
+def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, facts: RunFacts) -> str:
     """Id of the run directory's MLflow run, which is running and described afterwards.
 
     The directory gets a random token before the run is created with that token as a tag: a crash between
@@ -275,7 +275,7 @@ def _run_with_token(tracking: Tracking, token: str | None) -> "Run | None":
     return found[0] if found else None
 
 
-def _describe(tracking: Tracking, run: "Run", run_directory: Path, config: RunConfig, facts: RunFacts) -> None:
+def _describe(tracking: Tracking, run: "Run", run_directory: Path, config: FlowConfig, facts: RunFacts) -> None:
     """Bring parameters, tags, inputs and config.yaml up to date: what is there already is not sent again."""
     from mlflow.entities import RunTag
 

@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import yaml
 from prefect import Task
@@ -18,10 +18,12 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from megacore.artifact import Artifact
-from megacore.config import RunConfig
 from megacore.errors import TrainingStoppedError
 from megacore.redact import redact, redact_values
 from tasks._cache import StageResult
+from tasks._flow_config import FlowConfig
+
+Config = TypeVar("Config", bound=FlowConfig)
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ class StageRow:
 
 
 @dataclass
-class Pipeline:
+class Pipeline(Generic[Config]):
     """Runs stages one after another and remembers what each did."""
 
-    config: RunConfig
+    config: Config
     rows: list[StageRow] = field(default_factory=list)
     summary: str = ""
     """Markdown that is shown below the table and stored with the flow run."""
@@ -58,7 +60,7 @@ class Pipeline:
     """What the flow is to return: the state of a run whose training was stopped on request, else None."""
 
     @classmethod
-    def start(cls, config: RunConfig) -> Self:
+    def start(cls, config: Config) -> Self:
         """Show the merged configuration as an artifact of the flow run."""
         text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
         create_markdown_artifact(f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}")

@@ -1,7 +1,7 @@
 """Retries of a training: counted as long as no new checkpoint comes, and never more than those."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,16 +98,22 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
 
 
 def training_may_pass(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Prefect's retry condition of a training, decided by what its run directory says of the attempts so far."""
+    """Prefect's retry condition of a pretraining, decided by what its run directory says of the attempts so far."""
     from tasks.train import run_directory
 
+    return may_pass(
+        task_run, state, lambda inputs: run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"])
+    )
+
+
+def may_pass(task_run: Any, state: State[Any], directory_of: Callable[[Mapping[str, Any]], Path]) -> bool:
+    """Whether a training that failed is tried once more; `directory_of` its task's inputs is its run directory."""
     error = state.result(raise_on_failure=False)
     context = TaskRunContext.get()
     if not isinstance(error, RETRIED) or context is None:
         return False
     inputs = context.parameters
-    directory = run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"])
-    failures = Failures.read(directory, str(task_run.id))
+    failures = Failures.read(directory_of(inputs), str(task_run.id))
     return 0 < failures.count <= inputs["config"].launch.retries
 
 

@@ -1,18 +1,13 @@
 """Before anything runs: is the configuration possible here, what is cached, what will it cost."""
 
-import itertools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect import get_run_logger
-from prefect.artifacts import create_table_artifact
-from rich.console import Console
-from rich.table import Table
 
-from megacore.artifact import Artifact, StageKey, Workspace, open_artifact
+from megacore.artifact import Artifact, Workspace
 from megacore.config import RunConfig, load_config
 from megacore.convert.exportable import exportable
 from megacore.errors import MegacoreError
@@ -21,8 +16,8 @@ from megacore.launch.start import check_launcher, shown_commands
 from megacore.plan.hardware import Hardware
 from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
-from tasks._cache import artifact_directory, artifact_problem
 from tasks._pipeline import numbered
+from tasks._plan import PlannedStage, planned_row, show_plan
 from tasks._resume import check_resumed, tell_of_other_runs
 from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
@@ -63,27 +58,6 @@ def check_machine(config: RunConfig) -> str:
     return preflight(config, expected_vocab_size(config), Hardware.detect()).summary()
 
 
-class PlannedStage(NamedTuple):
-    """A line of the dry run."""
-
-    name: str
-    """The stage, numbered where there are several."""
-    key_of: Callable[..., StageKey]
-    inputs: tuple[str | tuple[str, ...] | None, ...] = ()
-    """Names of the stages it reads, in the order of its task's arguments; None where it reads nothing."""
-
-    @property
-    def stage(self) -> str:
-        """The stage's own name."""
-        return self.name.partition(" ")[0]
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of all stages it reads."""
-        groups = [(each,) if isinstance(each, str) else each or () for each in self.inputs]
-        return tuple(itertools.chain.from_iterable(groups))
-
-
 def planned_stages(config: RunConfig) -> list[PlannedStage]:
     """The stages of `pretrain` for this configuration, in order."""
     sources = config.data.sources
@@ -103,7 +77,7 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
         ),
         *([PlannedStage("blend", blend_key, (members,))] if several else []),
         PlannedStage("index", index_key, (tokens,)),
-        PlannedStage("train", train_key, data),
+        PlannedStage("train", train_key, data, problem=training_problem, directory=_run_directory),
         PlannedStage("evaluate", evaluate_key, ("train", *data)),
         *(
             [PlannedStage("zeroshot", zeroshot_key, ("train", "evaluate", *data))]
@@ -111,7 +85,7 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
             else []
         ),
         PlannedStage("convert", convert_key, ("train", "evaluate", *data)),
-        PlannedStage("publish", publish_key, ("train", "evaluate", "convert", *data)),
+        PlannedStage("publish", publish_key, ("train", "evaluate", "convert", *data), problem=publication_problem),
     ]
 
 
@@ -127,21 +101,8 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
     except MegacoreError as error:
         refusal, cost = error, str(error)
     known: dict[str, Artifact] = {}
-    rows = [_planned_row(planned, config, known) for planned in planned_stages(config)]
-    create_table_artifact(rows, key="dry-run", description=f"what {config.name} would do; {cost}")
-    table = Table(title=f"dry run of {config.name}: nothing was started")
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row.values())
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
-    console.print(f"training: {cost}", soft_wrap=True, highlight=False)
-    if refusal is None:
-        for line in launch_commands(config, known):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-    if refusal is not None:
-        raise refusal
+    rows = [planned_row(planned, config, known) for planned in planned_stages(config)]
+    show_plan(config.name, rows, f"training: {cost}", refusal, lambda: launch_commands(config, known))
 
 
 def launch_commands(config: RunConfig, known: Mapping[str, Artifact]) -> list[str]:
@@ -155,28 +116,6 @@ def launch_commands(config: RunConfig, known: Mapping[str, Artifact]) -> list[st
     return ["launch:", *shown_commands(config.launch, "megacore.launch.pretrain", job, directory / "run.json")]
 
 
-def _planned_row(planned: PlannedStage, config: RunConfig, known: dict[str, Artifact]) -> dict[str, str]:
-    missing = [name for name in planned.reads if name not in known]
-    if missing:
-        return {"stage": planned.name, "key": f"known after {missing[0]}", "state": "would run", "why": "new input"}
-    inputs: list[Any] = [
-        tuple(known[name] for name in each) if isinstance(each, tuple) else known[each] if each else None
-        for each in planned.inputs
-    ]
-    key = planned.key_of(config, *inputs)
-    try:
-        directory = artifact_directory(key)
-        if planned.stage == "train":
-            tokens, tokenizer, index = inputs
-            directory = run_directory(config, tokens, tokenizer)
-            problem = training_problem(config, tokens, tokenizer, index)
-        elif planned.stage == "publish":
-            problem = publication_problem(config, *inputs)
-        else:
-            problem = artifact_problem(key, config)
-        if problem is None:
-            known[planned.name] = open_artifact(directory)
-    except MegacoreError as error:
-        problem = str(error)
-    state = "cached" if problem is None else "would run"
-    return {"stage": planned.name, "key": key.key, "state": state, "why": problem or ""}
+def _run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> Path:
+    """Where a training lies: not under its key, which train_iters is part of."""
+    return run_directory(config, tokens, tokenizer)

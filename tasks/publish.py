@@ -1,6 +1,5 @@
 """Stage `publish`: the run, its checkpoints and the exported model in MLflow."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -14,15 +13,14 @@ from megacore.config import RunConfig
 from megacore.data.members import token_prefixes
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build, stage_task
 from tasks._checkpoint_models import log_test_perplexities
-from tasks._environment import mlflow_server
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run
 from tasks._pipeline import numbered
+from tasks._receipt import RECEIPT, discard_receipt, mlflow_places, read_receipt
 from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
 from tasks.train import run_facts
 
 VERSION = 1
-RECEIPT = "receipt.json"
 METRICS = (
     "valid_ppl",
     "test_ppl",
@@ -83,7 +81,7 @@ def publish(
 
     key = publish_key(config, *inputs)
     if publication_problem(config, *inputs) is not None:
-        _discard(artifact_directory(key))
+        discard_receipt(artifact_directory(key))
     return build(config, key, fill)
 
 
@@ -147,19 +145,8 @@ def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
     return copies
 
 
-def _discard(directory: Path) -> None:
-    """A receipt for what is no longer there counts for nothing."""
-    (directory / RECEIPT).unlink(missing_ok=True)
-
-
 def _tracking(config: RunConfig) -> Tracking:
     return Tracking(Workspace.of(), config.tracking.experiment)
-
-
-def read_receipt(directory: Path) -> dict[str, str]:
-    """What was published: model_name, version, uri, model_id, run_id, digest."""
-    receipt: dict[str, str] = json.loads((directory / RECEIPT).read_text(encoding="utf-8"))
-    return receipt
 
 
 def outcome(config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, published: Artifact) -> str:
@@ -180,26 +167,7 @@ def outcome(config: RunConfig, trained: Artifact, evaluation: Artifact, export: 
         "",
         f"- transformers model: `{export.directory / 'model'}`",
         f"- run: `{trained.directory}`",
-        *_mlflow_places(config, read_receipt(published.directory)),
+        *mlflow_places(_tracking(config), read_receipt(published.directory)),
         "",
     ]
     return "\n".join(lines)
-
-
-def _mlflow_places(config: RunConfig, receipt: dict[str, str]) -> list[str]:
-    """Links where a server shows the store, else names and how to start one."""
-    tracking = _tracking(config)
-    server = tracking.uri if tracking.uri.startswith("http") else None
-    if tracking.uri == tracking.workspace.tracking_uri:
-        server = mlflow_server(tracking.workspace)
-    if server is None:
-        return [
-            f"- registered: `{receipt['uri']}` (alias candidate)",
-            f"- MLflow run `{receipt['run_id']}`: `make server` shows it in a browser",
-        ]
-    experiment = tracking.experiment_id
-    model = f"{server}/#/models/{receipt['model_name']}/versions/{receipt['version']}"
-    return [
-        f"- registered: [{receipt['uri']}]({model}) (alias candidate)",
-        f"- MLflow run: [{receipt['run_id']}]({server}/#/experiments/{experiment}/runs/{receipt['run_id']})",
-    ]

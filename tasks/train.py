@@ -17,28 +17,22 @@ from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.base import key_parameters
 from megacore.data.members import token_prefixes
-from megacore.errors import ConfigError, MegacoreError, TrainingStoppedError
+from megacore.errors import ConfigError, MegacoreError
 from megacore.launch import stages
 from megacore.launch.job import TrainJob
-from megacore.observe.events import EventReader
 from megacore.train.batch_schedule import BatchSchedule
+from tasks._attempt import reported_end
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._doctor import check_hosts
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
-from tasks._mlflow import RunFacts, RunStatus, Tracking
+from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, training_may_pass
 from tasks.index import sample_parameters
 
 SEALED = "checkpoints/*/complete.json"
 """A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
-FINAL_FLUSH = 60.0
-"""Seconds that a finished training waits for MLflow."""
-EXIT_TAG = "megacore.exit_reason"
-"""Tag of the MLflow run: why its last attempt ended."""
-STOP_FLUSH = 5.0
-"""Seconds that a failed or stopped one does."""
 
 
 def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
@@ -175,15 +169,10 @@ def _run(
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, tokens))
     events = directory / "events.jsonl"
-    try:
-        with TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, forwarder) as monitor:
-            stages.train(job, monitor.poll)
-            monitor.poll()
-    except BaseException as error:
-        failed = isinstance(error, Exception) and not isinstance(error, TrainingStoppedError)
-        _end(tracking, forwarder, "FAILED" if failed else "KILLED", job, error, STOP_FLUSH)
-        raise
-    _end(tracking, forwarder, "FINISHED", job, None, FINAL_FLUSH)
+    monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, forwarder)
+    with reported_end(tracking, forwarder, events, job.attempt), monitor:
+        stages.train(job, monitor.poll)
+        monitor.poll()
     remove_stale(directory / "checkpoints")
     seal(directory, key, training_counts(directory, config), time.monotonic() - started, SEALED)
 
@@ -209,41 +198,6 @@ def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact)
             config.train.train_iters,
             before.config.train.train_iters,
         )
-
-
-def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
-    """Why an attempt ended: what its ranks say in their `exit` event, else the name of the error.
-
-    A cancellation or a signal to this process reaches the ranks as a signal, and they have said so if they could save.
-
-    Args:
-        events: the run's events.jsonl.
-        attempt: its number.
-        error: what ended it, None where it finished.
-    """
-    if isinstance(error, Exception) and not isinstance(error, TrainingStoppedError):
-        return type(error).__name__  # the ranks may have finished before that
-    mine = (event for event, _ in EventReader(events) if event["kind"] == "exit" and event["attempt"] == attempt)
-    said = [str(event["reason"]) for event in mine]
-    return said[-1] if said else "finished" if error is None else type(error).__name__
-
-
-def _end(
-    tracking: Tracking,
-    forwarder: Forwarder,
-    status: RunStatus,
-    job: TrainJob,
-    error: BaseException | None,
-    timeout: float,
-) -> None:
-    """Tell MLflow how the training ended; what it does not take now, publication sends."""
-    try:
-        run_id = forwarder.finish(status, timeout)
-        reason = exit_reason(Path(job.run_directory) / "events.jsonl", job.attempt, error)
-        with tracking.errors("take why the run ended"):
-            tracking.client.set_tag(run_id, EXIT_TAG, reason)
-    except Exception as failure:  # whatever it is, it must neither hide a training's own error nor lose its end
-        get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)
 
 
 def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:

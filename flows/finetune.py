@@ -1,0 +1,64 @@
+"""Flow `finetune`: a pretrained model and a task → samples → training with Accelerate → transformers model → MLflow."""
+
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.states import State
+
+from megacore.artifact import Artifact
+from megacore.config.finetune import FinetuneConfig
+from tasks._pipeline import Pipeline
+from tasks.dataset import dataset
+from tasks.examples import examples
+from tasks.find_batch_size import check_find_batch_size, find_batch_sizes
+from tasks.finetune import finetune as train
+from tasks.finetune_export import finetune_export
+from tasks.finetune_preflight import finetune_dry_run, load_checked_finetuning
+from tasks.finetune_publish import finetune_publish, outcome
+from tasks.pretrained import pretrained
+
+
+def prepared(pipeline: Pipeline[FinetuneConfig]) -> tuple[Artifact, Artifact]:
+    """What training reads: the model and the samples."""
+    model = pipeline.stage(pretrained)
+    rows = pipeline.stage(dataset)
+    return model, pipeline.stage(examples, model, rows)
+
+
+@flow(name="finetune", flow_run_name="finetune-{conf}", validate_parameters=False)
+def finetune(
+    conf: str = "mrpc",
+    overrides: dict[str, Any] | None = None,
+    dry_run: bool = False,
+    find_batch_size: bool = False,
+) -> State[Any] | None:
+    """Fine-tune what `conf` says (a name in conf/finetune/ or a path), with dotted `overrides`.
+
+    `dry_run` shows keys and what is cached, and runs nothing. `find_batch_size` finds the largest micro batch of each
+    distribution that fits, and trains nothing further. A training that is stopped on request ends the run in the state
+    Stopped.
+    """
+    if dry_run:
+        finetune_dry_run(conf, overrides)
+        return None
+    config = load_checked_finetuning(conf, overrides)
+    if find_batch_size:
+        check_find_batch_size(config)
+    with Pipeline.start(config) as pipeline:
+        model, samples = prepared(pipeline)
+        if find_batch_size:
+            pipeline.summary = find_batch_sizes(pipeline, model, samples)
+            create_markdown_artifact(pipeline.summary, key="batch-sizes-table", description=f"of {config.name}")
+            return None
+        trained = pipeline.stage(train, model, samples)
+        exported = pipeline.stage(finetune_export, trained, model, samples)
+        published = pipeline.stage(finetune_publish, model, samples, trained, exported)
+        pipeline.summary = outcome(config, trained, exported, published)
+    return pipeline.ended
+
+
+if __name__ == "__main__":
+    from tasks._cli import run_flow
+
+    run_flow(finetune)

@@ -1,0 +1,213 @@
+"""What a fine-tuning begins with, looked up in the registry: where its files are, and whose child the new model is."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from megacore.artifact import Manifest, Workspace, lock
+from megacore.artifact.files import sync_tree, workspace_errors
+from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.artifact.workspace import DOWNLOADS
+from megacore.config.finetune import FinetuneConfig
+from megacore.errors import ArtifactError, ConfigError
+from megacore.finetune.models import CONFIG_NAME, MODEL_DIRECTORY
+from megacore.finetune.pretrained import local_directory
+from megacore.redact import redact
+from tasks._mlflow import Tracking
+
+if TYPE_CHECKING:
+    from mlflow.entities.model_registry import ModelVersion
+
+SCHEME = "models:/"
+_NAMED = 8
+"""Registered models that a message names."""
+_FORM = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[0-9]+))")
+
+
+@dataclass(frozen=True)
+class Parent:
+    """Where a fine-tuned model comes from; what is not known is None."""
+
+    model: str
+    """`models:/NAME/VERSION`, a directory, or a name on the hub with its revision."""
+    name: str | None = None
+    """In the registry."""
+    version: str | None = None
+    run_id: str | None = None
+    """MLflow run that trained it."""
+    model_id: str | None = None
+    """Of its LoggedModel."""
+    digest: str | None = None
+    """Of the export, as the manifest of its artifact has it."""
+
+    def tags(self) -> dict[str, str]:
+        """What MLflow's run, LoggedModel and registered version are told."""
+        values = {
+            "parent_model": redact(self.model),
+            "parent_name": self.name,
+            "parent_version": self.version,
+            "parent_run_id": self.run_id,
+            "parent_model_id": self.model_id,
+            "parent_digest": self.digest,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def pinned(config: FinetuneConfig) -> FinetuneConfig:
+    """The configuration with the version in the place of an alias: what the alias means may change while this runs.
+
+    Raises ConfigError for a model that the registry does not have, TrackingError.
+    """
+    if not config.model.path.startswith(SCHEME):
+        return config
+    version = _registered(config)
+    model = config.model.model_copy(update={"path": f"{SCHEME}{version.name}/{version.version}"})
+    return config.model_copy(update={"model": model})
+
+
+def parent_directory(config: FinetuneConfig) -> Path | None:
+    """The transformers directory to begin with; None for a model of the hub.
+
+    A registered model whose files a server keeps is downloaded once into the workspace.
+
+    Raises ConfigError for a model that is not there or has another form, TrackingError.
+    """
+    if not config.model.path.startswith(SCHEME):
+        return local_directory(config.model.path)
+    version = _registered(config)
+    location = _location(_tracking(config), version)
+    parsed = urlparse(location)
+    root = Path(unquote(parsed.path)) if parsed.scheme in ("", "file") else _downloaded(config, version, location)
+    for candidate in (root / MODEL_DIRECTORY, root):
+        if (candidate / CONFIG_NAME).is_file():
+            return candidate
+    raise ConfigError(
+        f"model.path is {config.model.path}, whose files at {redact(location)} have no {MODEL_DIRECTORY}/{CONFIG_NAME}:"
+        " it is not a transformers model that a flow published, or its files were deleted"
+    )
+
+
+def parent_of(config: FinetuneConfig) -> Parent:
+    """Lineage of the model to begin with, as far as the registry and an export's manifest know it.
+
+    Raises ConfigError, TrackingError.
+    """
+    path = config.model.path
+    if path.startswith(SCHEME):
+        return _of_version(path, _registered(config))
+    directory = local_directory(path)
+    if directory is None:
+        return Parent(path if config.model.revision is None else f"{path}@{config.model.revision}")
+    digest = _export_digest(directory)
+    version = None if digest is None else _version_of_export(_tracking(config), digest)
+    return Parent(path, digest=digest) if version is None else _of_version(path, version)
+
+
+def note_parent(artifact: Path, parent: Parent) -> None:
+    """Add what the registry knows to the lineage that lies beside a collected model."""
+    from megacore.artifact.files import write_json
+    from megacore.finetune.pretrained import LINEAGE_NAME
+
+    path = artifact / LINEAGE_NAME
+    lineage: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    write_json(path, lineage | {"registry": parent.tags()})
+
+
+def _tracking(config: FinetuneConfig) -> Tracking:
+    return Tracking(Workspace.of(), config.tracking.experiment)
+
+
+def _of_version(model: str, version: "ModelVersion") -> Parent:
+    from tasks._registry import DIGEST_TAG, MODEL_TAG
+
+    return Parent(
+        model=model,
+        name=version.name,
+        version=str(version.version),
+        run_id=version.run_id or None,
+        model_id=version.tags.get(MODEL_TAG) or version.model_id,
+        digest=version.tags.get(DIGEST_TAG),
+    )
+
+
+def _registered(config: FinetuneConfig) -> "ModelVersion":
+    path, tracking = config.model.path, _tracking(config)
+    found = _FORM.fullmatch(path)
+    if found is None:
+        raise ConfigError(f"model.path is {path}: give models:/NAME@candidate, or models:/NAME/3 for a version")
+    if not tracking.exists:
+        raise ConfigError(
+            f"model.path is {path}, and there is no MLflow store at {redact(tracking.uri)}: pretrain the model first, "
+            "or set MLFLOW_TRACKING_URI"
+        )
+    from mlflow.exceptions import MlflowException
+
+    client, name = tracking.client, found["name"]
+    with tracking.errors(f"look up {path}"):
+        try:
+            if found["alias"]:
+                return client.get_model_version_by_alias(name, found["alias"])
+            return client.get_model_version(name, found["version"])
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+        known = [model.name for model in client.search_registered_models(max_results=_NAMED)]
+    raise ConfigError(
+        f"model.path is {path}, which the model registry at {redact(tracking.uri)} does not have (it has "
+        f"{', '.join(known) or 'none'}): pretrain and publish it first, or correct model.path"
+    )
+
+
+def _location(tracking: Tracking, version: "ModelVersion") -> str:
+    """Where the files of a version are."""
+    source = str(version.source)
+    if not source.startswith(SCHEME):
+        return source
+    with tracking.errors(f"look up {source}"):
+        return str(tracking.client.get_logged_model(source.removeprefix(SCHEME)).artifact_location)
+
+
+def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) -> Path:
+    """A server's files in the workspace: a version never changes, so what is there whole is not fetched again."""
+    tracking = _tracking(config)
+    folder = Workspace.of().folder("pretrained") / DOWNLOADS
+    target = folder / f"{version.name}-{version.version}-{version.creation_timestamp}"
+    with workspace_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(target):
+            if not target.is_dir():
+                temporary = target.with_name(f"{target.name}.tmp")
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+                from mlflow.artifacts import download_artifacts
+
+                with tracking.errors(f"give the files of {config.model.path}"):
+                    download_artifacts(artifact_uri=location, dst_path=str(temporary), tracking_uri=tracking.uri)
+                sync_tree(temporary)
+                temporary.rename(target)
+    inner = [path for path in target.iterdir() if path.is_dir() and (path / MODEL_DIRECTORY).is_dir()]
+    return inner[0] if len(inner) == 1 else target
+
+
+def _export_digest(directory: Path) -> str | None:
+    """Digest of the export whose `model/` this is; None for any other directory."""
+    if directory.name != MODEL_DIRECTORY or not (directory.parent / MANIFEST_NAME).is_file():
+        return None
+    try:
+        return Manifest.read(directory.parent).digest
+    except ArtifactError:
+        return None  # said with its reason where the files are collected
+
+
+def _version_of_export(tracking: Tracking, digest: str) -> "ModelVersion | None":
+    from tasks._registry import DIGEST_TAG
+
+    if not tracking.exists:
+        return None
+    with tracking.errors("look up the model of an export"):
+        found = tracking.client.search_model_versions(f"tag.`{DIGEST_TAG}` = '{digest}'", max_results=1)
+    return found[0] if found else None

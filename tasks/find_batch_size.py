@@ -1,0 +1,143 @@
+"""Stage `find-batch-size`: the largest micro batch of each distribution, and one epoch at that size, side by side."""
+
+import json
+import os
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.artifacts import create_table_artifact
+
+from megacore.artifact import Artifact, StageKey, Workspace
+from megacore.artifact.files import workspace_errors, write_json
+from megacore.config.base import key_parameters
+from megacore.config.finetune import Distribution, FinetuneConfig
+from megacore.finetune.batch_size import Answer, Fits
+from megacore.finetune.batch_table import as_markdown, gigabytes, notes, table_rows, train_seconds
+from megacore.finetune.resolve import resolve_ranks
+from megacore.launch.finetune_search import FIND_BATCH_SIZE_VERSION, Watch, check_methods, compare, method_config
+from megacore.launch.hosts.hostfile import hosts_of
+from megacore.plan.hardware import Hardware
+from tasks._cache import StageResult, build, stage_task
+from tasks._launch import LogTail
+from tasks._pipeline import Pipeline
+
+STAGE = "find-batch-size"
+REPORT = "report.json"
+RUNS = "runs"
+"""Folder of an artifact with the logs of each probe and the events of the epoch."""
+_PACKAGES = ("torch", "accelerate", "transformers", "deepspeed")
+"""Whose versions shape memory and time."""
+
+
+def check_find_batch_size(config: FinetuneConfig) -> None:
+    """Refuse, before anything runs, a method or a limit that this machine has not. Raises ConfigError."""
+    check_methods(config, Hardware.detect())
+
+
+def find_batch_size_key(
+    config: FinetuneConfig, method: Distribution, pretrained: Artifact, examples: Artifact
+) -> StageKey:
+    """The key of one method's row: everything that memory, time and metrics depend on, and the machine."""
+    hardware, search = Hardware.detect(), config.find_batch_size
+    ranks, threads = resolve_ranks(config, hardware)
+    searched = method_config(config, method, 1)  # of the size that is looked for nothing is in the key
+    parameters: dict[str, Any] = {
+        "method": method,
+        "model": key_parameters(searched.model),
+        "task": key_parameters(searched.task),
+        "optim": key_parameters(searched.optim),
+        "train": key_parameters(searched.train)
+        | {
+            "eval_batch_size": searched.train.eval_batch_size,
+            "gradient_checkpointing": searched.train.gradient_checkpointing,
+        },
+        "seed": config.seed,
+        "precision": hardware.resolve_precision(config.train.precision),
+        "deepspeed_config": searched.launch.deepspeed_config,
+        "ranks": [ranks, threads, *hosts_of(config.launch).values()],
+        "machine": [*(gpu.name for gpu in hardware.gpus), hardware.cores, *_gigabytes(hardware)],
+        "search": [search.memory_limit_gb, search.max_batch, search.steps],
+        "versions": {name: _version(name) for name in _PACKAGES if name != "deepspeed" or method != "ddp"},
+    }
+    return StageKey.of(STAGE, FIND_BATCH_SIZE_VERSION, parameters, pretrained=pretrained, examples=examples)
+
+
+def _gigabytes(hardware: Hardware) -> list[int]:
+    """Main memory and that of each GPU, rounded: the kernel's own share differs between starts."""
+    return [round(count / 1e9) for count in (hardware.memory, *(gpu.memory for gpu in hardware.gpus))]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@stage_task(STAGE, find_batch_size_key)
+def find_batch_size(
+    config: FinetuneConfig, method: Distribution, pretrained: Artifact, examples: Artifact
+) -> StageResult:
+    """Find one method's largest micro batch, and fine-tune for an epoch with it."""
+    key = find_batch_size_key(config, method, pretrained, examples)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        # It stays after a failure, whose message names a log in it, until the next build or `megacore clean`.
+        scratch = Workspace.of().folder(STAGE) / f"{key.key}.tmp-runs"
+        with workspace_errors(scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        samples = examples.counts["train"]
+        watch = _Watcher(method).watch
+        report = compare(config, method, pretrained.path, examples.path, samples=samples, scratch=scratch, watch=watch)
+        write_json(directory / REPORT, report)
+        os.rename(scratch, directory / RUNS)
+        return counts_of(report)
+
+    return build(config, key, fill)
+
+
+class _Watcher:
+    """Tells the task's log what each probe found, and what ranks write meanwhile."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._tail: LogTail | None = None
+        self.watch = Watch(on_poll=self._poll, on_start=self._begin, on_answer=self._say)
+
+    def _begin(self, log: Path) -> None:
+        self._tail = LogTail(log, get_run_logger().debug)
+
+    def _poll(self) -> None:
+        if self._tail is not None:
+            self._tail.poll()
+
+    def _say(self, batch: int, answer: Answer) -> None:
+        outcome = f"fits, {gigabytes(answer.peak_memory)} GB" if isinstance(answer, Fits) else "is too large"
+        get_run_logger().info("%s: a micro batch of %d %s", self._method, batch, outcome)
+
+
+def counts_of(report: dict[str, Any]) -> dict[str, Any]:
+    """What the artifact says of itself."""
+    epoch = report["epoch"]
+    times = {} if epoch is None else {"epoch_seconds": train_seconds(epoch), epoch["metric"]: epoch["value"]}
+    return {"method": report["method"], "batch": report["batch"], **times}
+
+
+def read_report(artifact: Artifact) -> dict[str, Any]:
+    """One method's row, as `compare` returned it."""
+    report: dict[str, Any] = json.loads((artifact.directory / REPORT).read_text(encoding="utf-8"))
+    return report
+
+
+def find_batch_sizes(pipeline: Pipeline[FinetuneConfig], pretrained: Artifact, examples: Artifact) -> str:
+    """Compare the methods of `find_batch_size.methods`, a stage for each; the table and its advice as markdown."""
+    methods = pipeline.config.find_batch_size.methods
+    stages = [pipeline.stage(find_batch_size, method, pretrained, examples) for method in methods]
+    reports = [read_report(artifact) for artifact in stages]
+    rows = table_rows(reports)
+    create_table_artifact(rows, key="batch-sizes", description=f"largest micro batches of {pipeline.config.name}")
+    return as_markdown(rows) + notes(reports)

@@ -1,0 +1,151 @@
+"""Stage `finetune`: training with Accelerate under supervision, resumed where it stopped."""
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect.runtime import task_run
+from prefect.states import State
+
+from megacore.artifact import Artifact, StageKey, Workspace, lock
+from megacore.artifact.build import open_artifact, seal
+from megacore.artifact.files import workspace_errors
+from megacore.artifact.manifest import MANIFEST_NAME
+from megacore.config.base import key_parameters
+from megacore.config.finetune import FinetuneConfig
+from megacore.errors import CheckpointError
+from megacore.finetune.job import FinetuneJob
+from megacore.finetune.resolve import resolve_ranks
+from megacore.launch import finetune_stages
+from megacore.launch.stages import attempt_log, next_attempt
+from megacore.plan.hardware import Hardware
+from tasks._attempt import reported_end
+from tasks._cache import StageResult, artifact_directory, artifact_problem, stage_task
+from tasks._doctor import check_hosts
+from tasks._forward import EVENTS_FILE, Forwarder
+from tasks._launch import TrainingMonitor
+from tasks._mlflow import RunFacts, Tracking
+from tasks._parent import parent_of
+from tasks._retry import counted_failures, may_pass
+
+RESULT_FILE = "result.json"
+"""In the run directory, written last by the ranks: metrics before and after, and which model is the best."""
+SEALED = "best/**/*"
+"""The manifest lists the files of the best model: checkpoints are for going on alone."""
+
+
+def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageKey:
+    """Identity of the run and of its result: what divides the work belongs to it, as checkpoints do not outlive that.
+
+    Raises ParallelLayoutError, ConfigError.
+    """
+    hardware = Hardware.detect()
+    parameters: dict[str, Any] = {
+        "model": key_parameters(config.model),
+        "task": key_parameters(config.task),
+        "optim": key_parameters(config.optim),
+        "train": key_parameters(config.train),
+        "seed": config.seed,
+        "distributed": config.launch.distributed,
+        "ranks": resolve_ranks(config, hardware)[0],
+        "precision": hardware.resolve_precision(config.train.precision),
+        "deepspeed": config.launch.deepspeed_config,
+    }
+    return StageKey.of(
+        "finetune", finetune_stages.FINETUNE_VERSION, parameters, examples=examples, pretrained=pretrained
+    )
+
+
+def run_directory(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> Path:
+    """`finetuned/<key>`."""
+    return artifact_directory(finetune_key(config, pretrained, examples))
+
+
+def finetuning_may_pass(task: Any, task_run: Any, state: State[Any]) -> bool:
+    """Prefect's retry condition, decided by what the run directory says of the attempts so far."""
+
+    def directory_of(inputs: Mapping[str, Any]) -> Path:
+        return run_directory(inputs["config"], inputs["pretrained"], inputs["examples"])
+
+    return may_pass(task_run, state, directory_of)
+
+
+@stage_task("finetune", finetune_key, may_pass=finetuning_may_pass)
+def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageResult:
+    """Train; a retry goes on from the last complete checkpoint.
+
+    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a new checkpoint.
+    """
+    key = finetune_key(config, pretrained, examples)
+    directory = artifact_directory(key)
+    with workspace_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with workspace_errors(directory), lock(directory):
+        ran = artifact_problem(key, config) is not None
+        if ran:
+            with counted_failures(directory, str(task_run.id), config.launch.retries):
+                _run(config, key, directory, pretrained, examples)
+        return StageResult(artifact=open_artifact(directory), ran=ran)
+
+
+def _run(config: FinetuneConfig, key: StageKey, directory: Path, pretrained: Artifact, examples: Artifact) -> None:
+    from tasks.finetune_preflight import check_cost
+
+    check_cost(config, pretrained, examples)
+    started = time.monotonic()
+    (directory / MANIFEST_NAME).unlink(missing_ok=True)
+    job = make_job(config, directory, pretrained, examples)
+    shutil.rmtree(job.exit_directory, ignore_errors=True)
+    check_hosts(job)
+    tracking = Tracking(Workspace.of(), config.tracking.experiment)
+    forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
+    events = directory / EVENTS_FILE
+    monitor = TrainingMonitor(attempt_log(job), events, None, forwarder, label="fine-tuning")
+    with reported_end(tracking, forwarder, events, job.attempt), monitor:
+        finetune_stages.finetune(job, monitor.poll)
+        monitor.poll()
+    seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
+
+
+def make_job(config: FinetuneConfig, directory: Path, pretrained: Artifact, examples: Artifact) -> FinetuneJob:
+    """The job file of this run's next attempt. Raises ParallelLayoutError, ConfigError."""
+    ranks, threads = resolve_ranks(config, Hardware.detect())
+    return FinetuneJob(
+        config=config,
+        pretrained_directory=pretrained.path,
+        examples_directory=examples.path,
+        run_directory=str(directory),
+        exit_directory=str(directory / "exit"),
+        ranks=ranks,
+        threads_per_rank=threads,
+        attempt=next_attempt(directory),
+    )
+
+
+def run_facts(config: FinetuneConfig, key: str, examples: Artifact) -> RunFacts:
+    """What MLflow records of a run beside its configuration: its samples, and the model that it began with."""
+    return RunFacts(
+        key=key,
+        datasets={"training": examples},
+        tags={"megacore.conf": config.name, **{f"megacore.{k}": v for k, v in parent_of(config).tags().items()}},
+    )
+
+
+def read_result(directory: Path) -> dict[str, Any]:
+    """What the ranks wrote at the end. Raises CheckpointError."""
+    path = directory / RESULT_FILE
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return result
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): delete {directory} to train again") from error
+
+
+def result_counts(directory: Path) -> dict[str, Any]:
+    """What the manifest says of a fine-tuning."""
+    result = read_result(directory)
+    names = ("iterations", "epochs", "best", "best_iteration", "metric", "value", "metrics", "start_metrics")
+    return {name: result[name] for name in names}

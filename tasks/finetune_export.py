@@ -1,0 +1,75 @@
+"""Stage `finetune-export`: the best model as a transformers directory that scores as it did in training."""
+
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import Artifact, StageKey, lock
+from megacore.config.finetune import FinetuneConfig
+from megacore.finetune.job import FinetuneExportJob
+from megacore.launch import finetune_stages
+from megacore.plan.hardware import Hardware
+from megacore.redact import redact
+from tasks._cache import StageResult, build, stage_task
+from tasks._parent import parent_of
+from tasks.evaluate import fresh_scratch, log_tail
+from tasks.finetune import make_job
+
+
+def export_key(config: FinetuneConfig, finetuned: Artifact, pretrained: Artifact, examples: Artifact) -> StageKey:
+    """The key of the exported model, whose card names its parent."""
+    parameters = {"name": config.name, "best": finetuned.counts["best"], "parent": parent_of(config).tags()}
+    return StageKey.of(
+        "finetune-export",
+        finetune_stages.FINETUNE_EXPORT_VERSION,
+        parameters,
+        finetuned=finetuned,
+        examples=examples,
+    )
+
+
+@stage_task("finetune-export", export_key)
+def finetune_export(
+    config: FinetuneConfig, finetuned: Artifact, pretrained: Artifact, examples: Artifact
+) -> StageResult:
+    """Export the best model; a failing gate fails the stage."""
+    key = export_key(config, finetuned, pretrained, examples)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        scratch = fresh_scratch(finetuned.directory, f"export-{key.key}")
+        job = FinetuneExportJob(
+            **make_job(config, finetuned.directory, pretrained, examples).model_dump()
+            | {
+                "exit_directory": str(scratch / "exit"),
+                "ranks": 1,
+                "threads_per_rank": config.launch.threads_per_rank or Hardware.detect().cores,
+                "hosts": {},
+                "best": str(finetuned.directory / finetuned.counts["best"]),
+                "output_directory": str(directory),
+                "card": _card(config, finetuned, examples),
+            }
+        )
+        report = finetune_stages.export(job, scratch, log_tail(scratch / "export.log").poll)
+        model_bytes = sum(path.stat().st_size for path in (directory / "model").iterdir())
+        return {"best": finetuned.counts["best"], **_plain(report), "model_bytes": model_bytes}
+
+    with lock(finetuned.directory, shared=True):
+        return build(config, key, fill)
+
+
+def _plain(report: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and names of the gate's report."""
+    return {name: value for name, value in report.items() if isinstance(value, (int, float, str))}
+
+
+def _card(config: FinetuneConfig, finetuned: Artifact, examples: Artifact) -> dict[str, str]:
+    counts = finetuned.counts
+    return {
+        "name": config.name,
+        "task": config.task.kind,
+        "data": redact(config.data.source.model_dump_json(exclude_none=True)),
+        "samples": f"{examples.counts['train']:,} training samples, artifact {examples.key}",
+        "run": finetuned.directory.name,
+        "iteration": str(counts["best_iteration"]),
+        **{f"valid_{name}": f"{value:.4g}" for name, value in counts["metrics"].items()},
+        **parent_of(config).tags(),
+    }

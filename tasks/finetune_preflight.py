@@ -1,0 +1,207 @@
+"""Before a fine-tuning: is it possible here, what is cached, what will it cost."""
+
+import importlib.util
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+
+from megacore.artifact import Artifact, Workspace
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.load import load_finetune_config
+from megacore.errors import ConfigError, MegacoreError
+from megacore.finetune.resolve import resolve_ranks
+from megacore.finetune.schedule import Schedule
+from megacore.launch.job import RankJob
+from megacore.launch.start import check_launcher, shown_commands
+from megacore.plan.hardware import Hardware
+from megacore.plan.preflight import CPU_DAYS_LIMIT
+from megacore.plan.throughput import SECONDS_PER_DAY, assumed_flops_per_second
+from tasks._parent import parent_directory, pinned
+from tasks._plan import PlannedStage, planned_row, show_plan
+from tasks.dataset import dataset_key
+from tasks.examples import examples_key
+from tasks.finetune import finetune_key, run_directory
+from tasks.finetune_export import export_key
+from tasks.finetune_publish import publication_problem, publish_key
+from tasks.preflight import CONF_DIR
+from tasks.pretrained import pretrained_key
+
+_PACKAGES = ("accelerate", "transformers", "datasets")
+"""Of the extra `finetune`, each needed by every fine-tuning."""
+
+
+def load_checked_finetuning(conf: str, overrides: Mapping[str, Any] | None) -> FinetuneConfig:
+    """Load `conf`, apply `overrides`, pin a registered model to its version, and refuse what cannot work here.
+
+    Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or TrackingError before any stage starts.
+    """
+    config = _load(conf, overrides)
+    check_here(config)
+    get_run_logger().info("preflight: %s, beginning with %s", _processes(config), config.model.path)
+    return config
+
+
+def _load(conf: str, overrides: Mapping[str, Any] | None) -> FinetuneConfig:
+    config = load_finetune_config(conf, overrides, conf_dir=CONF_DIR / "finetune")
+    Workspace.of()
+    config = pinned(config)
+    parent_directory(config)  # refuses a path that is none
+    return config
+
+
+def check_here(config: FinetuneConfig) -> None:
+    """Refuse what this machine lacks: libraries, launchers, GPUs.
+
+    Raises ConfigError, ParallelLayoutError, LaunchError.
+    """
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"a fine-tuning needs {package}, which is not installed: pip install megacore[finetune]")
+    launch, hardware = config.launch, Hardware.detect()
+    asking = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
+    if (launch.distributed != "ddp" or launch.kind == "deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        value = launch.kind if asking == "launch.kind" else launch.distributed
+        raise ConfigError(
+            f"{asking} is {value}, which needs deepspeed, and that is not installed: pip install megacore[deepspeed], "
+            f"or set {asking} to {'torchrun' if asking == 'launch.kind' else 'ddp'}"
+        )
+    check_launcher(launch)
+    resolve_ranks(config, hardware)
+    if hardware.gpus or launch.kind in ("slurm", "kubernetes"):
+        return
+    if config.train.precision == "fp16":
+        raise ConfigError(
+            "train.precision is fp16, which needs a GPU, and this machine has none: set it to auto, bf16 or fp32"
+        )
+    if launch.distributed != "ddp" and not launch.allow_cpu:
+        raise ConfigError(
+            f"launch.distributed is {launch.distributed}, which divides a model over the memory of GPUs, and this "
+            "machine has none: set launch.distributed to ddp, or launch.allow_cpu to true to start it all the same"
+        )
+
+
+def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> str:
+    """What the training is expected to take, in one line.
+
+    Raises ConfigError where CPUs would need more than CPU_DAYS_LIMIT days and launch.allow_cpu is false.
+    """
+    hardware = Hardware.detect()
+    ranks, threads = resolve_ranks(config, hardware)
+    parameters = parameter_count(pretrained.directory / "model")
+    samples, train = int(examples.counts["train"]), config.train
+    schedule = Schedule.of(train, samples, ranks)
+    tokens = examples.counts["tokens"] * schedule.total_steps / schedule.steps_per_epoch
+    passes = 8 if train.gradient_checkpointing else 6
+    rate = assumed_flops_per_second(hardware, hardware.resolve_precision(train.precision), ranks, threads)
+    days = passes * parameters * tokens / rate / SECONDS_PER_DAY
+    where = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
+    cost = (
+        f"{parameters / 1e6:.1f} M parameters on {ranks} {where}: {schedule.total_steps} steps, about "
+        f"{_duration(days)} at an assumed {rate / 1e12:.3g} TFLOP/s"
+    )
+    seen = launch_is_here(config)
+    if seen and not hardware.gpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:
+        raise ConfigError(
+            f"{config.name} is sized for GPUs and this machine has none: its CPUs would need about {_duration(days)} "
+            f"for {schedule.total_steps} steps of {parameters / 1e6:.0f} M parameters: set train.max_steps or take a "
+            "smaller model, or set launch.allow_cpu to true to start it all the same"
+        )
+    return cost
+
+
+def launch_is_here(config: FinetuneConfig) -> bool:
+    """Whether this machine, and not one that a scheduler gives, does the work."""
+    return config.launch.kind not in ("slurm", "kubernetes")
+
+
+def parameter_count(directory: Path) -> int:
+    """Numbers in the weights of a transformers directory; without weights, those of the layers that its shape means."""
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        return sum(map(_numbers, files))
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+
+    def first(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "num_layers")
+    layers += first("decoder_layers", "num_decoder_layers")
+    return first("vocab_size") * hidden + 12 * layers * hidden**2
+
+
+def _numbers(path: Path) -> int:
+    """Of one safetensors file, whose header says the shape of each tensor."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def planned_stages() -> list[PlannedStage]:
+    """The stages of `finetune`, in order."""
+    return [
+        PlannedStage("pretrained", pretrained_key),
+        PlannedStage("dataset", dataset_key),
+        PlannedStage("examples", examples_key, ("pretrained", "dataset")),
+        PlannedStage("finetune", finetune_key, ("pretrained", "examples")),
+        PlannedStage("finetune-export", export_key, ("finetune", "pretrained", "examples")),
+        PlannedStage(
+            "finetune-publish",
+            publish_key,
+            ("pretrained", "examples", "finetune", "finetune-export"),
+            problem=publication_problem,
+        ),
+    ]
+
+
+def finetune_dry_run(conf: str, overrides: Mapping[str, Any] | None) -> None:
+    """Print (and store) each stage's key, whether it is cached, and what would be started; run nothing.
+
+    A key is unknown until its inputs exist. What the machine cannot do is shown too, then raised.
+    """
+    config = _load(conf, overrides)
+    refusal: MegacoreError | None = None
+    try:
+        check_here(config)
+    except MegacoreError as error:
+        refusal = error
+    known: dict[str, Artifact] = {}
+    rows = [planned_row(planned, config, known) for planned in planned_stages()]
+    cost = _processes(config) if refusal is None else str(refusal)
+    if refusal is None and {"pretrained", "examples"} <= known.keys():
+        try:
+            cost = check_cost(config, known["pretrained"], known["examples"])
+        except MegacoreError as error:
+            refusal, cost = error, str(error)
+    show_plan(config.name, rows, f"fine-tuning: {cost}", refusal, lambda: _commands(config, known))
+
+
+def _processes(config: FinetuneConfig) -> str:
+    hardware = Hardware.detect()
+    ranks, threads = resolve_ranks(config, hardware)
+    where = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
+    each = "" if hardware.gpus else f" x {threads} threads"
+    precision = hardware.resolve_precision(config.train.precision)
+    return f"{ranks} {where}{each} with {config.launch.distributed} in {precision}"
+
+
+def _commands(config: FinetuneConfig, known: Mapping[str, Artifact]) -> list[str]:
+    """What would start the ranks; the run's key is left open while its inputs are not there."""
+    directory = Workspace.of().folder("finetune") / "<key>"
+    if {"pretrained", "examples"} <= known.keys():
+        directory = run_directory(config, known["pretrained"], known["examples"])
+    ranks, threads = resolve_ranks(config, Hardware.detect())
+    job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
+    return ["launch:", *shown_commands(config.launch, "megacore.launch.finetune", job, directory / "run.json")]
+
+
+def _duration(days: float) -> str:
+    if days >= 1:
+        return f"{days:,.1f} days"
+    minutes = days * 24 * 60
+    return f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"

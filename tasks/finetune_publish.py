@@ -1,0 +1,140 @@
+"""Stage `finetune-publish`: the run, its checkpoints and the fine-tuned model in MLflow, as its parent's child."""
+
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import Artifact, StageKey, Workspace
+from megacore.artifact.files import write_json
+from megacore.config.finetune import FinetuneConfig
+from tasks._cache import StageResult, artifact_directory, artifact_problem, build, stage_task
+from tasks._forward import Forwarder
+from tasks._mlflow import Tracking, end_run
+from tasks._parent import Parent, parent_of
+from tasks._receipt import RECEIPT, discard_receipt, mlflow_places, read_receipt, run_url, shown_by
+from tasks.finetune import run_facts
+
+VERSION = 1
+
+
+def publish_key(
+    config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
+) -> StageKey:
+    """The key of a publication: what is published, under which name, as whose child."""
+    parameters = {"registered_model": config.registered_model, "parent": parent_of(config).tags()}
+    return StageKey.of(
+        "finetune-publish",
+        VERSION,
+        parameters,
+        pretrained=pretrained,
+        examples=examples,
+        finetuned=finetuned,
+        exported=exported,
+    )
+
+
+def publication_problem(config: FinetuneConfig, *inputs: Artifact, **named: Artifact) -> str | None:
+    """Why the model must be published (again); None when the registry still has what the receipt says."""
+    from tasks._registry import published_exists
+
+    key = publish_key(config, *inputs, **named)
+    problem = artifact_problem(key, config)
+    if problem is None and not published_exists(_tracking(config), read_receipt(artifact_directory(key))):
+        return "the model registry no longer has it"
+    return problem
+
+
+@stage_task("finetune-publish", publish_key, check=publication_problem)
+def finetune_publish(
+    config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
+) -> StageResult:
+    """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
+    inputs = (pretrained, examples, finetuned, exported)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        receipt = _publish(config, *inputs)
+        write_json(directory / RECEIPT, receipt)
+        return {"model": receipt["model_name"], "version": receipt["version"], "run_id": receipt["run_id"]}
+
+    key = publish_key(config, *inputs)
+    if publication_problem(config, *inputs) is not None:
+        discard_receipt(artifact_directory(key))
+    return build(config, key, fill)
+
+
+def _publish(
+    config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
+) -> dict[str, str]:
+    from tasks import _registry
+
+    tracking, directory = _tracking(config), finetuned.directory
+    forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
+    run_id = forwarder.flush()
+    try:
+        counts = finetuned.counts
+        return _registry.publish_model(
+            tracking,
+            run_id,
+            exported.directory,
+            config.registered_model,
+            digest=exported.digest,
+            iteration=int(counts["best_iteration"]),
+            metrics={f"valid_{name}": value for name, value in counts["metrics"].items()},
+            tags={
+                "run": directory.name,
+                "export": exported.key,
+                "examples": examples.key,
+                "pretrained": pretrained.key,
+                **parent_of(config).tags(),
+            },
+        )
+    finally:
+        # The training is finished whatever becomes of its publication.
+        end_run(tracking, run_id)
+
+
+def _tracking(config: FinetuneConfig) -> Tracking:
+    return Tracking(Workspace.of(), config.tracking.experiment)
+
+
+def outcome(config: FinetuneConfig, finetuned: Artifact, exported: Artifact, published: Artifact) -> str:
+    """The markdown at the end: each metric before and after, which epoch was best, and where things are."""
+    counts, parent = finetuned.counts, parent_of(config)
+    receipt = read_receipt(published.directory)
+    name = counts["metric"]
+    before, after = counts["start_metrics"], counts["metrics"]
+    rows = [f"| {key} | {before[key]:.4f} | {after[key]:.4f} |" for key in sorted(after) if key in before]
+    lines = [
+        f"## {config.name}: validation {name} {after[name]:.4f}, {before[name]:.4f} before training",
+        "",
+        "| of the validation split | before | best model |",
+        "| --- | ---: | ---: |",
+        *rows,
+        "",
+        f"Best after {_best_epoch(counts):g} of {counts['epochs']:g} epochs, at step {counts['best_iteration']} of "
+        f"{counts['iterations']}.",
+        "",
+        f"- begun with: {_begun_with(config, parent)}",
+        f"- transformers model: `{exported.directory / 'model'}`",
+        f"- run: `{finetuned.directory}`",
+        *mlflow_places(_tracking(config), receipt),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _best_epoch(counts: dict[str, Any]) -> float:
+    """Passes over the training split behind the best model."""
+    return round(float(counts["epochs"] * counts["best_iteration"] / counts["iterations"]), 2)
+
+
+def _begun_with(config: FinetuneConfig, parent: Parent) -> str:
+    """The parent, linked to the run that trained it where a server shows that."""
+    text = f"`{parent.model}`" if parent.name is None else f"`models:/{parent.name}/{parent.version}`"
+    if config.model.random_weights:
+        text = f"random weights, shape and tokenizer of {text}"
+    if parent.run_id is None:
+        return text
+    tracking = _tracking(config)
+    server = shown_by(tracking)
+    run = parent.run_id if server is None else f"[{parent.run_id}]({run_url(tracking, server, parent.run_id)})"
+    return f"{text} of MLflow run {run}"

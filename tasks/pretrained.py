@@ -1,0 +1,45 @@
+"""Stage `pretrained`: the model that a fine-tuning begins with, in the workspace."""
+
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact import StageKey, Workspace
+from megacore.artifact.workspace import DOWNLOADS
+from megacore.config.finetune import FinetuneConfig
+from megacore.errors import DataFormatError
+from tasks._cache import StageResult, build, stage_task
+from tasks._parent import note_parent, parent_directory, parent_of
+
+
+def pretrained_key(config: FinetuneConfig) -> StageKey:
+    """The key of a model: the content of its files, whatever names it; of the hub its name and revision.
+
+    Raises ConfigError for a model that is not there, TrackingError.
+    """
+    from megacore.finetune.pretrained import PRETRAINED_VERSION, pretrained_digests
+
+    model, local = config.model, parent_directory(config)
+    parameters: dict[str, Any] = (
+        {"name": model.path, "revision": model.revision, "weights": not model.random_weights}
+        if local is None
+        else {"files": pretrained_digests(local, weights=not model.random_weights)}
+    )
+    return StageKey.of("pretrained", PRETRAINED_VERSION, parameters)
+
+
+@stage_task("pretrained", pretrained_key)
+def pretrained(config: FinetuneConfig) -> StageResult:
+    """Collect the files of `model.path`, and note where they come from."""
+    from megacore.finetune.pretrained import collect_pretrained
+
+    key = pretrained_key(config)
+
+    def fill(directory: Path) -> dict[str, Any]:
+        cache = Workspace.of().folder("pretrained") / DOWNLOADS
+        counts = collect_pretrained(config.model, directory, cache, local=parent_directory(config))
+        if pretrained_key(config) != key:
+            raise DataFormatError("model.path changed while it was read: start again when nobody writes to it")
+        note_parent(directory, parent_of(config))
+        return counts
+
+    return build(config, key, fill)

@@ -1,0 +1,76 @@
+"""The flow `finetune --find-batch-size`: real probes and epochs of two distributions, and nothing of it twice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.finetune._tiny_models import TASKS, write_data, write_model
+
+METHODS = ["ddp", "zero2"]
+
+
+def write_conf(root: Path) -> Path:
+    write_model(root / "model", "deberta")
+    write_data(root, "classification")
+    conf = root / "compared.yaml"
+    values = {
+        "name": "compared",
+        "model": {"path": str(root / "model")},
+        "data": {
+            "source": {"kind": "files", "train": [str(root / "train.jsonl")], "valid": [str(root / "valid.jsonl")]},
+            "workers": 1,
+        },
+        "task": TASKS["classification"],
+        "optim": {"lr": 3e-3},
+        "train": {"micro_batch_size": 4, "precision": "fp32"},
+        "launch": {"nproc_per_node": 1, "threads_per_rank": 1, "retries": 0},
+        "find_batch_size": {"methods": METHODS, "max_batch": 4, "steps": 2},
+    }
+    conf.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return conf
+
+
+@pytest.mark.timeout(400)
+def test_two_distributions_are_compared_and_the_second_time_nothing_runs(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.finetune import finetune
+    from tasks import _pipeline
+
+    seen: list[_pipeline.Pipeline[Any]] = []
+    report = _pipeline.Pipeline._report
+
+    def remember(pipeline: _pipeline.Pipeline[Any]) -> None:
+        seen.append(pipeline)
+        report(pipeline)
+
+    monkeypatch.setattr(_pipeline.Pipeline, "_report", remember)
+    conf = write_conf(tmp_path)
+    for _ in range(2):
+        finetune(str(conf), find_batch_size=True)
+    first, second = seen
+    stages = ["pretrained", "dataset", "examples", "find-batch-size", "find-batch-size 2"]
+    assert {row.stage: row.outcome for row in first.rows} == dict.fromkeys(stages, "ran")
+    assert {row.stage: row.outcome for row in second.rows} == dict.fromkeys(stages, "cached")
+    assert second.summary == first.summary
+
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.summary.splitlines()[:4]]
+    assert table[0][:2] == ["method", "largest batch per rank"]
+    assert table[0][-2:] == ["accuracy", "f1"]
+    assert [row[:2] for row in table[2:]] == [["ddp", "4"], ["zero2", "4"]]
+    assert all(0 <= float(row[-2]) <= 1 for row in table[2:])
+    found = [line for line in first.summary.splitlines() if line.startswith("The shortest epoch")]
+    assert found[0].endswith(" train.micro_batch_size=4`.")
+
+    for row, method in zip(first.rows[3:], METHODS, strict=True):
+        directory = workspace / "batch-sizes" / row.key
+        told = json.loads((directory / "report.json").read_text())
+        assert (told["method"], told["batch"], list(told["tried"])) == (method, 4, ["4"])
+        assert told["peak_memory"] > 10**8
+        assert told["epoch"]["train_seconds_per_epoch"] > 0
+        kept = {path.name for path in (directory / "runs" / "epoch").iterdir()}
+        assert {"events.jsonl", "result.json"} <= kept
+        assert kept.isdisjoint({"best", "checkpoints"})

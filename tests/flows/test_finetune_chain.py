@@ -1,0 +1,59 @@
+"""The whole system: text → pretrained BERT → fine-tuned classifier, against the same fine-tuning of random weights."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import code_pairs
+
+PRETRAINING: dict[str, Any] = {
+    "data.tokenizer.vocab_size": 2048,
+    "model.bert_binary_head": False,
+    "train.train_iters": 250,
+    "train.eval_interval": 250,
+    "optim.lr_decay_iters": 250,
+    "checkpoint.save_interval": 250,
+    "evaluate.max_samples": 64,
+    "export.max_test_samples": 32,
+    "export.parity_samples": 2,
+    "launch.threads_per_rank": 1,
+}
+
+
+@pytest.fixture
+def own_workspace(workspace: Path, tmp_path: Path) -> Iterator[Path]:
+    """A workspace beside the session's; the Prefect server is the session's."""
+    root = tmp_path / "workspace"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGACORE_WORKSPACE", str(root))
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+        yield root
+
+
+def accuracy(root: Path, *, random_weights: bool) -> float:
+    """Of the best model on the validation split."""
+    for path in root.glob("finetuned/*/run.json"):
+        if json.loads(path.read_text(encoding="utf-8"))["config"]["model"]["random_weights"] == random_weights:
+            result = json.loads(path.with_name("result.json").read_text(encoding="utf-8"))
+            assert result["metric"] == "accuracy"
+            return float(result["value"])
+    raise AssertionError("no such run")
+
+
+def test_pretraining_helps(own_workspace: Path, tmp_path: Path) -> None:
+    from flows.finetune import finetune
+    from flows.pretrain import pretrain
+
+    pairs = tmp_path / "pairs"
+    assert code_pairs.main([str(pairs)]) == 0
+    pretrain("bert-tiny", PRETRAINING | {"data.source.path": str(pairs / "corpus")})
+    splits = {f"data.source.{name}": [str(pairs / f"{name}.jsonl")] for name in ("train", "valid", "test")}
+    overrides = splits | {"launch.threads_per_rank": 1, "data.workers": 1}
+    finetune("bert-tiny", overrides)
+    finetune("bert-tiny", overrides | {"model.random_weights": True, "tracking.registered_model": "bert-tiny-random"})
+    helped = accuracy(own_workspace, random_weights=False)
+    without = accuracy(own_workspace, random_weights=True)
+    assert helped > without + 0.05, f"{helped:.3f} with pretraining, {without:.3f} without"

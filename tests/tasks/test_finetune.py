@@ -1,0 +1,188 @@
+"""What the flow finetune looks up, refuses and forwards, without running it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.artifact import Artifact, Workspace
+from megacore.artifact.build import StageKey, seal
+from megacore.config.finetune import FinetuneConfig
+from megacore.errors import ConfigError
+from megacore.plan.hardware import Hardware
+from tasks import finetune_preflight
+from tasks._mlflow import Tracking
+from tasks._parent import note_parent, parent_directory, parent_of, pinned
+from tasks._registry import publish_model
+from tests.finetune._tiny_models import tiny_config, write_model
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """An export of ours: a model, its reports and its manifest."""
+    directory = tmp_path / "exports" / "0123456789abcdef"
+    write_model(directory / "model", "bert")
+    for name in ("parity.json", "sample.txt"):
+        (directory / name).write_text("{}", encoding="utf-8")
+    seal(directory, StageKey("convert", 1, {}, {}), {}, 0.0)
+    return directory
+
+
+@pytest.fixture
+def own_workspace(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """The test's store as the workspace that the tasks see."""
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tracking.workspace.root))
+    return tracking.workspace
+
+
+def config_of(path: Path | str, **sections: Any) -> FinetuneConfig:
+    return tiny_config(path, Path("data"), "classification", **sections)
+
+
+def publish(tracking: Tracking, export: Path, name: str = "bert-base") -> dict[str, str]:
+    from megacore.artifact import Manifest
+
+    run = tracking.client.create_run(tracking.experiment_id)
+    digest = Manifest.read(export).digest
+    return publish_model(tracking, run.info.run_id, export, name, digest=digest, iteration=3, metrics={}, tags={})
+
+
+def test_an_alias_becomes_a_version_with_its_files_and_lineage(
+    tracking: Tracking, own_workspace: Workspace, export: Path, tmp_path: Path
+) -> None:
+    receipt = publish(tracking, export)
+    config = pinned(config_of("models:/bert-base@candidate"))
+    assert config.model.path == "models:/bert-base/1"
+    directory = parent_directory(config)
+    assert directory is not None
+    assert (directory / "config.json").read_bytes() == (export / "model" / "config.json").read_bytes()
+    parent = parent_of(config)
+    assert (parent.name, parent.version, parent.run_id) == ("bert-base", "1", receipt["run_id"])
+    assert parent.model_id == receipt["model_id"]
+    # The export's own directory is the same parent: its manifest says so.
+    by_path = parent_of(config_of(export / "model"))
+    assert by_path.tags() == parent.tags() | {"parent_model": str(export / "model")}
+    (tmp_path / "lineage.json").write_text('{"path": "x"}', encoding="utf-8")
+    note_parent(tmp_path, parent)
+    noted = json.loads((tmp_path / "lineage.json").read_text(encoding="utf-8"))
+    assert noted == {"path": "x", "registry": parent.tags()}
+
+
+def test_a_server_s_files_are_downloaded_once(
+    tracking: Tracking, own_workspace: Workspace, export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow.artifacts
+
+    from tasks import _parent
+
+    publish(tracking, export)
+    config = config_of("models:/bert-base/1")
+    local = parent_directory(config)
+    assert local is not None
+    calls = []
+
+    def download(artifact_uri: str, dst_path: str, tracking_uri: str) -> str:
+        calls.append((artifact_uri, tracking_uri))
+        shutil.copytree(local, Path(dst_path, "model"))
+        return dst_path
+
+    monkeypatch.setattr(_parent, "_location", lambda tracking, version: "mlflow-artifacts:/1/models/m-1/artifacts")
+    monkeypatch.setattr(mlflow.artifacts, "download_artifacts", download)
+    found = [parent_directory(config) for _ in range(2)]
+    assert calls == [("mlflow-artifacts:/1/models/m-1/artifacts", tracking.uri)]
+    assert found[0] == found[1]
+    assert found[0] is not None
+    assert found[0].is_relative_to(own_workspace.root / "pretrained" / ".downloads")
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("models:/bert-base", "give models:/NAME@candidate, or models:/NAME/3"),
+        ("models:/bert-base@champion", r"does not have \(it has bert-base\)"),
+        ("models:/bert-base/9", r"does not have \(it has bert-base\)"),
+        ("models:/other@candidate", r"does not have \(it has bert-base\)"),
+    ],
+)
+def test_what_the_registry_does_not_have(
+    tracking: Tracking, own_workspace: Workspace, export: Path, path: str, sentence: str
+) -> None:
+    publish(tracking, export)
+    with pytest.raises(ConfigError, match=sentence):
+        pinned(config_of(path))
+
+
+def test_a_version_whose_files_were_deleted(tracking: Tracking, own_workspace: Workspace, export: Path) -> None:
+    receipt = publish(tracking, export)
+    location = tracking.client.get_logged_model(receipt["model_id"]).artifact_location
+    shutil.rmtree(location.removeprefix("file://"))
+    with pytest.raises(ConfigError, match=r"have no model/config\.json"):
+        parent_directory(config_of("models:/bert-base/1"))
+
+
+def test_without_a_store_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no MLflow store"):
+        pinned(config_of("models:/bert-base@candidate"))
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"train": {"precision": "fp16"}}, "train.precision is fp16, which needs a GPU"),
+        ({"launch": {"distributed": "zero3-offload"}}, "zero3-offload, which divides a model over the memory of GPUs"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(2, 2**33)))
+    with pytest.raises(ConfigError, match=sentence):
+        finetune_preflight.check_here(config_of("model", **sections))
+    finetune_preflight.check_here(config_of("model", launch={"distributed": "zero2", "allow_cpu": True}))
+
+
+@pytest.mark.parametrize(
+    ("missing", "sections", "sentence"),
+    [
+        ("accelerate", {}, r"a fine-tuning needs accelerate, .* pip install megacore\[finetune\]"),
+        ("deepspeed", {"launch": {"distributed": "zero2", "allow_cpu": True}}, "launch.distributed is zero2, which"),
+        ("deepspeed", {"launch": {"kind": "deepspeed"}}, "launch.kind is deepspeed, which needs deepspeed"),
+    ],
+)
+def test_missing_libraries(
+    monkeypatch: pytest.MonkeyPatch, missing: str, sections: dict[str, Any], sentence: str
+) -> None:
+    known = finetune_preflight.importlib.util.find_spec
+    monkeypatch.setattr(
+        finetune_preflight.importlib.util, "find_spec", lambda name: None if name == missing else known(name)
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        finetune_preflight.check_here(config_of("model", **sections))
+
+
+def test_a_model_for_gpus_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(2, 2**33)))
+    (tmp_path / "model").mkdir()
+    shape = {"hidden_size": 1536, "num_hidden_layers": 24, "vocab_size": 128_100}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    assert finetune_preflight.parameter_count(tmp_path / "model") == 128_100 * 1536 + 12 * 24 * 1536**2
+    model = Artifact(stage="pretrained", key="k", path=str(tmp_path), digest="d", counts={})
+    counts = {"train": 400_000, "tokens": 400_000 * 128, "longest": 128}
+    samples = Artifact(stage="examples", key="k", path=str(tmp_path), digest="d", counts=counts)
+    with pytest.raises(ConfigError, match=r"is sized for GPUs and this machine has none.* steps of 876 M parameters"):
+        finetune_preflight.check_cost(config_of("model"), model, samples)
+    allowed = finetune_preflight.check_cost(config_of("model", launch={"allow_cpu": True}), model, samples)
+    assert "876.2 M parameters on 1 CPU rank: 100000 steps" in allowed
+
+
+def test_numbers_are_counted_in_the_weights(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    write_model(tmp_path, "bert")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        expected = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert finetune_preflight.parameter_count(tmp_path) == expected
