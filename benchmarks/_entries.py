@@ -32,6 +32,7 @@ class Entry:
 
 
 _STEP = ("torch", "transformers", "accelerate")
+_FINETUNE = (*_STEP, "deepspeed")
 ENTRIES = {
     "step-tiny-bf16": Entry(("benchmarks.step", "--case", "tiny-bf16"), "Training step, tiny, bf16", packages=_STEP),
     "step-tiny-fp32": Entry(("benchmarks.step", "--case", "tiny-fp32"), "Training step, tiny, fp32", packages=_STEP),
@@ -43,6 +44,15 @@ ENTRIES = {
     "scaling": Entry(("benchmarks.scaling",), "Scaling"),
     "orchestration": Entry(("benchmarks.orchestration",), "Orchestration", packages=("torch", "prefect")),
     "hosts": Entry(("benchmarks.hosts",), "Two machines"),
+    "finetune-deberta": Entry(
+        ("benchmarks.finetune", "speed", "--model", "deberta"), "Fine-tuning, DeBERTa", packages=_FINETUNE
+    ),
+    "finetune-gpt2": Entry(
+        ("benchmarks.finetune", "speed", "--model", "gpt2"), "Fine-tuning, GPT-2", packages=_FINETUNE
+    ),
+    "finetune-batch": Entry(
+        ("benchmarks.finetune", "batch", "--model", "deberta"), "Largest micro batches", slow=True, packages=_FINETUNE
+    ),
     "gpu": Entry(("benchmarks.gpu",), "GPT-2 345M on one GPU", gpu=True, packages=_STEP),
     "checkpoint": Entry(("benchmarks.checkpoint", "--rounds", "5"), "Checkpoints, as measured last"),
     "dataset-read": Entry(("benchmarks.dataset_read",), "Reading samples, as measured last"),
