@@ -53,6 +53,7 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "evaluation": ("valid", ("lm_loss", "loss", "ppl", *SENTENCE_LOSSES)),
+    "test": ("test", ("loss",)),
     "epoch": ("epoch", ("train_seconds", "evaluation_seconds")),
 }
 """By kind of event: the group of its metrics in MLflow and the fields that become metrics."""

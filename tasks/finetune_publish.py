@@ -78,7 +78,10 @@ def _publish(
             config.registered_model,
             digest=exported.digest,
             iteration=int(counts["best_iteration"]),
-            metrics={f"valid_{name}": value for name, value in counts["metrics"].items()},
+            metrics={
+                **{f"valid_{name}": value for name, value in counts["metrics"].items()},
+                **{f"test_{name}": value for name, value in (counts["test_metrics"] or {}).items()},
+            },
             tags={
                 "run": directory.name,
                 "export": exported.key,
@@ -102,12 +105,17 @@ def outcome(config: FinetuneConfig, finetuned: Artifact, exported: Artifact, pub
     receipt = read_receipt(published.directory)
     name = counts["metric"]
     before, after = counts["start_metrics"], counts["metrics"]
-    rows = [f"| {key} | {before[key]:.4f} | {after[key]:.4f} |" for key in sorted(after) if key in before]
+    tested = counts["test_metrics"] or {}
+    rows = [
+        f"| {key} | {before[key]:.4f} | {after[key]:.4f} | {f'{tested[key]:.4f}' if key in tested else '-'} |"
+        for key in sorted(after)
+        if key in before
+    ]
     lines = [
         f"## {config.name}: validation {name} {after[name]:.4f}, {before[name]:.4f} before training",
         "",
-        "| of the validation split | before | best model |",
-        "| --- | ---: | ---: |",
+        "| | validation, before | validation, best model | test, best model |",
+        "| --- | ---: | ---: | ---: |",
         *rows,
         "",
         f"Best after {_best_epoch(counts):g} of {counts['epochs']:g} epochs, at step {counts['best_iteration']} of "

@@ -8,7 +8,6 @@ bits, written as fp32.
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,9 @@ class Best:
     value: float
     """Of the metric that tells."""
     metrics: dict[str, float]
+    """Of the validation split."""
+    test_metrics: dict[str, float] | None
+    """Of the test split; None where there is none."""
 
 
 class BestModel:
@@ -74,40 +76,44 @@ class BestModel:
         """Take up what an earlier attempt has kept, and clear what it left. Collective."""
         self.best = self._ranks.on_first(self._find)
 
-    def offer(self, iteration: int, metrics: dict[str, float], model: Any, facts: Callable[[], dict[str, Any]]) -> bool:
-        """Keep the model as it is now if it is better than all before; whether it is. Collective.
+    def beats(self, iteration: int, metrics: dict[str, float]) -> bool:
+        """Whether a model of these validation metrics, after so many steps, is better than all before.
+
+        Raises:
+            TrainingError: the metric that tells is not among them.
+        """
+        value = self._value(metrics)
+        return self.best is None or (iteration != self.best.iteration and self._is_better(value, self.best.value))
+
+    def keep(self, iteration: int, metrics: dict[str, float], model: Any, facts: dict[str, Any]) -> None:
+        """Keep the model as it is now in the place of the best before. Collective.
 
         Args:
             iteration: optimizer steps behind it.
             metrics: of the validation split.
             model: the prepared one.
-            facts: what `metrics.json` holds beside the metrics; asked on every rank, and only of what is kept.
+            facts: what `metrics.json` holds beside the metrics, `test_metrics` among it.
 
         Raises:
             WorkspaceError: it cannot be written.
-            TrainingError: there is no such metric.
         """
         value = self._value(metrics)
-        if self.best is not None and (iteration == self.best.iteration or not self._is_better(value, self.best.value)):
-            return False
         staged = self._directory.stage(iteration)
-        further = facts()
         state = self._accelerator.get_state_dict(model)  # collective under ZeRO-3, where the others get None
 
         def write() -> None:
             with writing(staged):
                 write_model(staged / MODEL_NAME, self._accelerator.unwrap_model(model), state, self._task.tokenizer)
-            values = {"iteration": iteration, "metric": self.metric, "value": value, "metrics": metrics, **further}
+            values = {"iteration": iteration, "metric": self.metric, "value": value, "metrics": metrics, **facts}
             write_json(staged / METRICS_NAME, values)
 
         self._ranks.on_first(write)
         barrier()
         self._directory.finish(staged, iteration, metrics.get("loss"))
-        self.best = Best(iteration, value, metrics)
+        self.best = Best(iteration, value, metrics, facts["test_metrics"])
         self._ranks.on_first(self._remove_others)
         path = f"{BEST_NAME}/{directory_name(iteration)}"
         self._recorder.event("best", iteration=iteration, path=path, metric=self.metric, value=value)
-        return True
 
     def _value(self, metrics: dict[str, float]) -> float:
         if self.metric not in metrics:
@@ -131,7 +137,7 @@ class BestModel:
             try:
                 verify(path)
                 values = read_state(path, METRICS_NAME)
-                found = Best(values["iteration"], values["value"], values["metrics"])
+                found = Best(values["iteration"], values["value"], values["metrics"], values["test_metrics"])
             except (CheckpointError, KeyError) as error:
                 self._recorder.warning(f"{error}; passing over this best model")
                 continue

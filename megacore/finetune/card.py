@@ -31,10 +31,10 @@ _CARD = """\
 
 ## Metrics
 
-Of the validation split, before the first step and of this model (step {iteration}, chosen by {metric}).
+Before the first step and of this model (step {iteration}, chosen by {metric} of the validation split).
 
-| metric | before | after |
-| --- | --- | --- |
+| metric | validation, before | validation | test |
+| --- | --- | --- | --- |
 {metrics}
 
 ## Training
@@ -155,11 +155,11 @@ def _labels(config: FinetuneConfig, model: Any) -> dict[str, str]:
 
 
 def _metrics(recorded: Mapping[str, Any]) -> str:
-    start = recorded.get("start_metrics") or {}
+    columns = (recorded["start_metrics"] or {}, recorded["metrics"], recorded["test_metrics"] or {})
     lines = []
-    for name, value in sorted(recorded["metrics"].items()):
-        before = f"{start[name]:.4f}" if name in start else ""
-        lines.append(f"| {name} | {before} | {value:.4f} |")
+    for name in sorted(recorded["metrics"]):
+        cells = [f"{column[name]:.4f}" if name in column else "-" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

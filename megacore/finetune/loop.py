@@ -18,7 +18,7 @@ from megacore.finetune.checkpoints import FinetuneCheckpoints
 from megacore.finetune.memory import finetune_memory_errors
 from megacore.finetune.progress import Progress
 from megacore.finetune.report import Meter, evaluation_line
-from megacore.finetune.scoring import SplitScorer, sample_losses
+from megacore.finetune.scoring import Score, SplitScorer, sample_losses
 from megacore.finetune.step import Prepared, Step, Stepper, check_finite
 from megacore.finetune.task import FinetuneTask
 from megacore.observe.heartbeat import Heartbeat
@@ -64,7 +64,9 @@ class Finetuner:
         self._schedule, accelerator = prepared.schedule, prepared.accelerator
         self._rank = accelerator.process_index
         self._stepper = Stepper(config, prepared)
-        self._scorer = SplitScorer(task, "valid", accelerator, config.train.eval_batch_size)
+        size = config.train.eval_batch_size
+        self._scorer = SplitScorer(task, "valid", accelerator, size)
+        self._test_scorer = SplitScorer(task, "test", accelerator, size) if task.split("test") else None
         keep = config.checkpoint.keep_last
         self._checkpoints = FinetuneCheckpoints(accelerator, recorder, run_directory, keep_last=keep, beat=self._beat)
         self._best = BestModel(task, accelerator, recorder, run_directory)
@@ -198,7 +200,7 @@ class Finetuner:
         return bool(told)
 
     def _evaluate(self) -> bool:
-        """Measure the model on the validation split, and keep it if it is the best so far.
+        """Measure the model on the validation split, and keep it if it is the best so far, with its test scores.
 
         Returns False for an evaluation that a signal broke off: it leaves a few seconds, and they are the checkpoint's.
         """
@@ -208,10 +210,27 @@ class Finetuner:
             return False
         progress.metrics, progress.evaluation_seconds = score.metrics, score.seconds
         progress.start_metrics = progress.start_metrics or score.metrics
+        self._report("evaluation", score)
+        # What was learned is kept, not what was there before.
+        if progress.iteration and self._best.beats(progress.iteration, score.metrics):
+            tested: Score | None = None
+            if self._test_scorer is not None:
+                tested = self._test_scorer.score(model, self._beat, self._signalled)
+                if tested is None:
+                    return False
+                self._report("test", tested)
+            facts = self._facts(tested)
+            self._best.keep(progress.iteration, score.metrics, model, facts)
+            logger.info("best model so far: %s %.4f", self._best.metric, score.metrics[self._best.metric])
         progress.evaluation_due = False
-        logger.info("%s", evaluation_line(progress, self._schedule, score.metrics, score.seconds))
+        return True
+
+    def _report(self, kind: str, score: Score) -> None:
+        """Write a pass over a split as a line of the log and as an event."""
+        progress = self.progress
+        logger.info("%s", evaluation_line(kind, progress, self._schedule, score.metrics, score.seconds))
         self._recorder.event(
-            "evaluation",
+            kind,
             iteration=progress.iteration,
             epoch=progress.epoch,
             loss=score.metrics.get("loss"),
@@ -221,18 +240,15 @@ class Finetuner:
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
         )
-        # What was learned is kept, not what was there before.
-        if progress.iteration and self._best.offer(progress.iteration, score.metrics, model, self._facts):
-            logger.info("best model so far: %s %.4f", self._best.metric, score.metrics[self._best.metric])
-        return True
 
-    def _facts(self) -> dict[str, Any]:
-        """What the gate of the export compares the best model with."""
+    def _facts(self, tested: Score | None) -> dict[str, Any]:
+        """What is kept with the best model: its test scores, and what the gate of the export compares it with."""
         device = self._prepared.accelerator.device
         return {
             "precision": self._prepared.precision,
             "distributed": self._config.launch.distributed,
             "start_metrics": self.progress.start_metrics,
+            "test_metrics": None if tested is None else tested.metrics,
             "sample_losses": sample_losses(self._task, self._prepared.model, device, GATE_SAMPLES, self._beat),
         }
 
@@ -258,6 +274,7 @@ class Finetuner:
             "metric": self._best.metric,
             "value": best.value,
             "metrics": best.metrics,
+            "test_metrics": best.test_metrics,
             "start_metrics": progress.start_metrics,
             "train_seconds_per_epoch": self._seconds_per_epoch(),
             "evaluation_seconds": progress.evaluation_seconds,

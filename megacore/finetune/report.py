@@ -127,7 +127,9 @@ class Meter:
         return report
 
 
-def evaluation_line(progress: Progress, schedule: Schedule, metrics: dict[str, float], seconds: float) -> str:
-    """As the log shows an evaluation."""
+def evaluation_line(
+    kind: str, progress: Progress, schedule: Schedule, metrics: dict[str, float], seconds: float
+) -> str:
+    """As the log shows an evaluation, or a test."""
     values = " | ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
-    return f"evaluation at step {progress.iteration}/{schedule.total_steps} | {values} | {duration(seconds)}"
+    return f"{kind} at step {progress.iteration}/{schedule.total_steps} | {values} | {duration(seconds)}"

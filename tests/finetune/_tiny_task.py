@@ -69,6 +69,7 @@ class TinyTask:
         *,
         train: int = 22,
         valid: int = 7,
+        test: int = 0,
         poison: int | None = None,
         signal_at: int | None = None,
         signal_in_evaluation: int | None = None,
@@ -79,6 +80,7 @@ class TinyTask:
             directory: of the model.
             train: training samples.
             valid: validation samples.
+            test: test samples.
             poison: forward pass of training, counted from 1, before which a weight becomes NaN.
             signal_at: forward pass of training before which this process gets SIGTERM.
             signal_in_evaluation: the same of evaluations.
@@ -88,7 +90,7 @@ class TinyTask:
         self._directory, self._poison, self._signal_at, self._passes = directory, poison, signal_at, 0
         self._signal_in_evaluation, self._evaluated = signal_in_evaluation, 0
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self._rows = {"train": _rows(0, train), "valid": _rows(1000, valid)}
+        self._rows = {"train": _rows(0, train), "valid": _rows(1000, valid), "test": _rows(2000, test)}
 
     def split(self, name: str) -> Any:
         from datasets import Dataset

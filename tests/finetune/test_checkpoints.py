@@ -78,6 +78,19 @@ def test_an_evaluation_breaks_off_for_a_signal(
     assert same(dropped, again)
 
 
+def test_a_test_that_a_signal_breaks_off_is_made_up_with_its_evaluation(
+    dropped: Run, tiny_root: Path, tmp_path: Path
+) -> None:
+    """A signal in the last batch of the validation is seen before the first of the test."""
+    stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", test=5, signal_in_evaluation=4), tmp_path)
+    assert stopped.stopped is not None
+    assert (stopped.of("test"), stopped.of("best")) == ([], [])
+    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", test=5), tmp_path, attempt=2)
+    assert [event["iteration"] for event in again.of("evaluation")] == [0, 3, 3, 6]
+    assert [event["iteration"] for event in again.of("test")] == [3, 6]
+    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
+
+
 def test_damaged_and_incomplete_checkpoints_are_passed_over(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
     made = config(train=TRAIN, checkpoint={"save_interval": 1, "keep_last": 3})
     run(made, TinyTask(tiny_root / "dropout", signal_at=5), tmp_path)

@@ -83,7 +83,7 @@ def test_what_was_trained_is_exported(best: Path, task: TinyTask, tmp_path: Path
     card = (tmp_path / "model" / "README.md").read_text()
     recorded = json.loads((best / "metrics.json").read_text())
     before, after = recorded["start_metrics"]["loss"], recorded["metrics"]["loss"]
-    assert f"| loss | {before:.4f} | {after:.4f} |" in card
+    assert f"| loss | {before:.4f} | {after:.4f} | - |" in card
     assert "| Data | numbers \\| steps |" in card
     assert "secret" not in card
     assert card.startswith("---\nmodel_name: tiny\n")

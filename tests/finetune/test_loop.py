@@ -47,6 +47,20 @@ def test_the_result_says_what_came_of_it(whole: Run) -> None:
     assert (whole.directory / result["best"] / "complete.json").is_file()
 
 
+def test_the_best_model_is_scored_on_the_test_split(whole: Run, tiny_root: Path, tmp_path: Path) -> None:
+    tested = run(config(train=EIGHT), TinyTask(tiny_root / "model", train=24, test=5), tmp_path)
+    assert tested.losses == whole.losses  # as if it had not been
+    result = json.loads((tmp_path / "result.json").read_text())
+    best, scored = tested.of("best")[-1], tested.of("test")
+    assert [event["iteration"] for event in scored] == [event["iteration"] for event in tested.of("best")]
+    assert result["test_metrics"] == scored[-1]["metrics"]
+    assert result["test_metrics"]["samples"] == 5
+    assert result["test_metrics"]["loss"] != result["metrics"]["loss"]
+    assert json.loads((tmp_path / best["path"] / "metrics.json").read_text())["test_metrics"] == scored[-1]["metrics"]
+    assert json.loads((whole.directory / "result.json").read_text())["test_metrics"] is None
+    assert whole.of("test") == []
+
+
 def test_events_count_what_was_read(whole: Run) -> None:
     last = whole.of("step")[-1]
     assert (last["consumed_samples"], last["consumed_tokens"]) == (48, 48 * LENGTH)
