@@ -23,6 +23,9 @@ class PretrainedConfig(Section):
     """Commit, tag or branch on the hub; pin a commit to make the run reproducible."""
     random_weights: bool = keyed(False)
     """Whether the weights are drawn from the seed, and only architecture and tokenizer are taken."""
+    new_head: bool = keyed(False)
+    """Whether a classifier's trained head of another number of outputs gives way to a new one, as where a model that
+    learned MNLI's three classes is to learn two; a head that has as many outputs as the data stays."""
     pad_token: str | None = keyed(None, min_length=1)
     """Token that pads, for a tokenizer that has none, as `<|endoftext|>` for GPT-2; null takes the tokenizer's own."""
 

@@ -59,6 +59,16 @@ def _check_model(config: "FinetuneConfig") -> None:
             f"model.revision is {model.revision} but model.path is {model.path}, a model of the registry, whose "
             "version is in the path: remove model.revision"
         )
+    if model.new_head and model.random_weights:
+        raise ValueError(
+            "model.new_head and model.random_weights are both true: random weights have no trained head; "
+            "keep one of them"
+        )
+    if model.new_head and config.task.kind != "classification":
+        raise ValueError(
+            f"model.new_head is true but task.kind is {config.task.kind}: only a classifier has a head of its own; "
+            "remove it"
+        )
 
 
 def _check_name(config: "FinetuneConfig") -> None:

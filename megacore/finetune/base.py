@@ -71,6 +71,7 @@ class TransformersTask:
                     local_files_only=True,
                     use_safetensors=True,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=self.config.model.new_head,
                     **options,
                 )
             except Exception as error:  # safetensors raises plain Exception
@@ -80,7 +81,9 @@ class TransformersTask:
                     f"transformers cannot load the weights of model.path {self.config.model.path}: "
                     f"{' '.join(str(error).split())[:300]}"
                 ) from error
-        self._refuse_missing(model, info["missing_keys"])
+        # With a new head transformers draws anew whatever does not fit: of the body nothing may.
+        replaced = [entry[0] for entry in info["mismatched_keys"]]
+        self._refuse_missing(model, [*info["missing_keys"], *replaced])
         return model
 
     def _refuse_missing(self, model: "PreTrainedModel", missing: Sequence[str]) -> None:

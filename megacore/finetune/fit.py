@@ -123,9 +123,11 @@ def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None
     labels = "a number" if names is None else f"{needed} classes ({', '.join(names[:10])})"
     own_names = tuple(str(model.id2label[number]) for number in range(own))
     if own != needed:
+        if config.model.new_head:
+            return
         raise ConfigError(
             f"model.path {config.model.path} has a trained head of {own} outputs ({', '.join(own_names[:10])}), but "
-            f"the data has {labels}: give the model it was made from, or data with as many labels"
+            f"the data has {labels}: set model.new_head to true, or give data with as many labels"
         )
     known = not any(name.startswith(_UNNAMED) for name in own_names)
     if names is not None and known and own_names != names and set(own_names) == set(names):

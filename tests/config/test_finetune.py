@@ -121,6 +121,8 @@ def test_wrong_keys_and_values_are_named(files: Files, overrides: dict[str, Any]
             {"model.path": "models:/a@candidate", "model.revision": "x"},
             "model.revision is x but model.path is models:/a@candidate",
         ),
+        ({"model.new_head": True}, "model.new_head is true but task.kind is causal_lm"),
+        ({"model.new_head": True, "model.random_weights": True}, "model.new_head and model.random_weights are both"),
         (
             {"model.path": "models:/small/3"},
             "would be registered as small, the name of model.path models:/small/3",

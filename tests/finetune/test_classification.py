@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,29 @@ def test_megatron_s_encoder_is_read(tmp_path: Path) -> None:
     model = task.build_model()
     assert type(model).__name__ == "MegatronBertForSequenceClassification"
     assert "token_type_ids" in task.collate(list(task.split("train") or [])[:2])
+
+
+def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(deberta: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    shutil.copytree(deberta / "model", tmp_path / "model")
+    trained = DebertaV2Config.from_pretrained(deberta / "model", num_labels=3)
+    DebertaV2ForSequenceClassification(trained).save_pretrained(tmp_path / "model")
+    data = deberta / "data"
+    with pytest.raises(ConfigError, match=r"head of 3 outputs .* has 2 classes \(0, 1\): set model\.new_head to true"):
+        prepare(tiny_config(tmp_path / "model", data, "classification"), tmp_path / "refused")
+    config = tiny_config(tmp_path / "model", data, "classification", model={"new_head": True})
+    model = build_task(config, *prepare(config, tmp_path)).build_model()
+    held, own = model.state_dict(), load_file(tmp_path / "model/model.safetensors")
+    assert (held["classifier.weight"].shape[0], own["classifier.weight"].shape[0]) == (2, 3)
+    name = "deberta.encoder.layer.1.output.dense.weight"
+    assert torch.equal(held[name], own[name])
+    shrunk = trained.to_dict() | {"intermediate_size": 24}  # no head: a body that does not fit
+    DebertaV2ForSequenceClassification(DebertaV2Config.from_dict(shrunk)).save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other/model.safetensors", tmp_path / "pretrained/model/model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks \d+ of the weights"):
+        build_task(config, tmp_path / "examples", tmp_path / "pretrained").build_model()
 
 
 def test_weights_of_another_model_are_refused(deberta: Path, tmp_path: Path) -> None:
