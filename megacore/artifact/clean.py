@@ -21,6 +21,8 @@ RUNS = ("train", "finetune")
 """Stages that write in place, and go on where they ended."""
 REBUILDABLE = tuple(stage for stage in FOLDERS if stage not in RUNS)
 """Stages whose artifacts can be made again in minutes; trainings are never deleted by age."""
+_CACHES = {"pretrained": "[!.]*", "dataset": "datasets/*/*"}
+"""Below the downloads of these stages: what is whole by itself, a model or a data set."""
 _TEMPORARY = ".tmp-"
 _SETTLED = 3600.0
 """Seconds after which a temporary without a lock of its own belongs to nobody any more."""
@@ -83,9 +85,9 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
 
 
 def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
-    """Files of web servers that nobody has fetched or gone on with for `days` days; corpora have links of their own."""
+    """Files of web servers that nobody has fetched or gone on with for `days` days; artifacts have links to them."""
     limit = time.time() - days * 86400
-    found = []
+    found = _old_caches(workspace, days)
     for place in sorted((workspace.folder("collect") / DOWNLOADS).glob("*")):
         files = list(place.iterdir())
         if any(file.stat().st_mtime >= limit for file in files):
@@ -94,6 +96,20 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
             locks = [file for file in files if file.name.endswith(".lock")]
             if all(held.enter_context(_free(file)) for file in locks):
                 found.append(_removable(place, f"downloaded more than {days:g} days ago"))
+    return found
+
+
+def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
+    """What a fine-tuning's models and rows were made from, once nothing in it was written for `days` days."""
+    limit = time.time() - max(days * 86400, _SETTLED)
+    found = []
+    for stage, pattern in _CACHES.items():
+        for place in sorted((workspace.folder(stage) / DOWNLOADS).glob(pattern)):
+            newest = max(path.lstat().st_mtime for path in (place, *place.rglob("*")))
+            if newest < limit and place.is_dir():
+                with _free(place.with_name(f".{place.name}.lock")) as free:
+                    if free:
+                        found.append(_removable(place, f"downloaded more than {days:g} days ago"))
     return found
 
 
@@ -143,7 +159,7 @@ def _inside(run_directory: Path) -> list[Path]:
 
 def _removable(path: Path, reason: str) -> Removable:
     files = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
-    return Removable(path, reason, sum(file.stat().st_size for file in files))
+    return Removable(path, reason, sum(file.lstat().st_size for file in files))
 
 
 @contextmanager

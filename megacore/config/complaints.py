@@ -46,8 +46,17 @@ def complaints(error: ValidationError, schema: type[BaseModel]) -> str:
         schema: the class that the values were to be.
     """
     # Each alternative of a union complains by itself: of one key the first complaint is shown.
-    problems = {_key(item, schema): _describe(item, schema) for item in reversed(error.errors())}
+    items = [item for item in error.errors() if not _follows(item, error.errors())]
+    problems = {_key(item, schema): _describe(item, schema) for item in reversed(items)}
     return "; ".join(reversed(problems.values()))
+
+
+def _follows(item: Any, items: Sequence[Any]) -> bool:
+    """Whether a list is too short only because pydantic left the wrong ones of its elements out."""
+    place = item["loc"]
+    return item["type"] == "too_short" and any(
+        len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in items
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

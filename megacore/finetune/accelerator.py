@@ -56,8 +56,11 @@ def build_accelerator(
         import_deepspeed()  # transformers and Accelerate import it where it is installed, and not as quietly
     _forget()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    arguments: dict[str, Any] = {"cpu": device.type == "cpu"}
-    if config.launch.distributed != "ddp":
+    arguments: dict[str, Any] = {"cpu": device.type == "cpu", "kwargs_handlers": [_ddp_arguments()]}
+    if config.launch.distributed == "ddp":
+        if not dist.is_initialized():
+            os.environ.pop("LOCAL_RANK", None)  # else Accelerate makes a group of its own, on GPUs of NCCL alone
+    else:
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
                 f"launch.distributed is {config.launch.distributed}, which needs DeepSpeed, and that is not installed: "
@@ -86,6 +89,16 @@ def build_accelerator(
             "other launchers"
         )
     return accelerator
+
+
+def _ddp_arguments() -> Any:
+    """Let DDP look for weights that a loss does not depend on, as XLNet's for masks, and not wait for their gradients.
+
+    Where it finds none, a line in the log says so.
+    """
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    return DistributedDataParallelKwargs(find_unused_parameters=True)
 
 
 def _deepspeed_arguments(settings: dict[str, Any], device: torch.device) -> dict[str, Any]:

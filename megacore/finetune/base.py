@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError
@@ -55,6 +56,7 @@ class TransformersTask:
         Raises ConfigError when transformers refuses the weights, or weights beside the head are missing.
         """
         import transformers
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
         kind = getattr(transformers, self.auto_class)
         config = self.model_config()
@@ -65,8 +67,14 @@ class TransformersTask:
                 model = kind.from_config(config, **options)
                 return model
             try:
+                directory: Path | None = self._pretrained / MODEL_DIRECTORY
+                if self.config.model.new_head and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+                    # transformers then takes every weight as it is: those that do not fit are left out before.
+                    kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+                    options["state_dict"] = _fitting_weights(self._pretrained / MODEL_DIRECTORY, kind, config)
+                    directory = None
                 model, info = kind.from_pretrained(
-                    self._pretrained / MODEL_DIRECTORY,
+                    directory,
                     config=config,
                     local_files_only=True,
                     use_safetensors=True,
@@ -110,6 +118,26 @@ class TransformersTask:
         return tuple(tensor.cpu() for tensor in gathered)
 
 
+def _fitting_weights(directory: Path, kind: Any, config: Any) -> dict[str, torch.Tensor]:
+    """The weights of a directory, but those that have another shape in the model of `kind` and `config`.
+
+    Their values are on the first rank alone, which under ZeRO-3 gives the others their parts.
+    """
+    from safetensors import safe_open
+
+    with torch.device("meta"):
+        empty = kind(config)
+    shapes = {name: list(parameter.shape) for name, parameter in empty.named_parameters()}
+    device = "cpu" if dist.get_rank() == 0 else "meta"
+    kept = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                if shapes.get(name) in (None, file.get_slice(name).get_shape()):
+                    kept[name] = file.get_tensor(name).to(device)
+    return kept
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Draw from `seed`, and leave the generators as they were."""
@@ -119,10 +147,14 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def padded(rows: Sequence[Mapping[str, Any]], key: str, value: int, length: int | None) -> torch.Tensor:
-    """The ids of `key` of each row, filled up on the right to `length` or to the longest: [b, s]."""
+def padded(
+    rows: Sequence[Mapping[str, Any]], key: str, value: int, length: int | None, *, left: bool = False
+) -> torch.Tensor:
+    """The ids of `key` of each row, filled up on the right, or the left, to `length` or to the longest: [b, s]."""
     longest = length or max(len(row[key]) for row in rows)
-    return torch.tensor([[*row[key], *[value] * (longest - len(row[key]))] for row in rows], dtype=torch.long)
+    fills = [[value] * (longest - len(row[key])) for row in rows]
+    whole = [[*fill, *row[key]] if left else [*row[key], *fill] for row, fill in zip(rows, fills, strict=True)]
+    return torch.tensor(whole, dtype=torch.long)
 
 
 def mask_of(rows: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:

@@ -89,8 +89,8 @@ class FinetuneCheckpoints:
         logger.info("resumed from %s at step %d", path, progress.iteration)
         return progress, path
 
-    def save(self, progress: Progress, metrics: dict[str, float] | None) -> None:
-        """Write a checkpoint of where the run stands; `metrics` are those of the model as it is now. Collective.
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint of where the run stands. Collective.
 
         Raises WorkspaceError.
         """
@@ -102,10 +102,9 @@ class FinetuneCheckpoints:
         values = progress.to_json() | {"random_state": digests}
         self._ranks.on_first(lambda: write_json(staged / PROGRESS_NAME, values))
         barrier()  # what the others have written is hashed now
-        loss = None if metrics is None else metrics.get("loss")
-        marker = self._directory.finish(staged, progress.iteration, loss)
+        marker = self._directory.finish(staged, progress.iteration, (progress.own_metrics or {}).get("loss"))
         path = self.path_of(progress.iteration)
-        self._report(path, marker, progress, metrics)
+        self._report(path, marker, progress)
         logger.info("saved checkpoint %s", path)
         self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
 
@@ -146,11 +145,11 @@ class FinetuneCheckpoints:
                 progress = Progress.from_json(values)
             except CheckpointError:
                 continue  # whoever goes on from it finds the damage, and passes it over
-            self._report(path, markers[path], progress, None if progress.evaluation_due else progress.metrics)
+            self._report(path, markers[path], progress)
         for iteration in sorted(reported.keys() - present.keys()):
             self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
 
-    def _report(self, path: Path, marker: Marker, progress: Progress, metrics: dict[str, float] | None) -> None:
+    def _report(self, path: Path, marker: Marker, progress: Progress) -> None:
         self._recorder.event(
             "checkpoint",
             iteration=marker.iteration,
@@ -159,7 +158,7 @@ class FinetuneCheckpoints:
             consumed_tokens=progress.consumed_tokens,
             size_bytes=marker.size_bytes,
             validation_loss=marker.validation_loss,
-            metrics=metrics or {},
+            metrics=progress.own_metrics or {},
         )
 
     def _report_deleted(self, paths: list[Path]) -> None:

@@ -46,8 +46,8 @@ def encode_classification(
     columns = list(dict.fromkeys(texts.values()))
     samples = {}
     for split, rows in splits.items():
-        labelled = rows.select_columns(columns).add_column(LABELS, labels[split])
-        samples[split] = mapper(labelled, split, encode, columns)
+        encoded = mapper(rows.select_columns(columns), split, encode, columns)
+        samples[split] = encoded.add_column(LABELS, labels[split])
         _check_samples(samples[split], split, model)
     return samples, {"labels": None if names is None else list(names), "num_labels": len(names or (0,))}
 
@@ -82,6 +82,8 @@ class ClassificationTask(TransformersTask):
         assert isinstance(config.task, ClassificationConfig)
         self.task = config.task
         self.labels: list[str] | None = self.description["labels"]
+        # XLNet's head takes the last place, whatever is there.
+        self._reads_last = getattr(super().model_config(), "summary_type", None) == "last"
 
     def model_config(self) -> Any:
         """The configuration of transformers, with the names of the classes and the padding that a decoder looks for."""
@@ -100,10 +102,12 @@ class ClassificationTask(TransformersTask):
         length = self.task.max_length if self.task.pad_to_max_length else None
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)  # the stage `examples` refuses a tokenizer without
-        ids = padded(rows, IDS, pad, length)
-        batch = {IDS: ids, "attention_mask": mask_of(rows, ids.shape[1])}
+        left = self._reads_last
+        ids = padded(rows, IDS, pad, length, left=left)
+        mask = mask_of(rows, ids.shape[1])
+        batch = {IDS: ids, "attention_mask": mask.flip(1) if left else mask}
         if SEGMENTS in rows[0]:
-            batch[SEGMENTS] = padded(rows, SEGMENTS, 0, ids.shape[1])
+            batch[SEGMENTS] = padded(rows, SEGMENTS, 0, ids.shape[1], left=left)
         kind = torch.float32 if self.labels is None else torch.long
         return batch | {LABELS: torch.tensor([row[LABELS] for row in rows], dtype=kind)}
 

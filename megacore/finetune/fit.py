@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
 from megacore.errors import ConfigError
+from megacore.finetune.encode import missing_end
+from megacore.finetune.glue import classification_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,7 @@ def check_fit(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenize
             + (f", such as {tokenizer.eos_token!r}" if tokenizer.eos_token else "")
         )
     _check_positions(config, model)
+    _check_room(config, model, tokenizer)
 
 
 def _check_class(config: FinetuneConfig, model: Any) -> None:
@@ -43,7 +46,9 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
 
     kind = type(model)
     both = bool(getattr(model, "is_encoder_decoder", False))
-    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING and not both and not getattr(model, "is_decoder", False)
+    # XLNet's language model does not learn the next token: it takes labels as they are.
+    masked = kind in MODEL_FOR_MASKED_LM_MAPPING or model.model_type == "xlnet"
+    encoder = masked and not both and not getattr(model, "is_decoder", False)
     match config.task:
         case ClassificationConfig():
             fits = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -112,6 +117,26 @@ def _check_positions(config: FinetuneConfig, model: Any) -> None:
             raise ConfigError(
                 f"task.{name} is {length}, but model.path {config.model.path} has {limit} positions: lower it to "
                 f"{limit} or less"
+            )
+
+
+def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ConfigError for a length that special tokens fill: no text would be left, or more than the length."""
+    own = 1 if getattr(model, "is_encoder_decoder", False) and missing_end(tokenizer, model) is not None else 0
+    single, needed = tokenizer.num_special_tokens_to_add(), dict[str, tuple[int, int]]()
+    match config.task:
+        case ClassificationConfig() as task:
+            pair = classification_settings(task).sentence2 is not None
+            least = tokenizer.num_special_tokens_to_add(pair=pair) + own + 1 + pair
+            needed = {"max_length": (task.max_length, least)}
+        case Seq2SeqConfig() as task:
+            needed = {"max_source_length": (task.max_source_length, single + 1)}
+            needed["max_target_length"] = (task.max_target_length, single + own + 1)
+    for name, (length, least) in needed.items():
+        if length < least:
+            raise ConfigError(
+                f"task.{name} is {length}, which the special tokens of model.path {config.model.path} leave no room in "
+                f"for text: raise it to {least} or more"
             )
 
 

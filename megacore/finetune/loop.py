@@ -163,7 +163,7 @@ class Finetuner:
                 evaluation_seconds=progress.evaluation_seconds,
             )
         if self._saves(step) or last or reason is not None:
-            self._checkpoints.save(progress, None if progress.evaluation_due else progress.metrics)
+            self._checkpoints.save(progress)
         self._meter.resume(time.monotonic() - began)
         return reason
 
@@ -189,7 +189,7 @@ class Finetuner:
         """Evaluate apart from any step; returns what broke it off, and then the run stands in a checkpoint."""
         if self._evaluate():
             return None
-        self._checkpoints.save(self.progress, None)
+        self._checkpoints.save(self.progress)
         return "signal"
 
     def _signalled(self) -> bool:
@@ -222,7 +222,7 @@ class Finetuner:
             facts = self._facts(tested)
             self._best.keep(progress.iteration, score.metrics, model, facts)
             logger.info("best model so far: %s %.4f", self._best.metric, score.metrics[self._best.metric])
-        progress.evaluation_due = False
+        progress.evaluation_due, progress.evaluated = False, progress.iteration
         return True
 
     def _report(self, kind: str, score: Score) -> None:

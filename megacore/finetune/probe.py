@@ -170,7 +170,10 @@ def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
             "is built: raise find_batch_size.memory_limit_gb, or free some memory"
         )
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (private + limit - resident, before[1]))
+    allowed = private + limit - resident
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (allowed if before[1] == resource.RLIM_INFINITY else min(allowed, before[1]), before[1])
+    )
     try:
         yield
     finally:

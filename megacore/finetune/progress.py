@@ -29,6 +29,8 @@ class Progress:
     """Of the model before the first step."""
     metrics: dict[str, float] | None = None
     """Of the last evaluation."""
+    evaluated: int | None = None
+    """Step after which that was."""
     epoch_seconds: float = 0.0
     """Training time in the pass that is under way."""
     train_seconds: list[float] = field(default_factory=list)
@@ -37,6 +39,11 @@ class Progress:
     """Of the last evaluation."""
     skipped: int = 0
     """Steps in a row that fp16 has skipped since a gradient overflowed."""
+
+    @property
+    def own_metrics(self) -> dict[str, float] | None:
+        """Of the model as it is now; None where it was not evaluated."""
+        return self.metrics if self.evaluated == self.iteration else None
 
     def to_json(self) -> dict[str, Any]:
         """Values for a checkpoint."""

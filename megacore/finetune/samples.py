@@ -8,6 +8,7 @@ import torch
 from megacore.config.finetune import FinetuneConfig
 from megacore.finetune.gate import Exported
 from megacore.finetune.scoring import rows_of
+from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import FinetuneTask
 
 _COUNT = 5
@@ -50,12 +51,8 @@ def _lines(config: FinetuneConfig, task: FinetuneTask, exported: Exported, row: 
                     yield "prediction", f"{names[chosen]} ({float(logits.softmax(0)[chosen]):.2f})"
             case "seq2seq":
                 ids = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-                written = model.generate(
-                    **ids,
-                    max_new_tokens=config.task.max_target_length,
-                    num_beams=config.task.num_beams,
-                    do_sample=False,
-                )
+                assert isinstance(task, Seq2SeqTask)
+                written = model.generate(**ids, generation_config=task.generation(model))  # as its scores were made
                 yield "source", text(batch["input_ids"][0])
                 yield "target", text(labels)
                 yield "prediction", text(written[0])

@@ -134,6 +134,8 @@ class Seq2SeqTask(TransformersTask):
                 "max_new_tokens": self.task.max_target_length,
                 "min_new_tokens": self.task.min_target_length,
                 "do_sample": False,
+                "num_return_sequences": 1,
+                "return_dict_in_generate": False,
                 "pad_token_id": self.pad_id,
             }
         )
@@ -163,12 +165,13 @@ class Seq2SeqScorer:
         """Score a batch of this rank; a collective call, while the prepared loader is iterated."""
         labels = batch[LABELS]
         losses, tokens = token_losses(self._model(**batch).logits, labels)
-        written = self._writer.generate(
-            input_ids=batch[IDS],
-            attention_mask=batch["attention_mask"],
-            generation_config=self._generation,
-            synced_gpus=self._together,
-        )
+        with self._accelerator.autocast():  # of the encoder, too, which is called beside the prepared model
+            written = self._writer.generate(
+                input_ids=batch[IDS],
+                attention_mask=batch["attention_mask"],
+                generation_config=self._generation,
+                synced_gpus=self._together,
+            )
         pad = self._task.pad_id
         written = self._accelerator.pad_across_processes(written, dim=1, pad_index=pad)
         targets = self._accelerator.pad_across_processes(labels.masked_fill(labels == IGNORED, pad), 1, pad)

@@ -51,11 +51,16 @@ def convert_torch_weights(path: str, source: Path, files: Sequence[str], target:
 def _parts(path: str, source: Path, files: Sequence[str]) -> list[str]:
     """The files that hold tensors, those of an index in its order."""
     if TORCH_INDEX_NAME not in files:
+        if TORCH_NAME not in files:
+            raise ConfigError(
+                f"model.path {path} has {files[0]} and lacks {TORCH_INDEX_NAME}, which names all parts: get the model "
+                "again"
+            )
         return [TORCH_NAME]
     try:
         index = json.loads((source / TORCH_INDEX_NAME).read_text(encoding="utf-8"))
         names = list(dict.fromkeys(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"model.path {path}: {TORCH_INDEX_NAME} is damaged ({error}): get the model again") from error
     missing = [name for name in names if name not in files]
     if missing:
@@ -84,10 +89,14 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
             f"model.path {path}: {file.name} holds more than tensors, which could run code and is never read: save the "
             "model as safetensors, which save_pretrained does"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle has many ways to fail
         raise ConfigError(
             f"model.path {path}: {file.name} is damaged ({' '.join(str(error).split())[:200]}): get the model again"
         ) from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    ):
         raise ConfigError(f"model.path {path}: {file.name} is no mapping of names to weights: give a whole model")
     return found

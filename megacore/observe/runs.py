@@ -29,8 +29,8 @@ def runs(workspace: Workspace) -> list[dict[str, Any]]:
 
     Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the last validation),
     test_ppl, metric (of a fine-tuning's best model, as text), size_bytes, path and updated (Unix seconds); what is not
-    known is None. A run is `finished` once
-    its manifest is there, `running` while a process holds its lock, `damaged` when its files cannot be read.
+    known is None. A run is `finished` once its manifest is there, `running` while a process holds its lock, `damaged`
+    when its files cannot be read.
     """
     test_ppl = _test_perplexities(workspace)
     folders = (workspace.folder("train"), workspace.folder("finetune"))
@@ -106,12 +106,12 @@ def _progress(events: Path) -> dict[str, Any]:
     progress: dict[str, Any] = {}
     for event, _ in EventReader(events):
         progress["updated"] = event["time"]
+        if "total_iterations" in event:
+            progress["train_iters"] = event["total_iterations"]
         if event["kind"] == "step":
             progress.update(iteration=event["iteration"], consumed_tokens=event["consumed_tokens"])
-            if "total_iterations" in event:
-                progress["train_iters"] = event["total_iterations"]
         elif event["kind"] == "evaluation":
-            progress["valid_ppl"] = event.get("ppl")
+            progress["valid_ppl"] = (event.get("metrics") or event).get("ppl")
         elif event["kind"] == "best":
             progress["metric"] = f"{event['metric']} {event['value']:.4f}"
     return progress

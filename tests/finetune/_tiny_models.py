@@ -60,7 +60,7 @@ def write_tokenizer(directory: Path, kind: str) -> Any:
 
 
 def write_model(directory: Path, kind: str, **values: Any) -> Path:
-    """A model with random weights and its tokenizer: `deberta`, `bert`, `blenderbot`, `t5` or `gpt2`."""
+    """A model with random weights and its tokenizer: `deberta`, `bert`, `xlnet`, `blenderbot`, `t5` or `gpt2`."""
     import transformers
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
         "attention_probs_dropout_prob": 0.0,
         "pad_token_id": 0,
     }
-    form = {"deberta": "encoder", "bert": "encoder", "blenderbot": "seq2seq", "t5": "seq2seq", "gpt2": "decoder"}[kind]
+    form = {"blenderbot": "seq2seq", "t5": "seq2seq", "gpt2": "decoder"}.get(kind, "encoder")
     size = len(write_tokenizer(directory, form))
     torch.manual_seed(3)
     match kind:
@@ -84,6 +84,8 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
         case "bert":
             config = transformers.BertConfig(vocab_size=size, **(encoder | values))
             model = transformers.BertForPreTraining(config)
+        case "xlnet":
+            model = _xlnet(size, **values)
         case "blenderbot":
             given = {
                 "d_model": 32,
@@ -117,6 +119,13 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
             model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(directory)
     return directory
+
+
+def _xlnet(size: int, **values: Any) -> Any:
+    import transformers
+
+    given = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "dropout": 0.0, "pad_token_id": 0}
+    return transformers.XLNetLMHeadModel(transformers.XLNetConfig(vocab_size=size, **(given | values)))
 
 
 def sentence(generator: random.Random, words: int = 5) -> str:

@@ -24,13 +24,10 @@ def two(tiny_root: Path) -> list[dict[str, Any]]:
     """What each of two ranks did in the cases of `_two_ranks`."""
     pytest.importorskip("deepspeed")
     from tests._dist import run_distributed
-    from tests.finetune import _tiny_models, _two_ranks
+    from tests.finetune import _two_ranks
 
-    for model, kind in (("deberta", "classification"), ("blenderbot", "seq2seq")):
-        directory = _tiny_models.write_model(tiny_root / model / "model", model)
-        _tiny_models.write_data(tiny_root / model, kind)
-        made = _tiny_models.tiny_config(directory, tiny_root / model, kind)
-        _tiny_models.prepare(made, tiny_root / model / "stages")
+    for model in _two_ranks.DISTRIBUTED:
+        _two_ranks.write_real(tiny_root, model)
     return run_distributed(2, _two_ranks.cases, tiny_root, timeout=150)
 
 

@@ -45,6 +45,18 @@ def test_zero_learns_what_ddp_does_with_real_tasks(two: list[dict[str, Any]], mo
     assert len(ddp["losses"]) == 3
 
 
+def test_weights_that_no_loss_depends_on_are_let_be(two: list[dict[str, Any]]) -> None:
+    """XLNet's for masks and segments."""
+    assert len(two[0]["xlnet ddp"]["losses"]) == 3
+    assert two[0]["xlnet ddp"]["losses"] == pytest.approx(two[0]["xlnet zero2"]["losses"], rel=1e-5)
+
+
+def test_a_head_gives_way_under_zero_3_too(two: list[dict[str, Any]]) -> None:
+    ddp, zero = two[0]["head ddp"], two[0]["head zero3"]
+    assert zero["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
+    assert zero["metrics"][-1] == pytest.approx(ddp["metrics"][-1], rel=1e-5)
+
+
 def test_the_last_step_of_an_epoch_weighs_its_batches_alike(two: list[dict[str, Any]]) -> None:
     for rank in two:
         ddp, zero = rank["ddp accumulated"], rank["zero2 accumulated"]
@@ -160,6 +172,16 @@ def test_another_distribution_than_asked_for_is_refused(tiny_root: Path, monkeyp
     with pytest.raises(LaunchError, match=r"launch\.distributed is ddp on 1 ranks and Accelerate came to NO on 7"):
         build_accelerator(config(), precision="fp32", device=torch.device("cpu"), total_steps=1)
     assert {name for name in os.environ if name not in before} <= {"DS_ACCELERATOR"}
+
+
+def test_a_rank_alone_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that starts one rank numbers it, too; a group that Accelerate made would be of NCCL alone on GPUs."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    found = build_accelerator(config(), precision="fp32", device=torch.device("cpu"), total_steps=1)
+    assert found.distributed_type.value == "NO"
+    assert not torch.distributed.is_initialized()
 
 
 def test_biases_and_norms_do_not_decay(tiny_root: Path) -> None:

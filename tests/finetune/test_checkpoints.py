@@ -96,6 +96,8 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(dropped: Run, tiny_r
     run(made, TinyTask(tiny_root / "dropout", signal_at=5), tmp_path)
     root = tmp_path / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000003", "iter_0000004", "iter_0000005"]
+    # Only the third is of an evaluated model.
+    assert [Marker.read(path).validation_loss is None for path in sorted(root.iterdir())] == [False, True, True]
     weights_file = root / "iter_0000005" / "model.safetensors"
     weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"!")
     (root / "iter_0000004" / "complete.json").unlink()

@@ -154,7 +154,13 @@ def test_code_in_torch_s_files_is_never_run(model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"PK\x03\x04 torn", "is damaged"), (b"", "is damaged"), ([1, 2], "is no mapping")]
+    ("content", "message"),
+    [
+        (b"PK\x03\x04 torn", "is damaged"),
+        (b"", "is damaged"),
+        ([1, 2], "is no mapping"),
+        ({1: torch.ones(2)}, "is no mapping"),
+    ],
 )
 def test_torch_s_files_without_weights_are_refused(model: Path, tmp_path: Path, content: Any, message: str) -> None:
     other = copied(model, tmp_path / "odd")
@@ -171,6 +177,18 @@ def test_a_part_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
     (other / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(ConfigError, match=r"lacks pytorch_model-00002-of-00002\.bin, which .*index\.json names"):
         collect(other, tmp_path)
+
+
+def test_parts_without_their_index_are_refused(model: Path, tmp_path: Path) -> None:
+    other = in_torch_files(model, tmp_path / "torch", 2)
+    index = other / "pytorch_model.bin.index.json"
+    index.write_text("[]")
+    with pytest.raises(ConfigError, match=r"index\.json is damaged"):
+        collect(other, tmp_path)
+    index.unlink()
+    (tmp_path / "again").mkdir()
+    with pytest.raises(ConfigError, match=r"has pytorch_model-00001-of-00002\.bin and lacks .*index\.json"):
+        collect(other, tmp_path / "again")
 
 
 def test_weights_of_another_library_are_refused(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import torch
 
 from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.finetune.build import build_task
+from megacore.finetune.gate import Exported
+from megacore.finetune.samples import sample_text
 from megacore.finetune.seq2seq import Seq2SeqTask
 from tests.finetune._tiny_models import (
     copy_rows,
@@ -67,6 +69,8 @@ def test_what_is_written_keeps_its_lengths(blenderbot: Path, beams: int, shortes
     task = task_of(blenderbot, task={"num_beams": beams, "min_target_length": shortest})
     model: Any = task.build_model().eval()
     model.generation_config.min_length = 3
+    model.generation_config.num_return_sequences = 2
+    model.generation_config.return_dict_in_generate = True
     generation = task.generation(model)
     batch = task.collate(list(task.split("valid") or []))
     with torch.no_grad():
@@ -80,6 +84,15 @@ def test_what_is_written_keeps_its_lengths(blenderbot: Path, beams: int, shortes
             if bias > 0:
                 assert {int(row[shortest]) for row in written} == {2}
                 assert not (written[:, :shortest] == 2).any()
+
+
+def test_samples_are_written_as_what_is_scored(blenderbot: Path) -> None:
+    task = task_of(blenderbot, task={"num_beams": 1, "min_target_length": 5})
+    model: Any = task.build_model().eval()
+    model.final_logits_bias[0, 2] = 50.0  # it would end at once
+    lines = sample_text(task.config, task, Exported(model, task.tokenizer)).splitlines()
+    assert all(line != "prediction: " for line in lines)
+    assert sum(line.startswith("prediction: ") for line in lines) == 5
 
 
 def test_copies_are_learned_and_scored(blenderbot: Path, accelerator: Any) -> None:
