@@ -40,7 +40,7 @@ def finetune(
     Stopped.
     """
     if dry_run:
-        finetune_dry_run(conf, overrides)
+        finetune_dry_run(conf, overrides, find_batch_size=find_batch_size)
         return None
     config = load_checked_finetuning(conf, overrides)
     if find_batch_size:

@@ -25,7 +25,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
     """Run `flow` from the command line; a user's error is one sentence and an exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__)
     known = inspect.signature(flow.fn).parameters
-    parser.add_argument("--conf", default=known["conf"].default, help="name of a file in conf/, or a path")
+    directory = "conf/finetune/" if flow.name == "finetune" else "conf/"
+    parser.add_argument("--conf", default=known["conf"].default, help=f"name of a file in {directory}, or a path")
     parser.add_argument(
         "-o", "--override", action="append", default=[], metavar="KEY=VALUE", help="dotted key, as train.train_iters=50"
     )

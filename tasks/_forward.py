@@ -94,7 +94,7 @@ def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
     """The metrics of an event of CURVES, by iteration and, but of an epoch, by tokens; null values have none."""
     group, names = CURVES[event["kind"]]
     timestamp = round(1000 * event["time"])
-    values = dict(event.get(METRICS) or {}) | {name: event.get(name) for name in names}
+    values = dict(event.get(METRICS) or {}) | {name: event[name] for name in names if name in event}
     for name, value in values.items():
         if value is not None:
             yield Point(f"{group}/{name}", float(value), timestamp, int(event["iteration"]))

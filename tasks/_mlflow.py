@@ -34,7 +34,7 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_FILE = "mlflow.json"
 """In the run directory: which MLflow run it belongs to."""
-PACKAGES = ("torch", "transformers", "prefect", "mlflow", "megacore")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "prefect", "mlflow", "megacore")
 """Whose versions a run records, beside Python's."""
 
 _PARAMS_PER_BATCH = 100

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
@@ -43,6 +43,8 @@ class Parent:
     """Of its LoggedModel."""
     digest: str | None = None
     """Of the export, as the manifest of its artifact has it."""
+    random_weights: bool = False
+    """Whether only its architecture and its tokenizer were taken."""
 
     def tags(self) -> dict[str, str]:
         """What MLflow's run, LoggedModel and registered version are told."""
@@ -53,6 +55,7 @@ class Parent:
             "parent_run_id": self.run_id,
             "parent_model_id": self.model_id,
             "parent_digest": self.digest,
+            "parent_weights": "not taken: drawn at random" if self.random_weights else None,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -96,6 +99,10 @@ def parent_of(config: FinetuneConfig) -> Parent:
 
     Raises ConfigError, TrackingError.
     """
+    return replace(_known_parent(config), random_weights=config.model.random_weights)
+
+
+def _known_parent(config: FinetuneConfig) -> Parent:
     path = config.model.path
     if path.startswith(SCHEME):
         return _of_version(path, _registered(config))

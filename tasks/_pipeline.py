@@ -134,6 +134,7 @@ def resume_command() -> str | None:
     words = ["python", "-m", f"flows.{context.flow.name.replace('-', '_')}", "--conf", str(parameters["conf"])]
     for key, value in redact_values(parameters.get("overrides") or {}).items():
         words += ["-o", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    words += [f"--{name.replace('_', '-')}" for name, value in parameters.items() if value is True]
     return redact(shlex.join(words))
 
 

@@ -33,14 +33,9 @@ MODEL_TAG = "logged_model_id"
 REPORT_FILES = ("parity.json", "sample.txt")
 """Files of an export, beside `model/`, that become artifacts of the run."""
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-)
+_CONFIGS = ("config.json", "generation_config.json")
+_NO_TOKENIZER = (".safetensors", ".safetensors.index.json", ".md")
+"""Endings of the other files of `model/`; which ones a tokenizer has differs between its classes."""
 _REQUIREMENTS = ("mlflow", "torch", "transformers")
 
 
@@ -208,9 +203,9 @@ def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:
     """The transformers directory as `model/`, its tokenizer as a component, MLmodel last."""
     client, model_id = tracking.client, model.model_id
     client.log_model_artifacts(model_id, str(directory), "model")
-    for name in _TOKENIZER_FILES:
-        if (directory / name).is_file():
-            client.log_model_artifact(model_id, str(directory / name), "components/tokenizer")
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and path.name not in _CONFIGS and not path.name.endswith(_NO_TOKENIZER):
+            client.log_model_artifact(model_id, str(path), "components/tokenizer")
     with tempfile.TemporaryDirectory(dir=tracking.workspace.root, prefix="publish.tmp-") as scratch:
         for name, text in _model_files(model, directory).items():
             path = Path(scratch, name)

@@ -19,6 +19,7 @@ def examples_key(config: FinetuneConfig, pretrained: Artifact, dataset: Artifact
         "limits": {name: getattr(config.data, name) for name in _LIMITS},
         "task": key_parameters(config.task),
         "pad_token": config.model.pad_token,
+        "new_head": config.model.new_head,  # without it a head that does not fit is refused in this stage
     }
     return StageKey.of("examples", EXAMPLES_VERSION, parameters, dataset=dataset, pretrained=pretrained)
 

@@ -148,5 +148,5 @@ def result_counts(directory: Path) -> dict[str, Any]:
     """What the manifest says of a fine-tuning."""
     result = read_result(directory)
     names = ("iterations", "epochs", "best", "best_iteration", "metric", "value")
-    names += ("metrics", "test_metrics", "start_metrics")
-    return {name: result[name] for name in names}
+    measured = ("metrics", "test_metrics", "start_metrics")
+    return {name: result[name] for name in (*names, *measured)}

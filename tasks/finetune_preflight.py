@@ -4,14 +4,14 @@ import importlib.util
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
-from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ConfigError, MegacoreError
 from megacore.finetune.resolve import resolve_ranks
@@ -22,9 +22,11 @@ from megacore.plan.hardware import Hardware
 from megacore.plan.preflight import CPU_DAYS_LIMIT
 from megacore.plan.throughput import SECONDS_PER_DAY, assumed_flops_per_second
 from tasks._parent import parent_directory, pinned
+from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_plan
 from tasks.dataset import dataset_key
 from tasks.examples import examples_key
+from tasks.find_batch_size import check_find_batch_size, find_batch_size_key
 from tasks.finetune import finetune_key, run_directory
 from tasks.finetune_export import export_key
 from tasks.finetune_publish import publication_problem, publish_key
@@ -142,12 +144,24 @@ def _numbers(path: Path) -> int:
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def planned_stages() -> list[PlannedStage]:
-    """The stages of `finetune`, in order."""
-    return [
+def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:
+    """The stages of `finetune`, in order; with `methods`, those that compare them."""
+    inputs = [
         PlannedStage("pretrained", pretrained_key),
         PlannedStage("dataset", dataset_key),
         PlannedStage("examples", examples_key, ("pretrained", "dataset")),
+    ]
+    if methods:
+        return inputs + [
+            PlannedStage(
+                numbered("find-batch-size", number),
+                lambda config, *read, method=method: find_batch_size_key(config, method, *read),
+                ("pretrained", "examples"),
+            )
+            for number, method in enumerate(methods)
+        ]
+    return [
+        *inputs,
         PlannedStage("finetune", finetune_key, ("pretrained", "examples")),
         PlannedStage("finetune-export", export_key, ("finetune", "pretrained", "examples")),
         PlannedStage(
@@ -159,26 +173,38 @@ def planned_stages() -> list[PlannedStage]:
     ]
 
 
-def finetune_dry_run(conf: str, overrides: Mapping[str, Any] | None) -> None:
+def finetune_dry_run(conf: str, overrides: Mapping[str, Any] | None, *, find_batch_size: bool = False) -> None:
     """Print (and store) each stage's key, whether it is cached, and what would be started; run nothing.
 
     A key is unknown until its inputs exist. What the machine cannot do is shown too, then raised.
+
+    Args:
+        conf: as the flow has it.
+        overrides: likewise.
+        find_batch_size: whether the comparison of distributions is meant, and not the training.
     """
     config = _load(conf, overrides)
     refusal: MegacoreError | None = None
     try:
         check_here(config)
+        if find_batch_size:
+            check_find_batch_size(config)
     except MegacoreError as error:
         refusal = error
     known: dict[str, Artifact] = {}
-    rows = [planned_row(planned, config, known) for planned in planned_stages()]
+    methods = config.find_batch_size.methods if find_batch_size else ()
+    rows = [planned_row(planned, config, known) for planned in planned_stages(methods)]
     cost = _processes(config) if refusal is None else str(refusal)
-    if refusal is None and {"pretrained", "examples"} <= known.keys():
+    if find_batch_size and refusal is None:
+        cost = f"{', '.join(methods)} are compared, with {cost.partition(' with ')[0]}"
+    elif refusal is None and {"pretrained", "examples"} <= known.keys():
         try:
             cost = check_cost(config, known["pretrained"], known["examples"])
         except MegacoreError as error:
             refusal, cost = error, str(error)
-    show_plan(config.name, rows, f"fine-tuning: {cost}", refusal, lambda: _commands(config, known))
+    what = "find-batch-size" if find_batch_size else "fine-tuning"
+    commands = (lambda: []) if find_batch_size else (lambda: _commands(config, known))
+    show_plan(config.name, rows, f"{what}: {cost}", refusal, commands)
 
 
 def _processes(config: FinetuneConfig) -> str:

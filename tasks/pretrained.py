@@ -20,11 +20,12 @@ def pretrained_key(config: FinetuneConfig) -> StageKey:
 
     model, local = config.model, parent_directory(config)
     parameters: dict[str, Any] = (
-        {"name": model.path, "revision": model.revision, "weights": not model.random_weights}
+        {"name": model.path, "revision": model.revision}
         if local is None
         else {"files": pretrained_digests(local, weights=not model.random_weights)}
     )
-    return StageKey.of("pretrained", PRETRAINED_VERSION, parameters)
+    # Said in any case: a directory without weights has the same files either way, and is refused where they are wanted.
+    return StageKey.of("pretrained", PRETRAINED_VERSION, parameters | {"weights": not model.random_weights})
 
 
 @stage_task("pretrained", pretrained_key)

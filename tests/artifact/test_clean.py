@@ -95,6 +95,28 @@ def test_old_downloads_go_unless_one_is_under_way(tmp_path: Path) -> None:
     assert [place.exists() for place in places] == [True, False, True]
 
 
+def test_old_downloads_of_fine_tunings_go(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    models, rows = (workspace.folder(stage) / DOWNLOADS for stage in ("pretrained", "dataset"))
+    old, fresh, held = models / "models--some--bert", models / "bert-1-17", models / "bert-2-18"
+    table = rows / "datasets" / "json" / "default-0123"
+    for place in (old / "blobs", fresh, held, table / "0.0.0"):
+        place.mkdir(parents=True)
+        (place / "file").write_text("xyz")
+    (old / "link").symlink_to(old / "blobs" / "file")
+    for path in (old, held, table, *old.rglob("*"), *held.rglob("*"), *table.rglob("*")):
+        os.utime(path, (time.time() - 30 * 86400,) * 2, follow_symlinks=False)
+    (held.parent / f".{held.name}.lock").touch()
+    with open(held.parent / f".{held.name}.lock") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        items = old_downloads(workspace, 7)
+    assert [item.path for item in items] == [old, table]
+    assert items[1].size == 3
+    assert {item.path for item in old_downloads(workspace, 0)} == {old, held, table}, "an hour is left to a download"
+    remove(items)
+    assert [place.exists() for place in (old, fresh, held, table)] == [False, True, True, False]
+
+
 def test_what_an_unfinished_fine_tuning_reads_stays(tmp_path: Path) -> None:
     workspace = Workspace.of(tmp_path)
     model, _ = build_artifact(workspace.folder("pretrained"), StageKey.of("pretrained", 1, {}), write_one)

@@ -105,6 +105,13 @@ def test_wrong_keys_and_values_are_named(files: Files, overrides: dict[str, Any]
     assert sentence in files.refusal(**{name.replace(".", "__"): value for name, value in overrides.items()})
 
 
+def test_a_wrong_element_is_one_clause(files: Files) -> None:
+    refused = files.refusal(task={**PAIRS, "metrics": ["accuracyy"]})
+    assert "task.metrics.0 is 'accuracyy'" in refused
+    assert "at least" not in refused, "the list is as long as it must be"
+    assert "task.metrics is []" in files.refusal(task={**PAIRS, "metrics": []})
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

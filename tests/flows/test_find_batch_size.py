@@ -35,7 +35,7 @@ def write_conf(root: Path) -> Path:
 
 @pytest.mark.timeout(400)
 def test_two_distributions_are_compared_and_the_second_time_nothing_runs(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from flows.finetune import finetune
     from tasks import _pipeline
@@ -56,6 +56,13 @@ def test_two_distributions_are_compared_and_the_second_time_nothing_runs(
     assert {row.stage: row.outcome for row in first.rows} == dict.fromkeys(stages, "ran")
     assert {row.stage: row.outcome for row in second.rows} == dict.fromkeys(stages, "cached")
     assert second.summary == first.summary
+    capsys.readouterr()
+    finetune(str(conf), {"find_batch_size.methods": [*METHODS, "zero3"]}, dry_run=True, find_batch_size=True)
+    planned = capsys.readouterr().out
+    assert planned.count("cached") == len(stages)
+    assert "find-batch-size 3" in planned
+    assert "ddp, zero2, zero3 are compared, with 1 CPU rank" in planned
+    assert len(seen) == 2, "a dry run runs nothing"
 
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.summary.splitlines()[:4]]
     assert table[0][:2] == ["method", "largest batch per rank"]

@@ -123,6 +123,8 @@ def test_a_fine_tuning_is_listed_with_its_best_metric(tmp_path: Path) -> None:
     config = {"name": "bert-mrpc", "train": {"num_epochs": 3, "max_steps": None}}
     (directory / "run.json").write_text(json.dumps({"config": config}))
     with EventWriter(directory / "events.jsonl", attempt=1) as events:
+        events.write("start", iteration=0, total_iterations=12)
+        assert runs(workspace)[0]["train_iters"] == 12
         events.write("evaluation", iteration=0, consumed_tokens=0, loss=0.7, metrics={"f1": 0.5})
         events.write("step", iteration=4, total_iterations=12, consumed_tokens=64, loss=0.6)
         events.write("best", iteration=4, path="best/iter_0000004", metric="f1", value=0.75)
@@ -130,3 +132,6 @@ def test_a_fine_tuning_is_listed_with_its_best_metric(tmp_path: Path) -> None:
     assert (run["name"], run["iteration"], run["train_iters"]) == ("bert-mrpc", 4, 12)
     assert (run["metric"], run["valid_ppl"], run["state"]) == ("f1 0.7500", None, "incomplete")
     assert find_run(workspace, "bert-mrpc", state="incomplete") == directory
+    with EventWriter(directory / "events.jsonl", attempt=1) as events:
+        events.write("evaluation", iteration=4, consumed_tokens=64, loss=0.7, metrics={"loss": 0.7, "ppl": 2.01})
+    assert runs(workspace)[0]["valid_ppl"] == 2.01

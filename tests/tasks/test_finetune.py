@@ -64,6 +64,8 @@ def test_an_alias_becomes_a_version_with_its_files_and_lineage(
     # The export's own directory is the same parent: its manifest says so.
     by_path = parent_of(config_of(export / "model"))
     assert by_path.tags() == parent.tags() | {"parent_model": str(export / "model")}
+    drawn = parent_of(config_of("models:/bert-base/1", model={"random_weights": True}))
+    assert drawn.tags() == parent.tags() | {"parent_weights": "not taken: drawn at random"}
     (tmp_path / "lineage.json").write_text('{"path": "x"}', encoding="utf-8")
     note_parent(tmp_path, parent)
     noted = json.loads((tmp_path / "lineage.json").read_text(encoding="utf-8"))

@@ -1,6 +1,8 @@
 """What MLflow loads of a BERT and of a T5."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,27 @@ def test_a_t5_is_served_by_no_pipeline_because_transformers_has_none(tmp_path: P
     write_model(tmp_path, spec, dict(our_model(spec).named_parameters()))
     task = task_of(tmp_path)
     assert task.served is hasattr(transformers, task.pipeline)
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "options"),
+    [
+        ({"architectures": ["MarianMTModel"], "is_encoder_decoder": True}, "text2text-generation", {}),
+        ({"architectures": ["BartForSequenceClassification"], "is_encoder_decoder": True}, "text-classification", {}),
+        ({"architectures": ["BloomForCausalLM"]}, "text-generation", {"max_new_tokens": 256}),
+        (
+            {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096},
+            "text-generation",
+            {"max_new_tokens": 256},
+        ),
+    ],
+)
+def test_tasks_of_models_that_are_not_ours(
+    tmp_path: Path, values: dict[str, Any], name: str, options: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    task = task_of(tmp_path)
+    assert (task.name, task.options, task.served) == (name, options, name != "text2text-generation")
 
 
 def test_tasks_by_class(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def test_a_fine_tuning_has_its_metrics_and_the_seconds_of_its_epochs() -> None:
         "valid/f1_by_tokens": (64, 0.5),
     }
     assert len(points) == 4
+    points = list(points_of(event | {"metrics": {"loss": 0.6, "ppl": 1.8}}))
+    assert [point.value for point in points if point.key == "valid/ppl"] == [1.8]
     epoch = {"kind": "epoch", "time": 1.0, "iteration": 4, "epoch": 1, "train_seconds": 2.5, "evaluation_seconds": 1.0}
     values = {point.key: (point.step, point.value) for point in points_of(epoch)}
     assert values == {"epoch/train_seconds": (4, 2.5), "epoch/evaluation_seconds": (4, 1.0)}

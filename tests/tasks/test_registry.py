@@ -94,6 +94,18 @@ def test_the_candidate_is_an_mlflow_model(
         mlflow.set_tracking_uri(before)
 
 
+def test_every_file_of_a_tokenizer_is_published_with_it(
+    tracking: Tracking, publish: Callable[..., dict[str, str]], export: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(export, tmp_path / "copy"))
+    for name in ("vocab.txt", "spm.model", "README.md"):
+        (copy / "model" / name).write_text("", encoding="utf-8")
+    receipt = publish(directory=copy)
+    location = tracking.client.get_logged_model(receipt["model_id"]).artifact_location.removeprefix("file://")
+    found = {path.name for path in Path(location, "components", "tokenizer").iterdir()}
+    assert found == {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "spm.model"}
+
+
 def test_publishing_again_gives_the_same_version(tracking: Tracking, publish: Callable[..., dict[str, str]]) -> None:
     first = publish()
     assert publish() == first
