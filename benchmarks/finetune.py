@@ -26,6 +26,7 @@ from benchmarks._finetune_data import MODELS, Prepared, prepare
 from benchmarks._turns import progress
 from benchmarks._verdict import Check, table, verdict
 from megacore.config.finetune import DISTRIBUTIONS
+from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.finetune.batch_size import Answer, Fits
 from megacore.finetune.batch_table import as_markdown, notes, table_rows
 from megacore.finetune.job import FinetuneJob
@@ -142,6 +143,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-gb", type=float, default=1.0, help="memory of the rank in GB (10^9 bytes)")
     options = parser.parse_args()
+    import_deepspeed()  # before transformers does, which lets it write into the result
     options.methods = options.methods or [name for name in DISTRIBUTIONS if name != "zero3-offload"]
     with tempfile.TemporaryDirectory(prefix="megacore-bench-") as directory:
         return (speed if options.what == "speed" else batch)(options, Path(directory))
