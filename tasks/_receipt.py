@@ -1,9 +1,15 @@
 """What a publication left: a receipt in its artifact, and where MLflow shows it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from megacore.artifact import StageKey
+from megacore.artifact.files import write_json
+from tasks._cache import StageResult, artifact_directory, artifact_problem, build
 from tasks._environment import mlflow_server
+from tasks._flow_config import FlowConfig
 from tasks._mlflow import Tracking
 
 RECEIPT = "receipt.json"
@@ -15,9 +21,30 @@ def read_receipt(directory: Path) -> dict[str, str]:
     return receipt
 
 
-def discard_receipt(directory: Path) -> None:
-    """A receipt for what is no longer there counts for nothing."""
-    (directory / RECEIPT).unlink(missing_ok=True)
+def receipt_problem(config: FlowConfig, key: StageKey, tracking: Tracking) -> str | None:
+    """Why the model must be published (again); None when the registry still has what the receipt says."""
+    from tasks._registry import published_exists
+
+    problem = artifact_problem(key, config)
+    if problem is None and not published_exists(tracking, read_receipt(artifact_directory(key))):
+        return "the model registry no longer has it"
+    return problem
+
+
+def build_publication(
+    config: FlowConfig, key: StageKey, tracking: Tracking, publish: Callable[[], dict[str, str]]
+) -> StageResult:
+    """The artifact of a publication: what `publish` returns is its receipt, unless one is there that still holds."""
+
+    def fill(directory: Path) -> dict[str, Any]:
+        receipt = publish()
+        write_json(directory / RECEIPT, receipt)
+        return {"model": receipt["model_name"], "version": receipt["version"], "run_id": receipt["run_id"]}
+
+    if receipt_problem(config, key, tracking) is not None:
+        # A receipt for what is no longer there counts for nothing.
+        (artifact_directory(key) / RECEIPT).unlink(missing_ok=True)
+    return build(config, key, fill)
 
 
 def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:

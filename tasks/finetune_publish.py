@@ -1,16 +1,14 @@
 """Stage `finetune-publish`: the run, its checkpoints and the fine-tuned model in MLflow, as its parent's child."""
 
-from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey, Workspace
-from megacore.artifact.files import write_json
 from megacore.config.finetune import FinetuneConfig
-from tasks._cache import StageResult, artifact_directory, artifact_problem, build, stage_task
+from tasks._cache import StageResult, stage_task
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run
 from tasks._parent import Parent, parent_of
-from tasks._receipt import RECEIPT, discard_receipt, mlflow_places, read_receipt, run_url, shown_by
+from tasks._receipt import build_publication, mlflow_places, read_receipt, receipt_problem, run_url, shown_by
 from tasks.finetune import run_facts
 
 VERSION = 1
@@ -34,13 +32,7 @@ def publish_key(
 
 def publication_problem(config: FinetuneConfig, *inputs: Artifact, **named: Artifact) -> str | None:
     """Why the model must be published (again); None when the registry still has what the receipt says."""
-    from tasks._registry import published_exists
-
-    key = publish_key(config, *inputs, **named)
-    problem = artifact_problem(key, config)
-    if problem is None and not published_exists(_tracking(config), read_receipt(artifact_directory(key))):
-        return "the model registry no longer has it"
-    return problem
+    return receipt_problem(config, publish_key(config, *inputs, **named), _tracking(config))
 
 
 @stage_task("finetune-publish", publish_key, check=publication_problem)
@@ -49,16 +41,8 @@ def finetune_publish(
 ) -> StageResult:
     """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
     inputs = (pretrained, examples, finetuned, exported)
-
-    def fill(directory: Path) -> dict[str, Any]:
-        receipt = _publish(config, *inputs)
-        write_json(directory / RECEIPT, receipt)
-        return {"model": receipt["model_name"], "version": receipt["version"], "run_id": receipt["run_id"]}
-
     key = publish_key(config, *inputs)
-    if publication_problem(config, *inputs) is not None:
-        discard_receipt(artifact_directory(key))
-    return build(config, key, fill)
+    return build_publication(config, key, _tracking(config), lambda: _publish(config, *inputs))
 
 
 def _publish(

@@ -3,20 +3,18 @@
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey, Workspace
-from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.data.members import token_prefixes
-from tasks._cache import StageResult, artifact_directory, artifact_problem, build, stage_task
+from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_test_perplexities
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run
 from tasks._pipeline import numbered
-from tasks._receipt import RECEIPT, discard_receipt, mlflow_places, read_receipt
+from tasks._receipt import build_publication, mlflow_places, read_receipt, receipt_problem
 from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
 from tasks.train import run_facts
 
@@ -52,13 +50,7 @@ def publish_key(
 
 def publication_problem(config: RunConfig, *inputs: Artifact, **named: Artifact) -> str | None:
     """Why the model must be published (again); None when the registry still has what the receipt says."""
-    from tasks._registry import published_exists
-
-    key = publish_key(config, *inputs, **named)
-    problem = artifact_problem(key, config)
-    if problem is None and not published_exists(_tracking(config), read_receipt(artifact_directory(key))):
-        return "the model registry no longer has it"
-    return problem
+    return receipt_problem(config, publish_key(config, *inputs, **named), _tracking(config))
 
 
 @stage_task("publish", publish_key, check=publication_problem)
@@ -73,16 +65,10 @@ def publish(
 ) -> StageResult:
     """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
     inputs = (trained, evaluation, export, tokens, tokenizer, index)
-
-    def fill(directory: Path) -> dict[str, Any]:
-        receipt = _publish(config, trained, evaluation, export, tokens)
-        write_json(directory / RECEIPT, receipt)
-        return {"model": receipt["model_name"], "version": receipt["version"], "run_id": receipt["run_id"]}
-
     key = publish_key(config, *inputs)
-    if publication_problem(config, *inputs) is not None:
-        discard_receipt(artifact_directory(key))
-    return build(config, key, fill)
+    return build_publication(
+        config, key, _tracking(config), lambda: _publish(config, trained, evaluation, export, tokens)
+    )
 
 
 def _publish(

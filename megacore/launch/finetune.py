@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megacore.finetune.job import FinetuneJob
 from megacore.launch.rank import begin_heartbeat, run_rank
-from megacore.observe.heartbeat import ENDED, Heartbeat
+from megacore.observe.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,7 @@ def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbe
     os.environ.update(_QUIET)
     import torch.distributed as dist
 
-    from megacore.errors import TrainingStoppedError
-    from megacore.launch.process import choose_device, set_up_arithmetic, started_ranks
+    from megacore.launch.process import choose_device, leaving, set_up_arithmetic, started_ranks
     from megacore.observe.logging import configure_logging
 
     world_size = started_ranks(job)
@@ -54,15 +53,8 @@ def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbe
     rank = dist.get_rank() if world_size > 1 else 0
     configure_logging(rank)
     heartbeat.beat("build")
-    try:
+    with leaving(heartbeat):
         yield rank, device, heartbeat
-    except TrainingStoppedError:
-        heartbeat.beat(ENDED)
-        raise
-    if dist.is_initialized():  # DeepSpeed wants a group even of one process
-        heartbeat.beat("leave")
-        dist.destroy_process_group()
-    heartbeat.beat(ENDED)
 
 
 def finetune(job: FinetuneJob) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megacore.errors import ParallelLayoutError, TrainingStoppedError
 from megacore.launch.job import Job, RankJob
 from megacore.launch.rank import begin_heartbeat
-from megacore.observe.heartbeat import ENDED
+from megacore.observe.heartbeat import ENDED, Heartbeat
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.copies import shared_stages
@@ -70,8 +70,18 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
         shared = shared_stages(job.config, job.vocab_size)
         mesh = ProcessMesh.build(layout, shared_stages=shared, device_type=device.type, timers=timers)
     heartbeat.beat("build")
-    try:
+    with leaving(heartbeat):
         yield mesh, device
+
+
+@contextmanager
+def leaving(heartbeat: Heartbeat) -> Iterator[None]:
+    """Leave the job's other ranks, and say so, once the body has succeeded or was stopped on request.
+
+    A rank that failed just ends: the others learn of it by its absence.
+    """
+    try:
+        yield
     except TrainingStoppedError:
         heartbeat.beat(ENDED)
         raise
