@@ -10,10 +10,10 @@ from megacore.artifact.files import write_json
 from megacore.checkpoint.spec import read_spec
 from megacore.config import RunConfig
 from megacore.errors import ConfigError
-from megacore.generate.source import ModelSource
 from megacore.launch import zeroshot as entry
 from megacore.launch.hosts.elastic import choose_hosts
-from megacore.launch.model_job import ZeroShotJob, log_name, places, run_job
+from megacore.launch.model_job import ModelSource, ZeroShotJob, places
+from megacore.launch.stages import log_name, run_job
 from megacore.plan.hardware import Hardware
 from megacore.plan.preflight import resolve_launch
 from tasks._cache import StageResult, build, stage_task

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megacore.kernels import weight_gradient
-from megacore.models import GPTModel, build_model
+from megacore.models.build import build_model
+from megacore.models.gpt import GPTModel
 from megacore.models.inputs import ModelInput
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk

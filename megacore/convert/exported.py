@@ -19,7 +19,8 @@ from megacore.convert.model_card import bare_card
 from megacore.convert.source import CheckpointTensors
 from megacore.convert.staged import staged
 from megacore.errors import ConfigError, ConversionError
-from megacore.generate.source import ModelSource, check_vocabulary, find_model
+from megacore.generate.source import check_vocabulary, find_model
+from megacore.launch.model_job import ModelSource
 
 RECORD_NAME = "export.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -1,12 +1,9 @@
 """DeepSpeed's compiled operators: built once, before any rank starts, and only loaded by the ranks.
 
-    python -m megacore.engine.deepspeed_ops --config run.json
-
-builds what a job needs into the workspace's `extensions`, one artifact for each operator, version of torch and of
-DeepSpeed, Python and instruction set.
+They lie in the workspace's `extensions`, one artifact for each operator, version of torch and of DeepSpeed, Python and
+instruction set. `python -m megacore.launch.operators --config run.json` builds what a job needs.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -16,7 +13,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -187,7 +184,7 @@ def _problem(name: Operator) -> str | None:
         other = " for this machine and these versions" if built else ""
         return (
             f"DeepSpeed's operator {name} is not built{other} in {folder}, and ranks do not compile: build it with "
-            f"`python -m megacore.engine.deepspeed_ops --config run.json`{_otherwise(name)}"
+            f"`python -m megacore.launch.operators --config run.json`{_otherwise(name)}"
         )
     return None
 
@@ -221,25 +218,3 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Build what a job needs, or one operator, and say where it is; a failure is reported as a rank's would be."""
-    from megacore.launch.exit_reason import reported_exit
-    from megacore.launch.job import TrainJob
-
-    parser = argparse.ArgumentParser(description="Compile the operators of DeepSpeed that a job needs.")
-    parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
-    parser.add_argument("--operator", choices=OPERATORS, help="build this one alone")
-    options = parser.parse_args(arguments)
-    job = TrainJob.read(options.config)
-    with reported_exit(Path(job.exit_directory), 0):
-        for name in [options.operator] if options.operator else needed_operators(job.config):
-            if not operator_is_built(name):
-                sys.stdout.write(f"compiling DeepSpeed's operator {name}, once for this machine: a minute or more\n")
-                sys.stdout.flush()
-            sys.stdout.write(f"{name} is in {build_operator(name)}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,24 +6,12 @@ from typing import NoReturn
 
 from megacore.checkpoint.format import METADATA_NAME, checkpoint_directories, complete_checkpoints, verify
 from megacore.checkpoint.spec import read_spec
-from megacore.config.base import Section
 from megacore.config.model import Family
-from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
+from megacore.launch.model_job import ModelSource
 from megacore.tokenizer import Tokenizer, load_tokenizer
 
 _WHAT_OTHERS_DO = {"bert": "fills in masked words", "t5": "answers a text instead of continuing it"}
-
-
-class ModelSource(Section):
-    """A model on disk, in whichever form."""
-
-    directory: str
-    """A checkpoint (iter_*), or a transformers directory."""
-    exported: bool
-    """Whether it is a transformers directory."""
-    spec: ModelSpec
-    """What the model is."""
 
 
 def find_model(path: Path) -> ModelSource:

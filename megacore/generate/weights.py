@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError
-from megacore.generate.source import ModelSource
+from megacore.launch.model_job import ModelSource
 from megacore.models.base import Model
 from megacore.models.build import build_bare
 from megacore.models.gpt import GPTModel

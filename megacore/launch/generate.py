@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megacore.artifact.files import write_json
-from megacore.launch.model_job import GenerateJob, joined_model
+from megacore.launch.model_job import GenerateJob
 from megacore.launch.rank import run_rank
 
 MODULE = "megacore.launch.generate"
@@ -21,6 +21,7 @@ def continue_prompts(job: GenerateJob) -> None:
         WorkspaceError: the output cannot be written.
     """
     from megacore.generate.generate import generate
+    from megacore.launch.process import joined_model
     from megacore.models.gpt import GPTModel
     from megacore.models.t5 import T5Model
 

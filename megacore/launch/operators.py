@@ -1,14 +1,27 @@
-"""The step before the ranks: DeepSpeed's operators are compiled here, with a time limit, and never in a rank."""
+"""The step before the ranks: DeepSpeed's operators are compiled, with a time limit, and never in a rank.
 
+    python -m megacore.launch.operators --config run.json
+
+builds what a job needs.
+"""
+
+import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megacore.artifact.files import write_json
-from megacore.engine.deepspeed_ops import REPORT_VARIABLE, Operator, needed_operators, operator_is_built
+from megacore.engine.deepspeed_ops import (
+    OPERATORS,
+    REPORT_VARIABLE,
+    Operator,
+    build_operator,
+    needed_operators,
+    operator_is_built,
+)
 from megacore.errors import ERROR_TYPES, LaunchError, MegacoreError, StageTimeoutError
-from megacore.launch.exit_reason import read_reasons
+from megacore.launch.exit_reason import read_reasons, reported_exit
 from megacore.launch.job import TrainJob
 from megacore.launch.supervise import supervise
 
@@ -45,7 +58,7 @@ def prepare_operators(job: TrainJob, job_file: Path, log: Path, on_poll: Callabl
 
 def _build(name: Operator, job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]) -> None:
     seconds, exit_directory = job.config.deepspeed.build_timeout, Path(job.exit_directory)
-    module = "megacore.engine.deepspeed_ops"
+    module = "megacore.launch.operators"
     try:
         supervise(
             [sys.executable, "-m", module, "--config", str(job_file), "--operator", name],
@@ -65,3 +78,22 @@ def _build(name: Operator, job: TrainJob, job_file: Path, log: Path, on_poll: Ca
         if not reasons:
             raise LaunchError(f"DeepSpeed's operator {name} cannot be compiled: {error}") from error
         raise ERROR_TYPES[reasons[0].error](reasons[0].message) from error  # this is no rank's failure
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Build what a job needs, or one operator, and say where it is; a failure is reported as a rank's would be."""
+    parser = argparse.ArgumentParser(description="Compile the operators of DeepSpeed that a job needs.")
+    parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
+    parser.add_argument("--operator", choices=OPERATORS, help="build this one alone")
+    options = parser.parse_args(arguments)
+    job = TrainJob.read(options.config)
+    with reported_exit(Path(job.exit_directory), 0):
+        for name in [options.operator] if options.operator else needed_operators(job.config):
+            if not operator_is_built(name):
+                sys.stdout.write(f"compiling DeepSpeed's operator {name}, once for this machine: a minute or more\n")
+                sys.stdout.flush()
+            sys.stdout.write(f"{name} is in {build_operator(name)}\n")
+
+
+if __name__ == "__main__":
+    main()

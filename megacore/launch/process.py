@@ -7,9 +7,14 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megacore.engine.native import DTYPES
+from megacore.engine.precision import resolve_precision
 from megacore.errors import ParallelLayoutError, TrainingStoppedError
+from megacore.generate.weights import load_model
 from megacore.launch.job import Job, RankJob
+from megacore.launch.model_job import ModelJob
 from megacore.launch.rank import begin_heartbeat
+from megacore.models.base import Model
 from megacore.observe.heartbeat import ENDED, Heartbeat
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
@@ -100,3 +105,25 @@ def set_up_arithmetic(threads: int) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def joined_model(job: ModelJob) -> Iterator[tuple[Model, ProcessMesh, torch.device]]:
+    """This rank's part of the job's model, among the others; left when the body has succeeded.
+
+    Raises:
+        ParallelLayoutError: another number of processes was started than the job says, or they cannot share the
+            model.
+        CheckpointError: the weights are damaged or of another model.
+    """
+    world_size, layout = started_ranks(job), job.layout
+    set_up_arithmetic(job.threads_per_rank)
+    device = choose_device()
+    mesh = ProcessMesh.serial()
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        mesh = ProcessMesh.build(layout, device_type=device.type)
+    dtype = DTYPES[resolve_precision(job.precision, device.type)]
+    yield load_model(job.source, mesh, device=device, dtype=dtype), mesh, device
+    if world_size > 1:
+        dist.destroy_process_group()

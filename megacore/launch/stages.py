@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import workspace_errors
+from megacore.config.launch import LaunchConfig
 from megacore.errors import MemoryExhaustedError
 from megacore.finetune.job import FinetuneJob
 from megacore.launch.exit_reason import read_reasons
 from megacore.launch.hosts.hostfile import hosts_of, is_only_here
 from megacore.launch.hosts.ssh import check_ssh
 from megacore.launch.job import ConvertJob, EvaluateJob, Job, TrainJob
+from megacore.launch.model_job import ModelJob
 from megacore.launch.operators import prepare_operators
-from megacore.launch.placement.prepare import loaded_checkpoints, prepare_hosts
+from megacore.launch.placement.prepare import loaded_checkpoints, prepare_hosts, prepare_model_hosts
 from megacore.launch.start import Start, ssh_of, start_here, start_ranks
 from megacore.launch.supervise import supervise
 from megacore.plan.advice import Place, memory_advice
@@ -134,3 +136,49 @@ def _ranks_to_come(job: Job | FinetuneJob) -> int | None:
     """How many ranks will have a heartbeat; None where a scheduler may give fewer machines."""
     launch = job.config.launch
     return None if launch.elastic and launch.kind in ("slurm", "kubernetes") else job.ranks
+
+
+def run_job(
+    module: str,
+    job: ModelJob,
+    scratch: Path,
+    *,
+    launch: LaunchConfig = LaunchConfig(),  # noqa: B008  it is frozen
+    on_poll: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Start the job's ranks and return what they wrote to `job.output`.
+
+    Args:
+        module: entry point of each rank.
+        job: what they do.
+        scratch: directory for the job file and the log.
+        launch: what starts the ranks, and where.
+        on_poll: called a few times a second.
+
+    Raises the typed error of the rank that failed first, or RankLostError, and LaunchError for a host that lacks what
+    its ranks read.
+    """
+    job_file = scratch / "job.json"
+    job.write(job_file)
+    hosts = job.hosts or hosts_of(launch)
+    if not is_only_here(hosts):
+        check_ssh(hosts)
+        prepare_model_hosts(job, hosts, ssh_of(launch), launch)
+    start = start_ranks(launch, module, job, job_file)
+    supervise(
+        start.command,
+        log=scratch / log_name(module),
+        exit_directory=Path(job.exit_directory),
+        env=start.env,
+        stop_grace=launch.stop_grace,
+        hosts=start.hosts,
+        stop_margin=start.stop_margin,
+        on_poll=on_poll,
+    )
+    result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
+    return result
+
+
+def log_name(module: str) -> str:
+    """Name of the file with the ranks' output."""
+    return f"{module.rpartition('.')[2]}.log"

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megacore.artifact.files import write_json
-from megacore.launch.model_job import ZeroShotJob, joined_model
+from megacore.launch.model_job import ZeroShotJob
 from megacore.launch.rank import run_rank
 
 MODULE = "megacore.launch.zeroshot"
@@ -20,6 +20,7 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
         ParallelLayoutError: the ranks cannot share the model.
         WorkspaceError: the output cannot be written.
     """
+    from megacore.launch.process import joined_model
     from megacore.models.gpt import GPTModel
     from megacore.observe.logging import configure_logging
     from megacore.tokenizer import load_tokenizer

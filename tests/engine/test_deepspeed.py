@@ -236,7 +236,7 @@ def everything_on_nvme(directory: Path) -> tuple[list[list[Update]], bool]:
 
 def test_what_lies_on_nvme_is_trained_and_restored(tmp_path: Path) -> None:
     if not operator_is_built("async_io"):
-        pytest.skip("DeepSpeed's operator async_io is not built: python -m megacore.engine.deepspeed_ops")
+        pytest.skip("DeepSpeed's operator async_io is not built: python -m megacore.launch.operators")
     ((on_nvme, plain), restored) = run_distributed(1, everything_on_nvme, tmp_path, timeout=60)[0]
     assert [update.loss for update in on_nvme] == pytest.approx([update.loss for update in plain], rel=1e-5)
     assert restored

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
-from megacore.generate.source import ModelSource, find_model, find_tokenizer, require_family
+from megacore.generate.source import find_model, find_tokenizer, require_family
+from megacore.launch.model_job import ModelSource
 from tests.generate import _tiny
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megacore.models import build_model
+from megacore.models.build import build_model
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.plan.parameters import parameter_count
 from megacore.tensor_parallel import partial_gradients

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.models import GPTModel, build_model
+from megacore.models.build import build_model
+from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rng import micro_batch_seed
 from tests._tensor_ranks import VOCAB, ids

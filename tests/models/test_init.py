@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.models import build_model
+from megacore.models.build import build_model
 from megacore.models.init import RESIDUAL_PROJECTIONS
 from megacore.parallel.mesh import ProcessMesh
 from tests._gpt_ranks import CHUNKS, VOCAB

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.errors import ParallelLayoutError
-from megacore.models import build_model
+from megacore.models.build import build_model
 from megacore.models.layers.attention_bias import attention_bias
 from megacore.models.layers.relative import RelativeBias
 from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh

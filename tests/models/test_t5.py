@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.convert.forms import form_of
-from megacore.models import build_model
 from megacore.models.base import Model
+from megacore.models.build import build_model
 from megacore.models.init import initialize
 from megacore.models.losses import LM_LOSS
 from megacore.models.t5 import T5Model

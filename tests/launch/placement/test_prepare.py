@@ -16,10 +16,9 @@ from megacore.artifact.build import StageKey, seal
 from megacore.checkpoint.save import save_checkpoint
 from megacore.config.launch import LaunchConfig
 from megacore.errors import HostLostError, LaunchError
-from megacore.generate.source import ModelSource
 from megacore.launch.hosts.ssh import HostResult, Ssh
 from megacore.launch.job import EvaluateJob, TrainJob
-from megacore.launch.model_job import ZeroShotJob
+from megacore.launch.model_job import ModelSource, ZeroShotJob
 from megacore.launch.placement import check as place_check
 from megacore.launch.placement import copy as place_copy
 from megacore.launch.placement import prepare as placement
