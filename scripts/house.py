@@ -130,22 +130,26 @@ class House:
 
     @classmethod
     def read(cls, root: Path) -> "House":
-        """Return the house at `root`.
+        """Return the house at `root`; in an unpacked archive, which has no git, every file is one.
 
         Raises:
             HouseError: git or the table of floors cannot be read.
         """
         command = ["git", "-C", str(root), "ls-files", "-z"]
         try:
-            listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            if (root / ".git").exists():
+                listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                paths = {root / name for name in listing.split("\0")}
+            else:
+                paths = {path for folder in CODE for path in (root / folder).rglob("*")}
             table = tomllib.loads((root / FLOORS).read_text(encoding="utf-8"))["floors"]
             floors = tuple(name for name, _ in table)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise HouseError(f"{root} is no clone of the repository: {error}") from error
+            raise HouseError(f"the repository in {root} cannot be read: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise HouseError(f"{FLOORS} is no table of names and purposes: {error!r}") from error
-        paths = (Path(name) for name in sorted({*listing.split("\0")} - {""}))
-        return cls(root, tuple(path for path in paths if (root / path).is_file()), floors)
+        files = (path for path in sorted(paths) if path.is_file() and path.suffix != ".pyc")
+        return cls(root, tuple(path.relative_to(root) for path in files), floors)
 
     def below(self, *folders: str) -> tuple[Path, ...]:
         """Return the files in top-level folders."""

@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ("megacore", "tasks", "flows")
 """What stands on floors."""
-CODE = (*HOUSE, "scripts", "benchmarks", "tests")
 FLOORS = Path("tests/architecture/floors.toml")
 
 
