@@ -2,12 +2,15 @@
 
 import ast
 import subprocess
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("megacore", "tasks", "flows", "scripts", "benchmarks", "tests")
+HOUSE = ("megacore", "tasks", "flows")
+"""What stands on floors."""
+FLOORS = Path("tests/architecture/floors.toml")
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,19 @@ class Import:
     module: str
     at_import: bool
     line: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """An import that leads to another package; a root module such as errors.py is a package too."""
+
+    importer: str
+    imported: str
+    path: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} imports {self.imported} into {self.importer}"
 
 
 @cache
@@ -63,6 +79,36 @@ def imports(path: Path) -> list[Import]:
 def imports_of(path: Path, *packages: str) -> list[Import]:
     """The imports of `path` that come from one of the packages."""
     return [item for item in imports(path) if item.module.split(".")[0] in packages]
+
+
+@cache
+def floors() -> dict[str, str]:
+    """The purpose of each package by its name, lowest first."""
+    table = tomllib.loads((ROOT / FLOORS).read_text(encoding="utf-8"))["floors"]
+    purposes: dict[str, str] = dict(table)
+    assert len(purposes) == len(table), f"{FLOORS} names a package twice"
+    return purposes
+
+
+def steps() -> list[Step]:
+    """Every import in megacore, tasks or flows that leads to another package of them."""
+    return [step for path in python_files(*HOUSE) for step in steps_of(path)]
+
+
+def steps_of(path: Path) -> list[Step]:
+    """The imports of `path` that lead to another package, one for each line and package."""
+    importer = _package(path.with_suffix("").parts)
+    imported = imports_of(path, *HOUSE)
+    lines = {(item.line, _package(tuple(item.module.split(".")))) for item in imported}
+    pairs = ((line, package) for line, package in sorted(lines) if package != importer)
+    return [Step(importer, package, path, line) for line, package in pairs]
+
+
+def _package(parts: tuple[str, ...]) -> str:
+    """The name in the table of floors; of what megacore/__init__.py offers, megacore."""
+    if parts[0] != "megacore":
+        return parts[0]
+    return parts[1] if parts[1:] and parts[1] in floors() else "megacore"
 
 
 def _absolute(path: Path, node: ast.ImportFrom) -> str:
