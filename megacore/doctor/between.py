@@ -90,7 +90,7 @@ def measure_pairs(facts: Facts, ssh: Ssh, ends: float, environment: Mapping[str,
         for host in facts.hosts
         if host in there or host in within
     }
-    results = _run(ssh, "megacore.doctor.pair", parts, seconds + _GRACE)
+    results = _run(ssh, "megacore.doctor.peers", parts, seconds + _GRACE)
     pairs = pairs_of({result.host: result for result in results}, wanted, facts)
     count = len(there)
     left_out = count * (count - 1) // 2 - sum(len(each) for each in rounds)

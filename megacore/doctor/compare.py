@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megacore.doctor.compare_network import bandwidth, interfaces, names, ports
-from megacore.doctor.compare_storage import disks, index_maps, limits, memories, shared_memory, tokens, workspaces
 from megacore.doctor.facts import Facts, Judgement, most_common
+from megacore.doctor.findings import Finding
 from megacore.doctor.packages import REQUIRED
-from megacore.doctor.report import Finding
+from megacore.doctor.storage import disks, index_maps, limits, memories, shared_memory, tokens, workspaces
 
 CLOCK_LIMIT = 1.0
 """Seconds by which clocks may differ."""

@@ -4,9 +4,9 @@ import statistics
 from typing import Any
 
 from megacore.doctor.facts import Facts, Judgement, Pair, most_common
+from megacore.doctor.findings import Finding
 from megacore.doctor.limited import NO_ANSWER, NOT_BEGUN
 from megacore.doctor.network import is_loopback
-from megacore.doctor.report import Finding
 
 SLOW_LINK = 0.7
 """A host's link is slow when the median of its pairs is below this part of that of all hosts, of at least three."""

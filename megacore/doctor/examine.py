@@ -19,9 +19,9 @@ from typing import Any
 from megacore.doctor.between import measure_pairs, try_ports
 from megacore.doctor.compare import compare
 from megacore.doctor.facts import Contact, Facts
+from megacore.doctor.findings import Report
 from megacore.doctor.probe import QUICK, SLOW
-from megacore.doctor.report import Report
-from megacore.doctor.request import HostProbe, Request, read_answers
+from megacore.doctor.protocol import HostProbe, Request, read_answers
 from megacore.doctor.shared import Proof
 from megacore.doctor.subject import Subject, needs_of
 from megacore.errors import LaunchError

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config.launch import LaunchConfig
+from megacore.doctor.findings import Finding, Verdict, worst
 from megacore.doctor.limited import NO_ANSWER
-from megacore.doctor.report import Finding, Verdict, worst
-from megacore.doctor.request import HostProbe
+from megacore.doctor.protocol import HostProbe
 
 _SENTENCES = 3
 """Problems of one check that its advice names."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.doctor.limited import NOT_BEGUN, answer, leave, say
-from megacore.doctor.request import Request
+from megacore.doctor.protocol import Request
 from megacore.errors import LaunchError
 
 QUICK_LIMIT = 8.0

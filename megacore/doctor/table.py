@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megacore.doctor.report import Finding, Report, Verdict
+from megacore.doctor.findings import Finding, Report, Verdict
 
 _STYLES: dict[Verdict, str] = {"error": "bold red", "warning": "yellow", "ok": "green"}
 _MOST_HOSTS = 8

@@ -4,8 +4,8 @@ import copy
 from typing import Any
 
 from megacore.doctor.facts import Contact, Facts, Needs
-from megacore.doctor.report import Finding
-from megacore.doctor.request import HostProbe
+from megacore.doctor.findings import Finding
+from megacore.doctor.protocol import HostProbe
 
 GIB = 2**30
 MIB = 2**20

@@ -6,7 +6,7 @@ import pytest
 from megacore.config.launch import LaunchConfig
 from megacore.doctor.compare import clocks, compare, connections, gpus, kernels, packages, slow_hosts, speeds
 from megacore.doctor.facts import Contact
-from megacore.doctor.request import HostProbe
+from megacore.doctor.protocol import HostProbe
 from tests.doctor._made import HEALTHY, NEEDS, expect, facts, gpu_host, probe
 
 

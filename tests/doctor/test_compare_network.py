@@ -4,7 +4,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.doctor.compare_network import bandwidth, interfaces, late_links, names, ports, slow_links
 from megacore.doctor.facts import Facts, Pair
 from megacore.doctor.limited import NOT_BEGUN
-from megacore.doctor.request import HostProbe
+from megacore.doctor.protocol import HostProbe
 from tests.doctor._made import NEEDS, expect, facts, probe
 
 

@@ -20,7 +20,7 @@ from megacore.doctor.limited import NOT_BEGUN, answer
 from megacore.doctor.machine import file_system, look_at_disk
 from megacore.doctor.packages import sources_digest
 from megacore.doctor.probe import QUICK, SLOW, work_of
-from megacore.doctor.request import HostProbe, Request, read_answers
+from megacore.doctor.protocol import HostProbe, Request, read_answers
 from megacore.doctor.shared import PREFIX, Proof, look_at_workspace
 from megacore.errors import DataFormatError, LaunchError
 

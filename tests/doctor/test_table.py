@@ -5,7 +5,7 @@ from rich.console import Console
 
 from megacore.doctor.compare import compare
 from megacore.doctor.facts import Pair
-from megacore.doctor.report import REPORT_VERSION, Finding, Report, worst
+from megacore.doctor.findings import REPORT_VERSION, Finding, Report, worst
 from megacore.doctor.table import show
 from tests.doctor._made import facts, probe
 

@@ -11,7 +11,7 @@ import prefect.runtime
 import pytest
 
 from megacore.config import RunConfig
-from megacore.doctor.report import Finding, Report
+from megacore.doctor.findings import Finding, Report
 from megacore.errors import LaunchError
 from megacore.launch.job import TrainJob
 from tasks._doctor import PREFLIGHT_FILE, check_hosts, send_preflight

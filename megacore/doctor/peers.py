@@ -1,4 +1,4 @@
-"""Bandwidth and latency between two hosts: `python -m megacore.doctor.pair` plays one host's part in all rounds.
+"""Bandwidth and latency between two hosts: `python -m megacore.doctor.peers` plays one host's part in all rounds.
 
 Each host has a store of its own at which it meets those that come after it in the hostfile, and each pair a process
 group of its own (gloo, or NCCL where both have GPUs), which is gone before the next round. Both sides take the same
@@ -69,7 +69,7 @@ def _local_round(part: Mapping[str, Any], port: int) -> dict[str, Any]:
     if part.get("rank") != 1:
         other = {**part, "port": port, "rank": 1, "rounds": []}
         process = subprocess.Popen(
-            [sys.executable, "-m", "megacore.doctor.pair"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "megacore.doctor.peers"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
         assert process.stdin is not None
         process.stdin.write(json.dumps(other).encode())

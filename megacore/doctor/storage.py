@@ -3,7 +3,7 @@
 from typing import Any
 
 from megacore.doctor.facts import Facts, Judgement
-from megacore.doctor.report import Finding
+from megacore.doctor.findings import Finding
 
 GIB = 2**30
 _MIB = 2**20
