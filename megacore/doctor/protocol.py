@@ -1,17 +1,29 @@
-"""What crosses between the doctor and its probe on a host: one JSON object in, one JSON line for each check out."""
+"""How the doctor talks to its programs on the hosts: a JSON object in, a JSON line per check out.
+
+On a host each check has a time limit. A check that hangs, for example on a dead file share, is left
+behind and named.
+"""
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from megacore.doctor.limited import NO_ANSWER
-from megacore.errors import LaunchError
+from megacore.errors import LaunchError, MegacoreError
+
+NO_ANSWER = "no answer"
+"""How a problem begins whose cause is a lack of time."""
+NOT_BEGUN = f"{NO_ANSWER}: the time was up before it was begun"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a host is asked."""
+    """The question to the probe of one host."""
 
     host: str
     """Its name in the hostfile."""
@@ -20,19 +32,19 @@ class Request:
     checks: tuple[str, ...]
     """Names of the probe's checks, in the order in which they are made."""
     seconds: float = 40.0
-    """After which no further check is begun."""
+    """Time after which no further check begins."""
     peers: Mapping[str, str] = field(default_factory=dict)
     """Addresses of the other hosts, by name."""
     interface: str = "auto"
     """`launch.interface`."""
     token: str | None = None
-    """Directory of the proof that all hosts see one workspace; None where each has one of its own."""
+    """Directory of the proof that all hosts see one workspace; None if each has its own."""
     prefixes: tuple[str, ...] = ()
     """Token files without .bin/.idx."""
     vocab_size: int | None = None
     """Entries of the vocabulary that the tokens are of."""
     share: tuple[int, int] = (0, 1)
-    """Which part of the tokens this host reads: every n-th block from the k-th on, (k, n)."""
+    """Part of the tokens that this host reads, as (k, n): every n-th block from the k-th on."""
     index_directory: str | None = None
     """Directory of the index maps."""
     precision: str = "auto"
@@ -42,15 +54,15 @@ class Request:
     compile: str = "auto"
     """`train.compile`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the ranks would get."""
+    """Variables that the ranks will get."""
 
     def to_json(self) -> bytes:
-        """For the probe's stdin."""
+        """Return the text for the probe's stdin."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """Raises LaunchError for what another version of megacore has written."""
+        """Read a request. Raises LaunchError if another version of megacore wrote it."""
         try:
             values = json.loads(text)
             for name in ("checks", "prefixes", "share"):
@@ -58,62 +70,125 @@ class Request:
             return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise LaunchError(
-                f"the probe does not understand what it is asked ({error}): install the same version of megacore on "
-                "all hosts"
+                f"the probe does not understand what it is asked ({error}): install the same "
+                "version of megacore on all hosts"
             ) from error
+
+
+def answer(check: str, work: Callable[[], Any], seconds: float) -> dict[str, Any]:
+    """Return the line of a check: its value, or why there is none."""
+    started = time.monotonic()
+    line: dict[str, Any] = {"check": check}
+    try:
+        line["value"] = limited(work, seconds)
+    except TimeoutError as error:
+        line["problem"] = str(error)
+    except (MegacoreError, OSError) as error:
+        line["problem"] = str(error)
+    except Exception as error:  # one check must not cost the others
+        line["problem"] = f"{type(error).__name__}: {error}"
+    line["seconds"] = round(time.monotonic() - started, 3)
+    return line
+
+
+def limited(work: Callable[[], Any], seconds: float) -> Any:
+    """Run `work` in a thread and return its result, waiting no longer than `seconds`.
+
+    Raises what `work` raises, and TimeoutError.
+    """
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise TimeoutError(f"{NO_ANSWER} within {seconds:g} s")
+    return outcome[0]
+
+
+def say(line: Mapping[str, Any]) -> None:
+    """Write a line to stdout at once: what follows may hang."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End the process without waiting for a thread that hangs; its output is closed first."""
+    for descriptor in (0, 1, 2):
+        with suppress(OSError):
+            os.close(descriptor)
+    os._exit(code)
 
 
 @dataclass(frozen=True)
 class HostProbe:
-    """What a host has answered."""
+    """The answers of one host."""
 
     host: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    """By check."""
+    """Answers by check."""
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Why a check gave nothing, by check."""
+    """Why a check has no answer, by check."""
     unreachable: str | None = None
-    """Why ssh did not get there."""
+    """Why ssh did not reach it."""
     failed: str | None = None
     """Why the probe did not start there."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each check took."""
 
     def get(self, check: str, *keys: str) -> Any:
-        """A value, None where there is none."""
-        found: Any = self.values.get(check)
+        """Return the answer to a check, or what `keys` lead to in it; None if there is none."""
+        value: Any = self.values.get(check)
         for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
 
     def as_json(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the answers for the examination's JSON."""
         return asdict(self)
 
 
+def lines_of(output: bytes) -> list[dict[str, Any]]:
+    """Read the lines of a program; other output and a line that was cut off are skipped."""
+    lines = []
+    for text in output.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "check" in line:
+            lines.append(line)
+    return lines
+
+
 def read_answers(host: str, output: bytes, asked: Iterable[str], failed: str | None) -> HostProbe:
-    """What a probe wrote, also when it was cut off: a check without an answer did not end.
+    """Read what a probe wrote, also if it was cut off: a check without an answer did not end.
 
     Args:
-        host: that answered.
-        output: of the probe.
-        asked: the checks it was to make.
-        failed: why the command did not end well, None where it did.
+        host: the host that answered.
+        output: the probe's output.
+        asked: the checks that the probe had to make.
+        failed: why the command failed; None if it did not.
     """
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
     seconds: dict[str, float] = {}
-    for line in output.splitlines():
-        try:
-            said = json.loads(line)
-            name = str(said["check"])
-        except (ValueError, TypeError, KeyError):  # a message of the shell, or a line that was cut off
-            continue
-        seconds[name] = float(said.get("seconds", 0.0))
-        if "problem" in said:
-            problems[name] = str(said["problem"])
+    for line in lines_of(output):
+        name = str(line["check"])
+        seconds[name] = float(line.get("seconds", 0.0))
+        if "problem" in line:
+            problems[name] = str(line["problem"])
         else:
-            values[name] = said["value"]
+            values[name] = line["value"]
     if not values and not problems:
         return HostProbe(host, failed=failed or "the probe said nothing")
     for name in asked:

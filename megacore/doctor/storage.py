@@ -1,239 +1,387 @@
-"""Verdicts on memory, disks, the workspace and the run's data. Pure functions."""
+"""What a run reads and writes: workspace, disk, token files and index maps.
 
-from typing import Any
+`Proof` and the functions named `look_at_…` look at a machine; data sets are imported only by the
+functions that read them. The other functions judge what the hosts have answered.
+"""
 
-from megacore.doctor.facts import Facts, Judgement
-from megacore.doctor.findings import Finding
+import os
+import random
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megacore.artifact.files import workspace_errors
+from megacore.doctor.findings import Finding, Judgement
+from megacore.errors import MegacoreError
+
+if TYPE_CHECKING:
+    from megacore.data.index_directory import IndexDescription
+    from megacore.data.indexed_dataset import IndexedDataset
+    from megacore.doctor.facts import Facts
+
+PREFIX = ".doctor-"
+_HEAD = "head"
+_WAIT = 5.0
+"""Seconds in which a file share must show a new file to another machine."""
+_POLL = 0.05
+_STALE = 3600.0
+"""Age in seconds beyond which a proof belongs to a doctor that was killed."""
 GIB = 2**30
-_MIB = 2**20
 LEAST_DISK = 5 * GIB
-"""Free bytes below which a workspace is nearly full, where nobody knows what will be written."""
-LEAST_SHARED = GIB
-"""Bytes of /dev/shm below which several ranks of a host may run out of it."""
-SHARED_PER_RANK = 32 * _MIB
-"""What NCCL takes of it for a rank, about."""
+"""Free bytes below which a workspace is nearly full, if it is unknown what will be written."""
 LEAST_INODES = 10_000
-LEAST_FILES = 1024
-FILES_PER_RANK = 8
-LEAST_PROCESSES = 4096
-_NEVER_OVERCOMMIT = 2
 _IN_MEMORY = ("tmpfs", "ramfs")
+_BLOCK = 1 << 22
+"""Tokens that a thread reads at a time."""
+_THREADS = 4
 
 
-def workspaces(facts: Facts) -> Finding | None:
-    """The workspace can be written on every host, and with data_placement shared it is the same directory."""
+class Proof:
+    """A directory of the workspace by which hosts prove that they see one workspace.
+
+    Each host writes a file there, and reads what the head (this machine) has written. The directory
+    is removed with the context.
+    """
+
+    def __init__(self, workspace: Path) -> None:
+        """Choose the directory; nothing is written yet."""
+        self.directory = workspace / f"{PREFIX}{secrets.token_hex(8)}"
+
+    def __enter__(self) -> "Proof":
+        """Write the head's file. Raises WorkspaceError."""
+        _remove_stale(self.directory.parent)
+        with workspace_errors(self.directory):
+            self.directory.mkdir(parents=True)
+            (self.directory / _HEAD).write_text(self.directory.name, encoding="ascii")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def seen(self, hosts: Iterable[str]) -> dict[str, bool]:
+        """Return for each host whether this machine sees its file."""
+        deadline = time.monotonic() + _WAIT
+        return {
+            host: _appears(self.directory / host, self.directory.name, deadline) for host in hosts
+        }
+
+
+def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str, Any]:
+    """Return whether this host can write to the workspace, and sees the head's file there.
+
+    Args:
+        workspace: path of the workspace.
+        token: directory of the proof; None if each host has its own workspace.
+        host: this host's name.
+    """
+    if token is None:
+        return {"exists": workspace.is_dir(), "writes": _writes(workspace), "sees_head": None}
+    directory = Path(token)
+    answer: dict[str, Any] = {"exists": workspace.is_dir(), "sees_head": False, "writes": None}
+    if not answer["exists"]:
+        return answer
+    answer["sees_head"] = _appears(directory / _HEAD, directory.name, time.monotonic() + _WAIT)
+    if answer["sees_head"]:
+        try:
+            (directory / host).write_text(directory.name, encoding="ascii")
+            answer["writes"] = True
+        except OSError as error:
+            answer["writes"] = False
+            answer["reason"] = error.strerror
+    return answer
+
+
+def _writes(workspace: Path) -> bool | None:
+    """Whether a file can be made there; None where the directory is missing."""
+    if not workspace.is_dir():
+        return None
+    probe = workspace / f"{PREFIX}{secrets.token_hex(8)}"
+    try:
+        probe.write_bytes(b"x")
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return True
+
+
+def _appears(path: Path, content: str, deadline: float) -> bool:
+    while True:
+        try:
+            if path.read_text(encoding="ascii") == content:
+                return True
+        except (OSError, ValueError):
+            pass  # not there yet, or half written
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL)
+
+
+def _remove_stale(workspace: Path) -> None:
+    for path in workspace.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def workspaces(facts: "Facts") -> Finding | None:
+    """Check that every host can write the workspace, and that a shared one is one directory."""
     judged = Judgement("workspace")
-    shared = facts.several and facts.launch.data_placement == "shared"
-    disks = dict(facts.answered("disk"))
+    shared = facts.several and _is_shared(facts)
+    disk_answers = dict(facts.answered("disk"))
     for host, value in facts.answered("workspace"):
         if shared:
             _shared_workspace(judged, facts, host, value)
-        elif value["writes"] is False or (value["writes"] is None and not disks.get(host, {}).get("writable", True)):
-            judged.found(host, "cannot be written")
-            judged.error(host, f"{facts.workspace} cannot be written on {host}: correct its owner or its mount")
+        elif value["writes"] is False or (
+            value["writes"] is None and not disk_answers.get(host, {}).get("writable", True)
+        ):
+            judged.note(host, "cannot be written")
+            judged.error(
+                host,
+                f"{facts.workspace} cannot be written on {host}: correct its owner or its mount",
+            )
         else:
-            judged.found(host, "writable" if value["exists"] else "not there yet, will be made")
-    judged.unanswered(facts, "workspace", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)")
+            judged.note(host, "writable" if value["exists"] else "not there yet, will be made")
+    judged.unanswered(
+        facts,
+        "workspace",
+        "error",
+        f"look at what is mounted at {facts.workspace} (a dead file share?)",
+    )
     return judged.finding()
 
 
-def _shared_workspace(judged: Judgement, facts: Facts, host: str, value: dict[str, Any]) -> None:
+def _shared_workspace(judged: Judgement, facts: "Facts", host: str, value: dict[str, Any]) -> None:
     path = facts.workspace
     if not value["exists"]:
-        judged.found(host, "missing")
+        judged.note(host, "missing")
         judged.error(
             host,
-            f"{path} does not exist on {host}: mount the shared file system there at the same path, or set "
-            "launch.data_placement to node_local",
+            f"{path} does not exist on {host}: mount the shared file system there at the same "
+            "path, or set launch.data_placement to node_local",
         )
     elif not value["sees_head"]:
-        judged.found(host, "another directory")
+        judged.note(host, "another directory")
         judged.error(
             host,
-            f"{path} on {host} is not the directory that this machine has there: mount the same file system at the "
-            "same path, or set launch.data_placement to node_local",
+            f"{path} on {host} is not the directory that this machine has there: mount the same "
+            "file system at the same path, or set launch.data_placement to node_local",
         )
     elif not value["writes"]:
-        judged.found(host, "read only")
+        judged.note(host, "read only")
         reason = value.get("reason") or "not allowed"
-        judged.error(host, f"{path} cannot be written on {host} ({reason}): correct its owner or its mount")
+        judged.error(
+            host, f"{path} cannot be written on {host} ({reason}): correct its owner or its mount"
+        )
     elif not facts.seen.get(host):
-        judged.found(host, "not seen here")
+        judged.note(host, "not seen here")
         judged.error(
             host,
-            f"what {host} writes to {path} is not seen on this machine within 5 s: look at the file system's caching "
-            "(NFS: actimeo, lookupcache)",
+            f"what {host} writes to {path} is not seen on this machine within 5 s: look at the "
+            "file system's caching (NFS: actimeo, lookupcache)",
         )
     else:
-        judged.found(host, "the same directory, read and written")
+        judged.note(host, "the same directory, read and written")
 
 
-def disks(facts: Facts) -> Finding | None:
-    """There is room for what a run will write."""
+def look_at_disk(workspace: Path) -> dict[str, Any]:
+    """Return room and file system of the workspace, or of the nearest parent that exists."""
+    directory = workspace
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    usage = shutil.disk_usage(directory)
+    kind, source = file_system(directory)
+    return {
+        "path": str(workspace),
+        "exists": workspace.is_dir(),
+        "writable": os.access(directory, os.W_OK | os.X_OK) and directory.is_dir(),
+        "free": usage.free,
+        "total": usage.total,
+        "inodes_free": _inodes(directory),
+        "kind": kind,
+        "source": source,
+    }
+
+
+def _inodes(directory: Path) -> int | None:
+    """Return the free inodes; None for a file system that does not count them."""
+    status = os.statvfs(directory)
+    return status.f_favail if status.f_files else None
+
+
+def file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
+    """Return type and source of the mount of a path: the last with the longest mount point."""
+    longest, mount = -1, ("unknown", "unknown")
+    target = os.path.realpath(path)
+    for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].encode().decode("unicode_escape")
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= longest:
+            kind, source = right.split()[:2]
+            longest, mount = len(point), (kind, source)
+    return mount
+
+
+def disks(facts: "Facts") -> Finding | None:
+    """Check that there is room for what a run will write."""
     judged = Judgement("disk")
     needs = facts.needs
     writers = facts.answered("disk")
     first = writers[0][0] if writers else ""
     for host, value in writers:
         free = value["free"]
-        judged.found(host, f"{free / GIB:,.1f} of {value['total'] / GIB:,.1f} GiB free, {value['kind']}")
-        # With workspaces of their own, the others hold their ranks' shards of a checkpoint until these are gathered.
+        judged.note(
+            host, f"{free / GIB:,.1f} of {value['total'] / GIB:,.1f} GiB free, {value['kind']}"
+        )
+        # With node-local workspaces the other hosts hold the shards of one checkpoint until these
+        # are gathered.
         if needs is not None and free < needs.checkpoint:
             judged.error(
                 host,
-                f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and one checkpoint of {needs.name} takes "
-                f"{needs.checkpoint / GIB:.1f} GiB: make room (megacore clean), or move the workspace "
-                "(MEGACORE_WORKSPACE)",
+                f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and one checkpoint of "
+                f"{needs.name} takes {needs.checkpoint / GIB:.1f} GiB: make room (megacore clean), "
+                "or move the workspace (MEGACORE_WORKSPACE)",
             )
-        elif needs is not None and free < needs.checkpoints and (host == first or _is_shared(facts)):
+        elif (
+            needs is not None and free < needs.checkpoints and (host == first or _is_shared(facts))
+        ):
             judged.warn(
                 host,
-                f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and the checkpoints that {needs.name} keeps "
-                f"take {needs.checkpoints / GIB:.1f} GiB: make room, or lower checkpoint.keep_last",
+                f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and the checkpoints "
+                f"that {needs.name} keeps take {needs.checkpoints / GIB:.1f} GiB: make room, or "
+                "lower checkpoint.keep_last",
             )
         elif needs is None and free < LEAST_DISK:
-            judged.warn(host, f"{value['path']} on {host} has {free / GIB:.1f} GiB free: make room (megacore clean)")
+            judged.warn(
+                host,
+                f"{value['path']} on {host} has {free / GIB:.1f} GiB free: make room (megacore "
+                "clean)",
+            )
         if value["inodes_free"] is not None and value["inodes_free"] < LEAST_INODES:
             judged.warn(
                 host,
-                f"{value['path']} on {host} has {value['inodes_free']} inodes free: remove files that nobody needs",
+                f"{value['path']} on {host} has {value['inodes_free']} inodes free: remove files "
+                "that nobody needs",
             )
         if value["kind"] in _IN_MEMORY:
             judged.warn(
                 host,
-                f"{value['path']} on {host} lies in main memory ({value['kind']}), and checkpoints there are lost with "
-                "it: set MEGACORE_WORKSPACE to a disk",
+                f"{value['path']} on {host} lies in main memory ({value['kind']}), and checkpoints "
+                "there are lost with it: set MEGACORE_WORKSPACE to a disk",
             )
-    judged.unanswered(facts, "disk", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)")
+    judged.unanswered(
+        facts, "disk", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)"
+    )
     return judged.finding()
 
 
-def _is_shared(facts: Facts) -> bool:
+def _is_shared(facts: "Facts") -> bool:
     return facts.launch.data_placement == "shared"
 
 
-def memories(facts: Facts) -> Finding | None:
-    """Each host has the memory that its ranks need."""
-    judged = Judgement("memory")
-    for host, value in facts.answered("memory"):
-        usable = min(value["total"], value["limit"] or value["total"])
-        limited = " (the container's limit)" if value["limit"] and value["limit"] < value["total"] else ""
-        judged.found(
-            host,
-            f"{usable / GIB:.1f} GiB{limited}, {value['available'] / GIB:.1f} available, {value['cores']} cores, load "
-            f"{value['load']:g}",
-        )
-        if facts.needs is not None:
-            _enough_memory(judged, facts, host, usable, min(usable, value["available"]))
-    judged.unanswered(facts, "memory", "warning", "")
-    return judged.finding()
+def look_at_tokens(
+    prefixes: Sequence[str], vocab_size: int | None, share: tuple[int, int], seconds: float
+) -> dict[str, Any]:
+    """Open the token files, and compare this host's share of the tokens with the vocabulary.
 
+    Args:
+        prefixes: token files without .bin/.idx.
+        vocab_size: entries of the vocabulary; None only opens the files.
+        share: (k, n) for every n-th block from the k-th on.
+        seconds: time after which no further block begins. Blocks are read in a random order, so
+            that what was read by then is spread over the files.
+    """
+    from megacore.data.indexed_dataset import IndexedDataset
 
-def _enough_memory(judged: Judgement, facts: Facts, host: str, usable: int, available: int) -> None:
-    needs, ranks = facts.needs, max(1, facts.hosts[host])
-    assert needs is not None
-    devices = facts.probes[host].get("gpus", "visible") or []
-    per_host = ranks * (needs.host if devices else needs.device)
-    what = f"{ranks} rank{'s' if ranks > 1 else ''} of {needs.name} need about {per_host / GIB:.1f} GiB of main memory"
-    if per_host > usable:
-        judged.error(
-            host,
-            f"{what} and {host} has {usable / GIB:.1f}: lower train.micro_batch_size or the slots of {host}, or take "
-            "a larger machine",
-        )
-    elif per_host > available:
-        judged.warn(host, f"{what} and {available / GIB:.1f} are available on {host}: end what else runs there")
-    smallest = min((device["memory"] for device in devices), default=None)
-    if smallest is not None and needs.device > smallest:
-        judged.error(
-            host,
-            f"a rank of {needs.name} needs about {needs.device / GIB:.1f} GiB of GPU memory and {host} has "
-            f"{smallest / GIB:.1f}: lower train.micro_batch_size, or divide the model over more GPUs",
-        )
-
-
-def shared_memory(facts: Facts) -> Finding | None:
-    """/dev/shm has room where several ranks of a host use it."""
-    judged = Judgement("shared memory")
-    for host, value in facts.answered("memory"):
-        total, free, slots = value["shared_total"], value["shared_free"], facts.hosts[host]
-        if total is None:
-            judged.found(host, "no /dev/shm")
-            judged.warn(host, f"{host} has no /dev/shm, through which NCCL's ranks exchange data: mount one")
+    deadline = time.monotonic() + seconds
+    files: list[dict[str, Any]] = []
+    for prefix in prefixes:
+        try:
+            dataset = IndexedDataset(prefix)
+        except MegacoreError as error:
+            files.append({"prefix": prefix, "problem": str(error)})
             continue
-        judged.found(host, f"{free / GIB:.2f} of {total / GIB:.2f} GiB free")
-        needed = SHARED_PER_RANK * slots
-        advice = "start the container with --shm-size=16g, or remount it (mount -o remount,size=16G /dev/shm)"
-        on_gpus = bool(facts.probes[host].get("gpus", "visible"))
-        if slots > 1 and free < needed and on_gpus:
-            judged.error(
-                host,
-                f"/dev/shm of {host} has {free / _MIB:.0f} MiB free, and {slots} ranks need about "
-                f"{needed / _MIB:.0f}: {advice}",
-            )
-        elif slots != 1 and total < LEAST_SHARED:
-            judged.warn(
-                host, f"/dev/shm of {host} has {total / _MIB:.0f} MiB, which several ranks may use up: {advice}"
-            )
-    return judged.finding()
+        file = {
+            "prefix": prefix,
+            "tokens": len(dataset.tokens),
+            "documents": dataset.documents,
+            "read": 0,
+        }
+        if vocab_size is not None:
+            file |= _scan(dataset, vocab_size, share, deadline)
+        files.append(file)
+    return {"files": files, "vocab_size": vocab_size}
 
 
-def limits(facts: Facts) -> Finding | None:
-    """What a process may open, lock and start."""
-    judged = Judgement("limits")
-    ranks = sum(facts.hosts.values())
-    files = max(LEAST_FILES, 256 + FILES_PER_RANK * ranks)
-    for host, value in facts.answered("limits"):
-        shown = {name: "unlimited" if value[name] is None else f"{value[name]:,}" for name in ("nofile", "nproc")}
-        locked = "unlimited" if value["memlock"] is None else f"{value['memlock'] / _MIB:,.0f} MiB"
-        judged.found(host, f"files {shown['nofile']}, processes {shown['nproc']}, locked memory {locked}")
-        if value["nofile"] is not None and value["nofile"] < files:
-            judged.warn(
-                host,
-                f"processes of {host} may open {value['nofile']:,} files and {max(1, ranks)} ranks may need {files:,}: "
-                "raise nofile in /etc/security/limits.conf, or in the container's ulimits",
-            )
-        if value["nproc"] is not None and value["nproc"] < LEAST_PROCESSES:
-            judged.warn(
-                host,
-                f"{host} allows {value['nproc']:,} processes and threads: raise nproc to {LEAST_PROCESSES:,} in "
-                "/etc/security/limits.conf, or in the container's ulimits",
-            )
-        if value["rdma"] and value["memlock"] is not None:
-            judged.warn(
-                host,
-                f"{host} has RDMA ({', '.join(value['rdma'][:2])}) and may lock {locked} of memory: set memlock to "
-                "unlimited in /etc/security/limits.conf, or in the container's ulimits",
-            )
-        if value["overcommit"] == _NEVER_OVERCOMMIT:
-            judged.warn(
-                host,
-                f"the kernel of {host} never overcommits memory (vm.overcommit_memory=2), by which large mappings fail "
-                "early: set it to 0",
-            )
-    judged.unanswered(facts, "limits", "warning", "")
-    return judged.finding()
+def _scan(
+    dataset: "IndexedDataset", vocab_size: int, share: tuple[int, int], deadline: float
+) -> dict[str, Any]:
+    """Return how many tokens were read, their extremes, and the place of the first bad one."""
+    first, step = share
+    starts = list(range(first * _BLOCK, len(dataset.tokens), step * _BLOCK))
+    planned = sum(min(_BLOCK, len(dataset.tokens) - start) for start in starts)
+    random.Random(0).shuffle(starts)
+    read, smallest, largest = 0, 0, 0
+    outside: list[int] = []
+
+    def look(start: int) -> tuple[int, int, int, int] | None:
+        if time.monotonic() > deadline:
+            return None
+        block = dataset.tokens[start : start + _BLOCK]
+        low, high = int(block.min()), int(block.max())
+        bad = -1
+        if low < 0 or high >= vocab_size:
+            bad = start + int(((block < 0) | (block >= vocab_size)).argmax())
+        return len(block), low, high, bad
+
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for result in pool.map(look, starts):
+            if result is None:
+                continue
+            length, low, high, bad = result
+            read, smallest, largest = read + length, min(smallest, low), max(largest, high)
+            outside += [bad] if bad >= 0 else []
+    return {
+        "read": read,
+        "planned": planned,
+        "smallest": smallest,
+        "largest": largest,
+        "outside": min(outside, default=None),
+    }
 
 
-def tokens(facts: Facts) -> Finding | None:
-    """The token files are there and whole, and every id is one of the vocabulary's."""
+def tokens(facts: "Facts") -> Finding | None:
+    """Check that the token files are there and whole, and that the vocabulary has every id."""
     judged = Judgement("tokens")
     for host, value in facts.answered("tokens"):
         read = sum(file.get("read", 0) for file in value["files"])
         planned = sum(file.get("planned", 0) for file in value["files"])
         part = f"{read / planned:.0%} of " if planned and read < planned else ""
-        judged.found(host, f"{_files(value['files'])}ids of {part}{planned:,} tokens below {value['vocab_size']}")
+        judged.note(
+            host,
+            f"{_files(value['files'])}ids of {part}{planned:,} tokens below {value['vocab_size']}",
+        )
         for file in value["files"]:
             if "problem" in file:
                 judged.error(host, f"on {host}, {file['problem']}")
             elif file.get("outside") is not None:
                 judged.error(
                     host,
-                    f"{file['prefix']}.bin holds the id {_worst_id(file)} (at token {file['outside']:,}), and the "
-                    f"vocabulary has {value['vocab_size']:,} entries: tokenize again with the run's tokenizer",
+                    f"{file['prefix']}.bin holds the id {_worst_id(file)} (at token "
+                    f"{file['outside']:,}), and the vocabulary has {value['vocab_size']:,} "
+                    "entries: tokenize again with the run's tokenizer",
                 )
-    judged.unanswered(facts, "tokens", "error", "look at the disk with the token files", late="warning")
+    judged.unanswered(
+        facts, "tokens", "error", "look at the disk with the token files", late="warning"
+    )
     return judged.finding()
 
 
@@ -245,17 +393,64 @@ def _worst_id(file: dict[str, Any]) -> int:
     return int(file["smallest"] if file["smallest"] < 0 else file["largest"])
 
 
-def index_maps(facts: Facts) -> Finding | None:
-    """The index maps of the run are there, readable, and of its token files."""
+def look_at_index(directory: Path, prefixes: Sequence[str]) -> dict[str, Any]:
+    """Read all index maps; return their number, and the token files that are not the run's.
+
+    Raises DataFormatError.
+    """
+    from megacore.data.index_directory import read_description
+    from megacore.data.map_files import load_map
+
+    index = read_description(directory)
+    paths = list(_maps(directory, index))
+    for path in paths:
+        load_map(path)
+    known = {os.path.realpath(prefix) for prefix in prefixes}
+    others = [
+        member.prefix for member in index.members if os.path.realpath(member.prefix) not in known
+    ]
+    return {
+        "directory": str(directory),
+        "maps": len(paths),
+        "samples": dict(index.samples),
+        "others": others,
+    }
+
+
+def _maps(directory: Path, index: "IndexDescription") -> Iterator[Path]:
+    """Yield the maps of each split that has samples: of its data sets, and of their blend."""
+    from megacore.data.index_directory import (
+        BLEND_MAP_NAMES,
+        MAP_NAMES,
+        SENTENCE_MAP_NAME,
+        map_path,
+        member_directory,
+    )
+
+    names = MAP_NAMES if index.options.sentences is None else (SENTENCE_MAP_NAME,)
+    for split in (split for split, count in index.samples.items() if count):
+        if index.single:
+            yield from (map_path(directory, split, name) for name in names)
+            continue
+        yield from (map_path(directory, split, name) for name in BLEND_MAP_NAMES)
+        for number, member in enumerate(index.members):
+            if split in member.weights:
+                yield from (
+                    map_path(member_directory(directory, number), split, name) for name in names
+                )
+
+
+def index_maps(facts: "Facts") -> Finding | None:
+    """Check that the run's index maps are there, readable, and of its token files."""
     judged = Judgement("index maps")
     for host, value in facts.answered("index"):
         samples = ", ".join(f"{count:,} {split}" for split, count in value["samples"].items())
-        judged.found(host, f"{value['maps']} maps, {samples} samples")
+        judged.note(host, f"{value['maps']} maps, {samples} samples")
         if value["others"]:
             judged.error(
                 host,
-                f"the index maps in {value['directory']} are of {value['others'][0]}, which is not among the run's "
-                "token files: build them again",
+                f"the index maps in {value['directory']} are of {value['others'][0]}, which is not "
+                "among the run's token files: build them again",
             )
     judged.unanswered(facts, "index", "error", "", late="warning")
     return judged.finding()

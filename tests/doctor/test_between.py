@@ -8,9 +8,9 @@ import pytest
 
 from megacore.doctor import between
 from megacore.doctor.between import measure_pairs, pairs_of, try_ports
-from megacore.doctor.compare_network import ports
 from megacore.doctor.facts import Facts
-from megacore.doctor.limited import NOT_BEGUN
+from megacore.doctor.network import ports
+from megacore.doctor.protocol import NOT_BEGUN
 from megacore.launch.hosts.ssh import HostResult, Ssh
 from tests.doctor._made import facts, gpu_host, probe
 

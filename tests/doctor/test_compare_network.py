@@ -1,10 +1,9 @@
 from typing import Any
 
 from megacore.config.launch import LaunchConfig
-from megacore.doctor.compare_network import bandwidth, interfaces, late_links, names, ports, slow_links
-from megacore.doctor.facts import Facts, Pair
-from megacore.doctor.limited import NOT_BEGUN
-from megacore.doctor.protocol import HostProbe
+from megacore.doctor.facts import Facts, PairMeasurement
+from megacore.doctor.network import bandwidth, interfaces, late_links, names, ports, slow_links
+from megacore.doctor.protocol import NOT_BEGUN, HostProbe
 from tests.doctor._made import NEEDS, expect, facts, probe
 
 
@@ -17,9 +16,9 @@ def reach(port: int, reached: dict[str, str | None], listens: str | None = None)
     return {"check": "reach", "value": {"port": port, "listens": listens, "reached": results}}
 
 
-def pairs(*rates: tuple[str, str, float], latency: float = 1e-4) -> tuple[Pair, ...]:
+def pairs(*rates: tuple[str, str, float], latency: float = 1e-4) -> tuple[PairMeasurement, ...]:
     """Pairs with their bandwidths in GB/s."""
-    return tuple(Pair(a, b, "gloo", latency, 1e6 / 1e9 / rate, 64e6 / 1e9 / rate) for a, b, rate in rates)
+    return tuple(PairMeasurement(a, b, "gloo", latency, 1e6 / 1e9 / rate, 64e6 / 1e9 / rate) for a, b, rate in rates)
 
 
 def named(peer: str, addresses: list[str]) -> HostProbe:
@@ -110,14 +109,14 @@ def test_of_two_hosts_nobody_is_the_slow_one() -> None:
 
 
 def test_a_pair_that_does_not_meet() -> None:
-    failed = (Pair("a", "b", "gloo", problem="timed out"), *pairs(("a", "c", 5.0)))
+    failed = (PairMeasurement("a", "b", "gloo", problem="timed out"), *pairs(("a", "c", 5.0)))
     expect(bandwidth(facts(*map(probe, "abc"), pairs=failed)), "error", ("a",), "a and b do not exchange", "timed out")
-    alone = (Pair("a", "a", "nccl", problem="no peer access"),)
+    alone = (PairMeasurement("a", "a", "nccl", problem="no peer access"),)
     expect(bandwidth(facts(probe("a"), pairs=alone)), "error", ("a",), "two ranks of a")
 
 
 def test_pairs_for_which_there_was_no_time() -> None:
-    late = (Pair("a", "b", "gloo", problem=NOT_BEGUN), *pairs(("a", "c", 5.0)))
+    late = (PairMeasurement("a", "b", "gloo", problem=NOT_BEGUN), *pairs(("a", "c", 5.0)))
     expect(bandwidth(facts(*map(probe, "abc"), pairs=late)), "warning", (), "1 of 2 pairs were not measured in time")
 
 

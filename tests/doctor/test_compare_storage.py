@@ -2,7 +2,8 @@ from dataclasses import replace
 from typing import Any
 
 from megacore.config.launch import LaunchConfig
-from megacore.doctor.storage import disks, index_maps, limits, memories, shared_memory, tokens, workspaces
+from megacore.doctor.compare import limits, memories, shared_memory
+from megacore.doctor.storage import disks, index_maps, tokens, workspaces
 from tests.doctor._made import GIB, HEALTHY, MIB, NEEDS, expect, facts, gpu_host, probe
 
 LOCAL = LaunchConfig(hostfile="hosts", data_placement="node_local")

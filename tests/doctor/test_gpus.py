@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.doctor.gpus import look_at_gpus
+from megacore.doctor.machine import look_at_gpus
 
 SLOW_DRIVER = """#!/bin/sh
 sleep 2

@@ -14,14 +14,11 @@ import pytest
 
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.indexed_dataset_writer import IndexedDatasetWriter
-from megacore.doctor import tokens
-from megacore.doctor.gpus import parse_smi
-from megacore.doctor.limited import NOT_BEGUN, answer
-from megacore.doctor.machine import file_system, look_at_disk
-from megacore.doctor.packages import sources_digest
+from megacore.doctor import storage
+from megacore.doctor.machine import parse_smi, sources_digest
 from megacore.doctor.probe import QUICK, SLOW, work_of
-from megacore.doctor.protocol import HostProbe, Request, read_answers
-from megacore.doctor.shared import PREFIX, Proof, look_at_workspace
+from megacore.doctor.protocol import NOT_BEGUN, HostProbe, Request, answer, read_answers
+from megacore.doctor.storage import PREFIX, Proof, file_system, look_at_disk, look_at_workspace
 from megacore.errors import DataFormatError, LaunchError
 
 
@@ -110,30 +107,30 @@ def write_tokens(prefix: Path, ids: "list[int] | np.ndarray[Any, Any]") -> str:
 
 
 def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_BLOCK", 64)
+    monkeypatch.setattr(storage, "_BLOCK", 64)
     ids = np.arange(1000) % 90
     good = write_tokens(tmp_path / "good", ids)
     ids[[700, 900]] = 95, 91
     bad = write_tokens(tmp_path / "bad", ids)
-    first, second = tokens.look_at_tokens([good, bad], 91, (0, 1), 10)["files"]
+    first, second = storage.look_at_tokens([good, bad], 91, (0, 1), 10)["files"]
     assert (first["read"], first["largest"], first["outside"]) == (1000, 89, None)
     assert (second["read"], second["largest"], second["outside"]) == (1000, 95, 700)
-    assert tokens.look_at_tokens([bad], 96, (0, 1), 10)["files"][0]["outside"] is None
+    assert storage.look_at_tokens([bad], 96, (0, 1), 10)["files"][0]["outside"] is None
 
 
 def test_hosts_share_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_BLOCK", 64)
+    monkeypatch.setattr(storage, "_BLOCK", 64)
     ids = np.arange(1000) % 90
     ids[70] = 99  # in the second block
     prefix = write_tokens(tmp_path / "t", ids)
-    parts = [tokens.look_at_tokens([prefix], 91, (number, 3), 10)["files"][0] for number in range(3)]
+    parts = [storage.look_at_tokens([prefix], 91, (number, 3), 10)["files"][0] for number in range(3)]
     assert sum(part["read"] for part in parts) == 1000
     assert [part["outside"] for part in parts] == [None, 70, None]
 
 
 def test_negative_tokens_and_files_that_are_missing(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, -3, 4])
-    found = tokens.look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
+    found = storage.look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
     assert (found[0]["smallest"], found[0]["outside"]) == (-3, 2)
     assert "gone.idx does not exist" in found[1]["problem"]
 
@@ -141,7 +138,7 @@ def test_negative_tokens_and_files_that_are_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("left", "given"), [(25.0, 12.0), (7.0, 5.0)])
 def test_tokens_are_read_in_the_time_that_is_left(left: float, given: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read by then is reported, not lost with the check's own limit."""
-    monkeypatch.setattr(tokens, "look_at_tokens", lambda prefixes, vocab_size, share, seconds: seconds)
+    monkeypatch.setattr(storage, "look_at_tokens", lambda prefixes, vocab_size, share, seconds: seconds)
     work, limit = work_of("tokens", Request("a", "/w", ("tokens",), prefixes=("t",), vocab_size=2), left)
     assert answer("tokens", work, limit)["value"] == given
     assert given < min(limit, left)
@@ -149,7 +146,7 @@ def test_tokens_are_read_in_the_time_that_is_left(left: float, given: float, mon
 
 def test_without_time_nothing_is_claimed_to_be_read(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, 3])
-    found = tokens.look_at_tokens([prefix], 91, (0, 1), -1.0)["files"][0]
+    found = storage.look_at_tokens([prefix], 91, (0, 1), -1.0)["files"][0]
     assert (found["read"], found["planned"]) == (0, 3)
 
 
@@ -158,12 +155,12 @@ def test_index_maps_that_are_missing_are_named(tmp_path: Path) -> None:
     directory = tmp_path / "index"
     directory.mkdir()
     build_index_maps(Mixture.single(prefix), directory, IndexOptions(split="1,1,1", seq_length=8, seed=1), (5, 5, 5))
-    found = tokens.look_at_index(directory, [prefix])
+    found = storage.look_at_index(directory, [prefix])
     assert (found["maps"], found["others"]) == (9, [])
-    assert tokens.look_at_index(directory, ["/elsewhere"])["others"] == [prefix]
+    assert storage.look_at_index(directory, ["/elsewhere"])["others"] == [prefix]
     (directory / "valid_sample_index.npy").unlink()
     with pytest.raises(DataFormatError, match=r"valid_sample_index\.npy does not exist"):
-        tokens.look_at_index(directory, [prefix])
+        storage.look_at_index(directory, [prefix])
 
 
 def test_the_proof_of_a_shared_workspace(tmp_path: Path) -> None:
@@ -177,7 +174,7 @@ def test_the_proof_of_a_shared_workspace(tmp_path: Path) -> None:
 
 
 def test_another_directory_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacore.doctor.shared._WAIT", 0.1)
+    monkeypatch.setattr("megacore.doctor.storage._WAIT", 0.1)
     found = look_at_workspace(tmp_path, str(tmp_path / ".doctor-1"), "b")
     assert (found["sees_head"], found["writes"]) == (False, None)
     with Proof(tmp_path) as proof:
@@ -229,7 +226,7 @@ def test_ports_are_tried_by_a_connection() -> None:
         taken = server.getsockname()[1]
         part = {"host": "a", "port": taken, "expected": 1, "targets": {"b": ["127.0.0.1", taken]}, "seconds": 5}
         done = subprocess.run(
-            [sys.executable, "-m", "megacore.doctor.reach"],
+            [sys.executable, "-m", "megacore.doctor.peers", "ports"],
             input=json.dumps(part).encode(),
             capture_output=True,
             timeout=30,

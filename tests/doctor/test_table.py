@@ -4,25 +4,24 @@ import json
 from rich.console import Console
 
 from megacore.doctor.compare import compare
-from megacore.doctor.facts import Pair
-from megacore.doctor.findings import REPORT_VERSION, Finding, Report, worst
-from megacore.doctor.table import show
+from megacore.doctor.facts import PairMeasurement
+from megacore.doctor.findings import REPORT_VERSION, Examination, Finding, show, worst
 from tests.doctor._made import facts, probe
 
 
-def text(report: Report, width: int = 160) -> str:
+def text(report: Examination, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width)
     show(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def made(*probes_changes: dict[str, object]) -> Report:
+def made(*probes_changes: dict[str, object]) -> Examination:
     probes = [probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)]  # type: ignore[arg-type]
     found = facts(
-        *probes, pairs=(Pair("a", "b", "gloo", 1e-4, 1e-3, 0.064), Pair("a", "c", "gloo", problem="no [way]"))
+        *probes, pairs=(PairMeasurement("a", "b", "gloo", 1e-4, 1e-3, 0.064), PairMeasurement("a", "c", "gloo", problem="no [way]"))
     )
-    return Report(found.hosts, compare(found), "full", tuple(pair.as_json() for pair in found.pairs), seconds=7.0)
+    return Examination(found.hosts, compare(found), "full", tuple(pair.as_json() for pair in found.pairs), seconds=7.0)
 
 
 def test_problems_come_first_with_what_to_do() -> None:
@@ -38,7 +37,7 @@ def test_problems_come_first_with_what_to_do() -> None:
 
 
 def test_all_is_well() -> None:
-    report = Report({"a": 1}, (Finding("disk", "ok", {"a": "much"}),), "quick", seconds=1.0)
+    report = Examination({"a": 1}, (Finding("disk", "ok", {"a": "much"}),), "quick", seconds=1.0)
     assert "1 host, 1 checks in 1.0 s: all is well" in text(report)
     assert "a: much" not in text(report)
 

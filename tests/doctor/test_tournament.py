@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from megacore.doctor.tournament import ALL_PAIRS, RANDOM_ROUNDS, rounds_of
+from megacore.doctor.between import ALL_PAIRS, RANDOM_ROUNDS, rounds_of
 
 
 def hosts(count: int) -> list[str]:
