@@ -43,7 +43,7 @@ def doctor(
 
     from megacore.artifact import Workspace
     from megacore.artifact.files import write_json
-    from megacore.doctor.examine import as_text, examine
+    from megacore.doctor.examine import examine
     from megacore.doctor.findings import show
     from megacore.doctor.subject import RunData, Subject, data_at, data_of
 
@@ -60,7 +60,7 @@ def doctor(
     if output is not None:
         write_json(output, examination.as_json())
     if as_json:
-        sys.stdout.write(as_text(examination))
+        sys.stdout.write(examination.as_text())
     else:
         show(examination, Console(width=None if sys.stdout.isatty() else 160))
     if examination.verdict == "error":

@@ -6,7 +6,6 @@ The whole takes less than a minute: what is not done by then is reported as such
 """
 
 import fnmatch
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -53,9 +52,8 @@ def examine(subject: Subject, *, full: bool) -> Examination:
     """
     started, ends = time.time(), time.monotonic() + WHOLE_SECONDS
     check_ssh(subject.hosts)
-    needs_of(
-        subject, "cpu", "fp32"
-    )  # refuses a configuration that does not fit before any host is asked
+    # A configuration that does not fit is refused before any host is asked.
+    needs_of(subject, "cpu", "fp32")
     launch = subject.launch
     ssh = Ssh(Path(launch.ssh_config).absolute() if launch.ssh_config else None)
     contacts = reach_hosts(ssh, subject)
@@ -226,8 +224,3 @@ def _needs(subject: Subject, probes: Mapping[str, HostProbe]) -> Needs | None:
     answers = (probe.get("torch") for probe in probes.values())
     first = next(filter(None, answers), {"device": "cpu", "precision": "fp32"})
     return needs_of(subject, first["device"], first["precision"])
-
-
-def as_text(examination: Examination) -> str:
-    """Return the examination as JSON text."""
-    return json.dumps(examination.as_json(), indent=2, ensure_ascii=False) + "\n"

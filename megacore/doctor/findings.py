@@ -1,5 +1,6 @@
 """What the doctor finds: a verdict and an advice for each check, as a table and as JSON."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ _MOST_HOSTS = 8
 """Hosts that a line of the table names."""
 _PAIRS = 24
 """Pairs that the table shows, the slowest ones first."""
+
 Verdict = Literal["ok", "warning", "error"]
 _ORDER: dict[Verdict, int] = {"error": 0, "warning": 1, "ok": 2}
 _STYLES: dict[Verdict, str] = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -167,6 +169,10 @@ class Examination:
             "pairs": [dict(pair) for pair in self.pairs],
             "probes": dict(self.probes),
         }
+
+    def as_text(self) -> str:
+        """Return the JSON as text."""
+        return json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
 
 
 def show(examination: Examination, console: "Console") -> None:

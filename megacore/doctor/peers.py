@@ -288,7 +288,7 @@ def _seconds(size: int, repeats: int, device: Any) -> float:
         dist.all_reduce(time_of_both, dist.ReduceOp.MAX)
         return float(time_of_both)
 
-    # Each all-reduce doubles the values: fp32 holds a hundred of them.
+    # Each all-reduce doubles the values, which fp32 allows a hundred times.
     first = slower()
     expected = first if first > _BUDGET else slower()
     count = max(1, min(repeats, int(_BUDGET / max(expected, 1e-6))))

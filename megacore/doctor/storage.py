@@ -44,8 +44,8 @@ _THREADS = 4
 class Proof:
     """A directory of the workspace by which hosts prove that they see one workspace.
 
-    Each host writes a file there, and reads what the head (this machine) has written. The directory
-    is removed with the context.
+    Each host reads what the head (this machine) has written there, and writes a file of its own.
+    The directory is removed with the context.
     """
 
     def __init__(self, workspace: Path) -> None:
@@ -98,7 +98,7 @@ def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str
 
 
 def _writes(workspace: Path) -> bool | None:
-    """Whether a file can be made there; None where the directory is missing."""
+    """Return True if a file can be made there; None if the directory is missing."""
     if not workspace.is_dir():
         return None
     probe = workspace / f"{PREFIX}{secrets.token_hex(8)}"

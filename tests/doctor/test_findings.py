@@ -17,17 +17,32 @@ def text(report: Examination, width: int = 160) -> str:
 
 
 def made(*probes_changes: dict[str, object]) -> Examination:
-    probes = [probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)]  # type: ignore[arg-type]
+    probes = [
+        probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)
+    ]  # type: ignore[arg-type]
     found = facts(
-        *probes, pairs=(PairMeasurement("a", "b", "gloo", 1e-4, 1e-3, 0.064), PairMeasurement("a", "c", "gloo", problem="no [way]"))
+        *probes,
+        pairs=(
+            PairMeasurement("a", "b", "gloo", 1e-4, 1e-3, 0.064),
+            PairMeasurement("a", "c", "gloo", problem="no [way]"),
+        ),
     )
-    return Examination(found.hosts, compare(found), "full", tuple(pair.as_json() for pair in found.pairs), seconds=7.0)
+    return Examination(
+        found.hosts,
+        compare(found),
+        "full",
+        tuple(pair.as_json() for pair in found.pairs),
+        seconds=7.0,
+    )
 
 
 def test_problems_come_first_with_what_to_do() -> None:
     shown = text(made({}, {"disk": {"free": 2**30}}, {}))
     lines = [line for line in shown.splitlines() if line.startswith("│")]
-    assert [line.split()[1] for line in lines if line.split()[1] != "│"][:2] == ["bandwidth", "disk"]
+    assert [line.split()[1] for line in lines if line.split()[1] != "│"][:2] == [
+        "bandwidth",
+        "disk",
+    ]
     assert "→ /w on b has 1.0 GiB free: make room (megacore clean)" in shown
     assert "all: files 65,536" in shown
     assert "a, c: 500.0 of 900.0 GiB free, nfs4" in shown
