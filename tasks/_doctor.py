@@ -41,19 +41,20 @@ def check_hosts(job: Job | FinetuneJob) -> None:
         # What it reads lies in the workspace, and its memory the doctor cannot tell.
         else Subject.of_launch(launch, Workspace.of().root, None, RunData())
     )
-    report = examine(subject, full=launch.preflight == "full")
+    examination = examine(subject, full=launch.preflight == "full")
     path = Path(job.run_directory) / PREFLIGHT_FILE
-    write_json(path, report.as_json())
-    for finding in report.sorted_findings():
+    write_json(path, examination.as_json())
+    for finding in examination.sorted_findings():
         if finding.verdict == "warning":
             log.warning("doctor: %s", finding.sentence())
-    error = report.first_error()
+    error = examination.first_error()
     if error is not None:
         raise LaunchError(
             f"the machines are not fit for this run: {error.sentence()} ({path} says all; launch.preflight: off starts "
             "without asking)"
         )
-    log.info("doctor: %d hosts examined in %.1f s, nothing is in the way", len(report.hosts), report.seconds)
+    hosts, seconds = len(examination.hosts), examination.seconds
+    log.info("doctor: %d hosts examined in %.1f s, nothing is in the way", hosts, seconds)
 
 
 def send_preflight(tracking: "Tracking", run_id: str, run_directory: Path) -> None:

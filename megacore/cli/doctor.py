@@ -43,9 +43,9 @@ def doctor(
 
     from megacore.artifact import Workspace
     from megacore.artifact.files import write_json
-    from megacore.doctor.examine import as_text, examine
+    from megacore.doctor.examine import examine
+    from megacore.doctor.findings import show
     from megacore.doctor.subject import RunData, Subject, data_at, data_of
-    from megacore.doctor.table import show
 
     launch, config = _launch(conf, override or [], {"hostfile": hostfile, "ssh_config": ssh_config})
     place = Workspace.of(workspace)
@@ -56,14 +56,14 @@ def doctor(
         data = data_of(config, place)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--output is {output}, and its directory does not exist: make it, or name another file")
-    report = examine(Subject.of_launch(launch, place.root, config, data), full=not quick)
+    examination = examine(Subject.of_launch(launch, place.root, config, data), full=not quick)
     if output is not None:
-        write_json(output, report.as_json())
+        write_json(output, examination.as_json())
     if as_json:
-        sys.stdout.write(as_text(report))
+        sys.stdout.write(examination.as_text())
     else:
-        show(report, Console(width=None if sys.stdout.isatty() else 160))
-    if report.verdict == "error":
+        show(examination, Console(width=None if sys.stdout.isatty() else 160))
+    if examination.verdict == "error":
         raise typer.Exit(EXIT_CODE)
 
 

@@ -1,1 +1,1 @@
-"""The doctor: looks at every machine of a job before the job does, and says what to do where something is wrong."""
+"""The doctor: a look at every machine of a job before it starts, and what to do about faults."""

@@ -1,63 +1,76 @@
-"""What hosts are told to try with each other: their ports, and the exchange of data in pairs."""
+"""What the hosts try with each other: reaching their ports, and exchanging data in pairs.
+
+This module says who tries what with whom; `megacore.doctor.peers` does it on each host.
+"""
 
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megacore.doctor.facts import Facts, Pair
-from megacore.doctor.limited import NOT_BEGUN
-from megacore.doctor.tournament import ALL_PAIRS, rounds_of
+from megacore.doctor.facts import Facts, PairMeasurement
+from megacore.doctor.protocol import NOT_BEGUN, lines_of
 from megacore.launch.hosts.ssh import HostResult, Ssh, python, run_on_hosts
 
+ALL_PAIRS = 16
+"""Hosts up to which all pairs are measured; of more hosts a ring and random pairs are."""
+RANDOM_ROUNDS = 3
+"""Random pairs of each host then."""
+_SEED = 20
 _PORT_SECONDS = 9.0
 _PAIR_SECONDS = 34.0
 _GRACE = 4.0
-"""Seconds of a command's start and end beside its work."""
-_LEAST_PORTS = 3.0
-_LEAST = 6.0
-"""Seconds that a step needs to be worth its beginning."""
+"""Seconds that a command takes to start and end, beside its work."""
+_LEAST_PORT_SECONDS = 3.0
+_LEAST_PAIR_SECONDS = 6.0
+"""Seconds below which a step does not begin."""
+
+Round = list[tuple[str, str]]
 
 
 def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
     """Let every host listen at a port, and the others connect to it; of many hosts only some do.
 
-    Without time for it, that is what is said.
+    Without enough time every host gets that as its problem.
 
     Args:
-        facts: so far.
+        facts: what is known so far.
         ssh: how hosts are reached.
-        ends: monotonic time at which all must be over.
+        ends: monotonic time at which the examination ends.
     """
-    there = [host for host, value in facts.answered("network") if value["address"] and value["ports"]]
-    if len(there) < 2:
+    ready = [
+        host for host, value in facts.answered("network") if value["address"] and value["ports"]
+    ]
+    if len(ready) < 2:
         return facts
     networks = dict(facts.answered("network"))
-    master, (address, port) = there[0], endpoint_of(facts.launch.rdzv_endpoint)
-    places = {host: (networks[host]["address"], networks[host]["ports"][0]) for host in there}
-    places[master] = (address or places[master][0], port or places[master][1])
+    master, (address, port) = ready[0], endpoint_of(facts.launch.rdzv_endpoint)
+    endpoints = {host: (networks[host]["address"], networks[host]["ports"][0]) for host in ready}
+    endpoints[master] = (address or endpoints[master][0], port or endpoints[master][1])
     seconds = min(_PORT_SECONDS, ends - time.monotonic() - _GRACE)
-    if seconds < _LEAST_PORTS:
-        return replace(facts, reach={host: {"problem": NOT_BEGUN} for host in there}, master=master)
-    targets = {host: _targets(host, there) for host in there}
+    if seconds < _LEAST_PORT_SECONDS:
+        reach: dict[str, Mapping[str, Any]] = {host: {"problem": NOT_BEGUN} for host in ready}
+        return replace(facts, reach=reach, master=master)
+    targets = {host: _targets(host, ready) for host in ready}
     parts = {
         host: {
             "host": host,
-            "port": places[host][1],
+            "port": endpoints[host][1],
             "expected": sum(host in others for others in targets.values()),
-            "targets": {other: places[other] for other in targets[host]},
+            "targets": {other: endpoints[other] for other in targets[host]},
             "seconds": seconds,
         }
-        for host in there
+        for host in ready
     }
-    results = _run(ssh, "megacore.doctor.reach", parts, seconds + _GRACE)
+    results = _run(ssh, "ports", parts, seconds + _GRACE)
     reach = {result.host: _only_line(result) for result in results}
     return replace(facts, reach=reach, master=master)
 
 
 def _targets(host: str, hosts: Sequence[str]) -> list[str]:
-    """Whom a host connects to: everybody, or of many the first host and the next one."""
+    """Return the hosts that a host connects to: all, or of many the first and the next one."""
     if len(hosts) <= ALL_PAIRS:
         return [other for other in hosts if other != host]
     following = hosts[(hosts.index(host) + 1) % len(hosts)]
@@ -65,7 +78,7 @@ def _targets(host: str, hosts: Sequence[str]) -> list[str]:
 
 
 def endpoint_of(endpoint: str | None) -> tuple[str | None, int | None]:
-    """Address and port of `host:port` or `host`; None for what it does not say."""
+    """Return address and port of `host:port` or `host`; None for what is missing."""
     if endpoint is None:
         return None, None
     host, sign, port = endpoint.rpartition(":")
@@ -73,40 +86,97 @@ def endpoint_of(endpoint: str | None) -> tuple[str | None, int | None]:
 
 
 def measure_pairs(facts: Facts, ssh: Ssh, ends: float, environment: Mapping[str, str]) -> Facts:
-    """Bandwidth and latency of pairs of hosts, and of two ranks of each host with several; others are as above."""
-    there = _able(facts)
-    rounds = rounds_of(there) if len(there) > 1 else []
-    within = [host for host, probe in facts.probes.items() if probe.get("torch") and _several_ranks(facts, host)]
-    wanted = [*((host, host) for host in within), *(pair for pairs in rounds for pair in pairs)]
+    """Measure bandwidth and latency of pairs of hosts, and of two ranks of each host with several.
+
+    Args:
+        facts: what is known so far, with the ports.
+        ssh: how hosts are reached.
+        ends: monotonic time at which the examination ends.
+        environment: variables that the ranks will get.
+    """
+    ready = _able(facts)
+    rounds = rounds_of(ready)
+    within = [host for host in facts.probes if _several_ranks(facts, host)]
+    pairs = [*((host, host) for host in within), *(pair for each in rounds for pair in each)]
     left = ends - time.monotonic() - _GRACE
-    if not wanted:
+    if not pairs:
         return facts
-    if left < _LEAST:
-        late = (Pair(first, second, _backend(facts, first, second), problem=NOT_BEGUN) for first, second in wanted)
+    if left < _LEAST_PAIR_SECONDS:
+        late = [
+            PairMeasurement(first, second, _backend(facts, first, second), problem=NOT_BEGUN)
+            for first, second in pairs
+        ]
         return replace(facts, pairs=tuple(late))
     seconds = min(_PAIR_SECONDS, left)
     parts = {
         host: _part(facts, host, rounds, host in within, seconds, environment)
         for host in facts.hosts
-        if host in there or host in within
+        if host in ready or host in within
     }
-    results = _run(ssh, "megacore.doctor.pair", parts, seconds + _GRACE)
-    pairs = pairs_of({result.host: result for result in results}, wanted, facts)
-    count = len(there)
-    left_out = count * (count - 1) // 2 - sum(len(each) for each in rounds)
-    return replace(facts, pairs=pairs, left_out=left_out)
+    results = {result.host: result for result in _run(ssh, "pairs", parts, seconds + _GRACE)}
+    left_out = len(ready) * (len(ready) - 1) // 2 - sum(map(len, rounds))
+    return replace(facts, pairs=pairs_of(results, pairs, facts), left_out=left_out)
+
+
+def rounds_of(hosts: Sequence[str]) -> list[Round]:
+    """Return rounds of disjoint pairs, so that no host is in two pairs at the same time.
+
+    Of a few hosts they are all pairs, of many a ring and random ones, each pair at most once. The
+    host that comes first in `hosts` is the first of its pair.
+    """
+    if len(hosts) < 2:
+        return []
+    rounds = _all_pairs(hosts) if len(hosts) <= ALL_PAIRS else _ring_and_random(hosts)
+    order = {host: number for number, host in enumerate(hosts)}
+    return [[(a, b) if order[a] < order[b] else (b, a) for a, b in pairs] for pairs in rounds]
+
+
+def _all_pairs(hosts: Sequence[str]) -> list[Round]:
+    """Return all pairs by the circle method: one host stays, the others move on by one place."""
+    circle: list[str | None] = [*hosts, None] if len(hosts) % 2 else [*hosts]
+    count = len(circle)
+    rounds = []
+    for _ in range(count - 1):
+        pairs = zip(circle[: count // 2], reversed(circle[count // 2 :]), strict=True)
+        rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
+
+
+def _ring_and_random(hosts: Sequence[str]) -> list[Round]:
+    count = len(hosts)
+    ring = [(hosts[number], hosts[(number + 1) % count]) for number in range(count)]
+    odd = [ring.pop()] if count % 2 else []
+    rounds = [ring[0::2], ring[1::2], odd]
+    known = {frozenset(pair) for pairs in rounds for pair in pairs}
+    draw = random.Random(_SEED)
+    for _ in range(RANDOM_ROUNDS):
+        order = list(hosts)
+        draw.shuffle(order)
+        pairs = [
+            pair
+            for pair in zip(order[0::2], order[1::2], strict=False)
+            if frozenset(pair) not in known
+        ]
+        known |= {frozenset(pair) for pair in pairs}
+        rounds.append(pairs)
+    return [pairs for pairs in rounds if pairs]
 
 
 def _able(facts: Facts) -> list[str]:
-    """Hosts that can be measured: torch runs there, and others reach them."""
-    broken = {host for host, said in facts.reach.items() if "problem" in said}
-    return [host for host in facts.reach if host not in broken and facts.probes[host].get("torch")]
+    """Return the hosts that can be measured: torch runs there, and their ports were tried."""
+    return [
+        host
+        for host, answer in facts.reach.items()
+        if "problem" not in answer and facts.probes[host].get("torch")
+    ]
 
 
 def _several_ranks(facts: Facts, host: str) -> bool:
-    """Whether two ranks of a host may meet; with GPUs that takes two."""
-    gpus = len(facts.probes[host].get("gpus", "visible") or [])
-    return facts.hosts[host] != 1 and (gpus != 1)
+    """Return True if a host can be measured and may have two ranks; on GPUs that takes two."""
+    probe = facts.probes[host]
+    gpus = len(probe.get("gpus", "visible") or [])
+    return bool(probe.get("torch")) and facts.hosts[host] != 1 and gpus != 1
 
 
 def _part(
@@ -117,7 +187,7 @@ def _part(
     seconds: float,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What a host does in each round."""
+    """Return the part of `megacore.doctor.peers pairs` on a host."""
     network = facts.probes[host].get("network") or {}
     schedule: list[dict[str, Any] | None] = []
     for pairs in rounds:
@@ -139,7 +209,7 @@ def _part(
     return {
         "host": host,
         "interface": network.get("interface"),
-        # A machine by itself takes any port that is free.
+        # A single machine takes any free port.
         "port": network["ports"][1] if network else 0,
         "backend": _backend(facts, host, host),
         "local": local,
@@ -150,45 +220,42 @@ def _part(
 
 
 def _backend(facts: Facts, first: str, second: str) -> str:
-    """NCCL where both have GPUs that work."""
-    return "nccl" if all(facts.probes[host].get("torch", "cuda_works") for host in (first, second)) else "gloo"
+    """Return the back end of a pair: NCCL if CUDA works on both hosts."""
+    cuda = [facts.probes[host].get("torch", "cuda_works") for host in (first, second)]
+    return "nccl" if all(cuda) else "gloo"
 
 
-def pairs_of(results: Mapping[str, HostResult], wanted: Sequence[tuple[str, str]], facts: Facts) -> tuple[Pair, ...]:
-    """The measurements: what the first host of a pair says, or, where it says nothing, why."""
-    lines = {host: _lines(result) for host, result in results.items()}
-    found = []
-    for first, second in wanted:
+def pairs_of(
+    results: Mapping[str, HostResult], pairs: Sequence[tuple[str, str]], facts: Facts
+) -> tuple[PairMeasurement, ...]:
+    """Return the measurements as the first host of each pair wrote them, or why there is none."""
+    lines = {host: lines_of(result.output) for host, result in results.items()}
+    measurements = []
+    for first, second in pairs:
         backend = _backend(facts, first, second)
-        said = next((line for line in lines[first] if line.get("peer") == second), None)
-        other = next((line for line in lines[second] if line.get("peer") == first), None)
-        if said is not None and "value" in said:
-            found.append(Pair(first, second, backend, **said["value"]))
+        answers = [
+            next((line for line in lines[host] if line.get("peer") == peer), {})
+            for host, peer in ((first, second), (second, first))
+        ]
+        if "value" in answers[0]:
+            measurements.append(PairMeasurement(first, second, backend, **answers[0]["value"]))
             continue
-        problems = [line["problem"] for line in (said, other) if line is not None and "problem" in line]
+        problems = [line["problem"] for line in answers if "problem" in line]
         general = [line["problem"] for line in lines[first] if line.get("check") == "store"]
         reason = (problems or general or [results[first].problem or "it ended without a word"])[0]
-        found.append(Pair(first, second, backend, problem=" ".join(str(reason).split())[:300]))
-    return tuple(found)
+        problem = " ".join(str(reason).split())[:300]
+        measurements.append(PairMeasurement(first, second, backend, problem=problem))
+    return tuple(measurements)
 
 
-def _run(ssh: Ssh, module: str, parts: Mapping[str, dict[str, Any]], timeout: float) -> list[HostResult]:
+def _run(
+    ssh: Ssh, command: str, parts: Mapping[str, dict[str, Any]], timeout: float
+) -> list[HostResult]:
+    words = python("megacore.doctor.peers", command)
     stdin = {host: json.dumps(part).encode() for host, part in parts.items()}
-    return run_on_hosts(ssh, list(parts), python(module), stdin=stdin, timeout=max(1.0, timeout))
-
-
-def _lines(result: HostResult) -> list[dict[str, Any]]:
-    found = []
-    for line in result.output.splitlines():
-        try:
-            said = json.loads(line)
-        except ValueError:  # a warning of a library
-            continue
-        if isinstance(said, dict) and "check" in said:
-            found.append(said)
-    return found
+    return run_on_hosts(ssh, list(parts), words, stdin=stdin, timeout=max(1.0, timeout))
 
 
 def _only_line(result: HostResult) -> dict[str, Any]:
-    lines = _lines(result)
+    lines = lines_of(result.output)
     return lines[0] if lines else {"problem": result.problem or "it said nothing"}

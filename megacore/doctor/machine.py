@@ -1,34 +1,138 @@
-"""Disk, memory, shared memory and the limits of a process on this machine."""
+"""What a machine has: packages, limits, memory, GPUs, kernels, and how fast it computes.
 
+torch is imported only by the functions that need it.
+"""
+
+import csv
+import hashlib
 import os
+import platform
 import resource
 import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megacore.plan.hardware import memory_info, memory_limit
+import megacore
+from megacore.plan.hardware import Hardware, memory_info, memory_limit
 
-_LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
+PACKAGES = (
+    "torch",
+    "numpy",
+    "deepspeed",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "pydantic",
+    "triton",
+)
+"""Packages, beside megacore and Python, that decide what a run computes and what ranks exchange."""
+REQUIRED = ("python", "megacore", "torch", "numpy")
+"""Packages of which every host must have the same version."""
+_GIT_SECONDS = 5.0
+"""Time limit of git."""
+_LIMITS = {
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "nofile": resource.RLIMIT_NOFILE,
+    "nproc": resource.RLIMIT_NPROC,
+}
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_MIB = 2**20
+_SMI_SECONDS = 15.0
+"""Time limit of nvidia-smi."""
+_FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "memory.total",
+    "memory.free",
+    "driver_version",
+    "ecc.errors.uncorrected.volatile.total",
+    "temperature.gpu",
+    "utilization.gpu",
+)
+_QUERIES = {
+    "--query-gpu": _FIELDS,
+    "--query-compute-apps": ("gpu_uuid", "pid", "process_name", "used_memory"),
+}
+_CPU_SIZE = 1024
+_GPU_SIZE = 4096
+_COPY_BYTES = 2**26
+_RATE_SECONDS = 0.5
+"""Duration of a measurement of speed, which repeats …"""
+_LEAST, _MOST = 3, 50
+"""… at least and at most so many times."""
+_GIGA = 1e9
+
+
+def look_at_packages() -> dict[str, Any]:
+    """Return the versions by package, None if it is missing; no package is imported.
+
+    megacore's version has a digest of its sources.
+    """
+    root = Path(megacore.__file__).parent
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "megacore": f"{megacore.__version__} ({sources_digest(root)})",
+    }
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "versions": versions,
+        "commit": git_commit(root),
+        "executable": sys.executable,
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def sources_digest(root: Path) -> str:
+    """Return the first digits of a hash over names and contents of a package's Python files."""
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+def git_commit(root: Path) -> str | None:
+    """Return the commit of the work tree that holds `root`; None outside of git."""
+    command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def look_at_limits() -> dict[str, Any]:
-    """Soft limits (None: unlimited), the kernel's rule of overcommitment, and whether there is an RDMA device."""
-    found: dict[str, Any] = {}
+    """Return the soft limits (None: unlimited), the kernel's overcommit rule and RDMA devices."""
+    limits: dict[str, Any] = {}
     for name, number in _LIMITS.items():
         soft, _ = resource.getrlimit(number)
-        found[name] = None if soft == resource.RLIM_INFINITY else soft
+        limits[name] = None if soft == resource.RLIM_INFINITY else soft
     try:
-        found["overcommit"] = int(_OVERCOMMIT.read_text(encoding="ascii"))
+        limits["overcommit"] = int(_OVERCOMMIT.read_text(encoding="ascii"))
     except (OSError, ValueError):
-        found["overcommit"] = None
+        limits["overcommit"] = None
     devices = Path("/sys/class/infiniband")
-    found["rdma"] = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
-    return found
+    limits["rdma"] = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    return limits
 
 
 def look_at_memory() -> dict[str, Any]:
-    """Main memory and its limit, shared memory and cores, in bytes."""
+    """Return main memory and its limit and shared memory in bytes, cores and load."""
     info = memory_info()
     shared = Path("/dev/shm")
     usage = shutil.disk_usage(shared) if shared.is_dir() else None
@@ -43,40 +147,158 @@ def look_at_memory() -> dict[str, Any]:
     }
 
 
-def look_at_disk(workspace: Path) -> dict[str, Any]:
-    """Room and file system of the workspace, or of the nearest directory above it that is there."""
-    place = workspace
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    usage = shutil.disk_usage(place)
-    kind, source = file_system(place)
+def look_at_gpus() -> dict[str, Any]:
+    """Return the GPUs that this process sees, and what nvidia-smi tells; no context is opened."""
+    gpus: dict[str, Any] = {
+        "visible": [{"name": gpu.name, "memory": gpu.memory} for gpu in Hardware.detect().gpus],
+        "restricted": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "smi": None,
+        "problem": None,
+    }
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return gpus
+    try:
+        # At the same time: without persistence mode the driver starts all GPUs for each single
+        # query.
+        with ThreadPoolExecutor(2) as pool:
+            listed, running = pool.map(lambda query: _ask(program, *query), _QUERIES.items())
+    except (OSError, subprocess.SubprocessError) as error:
+        gpus["problem"] = f"nvidia-smi failed: {_output_of(error)}"
+        return gpus
+    gpus["smi"] = parse_smi(listed, running)
+    return gpus
+
+
+def _ask(program: str, query: str, fields: tuple[str, ...]) -> str:
+    command = [program, f"{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
+    ).stdout
+
+
+def _output_of(error: Exception) -> str:
+    text = getattr(error, "stdout", None) or getattr(error, "stderr", None) or str(error)
+    return " ".join(str(text).split())[:300]
+
+
+def parse_smi(listed: str, running: str) -> list[dict[str, Any]]:
+    """Read nvidia-smi's CSV as a mapping for each GPU: memory in bytes, None if unknown."""
+    gpus: dict[str, dict[str, Any]] = {}
+    for row in _rows(listed):
+        values = dict(zip(_FIELDS, row, strict=False))
+        gpus[values["uuid"]] = {
+            "index": _number(values.get("index")),
+            "name": values.get("name"),
+            "total": _bytes(values.get("memory.total")),
+            "free": _bytes(values.get("memory.free")),
+            "driver": values.get("driver_version"),
+            "uncorrected": _number(values.get("ecc.errors.uncorrected.volatile.total")),
+            "temperature": _number(values.get("temperature.gpu")),
+            "utilization": _number(values.get("utilization.gpu")),
+            "processes": [],
+        }
+    for row in _rows(running):
+        if len(row) >= 4 and row[0] in gpus:
+            gpus[row[0]]["processes"].append(
+                {"pid": _number(row[1]), "name": row[2], "used": _bytes(row[3])}
+            )
+    return list(gpus.values())
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _bytes(text: str | None) -> int | None:
+    mebibytes = _number(text)
+    return None if mebibytes is None else mebibytes * _MIB
+
+
+def look_at_torch(precision: str, kernels: str, compile_layers: str) -> dict[str, Any]:
+    """Return torch's build, and the precision and the kernels (by operation) that a run would have.
+
+    Args:
+        precision: `train.precision`.
+        kernels: `train.kernels`.
+        compile_layers: `train.compile`; whether compilation works shows when a run begins.
+    """
+    import torch
+
+    from megacore.engine.precision import resolve_precision
+    from megacore.kernels.choice import choose_kernels, plain_kernels
+
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    resolved = resolve_precision(precision, device.type)
+    compiled = compile_layers == "on" or (compile_layers == "auto" and cuda)
+    plain = kernels == "plain"
+    chosen = (
+        plain_kernels() if plain else choose_kernels(device, types[resolved], compiled=compiled)
+    )
+    nccl = torch.cuda.nccl.version() if cuda else None  # type: ignore[no-untyped-call]
     return {
-        "path": str(workspace),
-        "exists": workspace.is_dir(),
-        "writable": os.access(place, os.W_OK | os.X_OK) and place.is_dir(),
-        "free": usage.free,
-        "total": usage.total,
-        "inodes_free": _inodes(place),
-        "kind": kind,
-        "source": source,
+        "cuda_build": torch.version.cuda,
+        "cuda_works": cuda,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "precision": resolved,
+        "kernels": dict(chosen.names),
     }
 
 
-def _inodes(place: Path) -> int | None:
-    """Free ones; None for a file system that does not count them."""
-    status = os.statvfs(place)
-    return status.f_favail if status.f_files else None
+def measure_speed() -> dict[str, Any]:
+    """Measure a matrix product (GFLOP/s) and a copy in memory (GB/s) on the CPU, or on each GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"device": "cpu", "devices": [_rates(torch.device("cpu"), torch.float32, _CPU_SIZE)]}
+    bf16 = torch.cuda.is_bf16_supported()
+    devices: list[dict[str, Any]] = []
+    for number in range(torch.cuda.device_count()):
+        try:
+            dtype = torch.bfloat16 if bf16 else torch.float16
+            devices.append(_rates(torch.device("cuda", number), dtype, _GPU_SIZE))
+        except RuntimeError as error:  # a GPU that does not run must not hide the others
+            devices.append({"problem": " ".join(str(error).split())[:300]})
+    return {"device": "cuda", "devices": devices, "expected": len(Hardware.detect().gpus)}
 
 
-def file_system(place: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
-    """Type and source of the mount that holds a path: that with the longest mount point, the last of several."""
-    best, found = -1, ("unknown", "unknown")
-    target = os.path.realpath(place)
-    for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
-        left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")
-        inside = target == point or target.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:
-            kind, source = right.split()[:2]
-            best, found = len(point), (kind, source)
-    return found
+def _rates(device: Any, dtype: Any, size: int) -> dict[str, float]:
+    import torch
+
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    source = torch.ones(_COPY_BYTES, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    multiply = _median_seconds(lambda: torch.mm(left, right, out=product), wait)
+    copy = _median_seconds(lambda: target.copy_(source), wait)
+    return {
+        "gflops": round(2 * size**3 / multiply / _GIGA, 1),
+        "copy_gb_s": round(2 * _COPY_BYTES / copy / _GIGA, 2),
+    }
+
+
+def _median_seconds(work: Callable[[], object], wait: Callable[[], None]) -> float:
+    """Return the median time of `work`, after one call that warms up."""
+    work()
+    wait()
+    times: list[float] = []
+    ends = time.perf_counter() + _RATE_SECONDS
+    while len(times) < _LEAST or (len(times) < _MOST and time.perf_counter() < ends):
+        started = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)

@@ -1,45 +1,71 @@
-"""Names, interfaces and ports of this machine, as the other hosts and their traffic meet them."""
+"""What lies between the hosts: names, interfaces, ports, bandwidth and latency.
+
+`look_at_network` looks at a machine. The functions that return a `Finding` judge what the hosts
+have answered.
+"""
 
 import fcntl
 import ipaddress
 import socket
+import statistics
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megacore.doctor.findings import Finding, Judgement, most_common
+from megacore.doctor.protocol import NO_ANSWER, NOT_BEGUN
 from megacore.launch.hosts.network import interface_to, local_address
+
+if TYPE_CHECKING:
+    from megacore.doctor.facts import Facts, PairMeasurement
 
 _SIOCGIFADDR = 0x8915
 _INTERFACES = Path("/sys/class/net")
+SLOW_LINK = 0.7
+"""A host's link is slow if the median of its pairs is below this part of the median of all hosts.
+
+Of two hosts nobody can say whose link it is."""
+LATE_LINK = 3.0
+"""A host's link is late if the median latency of its pairs is so many times that of all …"""
+LATE_AT_LEAST = 1e-3
+"""… and more than this many seconds."""
+GIGABIT = 0.1
+"""GB/s that gigabit Ethernet reaches."""
+_GIGABIT_SPEED = 1000
+"""Its speed in Mbit/s."""
 
 
 def look_at_network(peers: Mapping[str, str], interface: str) -> dict[str, Any]:
-    """This machine's own name, the names of the others, its interface towards them, and two free ports.
+    """Return how this machine resolves the hosts' names, its interface to them, and two free ports.
 
     Args:
         peers: addresses of the other hosts, by name.
         interface: `launch.interface`.
     """
     name = socket.gethostname()
-    found: dict[str, Any] = {"hostname": name, "own_addresses": resolve(name) if peers else []}
-    found["peers"] = {peer: resolve(address) for peer, address in peers.items()}
-    usable = [addresses[0] for addresses in found["peers"].values() if addresses and not is_loopback(addresses[0])]
+    resolved = {peer: resolve(address) for peer, address in peers.items()}
+    usable = [found[0] for found in resolved.values() if found and not is_loopback(found[0])]
     device = interface_to(usable[0]) if usable and interface == "auto" else None
     address = _route_from(usable[0]) if device is not None else None
     if peers and interface != "auto":
         device = interface.partition(",")[0]
         address = interface_address(device)
-    found["interface"] = device
-    found["address"] = address
-    found.update(describe_interface(device) if device else {"exists": False})
-    found["interfaces"] = sorted(path.name for path in _INTERFACES.iterdir()) if _INTERFACES.is_dir() else []
-    found["ports"] = free_ports(2)
-    return found
+    there = _INTERFACES.iterdir() if _INTERFACES.is_dir() else ()
+    return {
+        "hostname": name,
+        "own_addresses": resolve(name) if peers else [],
+        "peers": resolved,
+        "interface": device,
+        "address": address,
+        **(describe_interface(device) if device else {"exists": False}),
+        "interfaces": sorted(path.name for path in there),
+        "ports": free_ports(2),
+    }
 
 
 def resolve(name: str) -> list[str]:
-    """IPv4 addresses of a name, as this machine's resolver gives them; [] where it knows none."""
+    """Return the IPv4 addresses of a name by this machine's resolver; [] if it knows none."""
     try:
         answers = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
@@ -48,7 +74,7 @@ def resolve(name: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads to whoever uses it."""
+    """Return True if an address leads back to the machine that uses it."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -60,7 +86,7 @@ def _route_from(peer: str) -> str | None:
 
 
 def interface_address(name: str) -> str | None:
-    """The IPv4 address of an interface; None where it has none or is not there."""
+    """Return the IPv4 address of an interface; None if it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -70,27 +96,15 @@ def interface_address(name: str) -> str | None:
 
 
 def describe_interface(name: str) -> dict[str, Any]:
-    """Speed (Mbit/s, None where the driver does not tell), MTU and state of an interface."""
-    place = _INTERFACES / name
-    speed = _number(place / "speed")
+    """Return speed (in Mbit/s, None if the driver does not tell), MTU and state of an interface."""
+    folder = _INTERFACES / name
+    speed = _number(folder / "speed")
     return {
-        "exists": place.exists(),
+        "exists": folder.exists(),
         "speed": speed if speed is not None and speed > 0 else None,
-        "mtu": _number(place / "mtu"),
-        "state": _text(place / "operstate"),
+        "mtu": _number(folder / "mtu"),
+        "state": _text(folder / "operstate"),
     }
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different."""
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _text(path: Path) -> str | None:
@@ -103,3 +117,267 @@ def _text(path: Path) -> str | None:
 def _number(path: Path) -> int | None:
     text = _text(path)
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports on which nobody listens."""
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def names(facts: "Facts") -> Finding | None:
+    """Check that every host resolves the addresses that ssh uses, and none to itself."""
+    judged = Judgement("names")
+    for host, value in facts.answered("network"):
+        if not value["peers"]:
+            continue
+        addresses = value["own_addresses"]
+        judged.note(host, f"{value['hostname']} is {', '.join(addresses) or 'unknown'} there")
+        if addresses and is_loopback(addresses[0]):
+            judged.warn(
+                host,
+                f"the host's own name leads to {addresses[0]}, where nobody else can meet it: "
+                "megacore does without it, but other launchers do not; give the name its real "
+                "address in /etc/hosts",
+            )
+        for peer, resolved in value["peers"].items():
+            problem = _name_problem(host, peer, resolved)
+            if problem:
+                (judged.error if peer == facts.master else judged.warn)(host, problem)
+    return judged.finding()
+
+
+def _name_problem(host: str, peer: str, addresses: list[str]) -> str | None:
+    if not addresses:
+        return (
+            f"{host} does not know the address of {peer}: add it to DNS or to /etc/hosts there, or "
+            "write addresses into the ssh configuration (HostName)"
+        )
+    if is_loopback(addresses[0]):
+        return (
+            f"{peer} is {addresses[0]} on {host}, which is {host} itself: correct /etc/hosts "
+            "there, or write addresses into the ssh configuration (HostName)"
+        )
+    return None
+
+
+def interfaces(facts: "Facts") -> Finding | None:
+    """Check that each host has an interface to the others, and that these are alike."""
+    judged = Judgement("interface")
+    answered = [(host, value) for host, value in facts.answered("network") if value["peers"]]
+    for host, value in answered:
+        name = value["interface"]
+        if name is None:
+            judged.note(host, "no route")
+            judged.error(
+                host,
+                f"{host} has no route to the other hosts: look at its network, or name the "
+                f"interface in launch.interface ({', '.join(value['interfaces'])})",
+            )
+            continue
+        if not value["exists"] or value["address"] is None:
+            judged.note(host, f"{name} is {'without an address' if value['exists'] else 'missing'}")
+            judged.error(
+                host,
+                f"launch.interface is {name}, which {host} lacks or has no address on: name one of "
+                f"{', '.join(value['interfaces'])}, or set it to auto",
+            )
+            continue
+        speed = "" if value["speed"] is None else f", {value['speed'] / 1000:g} Gbit/s"
+        judged.note(host, f"{name} {value['address']}{speed}, MTU {value['mtu']}")
+        if is_loopback(value["address"]):
+            judged.error(
+                host,
+                f"{host} reaches the others through {name}, the loopback interface: name another "
+                "launch.interface",
+            )
+        if value["speed"] is not None and value["speed"] < _GIGABIT_SPEED:
+            judged.warn(
+                host,
+                f"{name} of {host} has {value['speed']} Mbit/s: look at its cable and its switch "
+                "port",
+            )
+    judged.unanswered(
+        facts, "network", "error", "its resolver may hang; look at /etc/resolv.conf there"
+    )
+    for key, what in (("mtu", "MTU"), ("speed", "speed in Mbit/s")):
+        known = [(host, value[key]) for host, value in answered if value.get(key) is not None]
+        usual = most_common(value for _, value in known) if known else None
+        for host, value in known:
+            if value != usual:
+                judged.warn(
+                    host,
+                    f"the {what} of the interface is {value} on {host} and {usual} elsewhere: make "
+                    "them equal",
+                )
+    return judged.finding()
+
+
+def ports(facts: "Facts") -> Finding | None:
+    """Check that the port where ranks meet can be opened, and that hosts reach each other."""
+    judged = Judgement("ports")
+    for host, answer in facts.reach.items():
+        if "problem" in answer:
+            problem = str(answer["problem"])
+            judged.note(host, problem)
+            add = judged.warn if problem.startswith(NO_ANSWER) else judged.error
+            add(host, f"the ports of {host} were not tried ({problem}): start the doctor again")
+            continue
+        value = answer["value"]
+        if value["listens"] is not None:
+            judged.note(host, f"port {value['port']}: {value['listens']}")
+            setting = (
+                f" (launch.rdzv_endpoint {facts.launch.rdzv_endpoint})"
+                if host == facts.master
+                else ""
+            )
+            judged.error(
+                host,
+                f"port {value['port']} of {host}{setting} cannot be opened: {value['listens']}: "
+                "end who uses it, or take another one",
+            )
+        else:
+            judged.note(host, f"port {value['port']} is free")
+        _reached(judged, facts, host, value["reached"])
+    return judged.finding()
+
+
+def _reached(judged: Judgement, facts: "Facts", host: str, reached: dict[str, Any]) -> None:
+    """Note which ports a host reaches; a port that cannot be opened is the other's problem."""
+    closed = {
+        name
+        for name, answer in facts.reach.items()
+        if "problem" in answer or answer["value"]["listens"] is not None
+    }
+    seen = [peer for peer in facts.hosts if peer in reached and reached[peer]["problem"] is None]
+    if reached:
+        judged.note(host, f"reaches {', '.join(seen) if seen else 'nobody'}")
+    for peer, result in reached.items():
+        if result["problem"] is None or peer in closed:
+            continue
+        what = (
+            "where the ranks meet" if peer == facts.master else "as the ranks' own connections need"
+        )
+        judged.error(
+            host,
+            f"{host} does not reach {peer} at {result['address']}:{result['port']}, {what} "
+            f"({result['problem']}): open all ports between the hosts in the firewall",
+        )
+
+
+def bandwidth(facts: "Facts") -> Finding | None:
+    """Check that every measured pair exchanges data, and that no host's link is slow."""
+    judged = Judgement("bandwidth")
+    unmeasured = [pair for pair in facts.pairs if (pair.problem or "").startswith(NOT_BEGUN)]
+    if unmeasured:
+        count = f"{len(unmeasured)} of {len(facts.pairs)} pairs"
+        judged.warn(
+            "", f"{count} were not measured in time: examine fewer hosts at a time (launch.include)"
+        )
+    for pair in facts.pairs:
+        if pair.problem is not None and pair not in unmeasured:
+            who = f"two ranks of {pair.first}" if pair.local else f"{pair.first} and {pair.second}"
+            judged.error(
+                pair.first,
+                f"{who} do not exchange data over {pair.backend} ({pair.problem}): open all ports "
+                "between the hosts, and see that launch.interface is right",
+            )
+    between = [pair for pair in facts.pairs if not pair.local and pair.problem is None]
+    rates = host_medians(between, lambda pair: pair.bandwidth())
+    latencies = host_medians(between, lambda pair: pair.latency)
+    for host in facts.hosts:
+        local = [
+            each
+            for each in facts.pairs
+            if each.local and each.first == host and each.problem is None
+        ]
+        parts = (
+            [_shown(rates[host], latencies[host])] if host in rates and host in latencies else []
+        )
+        parts += [f"within {_shown(each.bandwidth(), each.latency)}" for each in local]
+        if parts:
+            judged.note(host, ", ".join(parts))
+    for host in slow_links(rates):
+        judged.warn(
+            host,
+            f"the link of {host} is slow: {rates[host]:.2f} GB/s in the median of its pairs, "
+            f"{statistics.median(rates.values()):.2f} of all: look at its cable, switch port and "
+            "interface",
+        )
+    for host in late_links(latencies):
+        judged.warn(
+            host,
+            f"the link of {host} is late: {latencies[host] * 1e3:.1f} ms in the median of its "
+            f"pairs, {statistics.median(latencies.values()) * 1e3:.1f} of all: see that it is in "
+            "the same zone and rack",
+        )
+    _compared_with_the_model(judged, facts, rates)
+    if facts.left_out:
+        judged.note(
+            "",
+            f"measured: {len(between)} pairs, neighbours of a ring and random ones; "
+            f"{facts.left_out} were left out",
+        )
+    return judged.finding()
+
+
+def _compared_with_the_model(judged: Judgement, facts: "Facts", rates: dict[str, float]) -> None:
+    """Note what the median rate means for a step; warn below gigabit Ethernet."""
+    if not rates:
+        return
+    median = statistics.median(rates.values())
+    exchange = ""
+    if facts.needs is not None:
+        size, seconds = facts.needs.gradients / 1e9, facts.needs.gradients / 1e9 / median
+        duration = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+        exchange = (
+            f"{facts.needs.name} exchanges {size:.3g} GB of gradients a step, {duration} at this "
+            "rate"
+        )
+        judged.note("", exchange)
+    if median < GIGABIT:
+        judged.warn(
+            "",
+            f"the hosts exchange {median:.3f} GB/s, less than gigabit Ethernet"
+            f"{f' ({exchange})' if exchange else ''}: name a faster launch.interface, or train on "
+            "one host",
+        )
+
+
+def host_medians(
+    pairs: "list[PairMeasurement]", value: "Callable[[PairMeasurement], float | None]"
+) -> dict[str, float]:
+    """Return for each host the median of a value over its pairs."""
+    by_host: dict[str, list[float]] = {}
+    for pair in pairs:
+        measured = value(pair)
+        if measured is not None:
+            for host in (pair.first, pair.second):
+                by_host.setdefault(host, []).append(measured)
+    return {host: statistics.median(values) for host, values in by_host.items()}
+
+
+def slow_links(rates: dict[str, float]) -> list[str]:
+    """Return the hosts, of three or more, with less than SLOW_LINK times the median rate of all."""
+    if len(rates) < 3:
+        return []
+    limit = SLOW_LINK * statistics.median(rates.values())
+    return [host for host, rate in rates.items() if rate < limit]
+
+
+def late_links(latencies: dict[str, float]) -> list[str]:
+    """Return the hosts, of three or more, with a late link."""
+    if len(latencies) < 3:
+        return []
+    limit = max(LATE_AT_LEAST, LATE_LINK * statistics.median(latencies.values()))
+    return [host for host, latency in latencies.items() if latency > limit]
+
+
+def _shown(rate: float | None, latency: float | None) -> str:
+    return f"{rate or 0.0:.2f} GB/s, {(latency or 0.0) * 1e6:,.0f} µs"

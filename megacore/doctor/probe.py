@@ -1,31 +1,39 @@
-"""The doctor on one host: `python -m megacore.doctor.probe` reads a request and writes a line for each check.
+"""The probe of a host: `python -m megacore.doctor.probe` reads a request, writes a line per check.
 
-Each check has a time limit, and its line is written as soon as it is done: what hangs costs its own answer alone.
+Each check has a time limit, and its line is written when it ends: a check that hangs costs only its
+own answer.
 """
 
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megacore.doctor.limited import NOT_BEGUN, answer, leave, say
-from megacore.doctor.request import Request
+from megacore.doctor.protocol import NOT_BEGUN, Request, answer, leave, say
 from megacore.errors import LaunchError
 
-QUICK_LIMIT = 8.0
-"""Seconds of a check that reads a few files."""
-TORCH_LIMIT = 30.0
-"""Seconds of one that imports torch and opens a GPU."""
-TOKEN_SECONDS = 12.0
-"""Seconds of reading token files."""
-TOKEN_RESERVE = 2.0
-"""Seconds that the last block may take beyond that."""
 QUICK = ("packages", "limits", "memory", "disk")
 """Checks of any machine that read a few files."""
 SLOW = ("gpus", "torch", "speed")
 """Checks of any machine that take seconds, and longer from a cold file share."""
+QUICK_LIMIT = 8.0
+"""Seconds for a check that reads a few files."""
+TORCH_LIMIT = 30.0
+"""Seconds for a check that imports torch and opens a GPU."""
+TOKEN_SECONDS = 12.0
+"""Seconds for reading token files."""
+TOKEN_RESERVE = 2.0
+"""Seconds that the last block may take beyond that."""
+_LIMITS = {
+    "gpus": 2 * QUICK_LIMIT,
+    "torch": TORCH_LIMIT,
+    "speed": TORCH_LIMIT,
+    "tokens": TOKEN_SECONDS + QUICK_LIMIT,
+}
+"""Time limits of the checks that may take longer than QUICK_LIMIT."""
 
 
 def main() -> None:
@@ -48,89 +56,51 @@ def main() -> None:
 
 
 def work_of(check: str, request: Request, left: float) -> tuple[Callable[[], Any], float]:
-    """What makes a check in the seconds that are left, and its time limit, within which it imports what it needs."""
-    works: dict[str, tuple[Callable[[Request], Any], float]] = {
-        "packages": (_packages, QUICK_LIMIT),
-        "limits": (_limits, QUICK_LIMIT),
-        "memory": (_memory, QUICK_LIMIT),
-        "disk": (_disk, QUICK_LIMIT),
-        "workspace": (_workspace, QUICK_LIMIT),
-        "network": (_network, QUICK_LIMIT),
-        "gpus": (_gpus, 2 * QUICK_LIMIT),
-        "torch": (_torch, TORCH_LIMIT),
-        "speed": (_speed, TORCH_LIMIT),
-        "tokens": (lambda request: _tokens(request, left), TOKEN_SECONDS + QUICK_LIMIT),
-        "index": (_index, QUICK_LIMIT),
+    """Return the function that makes a check in the seconds `left`, and its time limit.
+
+    The function imports what it needs, since an import may hang as well.
+    """
+    if check == "network":
+        work: Callable[[], Any] = partial(_look_at_network, request)
+    elif check in ("workspace", "disk", "tokens", "index"):
+        work = partial(_look_at_storage, check, request, left)
+    else:
+        work = partial(_look_at_machine, check, request)
+    return work, _LIMITS.get(check, QUICK_LIMIT)
+
+
+def _look_at_machine(check: str, request: Request) -> Any:
+    from megacore.doctor import machine
+
+    checks: dict[str, Callable[[], Any]] = {
+        "packages": machine.look_at_packages,
+        "limits": machine.look_at_limits,
+        "memory": machine.look_at_memory,
+        "gpus": machine.look_at_gpus,
+        "torch": lambda: machine.look_at_torch(request.precision, request.kernels, request.compile),
+        "speed": machine.measure_speed,
     }
-    work, limit = works[check]
-    return lambda: work(request), limit
+    return checks[check]()
 
 
-def _packages(request: Request) -> Any:
-    from megacore.doctor.packages import look_at_packages
-
-    return look_at_packages()
-
-
-def _limits(request: Request) -> Any:
-    from megacore.doctor.machine import look_at_limits
-
-    return look_at_limits()
-
-
-def _memory(request: Request) -> Any:
-    from megacore.doctor.machine import look_at_memory
-
-    return look_at_memory()
-
-
-def _disk(request: Request) -> Any:
-    from megacore.doctor.machine import look_at_disk
-
-    return look_at_disk(Path(request.workspace))
-
-
-def _workspace(request: Request) -> Any:
-    from megacore.doctor.shared import look_at_workspace
-
-    return look_at_workspace(Path(request.workspace), request.token, request.host)
-
-
-def _network(request: Request) -> Any:
+def _look_at_network(request: Request) -> Any:
     from megacore.doctor.network import look_at_network
 
     return look_at_network(request.peers, request.interface)
 
 
-def _gpus(request: Request) -> Any:
-    from megacore.doctor.gpus import look_at_gpus
+def _look_at_storage(check: str, request: Request, left: float) -> Any:
+    from megacore.doctor import storage
 
-    return look_at_gpus()
-
-
-def _torch(request: Request) -> Any:
-    from megacore.doctor.compute import look_at_torch
-
-    return look_at_torch(request.precision, request.kernels, request.compile)
-
-
-def _speed(request: Request) -> Any:
-    from megacore.doctor.compute import measure_speed
-
-    return measure_speed()
-
-
-def _tokens(request: Request, left: float) -> Any:
-    from megacore.doctor.tokens import look_at_tokens
-
+    workspace = Path(request.workspace)
+    if check == "workspace":
+        return storage.look_at_workspace(workspace, request.token, request.host)
+    if check == "disk":
+        return storage.look_at_disk(workspace)
+    if check == "index":
+        return storage.look_at_index(Path(str(request.index_directory)), request.prefixes)
     seconds = min(TOKEN_SECONDS, left - TOKEN_RESERVE)
-    return look_at_tokens(request.prefixes, request.vocab_size, request.share, seconds)
-
-
-def _index(request: Request) -> Any:
-    from megacore.doctor.tokens import look_at_index
-
-    return look_at_index(Path(str(request.index_directory)), request.prefixes)
+    return storage.look_at_tokens(request.prefixes, request.vocab_size, request.share, seconds)
 
 
 if __name__ == "__main__":

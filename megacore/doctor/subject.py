@@ -1,4 +1,4 @@
-"""What is examined: hosts, and what is known of the run that they will do."""
+"""What is examined: the hosts, and what is known of the run that they will do."""
 
 import socket
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ from megacore.plan.parameters import parameter_count
 from megacore.plan.vocabulary import expected_vocab_size
 
 _CHECKPOINT_BYTES = 12
-"""Of each parameter: fp32 weights and two moments."""
+"""Bytes of a checkpoint for each parameter: fp32 weights and two moments."""
 _WRITING = 1
-"""Checkpoints that are being written while none is removed yet."""
+"""Checkpoints that are written before an old one is removed."""
 _GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Token files and index maps to look at."""
+    """The token files and index maps of a run."""
 
     prefixes: tuple[str, ...] = ()
     """Token files without .bin/.idx."""
@@ -39,10 +39,10 @@ class RunData:
 
 @dataclass(frozen=True)
 class Subject:
-    """Hosts and a run."""
+    """Hosts, and the run that they will do."""
 
     hosts: Mapping[str, int]
-    """Ranks of each; 0 where nobody said how many."""
+    """Ranks of each host; 0 if their number is unknown."""
     workspace: Path
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     config: RunConfig | None = None
@@ -50,15 +50,17 @@ class Subject:
 
     @classmethod
     def of_run(cls, job: Job) -> Self:
-        """The hosts and the data of a job that is about to start. Raises ConfigError."""
+        """Return the hosts and the data of a job that is about to start. Raises ConfigError."""
         launch = job.config.launch
         hosts = job.hosts or hosts_of(launch) or {own_name(): job.ranks}
         data = RunData(job.token_prefixes, job.vocab_size, job.index_directory)
         return cls(hosts, Workspace.of().root, launch, job.config, data)
 
     @classmethod
-    def of_launch(cls, launch: LaunchConfig, workspace: Path, config: RunConfig | None, data: RunData) -> Self:
-        """The hosts of `launch`, or this machine. Raises ConfigError."""
+    def of_launch(
+        cls, launch: LaunchConfig, workspace: Path, config: RunConfig | None, data: RunData
+    ) -> Self:
+        """Return the hosts of `launch`, or this machine. Raises ConfigError."""
         here = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
         return cls(hosts_of(launch) or {own_name(): here}, workspace, launch, config, data)
 
@@ -69,38 +71,46 @@ class Subject:
 
 
 def own_name() -> str:
-    """What this machine calls itself."""
+    """Return this machine's own name."""
     return socket.gethostname()
 
 
 def data_of(config: RunConfig, workspace: Workspace) -> RunData:
-    """What the newest run with this configuration's data reads; else ready-made token files that it names.
+    """Return the data of the newest run with this configuration's data section.
 
-    A configuration whose text was not prepared yet has none of it. Raises ConfigError.
+    Without such a run it is the ready-made token files that the configuration names, if any. Raises
+    ConfigError.
     """
-    files = sorted(workspace.folder("train").glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    files = sorted(
+        workspace.folder("train").glob("*/run.json"),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    )
     for path in files:
         try:
             job = TrainJob.read(path)
         except ConfigError:
-            continue  # of another version of megacore
+            continue  # written by another version of megacore
         if job.config.name == config.name and job.config.data == config.data:
             return RunData(job.token_prefixes, job.vocab_size, job.index_directory)
-    ready = tuple(source.prefix for source in config.data.sources if isinstance(source, PrefixSource))
+    ready = tuple(
+        source.prefix for source in config.data.sources if isinstance(source, PrefixSource)
+    )
     return RunData(ready, expected_vocab_size(config)) if ready else RunData()
 
 
 def data_at(path: Path, vocab_size: int | None) -> RunData:
-    """Token files that the command line names: PREFIX, or a directory. Raises ConfigError, DataFormatError."""
+    """Return the token files at PREFIX or in a directory. Raises ConfigError, DataFormatError."""
     if vocab_size is None:
         raise ConfigError(
-            f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must be below"
+            f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must "
+            "be below"
         )
     return RunData(find_prefixes(path), vocab_size)
 
 
 def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None:
-    """What the run will need on the hosts' devices; None without a configuration. Raises ParallelLayoutError."""
+    """Return what the run will need; None without a configuration. Raises ParallelLayoutError."""
     config = subject.config
     if config is None:
         return None
@@ -108,9 +118,13 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
     parallel = config.parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks = sum(subject.hosts.values()) or replica
-    data = _least_replicas(subject, replica) if subject.launch.elastic else layout_of(config, ranks, vocab_size).data
+    if subject.launch.elastic:
+        data = _least_replicas(subject, replica)
+    else:
+        data = layout_of(config, ranks, vocab_size).data
     memory = estimate_memory(config, vocab_size, precision, device_type, data)
-    checkpoint = _CHECKPOINT_BYTES * parameter_count(config, vocab_size)
+    parameters = parameter_count(config, vocab_size)
+    checkpoint = _CHECKPOINT_BYTES * parameters
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + _WRITING
     return Needs(
         name=config.name,
@@ -118,19 +132,19 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
         host=memory.host,
         checkpoint=checkpoint,
         checkpoints=kept * checkpoint,
-        gradients=_GRADIENT_BYTES[parallel.grad_reduce_dtype] * parameter_count(config, vocab_size),
+        gradients=_GRADIENT_BYTES[parallel.grad_reduce_dtype] * parameters,
         deepspeed=config.engine == "deepspeed",
     )
 
 
 def _least_replicas(subject: Subject, replica: int) -> int:
-    """Those of an elastic run on the least number of hosts: a rank needs most there, since fewer divide the state.
+    """Return the replicas of an elastic run on the fewest hosts: a rank needs most memory there.
 
-    Hosts that the batch does not divide by are left out, as when the run starts.
+    As when the run starts, their number must divide the batch.
     """
-    config, least = subject.config, subject.launch.node_range
+    config, nodes = subject.config, subject.launch.node_range
     assert config is not None
-    assert least is not None
-    most = sum(sorted(subject.hosts.values())[: least[0]]) // replica
+    assert nodes is not None
+    most = sum(sorted(subject.hosts.values())[: nodes[0]]) // replica
     batches = config.train.global_batch_size // config.train.micro_batch_size
     return next((count for count in range(most, 0, -1) if batches % count == 0), 1)

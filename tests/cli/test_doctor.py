@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from megacore.cli import app
 from megacore.cli.doctor import EXIT_CODE
 from megacore.errors import ConfigError, MegacoreError
-from tests.doctor.test_probe import write_tokens
+from tests.doctor._made import write_tokens
 
 _TAKEN = {error.exit_code for error in MegacoreError.__subclasses__()} | {0, 1}
 

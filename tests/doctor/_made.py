@@ -1,11 +1,15 @@
 """Hosts that nobody has: answers of healthy ones, of which a test changes what it is about."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megacore.data.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.doctor.facts import Contact, Facts, Needs
-from megacore.doctor.report import Finding
-from megacore.doctor.request import HostProbe
+from megacore.doctor.findings import Finding
+from megacore.doctor.protocol import HostProbe
 
 GIB = 2**30
 MIB = 2**20
@@ -80,7 +84,15 @@ HEALTHY: dict[str, Any] = {
     "tokens": {
         "vocab_size": 100,
         "files": [
-            {"prefix": "/w/t", "tokens": 50, "read": 50, "planned": 50, "smallest": 0, "largest": 99, "outside": None}
+            {
+                "prefix": "/w/t",
+                "tokens": 50,
+                "read": 50,
+                "planned": 50,
+                "smallest": 0,
+                "largest": 99,
+                "outside": None,
+            }
         ],
     },
     "index": {"directory": "/w/i", "maps": 9, "samples": {"train": 10}, "others": []},
@@ -89,7 +101,7 @@ NEEDS = Needs("tiny", device=GIB, host=0, checkpoint=2 * GIB, checkpoints=8 * GI
 
 
 def probe(host: str, **changes: dict[str, Any] | str | None) -> HostProbe:
-    """A host's answers: each change is merged into a check's value; a text is the check's problem, None no answer."""
+    """Answers of a host: a change is merged into a check's value, or is its problem, or None."""
     values, problems = copy.deepcopy(HEALTHY), {}
     for check, change in changes.items():
         if isinstance(change, dict):
@@ -101,7 +113,9 @@ def probe(host: str, **changes: dict[str, Any] | str | None) -> HostProbe:
     return HostProbe(host, values, problems)
 
 
-def gpu_host(host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **changes: dict[str, Any]) -> HostProbe:
+def gpu_host(
+    host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **changes: dict[str, Any]
+) -> HostProbe:
     """A host with GPUs."""
     visible = [{"name": "H100", "memory": 80 * GIB}] * count
     changes.setdefault("torch", {"cuda_works": True, "device": "cuda"})
@@ -117,14 +131,19 @@ def gpu_host(host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **
 def facts(*probes: HostProbe, slots: int = 1, **more: Any) -> Facts:
     """Facts of these hosts, the first of which is the head."""
     names = [each.host for each in probes]
-    contacts = {name: Contact(seconds=0.3, offset=0.0, uncertainty=0.15, here=name == names[0]) for name in names}
+    contacts = {
+        name: Contact(seconds=0.3, offset=0.0, uncertainty=0.15, here=name == names[0])
+        for name in names
+    }
     defaults: dict[str, Any] = {
         "contacts": contacts,
         "workspace": "/w",
         "seen": dict.fromkeys(names, True),
         "master": names[0] if len(names) > 1 else "",
     }
-    return Facts(dict.fromkeys(names, slots), {each.host: each for each in probes}, **{**defaults, **more})
+    return Facts(
+        dict.fromkeys(names, slots), {each.host: each for each in probes}, **{**defaults, **more}
+    )
 
 
 def expect(finding: Finding | None, verdict: str, hosts: tuple[str, ...], *words: str) -> None:
@@ -134,3 +153,10 @@ def expect(finding: Finding | None, verdict: str, hosts: tuple[str, ...], *words
     assert (finding.advice == "") == (verdict == "ok"), finding
     for word in words:
         assert word in finding.advice, finding.advice
+
+
+def write_tokens(prefix: Path, ids: "list[int] | np.ndarray[Any, Any]") -> str:
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for part in np.array_split(np.asarray(ids, np.int32), 3):
+            writer.add_document(part)
+    return str(prefix)

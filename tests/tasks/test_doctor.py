@@ -11,7 +11,7 @@ import prefect.runtime
 import pytest
 
 from megacore.config import RunConfig
-from megacore.doctor.report import Finding, Report
+from megacore.doctor.findings import Examination, Finding
 from megacore.errors import LaunchError
 from megacore.launch.job import TrainJob
 from tasks._doctor import PREFLIGHT_FILE, check_hosts, send_preflight
@@ -30,9 +30,9 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> "SimpleNamespace":
     """What was asked of the doctor, who finds `findings`."""
     asked = SimpleNamespace(findings=(GOOD,), calls=[], run_count=1)
 
-    def examine(subject: Any, *, full: bool) -> Report:
+    def examine(subject: Any, *, full: bool) -> Examination:
         asked.calls.append((dict(subject.hosts), full))
-        return Report(subject.hosts, asked.findings, "full" if full else "quick")
+        return Examination(subject.hosts, asked.findings, "full" if full else "quick")
 
     monkeypatch.setattr("megacore.doctor.examine.examine", examine)
     monkeypatch.setattr(prefect, "get_run_logger", lambda: logging.getLogger("doctor"))

@@ -1,10 +1,9 @@
 from typing import Any
 
 from megacore.config.launch import LaunchConfig
-from megacore.doctor.compare_network import bandwidth, interfaces, late_links, names, ports, slow_links
-from megacore.doctor.facts import Facts, Pair
-from megacore.doctor.limited import NOT_BEGUN
-from megacore.doctor.request import HostProbe
+from megacore.doctor.facts import Facts, PairMeasurement
+from megacore.doctor.network import bandwidth, interfaces, late_links, names, ports, slow_links
+from megacore.doctor.protocol import NOT_BEGUN, HostProbe
 from tests.doctor._made import NEEDS, expect, facts, probe
 
 
@@ -17,9 +16,12 @@ def reach(port: int, reached: dict[str, str | None], listens: str | None = None)
     return {"check": "reach", "value": {"port": port, "listens": listens, "reached": results}}
 
 
-def pairs(*rates: tuple[str, str, float], latency: float = 1e-4) -> tuple[Pair, ...]:
+def pairs(*rates: tuple[str, str, float], latency: float = 1e-4) -> tuple[PairMeasurement, ...]:
     """Pairs with their bandwidths in GB/s."""
-    return tuple(Pair(a, b, "gloo", latency, 1e6 / 1e9 / rate, 64e6 / 1e9 / rate) for a, b, rate in rates)
+    return tuple(
+        PairMeasurement(a, b, "gloo", latency, 1e6 / 1e9 / rate, 64e6 / 1e9 / rate)
+        for a, b, rate in rates
+    )
 
 
 def named(peer: str, addresses: list[str]) -> HostProbe:
@@ -33,8 +35,16 @@ def test_names_that_lead_to_the_others() -> None:
 
 
 def test_the_name_where_the_ranks_meet_must_be_known_everywhere() -> None:
-    expect(names(facts(probe("a"), named("a", []))), "error", ("b",), "b does not know the address of a", "HostName")
-    expect(names(facts(probe("a"), named("a", ["127.0.1.1"]))), "error", ("b",), "a is 127.0.1.1 on b")
+    expect(
+        names(facts(probe("a"), named("a", []))),
+        "error",
+        ("b",),
+        "b does not know the address of a",
+        "HostName",
+    )
+    expect(
+        names(facts(probe("a"), named("a", ["127.0.1.1"]))), "error", ("b",), "a is 127.0.1.1 on b"
+    )
     expect(names(facts(probe("a"), named("c", []), probe("c"))), "warning", ("b",), "address of c")
 
 
@@ -50,7 +60,13 @@ def test_interfaces() -> None:
 
 def test_interfaces_that_differ() -> None:
     frames = probe("b", network={"mtu": 1500})
-    expect(interfaces(facts(probe("a"), frames, probe("c"))), "warning", ("b",), "MTU", "1500 on b and 9000")
+    expect(
+        interfaces(facts(probe("a"), frames, probe("c"))),
+        "warning",
+        ("b",),
+        "MTU",
+        "1500 on b and 9000",
+    )
     slow = probe("b", network={"speed": 100})
     expect(interfaces(facts(probe("a"), slow)), "warning", ("b",), "100 Mbit/s", "cable")
     expect(interfaces(facts(probe("a"), probe("b", network={"speed": None}))), "ok", ())
@@ -60,17 +76,36 @@ def test_interfaces_that_differ() -> None:
 
 def test_ports() -> None:
     hosts = probe("a"), probe("b")
-    expect(ports(facts(*hosts, reach={"a": reach(4001, {"b": None}), "b": reach(4001, {"a": None})})), "ok", ())
+    expect(
+        ports(facts(*hosts, reach={"a": reach(4001, {"b": None}), "b": reach(4001, {"a": None})})),
+        "ok",
+        (),
+    )
     blocked = {"a": reach(4001, {"b": None}), "b": reach(4001, {"a": "no answer"})}
-    expect(ports(facts(*hosts, reach=blocked)), "error", ("b",), "b does not reach a at 10.0.0.a:4001", "firewall")
+    expect(
+        ports(facts(*hosts, reach=blocked)),
+        "error",
+        ("b",),
+        "b does not reach a at 10.0.0.a:4001",
+        "firewall",
+    )
     assert ports(facts(*hosts)) is None
 
 
 def test_the_rendezvous_port_is_taken() -> None:
     launch = LaunchConfig(hostfile="hosts", rdzv_endpoint="a:29500")
-    taken = {"a": reach(29500, {"b": None}, "Address already in use"), "b": reach(4001, {"a": "refused"})}
+    taken = {
+        "a": reach(29500, {"b": None}, "Address already in use"),
+        "b": reach(4001, {"a": "refused"}),
+    }
     found = ports(facts(probe("a"), probe("b"), reach=taken, launch=launch))
-    expect(found, "error", ("a",), "port 29500 of a (launch.rdzv_endpoint a:29500)", "Address already in use")
+    expect(
+        found,
+        "error",
+        ("a",),
+        "port 29500 of a (launch.rdzv_endpoint a:29500)",
+        "Address already in use",
+    )
     assert found is not None
     assert "firewall" not in found.advice  # that b does not reach it is no fault of the network
 
@@ -87,17 +122,33 @@ def test_bandwidth_of_equal_links() -> None:
 def test_a_slow_link() -> None:
     three = measured(("a", "b", 5.0), ("a", "c", 0.5), ("b", "c", 0.5))
     expect(bandwidth(three), "warning", ("c",), "the link of c is slow: 0.50 GB/s", "2.75 of all")
-    rates = [("a", "b", 5.0), ("a", "c", 0.5), ("a", "d", 5.0), ("b", "c", 0.5), ("b", "d", 5.0), ("c", "d", 0.5)]
+    rates = [
+        ("a", "b", 5.0),
+        ("a", "c", 0.5),
+        ("a", "d", 5.0),
+        ("b", "c", 0.5),
+        ("b", "d", 5.0),
+        ("c", "d", 0.5),
+    ]
     expect(bandwidth(measured(*rates, hosts="abcd")), "warning", ("c",), "5.00 of all")
 
 
 def test_a_late_link() -> None:
     far = pairs(("a", "b", 5.0)) + pairs(("a", "c", 5.0), ("b", "c", 5.0), latency=0.03)
-    assert late_links({"a": 1e-4, "b": 1e-4, "c": 9e-4}) == []  # less than a millisecond matters to nobody
+    assert (
+        late_links({"a": 1e-4, "b": 1e-4, "c": 9e-4}) == []
+    )  # less than a millisecond matters to nobody
     assert late_links({"a": 1e-4, "b": 1e-4, "c": 3e-3, "d": 1e-4}) == ["c"]
-    expect(bandwidth(facts(*map(probe, "abc"), pairs=far)), "ok", ())  # of three, one is not thrice the median
+    expect(
+        bandwidth(facts(*map(probe, "abc"), pairs=far)), "ok", ()
+    )  # of three, one is not thrice the median
     more = far + pairs(("a", "d", 5.0), ("b", "d", 5.0)) + pairs(("c", "d", 5.0), latency=0.03)
-    expect(bandwidth(facts(*map(probe, "abcd"), pairs=more)), "warning", ("c",), "the link of c is late: 30.0 ms")
+    expect(
+        bandwidth(facts(*map(probe, "abcd"), pairs=more)),
+        "warning",
+        ("c",),
+        "the link of c is late: 30.0 ms",
+    )
 
 
 def test_of_two_hosts_nobody_is_the_slow_one() -> None:
@@ -110,18 +161,32 @@ def test_of_two_hosts_nobody_is_the_slow_one() -> None:
 
 
 def test_a_pair_that_does_not_meet() -> None:
-    failed = (Pair("a", "b", "gloo", problem="timed out"), *pairs(("a", "c", 5.0)))
-    expect(bandwidth(facts(*map(probe, "abc"), pairs=failed)), "error", ("a",), "a and b do not exchange", "timed out")
-    alone = (Pair("a", "a", "nccl", problem="no peer access"),)
+    failed = (PairMeasurement("a", "b", "gloo", problem="timed out"), *pairs(("a", "c", 5.0)))
+    expect(
+        bandwidth(facts(*map(probe, "abc"), pairs=failed)),
+        "error",
+        ("a",),
+        "a and b do not exchange",
+        "timed out",
+    )
+    alone = (PairMeasurement("a", "a", "nccl", problem="no peer access"),)
     expect(bandwidth(facts(probe("a"), pairs=alone)), "error", ("a",), "two ranks of a")
 
 
 def test_pairs_for_which_there_was_no_time() -> None:
-    late = (Pair("a", "b", "gloo", problem=NOT_BEGUN), *pairs(("a", "c", 5.0)))
-    expect(bandwidth(facts(*map(probe, "abc"), pairs=late)), "warning", (), "1 of 2 pairs were not measured in time")
+    late = (PairMeasurement("a", "b", "gloo", problem=NOT_BEGUN), *pairs(("a", "c", 5.0)))
+    expect(
+        bandwidth(facts(*map(probe, "abc"), pairs=late)),
+        "warning",
+        (),
+        "1 of 2 pairs were not measured in time",
+    )
 
 
 def test_pairs_that_were_left_out_are_counted() -> None:
     found = bandwidth(measured(("a", "b", 5.0), hosts="ab", left_out=40))
     assert found is not None
-    assert found.found[""] == "measured: 1 pairs, neighbours of a ring and random ones; 40 were left out"
+    assert (
+        found.found[""]
+        == "measured: 1 pairs, neighbours of a ring and random ones; 40 were left out"
+    )

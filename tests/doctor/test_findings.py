@@ -4,31 +4,45 @@ import json
 from rich.console import Console
 
 from megacore.doctor.compare import compare
-from megacore.doctor.facts import Pair
-from megacore.doctor.report import REPORT_VERSION, Finding, Report, worst
-from megacore.doctor.table import show
+from megacore.doctor.facts import PairMeasurement
+from megacore.doctor.findings import REPORT_VERSION, Examination, Finding, show, worst
 from tests.doctor._made import facts, probe
 
 
-def text(report: Report, width: int = 160) -> str:
+def text(report: Examination, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width)
     show(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def made(*probes_changes: dict[str, object]) -> Report:
-    probes = [probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)]  # type: ignore[arg-type]
+def made(*probes_changes: dict[str, object]) -> Examination:
+    probes = [
+        probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)
+    ]  # type: ignore[arg-type]
     found = facts(
-        *probes, pairs=(Pair("a", "b", "gloo", 1e-4, 1e-3, 0.064), Pair("a", "c", "gloo", problem="no [way]"))
+        *probes,
+        pairs=(
+            PairMeasurement("a", "b", "gloo", 1e-4, 1e-3, 0.064),
+            PairMeasurement("a", "c", "gloo", problem="no [way]"),
+        ),
     )
-    return Report(found.hosts, compare(found), "full", tuple(pair.as_json() for pair in found.pairs), seconds=7.0)
+    return Examination(
+        found.hosts,
+        compare(found),
+        "full",
+        tuple(pair.as_json() for pair in found.pairs),
+        seconds=7.0,
+    )
 
 
 def test_problems_come_first_with_what_to_do() -> None:
     shown = text(made({}, {"disk": {"free": 2**30}}, {}))
     lines = [line for line in shown.splitlines() if line.startswith("│")]
-    assert [line.split()[1] for line in lines if line.split()[1] != "│"][:2] == ["bandwidth", "disk"]
+    assert [line.split()[1] for line in lines if line.split()[1] != "│"][:2] == [
+        "bandwidth",
+        "disk",
+    ]
     assert "→ /w on b has 1.0 GiB free: make room (megacore clean)" in shown
     assert "all: files 65,536" in shown
     assert "a, c: 500.0 of 900.0 GiB free, nfs4" in shown
@@ -38,7 +52,7 @@ def test_problems_come_first_with_what_to_do() -> None:
 
 
 def test_all_is_well() -> None:
-    report = Report({"a": 1}, (Finding("disk", "ok", {"a": "much"}),), "quick", seconds=1.0)
+    report = Examination({"a": 1}, (Finding("disk", "ok", {"a": "much"}),), "quick", seconds=1.0)
     assert "1 host, 1 checks in 1.0 s: all is well" in text(report)
     assert "a: much" not in text(report)
 

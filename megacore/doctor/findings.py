@@ -1,0 +1,262 @@
+"""What the doctor finds: a verdict and an advice for each check, as a table and as JSON."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from megacore.doctor.protocol import NO_ANSWER
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megacore.doctor.facts import Facts
+
+REPORT_VERSION = 1
+"""Version of the JSON; raised when a key changes its meaning."""
+_SENTENCES = 3
+"""Problems of one check that its advice names."""
+_MOST_HOSTS = 8
+"""Hosts that a line of the table names."""
+_PAIRS = 24
+"""Pairs that the table shows, the slowest ones first."""
+
+Verdict = Literal["ok", "warning", "error"]
+_ORDER: dict[Verdict, int] = {"error": 0, "warning": 1, "ok": 2}
+_STYLES: dict[Verdict, str] = {"error": "bold red", "warning": "yellow", "ok": "green"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check on all hosts."""
+
+    check: str
+    """Its name, as in docs/doctor.md."""
+    verdict: Verdict
+    found: Mapping[str, str]
+    """What was found, by host; the entry with an empty name is for all of them together."""
+    advice: str = ""
+    """What is wrong and what to do, in one sentence; empty if all is well."""
+    hosts: tuple[str, ...] = ()
+    """Hosts at fault."""
+
+    def sentence(self) -> str:
+        """Return the problem with its hosts, for a message."""
+        where = f" on {', '.join(self.hosts)}" if self.hosts else ""
+        return f"{self.check}{where}: {self.advice}"
+
+
+class Judgement:
+    """A finding under construction: what there is on each host, and what is wrong."""
+
+    def __init__(self, check: str) -> None:
+        self.check = check
+        self._found: dict[str, str] = {}
+        self._troubles: list[tuple[Verdict, str, str]] = []
+
+    def note(self, host: str, text: str) -> None:
+        """Note what there is on a host, after what was noted of it before."""
+        self._found[host] = f"{self._found[host]}; {text}" if host in self._found else text
+
+    def warn(self, host: str, advice: str) -> None:
+        """Add a problem with which a run may start."""
+        self._troubles.append(("warning", host, advice))
+
+    def error(self, host: str, advice: str) -> None:
+        """Add a problem by which a run cannot start, or would be wrong."""
+        self._troubles.append(("error", host, advice))
+
+    def unanswered(
+        self,
+        facts: "Facts",
+        probe_check: str,
+        verdict: Verdict,
+        advice: str,
+        *,
+        late: Verdict | None = None,
+    ) -> None:
+        """Add the hosts whose probe could not make a check.
+
+        Args:
+            facts: what is known of the hosts.
+            probe_check: the probe's name of the check.
+            verdict: of a host without an answer.
+            advice: what to do about it; may be empty.
+            late: verdict of a host that only lacked the time; None takes `verdict`.
+        """
+        for host, probe in facts.probes.items():
+            if probe_check in probe.problems:
+                problem = probe.problems[probe_check]
+                serious = late if late is not None and problem.startswith(NO_ANSWER) else verdict
+                self.note(host, problem)
+                self._troubles.append(
+                    (serious, host, f"{problem}: {advice}" if advice else problem)
+                )
+
+    def finding(self) -> Finding | None:
+        """Return the finding; None if no host answered."""
+        if not self._found and not self._troubles:
+            return None
+        verdict = worst(each[0] for each in self._troubles)
+        ordered = sorted(self._troubles, key=lambda each: each[0] != "error")
+        sentences = list(dict.fromkeys(each[2] for each in ordered))
+        advice = "; ".join(sentences[:_SENTENCES])
+        if len(sentences) > _SENTENCES:
+            advice += f"; and {len(sentences) - _SENTENCES} more"
+        hosts = tuple(
+            dict.fromkeys(each[1] for each in self._troubles if each[0] == verdict and each[1])
+        )
+        return Finding(self.check, verdict, dict(self._found), advice, hosts)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the most serious verdict; ok if there is none."""
+    return min(verdicts, key=_ORDER.__getitem__, default="ok")
+
+
+def most_common(values: Iterable[Any]) -> Any:
+    """Return the value that most hosts have; of several the first one."""
+    listed = list(values)
+    return max(listed, key=listed.count)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The outcome of one examination: all findings, and the measurements behind them."""
+
+    hosts: Mapping[str, int]
+    """Ranks of each host, in the hostfile's order; 0 if their number is unknown."""
+    findings: tuple[Finding, ...]
+    mode: Literal["quick", "full"]
+    """`quick` leaves out the bandwidths between hosts."""
+    pairs: tuple[Mapping[str, Any], ...] = ()
+    """Measurements between two hosts, or between two ranks of one."""
+    probes: Mapping[str, Any] = field(default_factory=dict)
+    """The answers of each host."""
+    started: float = field(default_factory=time.time)
+    """Start in Unix seconds."""
+    seconds: float = 0.0
+    """Duration."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the worst finding."""
+        return worst(finding.verdict for finding in self.findings)
+
+    def sorted_findings(self) -> list[Finding]:
+        """Return the problems first, else in the order of the checks."""
+        return sorted(self.findings, key=lambda finding: _ORDER[finding.verdict])
+
+    def first_error(self) -> Finding | None:
+        """Return the first finding by which a run cannot start."""
+        return next((finding for finding in self.findings if finding.verdict == "error"), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the examination for programs; docs/doctor.md describes the keys."""
+        return {
+            "version": REPORT_VERSION,
+            "mode": self.mode,
+            "verdict": self.verdict,
+            "started": self.started,
+            "seconds": round(self.seconds, 3),
+            "hosts": dict(self.hosts),
+            "checks": [
+                asdict(finding) | {"hosts": list(finding.hosts)}
+                for finding in self.sorted_findings()
+            ],
+            "pairs": [dict(pair) for pair in self.pairs],
+            "probes": dict(self.probes),
+        }
+
+    def as_text(self) -> str:
+        """Return the JSON as text."""
+        return json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
+
+
+def show(examination: Examination, console: "Console") -> None:
+    """Print the verdicts, then the pairs of hosts."""
+    troubles = [finding for finding in examination.sorted_findings() if finding.verdict != "ok"]
+    console.print(_verdicts(examination))
+    if len(_between(examination)) > 1:
+        console.print(_pairs(examination))
+    hosts, checks = len(examination.hosts), len(examination.findings)
+    style = _STYLES[examination.verdict]
+    outcome = "all is well" if not troubles else _count(troubles)
+    console.print(
+        f"{hosts} host{'s' if hosts > 1 else ''}, {checks} checks in {examination.seconds:.1f} s: "
+        f"[{style}]{outcome}[/]",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _count(troubles: list[Finding]) -> str:
+    errors = sum(finding.verdict == "error" for finding in troubles)
+    warnings = len(troubles) - errors
+    parts = [
+        f"{number} {name}{'s' if number > 1 else ''}"
+        for number, name in ((errors, "error"), (warnings, "warning"))
+        if number
+    ]
+    return " and ".join(parts)
+
+
+def _verdicts(examination: Examination) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"doctor ({examination.mode})"
+    table = Table(title=title, title_justify="left", show_lines=len(examination.hosts) > 1)
+    table.add_column("check", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("found, and what to do", overflow="fold")
+    for finding in examination.sorted_findings():
+        style = _STYLES[finding.verdict]
+        lines = [escape(line) for line in _lines(examination, finding)]
+        lines += [f"[{style}]→ {escape(finding.advice)}[/]"] if finding.advice else []
+        table.add_row(finding.check, f"[{style}]{finding.verdict}[/]", "\n".join(lines))
+    return table
+
+
+def _lines(examination: Examination, finding: Finding) -> list[str]:
+    """Return a line for each thing that was found, with the hosts where it was."""
+    if len(examination.hosts) == 1:
+        return list(finding.found.values())
+    by_text: dict[str, list[str]] = {}
+    for host, text in finding.found.items():
+        by_text.setdefault(text, []).append(host)
+    everybody = list(examination.hosts)
+    return [
+        text if hosts == [""] else f"{'all' if hosts == everybody else _some(hosts)}: {text}"
+        for text, hosts in by_text.items()
+    ]
+
+
+def _some(hosts: list[str]) -> str:
+    shown = ", ".join(hosts[:_MOST_HOSTS])
+    return shown if len(hosts) <= _MOST_HOSTS else f"{shown} and {len(hosts) - _MOST_HOSTS} more"
+
+
+def _pairs(examination: Examination) -> "Table":
+    from rich.table import Table
+
+    measured = _between(examination)
+    title = "all-reduce between hosts" + (
+        f", the slowest {_PAIRS} pairs" if len(measured) > _PAIRS else ""
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("hosts", "back end", "latency µs", "1 MB ms", "64 MB ms", "GB/s"):
+        table.add_column(name, justify="left" if name in ("hosts", "back end") else "right")
+    for pair in measured[:_PAIRS]:
+        numbers = [pair["latency_us"], pair["mb_1_ms"], pair["mb_64_ms"], pair["mb_64_gb_s"]]
+        shown = ["-" if number is None else f"{number:,.2f}" for number in numbers]
+        table.add_row(" - ".join(pair["hosts"]), pair["backend"], *shown)
+    return table
+
+
+def _between(examination: Examination) -> list[Mapping[str, Any]]:
+    """Return the measurements between two hosts: failed ones first, then by their bandwidth."""
+    between = [pair for pair in examination.pairs if pair["hosts"][0] != pair["hosts"][1]]
+    return sorted(between, key=lambda pair: (pair["problem"] is None, pair["mb_64_gb_s"] or 0.0))

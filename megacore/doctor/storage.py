@@ -1,0 +1,456 @@
+"""What a run reads and writes: workspace, disk, token files and index maps.
+
+`Proof` and the functions named `look_at_…` look at a machine; data sets are imported only by the
+functions that read them. The other functions judge what the hosts have answered.
+"""
+
+import os
+import random
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.artifact.files import workspace_errors
+from megacore.doctor.findings import Finding, Judgement
+from megacore.errors import MegacoreError
+
+if TYPE_CHECKING:
+    from megacore.data.index_directory import IndexDescription
+    from megacore.data.indexed_dataset import IndexedDataset
+    from megacore.doctor.facts import Facts
+
+PREFIX = ".doctor-"
+_HEAD = "head"
+_WAIT = 5.0
+"""Seconds in which a file share must show a new file to another machine."""
+_POLL = 0.05
+_STALE = 3600.0
+"""Age in seconds beyond which a proof belongs to a doctor that was killed."""
+GIB = 2**30
+LEAST_DISK = 5 * GIB
+"""Free bytes below which a workspace is nearly full, if it is unknown what will be written."""
+LEAST_INODES = 10_000
+_IN_MEMORY = ("tmpfs", "ramfs")
+_BLOCK = 1 << 22
+"""Tokens that a thread reads at a time."""
+_THREADS = 4
+
+
+class Proof:
+    """A directory of the workspace by which hosts prove that they see one workspace.
+
+    Each host reads what the head (this machine) has written there, and writes a file of its own.
+    The directory is removed with the context.
+    """
+
+    def __init__(self, workspace: Path) -> None:
+        """Choose the directory; nothing is written yet."""
+        self.directory = workspace / f"{PREFIX}{secrets.token_hex(8)}"
+
+    def __enter__(self) -> "Proof":
+        """Write the head's file. Raises WorkspaceError."""
+        _remove_stale(self.directory.parent)
+        with workspace_errors(self.directory):
+            self.directory.mkdir(parents=True)
+            (self.directory / _HEAD).write_text(self.directory.name, encoding="ascii")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def seen(self, hosts: Iterable[str]) -> dict[str, bool]:
+        """Return for each host whether this machine sees its file."""
+        deadline = time.monotonic() + _WAIT
+        return {
+            host: _appears(self.directory / host, self.directory.name, deadline) for host in hosts
+        }
+
+
+def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str, Any]:
+    """Return whether this host can write to the workspace, and sees the head's file there.
+
+    Args:
+        workspace: path of the workspace.
+        token: directory of the proof; None if each host has its own workspace.
+        host: this host's name.
+    """
+    if token is None:
+        return {"exists": workspace.is_dir(), "writes": _writes(workspace), "sees_head": None}
+    directory = Path(token)
+    answer: dict[str, Any] = {"exists": workspace.is_dir(), "sees_head": False, "writes": None}
+    if not answer["exists"]:
+        return answer
+    answer["sees_head"] = _appears(directory / _HEAD, directory.name, time.monotonic() + _WAIT)
+    if answer["sees_head"]:
+        try:
+            (directory / host).write_text(directory.name, encoding="ascii")
+            answer["writes"] = True
+        except OSError as error:
+            answer["writes"] = False
+            answer["reason"] = error.strerror
+    return answer
+
+
+def _writes(workspace: Path) -> bool | None:
+    """Return True if a file can be made there; None if the directory is missing."""
+    if not workspace.is_dir():
+        return None
+    probe = workspace / f"{PREFIX}{secrets.token_hex(8)}"
+    try:
+        probe.write_bytes(b"x")
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return True
+
+
+def _appears(path: Path, content: str, deadline: float) -> bool:
+    while True:
+        try:
+            if path.read_text(encoding="ascii") == content:
+                return True
+        except (OSError, ValueError):
+            pass  # not there yet, or half written
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL)
+
+
+def _remove_stale(workspace: Path) -> None:
+    for path in workspace.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def workspaces(facts: "Facts") -> Finding | None:
+    """Check that every host can write the workspace, and that a shared one is one directory."""
+    judged = Judgement("workspace")
+    shared = facts.several and _is_shared(facts)
+    disk_answers = dict(facts.answered("disk"))
+    for host, value in facts.answered("workspace"):
+        if shared:
+            _shared_workspace(judged, facts, host, value)
+        elif value["writes"] is False or (
+            value["writes"] is None and not disk_answers.get(host, {}).get("writable", True)
+        ):
+            judged.note(host, "cannot be written")
+            judged.error(
+                host,
+                f"{facts.workspace} cannot be written on {host}: correct its owner or its mount",
+            )
+        else:
+            judged.note(host, "writable" if value["exists"] else "not there yet, will be made")
+    judged.unanswered(
+        facts,
+        "workspace",
+        "error",
+        f"look at what is mounted at {facts.workspace} (a dead file share?)",
+    )
+    return judged.finding()
+
+
+def _shared_workspace(judged: Judgement, facts: "Facts", host: str, value: dict[str, Any]) -> None:
+    path = facts.workspace
+    if not value["exists"]:
+        judged.note(host, "missing")
+        judged.error(
+            host,
+            f"{path} does not exist on {host}: mount the shared file system there at the same "
+            "path, or set launch.data_placement to node_local",
+        )
+    elif not value["sees_head"]:
+        judged.note(host, "another directory")
+        judged.error(
+            host,
+            f"{path} on {host} is not the directory that this machine has there: mount the same "
+            "file system at the same path, or set launch.data_placement to node_local",
+        )
+    elif not value["writes"]:
+        judged.note(host, "read only")
+        reason = value.get("reason") or "not allowed"
+        judged.error(
+            host, f"{path} cannot be written on {host} ({reason}): correct its owner or its mount"
+        )
+    elif not facts.seen.get(host):
+        judged.note(host, "not seen here")
+        judged.error(
+            host,
+            f"what {host} writes to {path} is not seen on this machine within 5 s: look at the "
+            "file system's caching (NFS: actimeo, lookupcache)",
+        )
+    else:
+        judged.note(host, "the same directory, read and written")
+
+
+def look_at_disk(workspace: Path) -> dict[str, Any]:
+    """Return room and file system of the workspace, or of the nearest parent that exists."""
+    directory = workspace
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    usage = shutil.disk_usage(directory)
+    kind, source = file_system(directory)
+    return {
+        "path": str(workspace),
+        "exists": workspace.is_dir(),
+        "writable": os.access(directory, os.W_OK | os.X_OK) and directory.is_dir(),
+        "free": usage.free,
+        "total": usage.total,
+        "inodes_free": _inodes(directory),
+        "kind": kind,
+        "source": source,
+    }
+
+
+def _inodes(directory: Path) -> int | None:
+    """Return the free inodes; None for a file system that does not count them."""
+    status = os.statvfs(directory)
+    return status.f_favail if status.f_files else None
+
+
+def file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
+    """Return type and source of the mount of a path: the last with the longest mount point."""
+    longest, mount = -1, ("unknown", "unknown")
+    target = os.path.realpath(path)
+    for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].encode().decode("unicode_escape")
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= longest:
+            kind, source = right.split()[:2]
+            longest, mount = len(point), (kind, source)
+    return mount
+
+
+def disks(facts: "Facts") -> Finding | None:
+    """Check that there is room for what a run will write."""
+    judged = Judgement("disk")
+    needs = facts.needs
+    writers = facts.answered("disk")
+    first = writers[0][0] if writers else ""
+    for host, value in writers:
+        free = value["free"]
+        judged.note(
+            host, f"{free / GIB:,.1f} of {value['total'] / GIB:,.1f} GiB free, {value['kind']}"
+        )
+        # With node-local workspaces the other hosts hold the shards of one checkpoint until these
+        # are gathered.
+        if needs is not None and free < needs.checkpoint:
+            judged.error(
+                host,
+                f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and one checkpoint of "
+                f"{needs.name} takes {needs.checkpoint / GIB:.1f} GiB: make room (megacore clean), "
+                "or move the workspace (MEGACORE_WORKSPACE)",
+            )
+        elif (
+            needs is not None and free < needs.checkpoints and (host == first or _is_shared(facts))
+        ):
+            judged.warn(
+                host,
+                f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and the checkpoints "
+                f"that {needs.name} keeps take {needs.checkpoints / GIB:.1f} GiB: make room, or "
+                "lower checkpoint.keep_last",
+            )
+        elif needs is None and free < LEAST_DISK:
+            judged.warn(
+                host,
+                f"{value['path']} on {host} has {free / GIB:.1f} GiB free: make room (megacore "
+                "clean)",
+            )
+        if value["inodes_free"] is not None and value["inodes_free"] < LEAST_INODES:
+            judged.warn(
+                host,
+                f"{value['path']} on {host} has {value['inodes_free']} inodes free: remove files "
+                "that nobody needs",
+            )
+        if value["kind"] in _IN_MEMORY:
+            judged.warn(
+                host,
+                f"{value['path']} on {host} lies in main memory ({value['kind']}), and checkpoints "
+                "there are lost with it: set MEGACORE_WORKSPACE to a disk",
+            )
+    judged.unanswered(
+        facts, "disk", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)"
+    )
+    return judged.finding()
+
+
+def _is_shared(facts: "Facts") -> bool:
+    return facts.launch.data_placement == "shared"
+
+
+def look_at_tokens(
+    prefixes: Sequence[str], vocab_size: int | None, share: tuple[int, int], seconds: float
+) -> dict[str, Any]:
+    """Open the token files, and compare this host's share of the tokens with the vocabulary.
+
+    Args:
+        prefixes: token files without .bin/.idx.
+        vocab_size: entries of the vocabulary; None only opens the files.
+        share: (k, n) for every n-th block from the k-th on.
+        seconds: time after which no further block begins. Blocks are read in a random order, so
+            that what was read by then is spread over the files.
+    """
+    from megacore.data.indexed_dataset import IndexedDataset
+
+    deadline = time.monotonic() + seconds
+    files: list[dict[str, Any]] = []
+    for prefix in prefixes:
+        try:
+            dataset = IndexedDataset(prefix)
+        except MegacoreError as error:
+            files.append({"prefix": prefix, "problem": str(error)})
+            continue
+        file = {
+            "prefix": prefix,
+            "tokens": len(dataset.tokens),
+            "documents": dataset.documents,
+            "read": 0,
+        }
+        if vocab_size is not None:
+            file |= _scan(dataset, vocab_size, share, deadline)
+        files.append(file)
+    return {"files": files, "vocab_size": vocab_size}
+
+
+def _scan(
+    dataset: "IndexedDataset", vocab_size: int, share: tuple[int, int], deadline: float
+) -> dict[str, Any]:
+    """Return how many tokens were read, their extremes, and the place of the first bad one."""
+    first, step = share
+    starts = list(range(first * _BLOCK, len(dataset.tokens), step * _BLOCK))
+    planned = sum(min(_BLOCK, len(dataset.tokens) - start) for start in starts)
+    random.Random(0).shuffle(starts)
+    read, smallest, largest = 0, 0, 0
+    outside: list[int] = []
+
+    def look(start: int) -> tuple[int, int, int, int] | None:
+        if time.monotonic() > deadline:
+            return None
+        block = dataset.tokens[start : start + _BLOCK]
+        low, high = int(block.min()), int(block.max())
+        bad = -1
+        if low < 0 or high >= vocab_size:
+            bad = start + int(((block < 0) | (block >= vocab_size)).argmax())
+        return len(block), low, high, bad
+
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for result in pool.map(look, starts):
+            if result is None:
+                continue
+            length, low, high, bad = result
+            read, smallest, largest = read + length, min(smallest, low), max(largest, high)
+            outside += [bad] if bad >= 0 else []
+    return {
+        "read": read,
+        "planned": planned,
+        "smallest": smallest,
+        "largest": largest,
+        "outside": min(outside, default=None),
+    }
+
+
+def tokens(facts: "Facts") -> Finding | None:
+    """Check that the token files are there and whole, and that the vocabulary has every id."""
+    judged = Judgement("tokens")
+    for host, value in facts.answered("tokens"):
+        read = sum(file.get("read", 0) for file in value["files"])
+        planned = sum(file.get("planned", 0) for file in value["files"])
+        part = f"{read / planned:.0%} of " if planned and read < planned else ""
+        judged.note(
+            host,
+            f"{_files(value['files'])}ids of {part}{planned:,} tokens below {value['vocab_size']}",
+        )
+        for file in value["files"]:
+            if "problem" in file:
+                judged.error(host, f"on {host}, {file['problem']}")
+            elif file.get("outside") is not None:
+                judged.error(
+                    host,
+                    f"{file['prefix']}.bin holds the id {_worst_id(file)} (at token "
+                    f"{file['outside']:,}), and the vocabulary has {value['vocab_size']:,} "
+                    "entries: tokenize again with the run's tokenizer",
+                )
+    judged.unanswered(
+        facts, "tokens", "error", "look at the disk with the token files", late="warning"
+    )
+    return judged.finding()
+
+
+def _files(files: list[dict[str, Any]]) -> str:
+    return f"{len(files)} files, " if len(files) > 1 else ""
+
+
+def _worst_id(file: dict[str, Any]) -> int:
+    return int(file["smallest"] if file["smallest"] < 0 else file["largest"])
+
+
+def look_at_index(directory: Path, prefixes: Sequence[str]) -> dict[str, Any]:
+    """Read all index maps; return their number, and the token files that are not the run's.
+
+    Raises DataFormatError.
+    """
+    from megacore.data.index_directory import read_description
+    from megacore.data.map_files import load_map
+
+    index = read_description(directory)
+    paths = list(_maps(directory, index))
+    for path in paths:
+        load_map(path)
+    known = {os.path.realpath(prefix) for prefix in prefixes}
+    others = [
+        member.prefix for member in index.members if os.path.realpath(member.prefix) not in known
+    ]
+    return {
+        "directory": str(directory),
+        "maps": len(paths),
+        "samples": dict(index.samples),
+        "others": others,
+    }
+
+
+def _maps(directory: Path, index: "IndexDescription") -> Iterator[Path]:
+    """Yield the maps of each split that has samples: of its data sets, and of their blend."""
+    from megacore.data.index_directory import (
+        BLEND_MAP_NAMES,
+        MAP_NAMES,
+        SENTENCE_MAP_NAME,
+        map_path,
+        member_directory,
+    )
+
+    names = MAP_NAMES if index.options.sentences is None else (SENTENCE_MAP_NAME,)
+    for split in (split for split, count in index.samples.items() if count):
+        if index.single:
+            yield from (map_path(directory, split, name) for name in names)
+            continue
+        yield from (map_path(directory, split, name) for name in BLEND_MAP_NAMES)
+        for number, member in enumerate(index.members):
+            if split in member.weights:
+                yield from (
+                    map_path(member_directory(directory, number), split, name) for name in names
+                )
+
+
+def index_maps(facts: "Facts") -> Finding | None:
+    """Check that the run's index maps are there, readable, and of its token files."""
+    judged = Judgement("index maps")
+    for host, value in facts.answered("index"):
+        samples = ", ".join(f"{count:,} {split}" for split, count in value["samples"].items())
+        judged.note(host, f"{value['maps']} maps, {samples} samples")
+        if value["others"]:
+            judged.error(
+                host,
+                f"the index maps in {value['directory']} are of {value['others'][0]}, which is not "
+                "among the run's token files: build them again",
+            )
+    judged.unanswered(facts, "index", "error", "", late="warning")
+    return judged.finding()

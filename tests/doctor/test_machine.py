@@ -1,0 +1,68 @@
+"""What is read of a machine: its GPUs, with a stand-in for nvidia-smi, and its sources."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megacore.doctor.machine import look_at_gpus, parse_smi, sources_digest
+
+SLOW_DRIVER = """#!/bin/sh
+sleep 2
+case $1 in
+    --query-gpu=*) echo "0, GPU-1, H100, 81559, 81000, 570.1, 0, 40, 0" ;;
+    *) echo "GPU-1, 7, python, 100" ;;
+esac
+"""
+
+
+def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "nvidia-smi").write_text(text)
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_slow_driver_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, SLOW_DRIVER, monkeypatch)
+    started = time.monotonic()
+    (gpu,) = look_at_gpus()["smi"]
+    assert time.monotonic() - started < 3.8
+    assert (gpu["driver"], gpu["processes"]) == (
+        "570.1",
+        [{"pid": 7, "name": "python", "used": 100 * 2**20}],
+    )
+
+
+def test_a_driver_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(
+        tmp_path, "#!/bin/sh\necho 'Driver/library version mismatch' >&2; exit 18\n", monkeypatch
+    )
+    found = look_at_gpus()
+    assert found["smi"] is None
+    assert found["problem"] == "nvidia-smi failed: Driver/library version mismatch"
+
+
+def test_what_nvidia_smi_says() -> None:
+    listed = (
+        "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 81008, 570.86, 0, 34, 0\n"
+        "1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 1024, 570.86, [N/A], [N/A], 99\n"
+    )
+    running = "GPU-bb, 4711, python3, 80000\nGPU-zz, 1, other, 3\n"
+    first, second = parse_smi(listed, running)
+    assert (first["name"], first["driver"], first["uncorrected"]) == (
+        "NVIDIA H100 80GB HBM3",
+        "570.86",
+        0,
+    )
+    assert (second["free"], second["uncorrected"]) == (1024 * 2**20, None)
+    assert second["processes"] == [{"pid": 4711, "name": "python3", "used": 80000 * 2**20}]
+    assert parse_smi("", "") == []
+
+
+def test_the_digest_of_sources_follows_their_content(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = sources_digest(tmp_path)
+    (tmp_path / "notes.txt").write_text("nothing that runs")
+    assert sources_digest(tmp_path) == before
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert sources_digest(tmp_path) != before

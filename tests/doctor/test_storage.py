@@ -1,0 +1,260 @@
+"""What is looked at of workspace, disk and data, and how it is judged."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacore.config.launch import LaunchConfig
+from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.doctor import storage
+from megacore.doctor.storage import (
+    PREFIX,
+    Proof,
+    disks,
+    file_system,
+    index_maps,
+    look_at_disk,
+    look_at_workspace,
+    tokens,
+    workspaces,
+)
+from megacore.errors import DataFormatError
+from tests.doctor._made import GIB, HEALTHY, NEEDS, expect, facts, probe, write_tokens
+
+LOCAL = LaunchConfig(hostfile="hosts", data_placement="node_local")
+
+
+def test_a_workspace_that_all_see() -> None:
+    expect(workspaces(facts(probe("a"), probe("b"))), "ok", ())
+    missing = probe("b", workspace={"exists": False, "sees_head": False, "writes": None})
+    expect(
+        workspaces(facts(probe("a"), missing)),
+        "error",
+        ("b",),
+        "/w does not exist on b",
+        "node_local",
+    )
+    other = probe("b", workspace={"sees_head": False, "writes": None})
+    expect(workspaces(facts(probe("a"), other)), "error", ("b",), "/w on b is not the directory")
+    read_only = probe("b", workspace={"writes": False, "reason": "Read-only file system"})
+    expect(workspaces(facts(probe("a"), read_only)), "error", ("b",), "Read-only file system")
+    expect(
+        workspaces(facts(probe("a"), probe("b"), seen={"a": True, "b": False})),
+        "error",
+        ("b",),
+        "caching",
+    )
+
+
+def test_a_workspace_of_its_own() -> None:
+    own = {"sees_head": None, "writes": True}
+    expect(
+        workspaces(facts(probe("a", workspace=own), probe("b", workspace=own), launch=LOCAL)),
+        "ok",
+        (),
+    )
+    new = probe("b", workspace={"exists": False, "sees_head": None, "writes": None})
+    expect(workspaces(facts(probe("a", workspace=own), new, launch=LOCAL)), "ok", ())
+    closed = probe(
+        "b",
+        workspace={"exists": False, "sees_head": None, "writes": None},
+        disk={"writable": False},
+    )
+    expect(
+        workspaces(facts(probe("a", workspace=own), closed, launch=LOCAL)),
+        "error",
+        ("b",),
+        "cannot be written on b",
+    )
+    expect(
+        workspaces(facts(probe("a", workspace={"sees_head": None, "writes": False}))),
+        "error",
+        ("a",),
+    )
+
+
+def test_a_dead_file_share() -> None:
+    hangs = probe("b", workspace="no answer within 8 s", disk="no answer within 8 s")
+    expect(
+        workspaces(facts(probe("a"), hangs)),
+        "error",
+        ("b",),
+        "no answer within 8 s",
+        "dead file share",
+    )
+    expect(disks(facts(probe("a"), hangs)), "error", ("b",), "dead file share")
+
+
+def test_room_for_checkpoints() -> None:
+    expect(disks(facts(probe("a"), needs=NEEDS)), "ok", ())
+    expect(
+        disks(facts(probe("a", disk={"free": 7 * GIB}), needs=NEEDS)),
+        "warning",
+        ("a",),
+        "8.0 GiB",
+        "keep_last",
+    )
+    expect(
+        disks(facts(probe("a", disk={"free": GIB}), needs=NEEDS)), "error", ("a",), "takes 2.0 GiB"
+    )
+    expect(disks(facts(probe("a", disk={"free": GIB}))), "warning", ("a",), "1.0 GiB free")
+    # Only the first host keeps checkpoints where each has a workspace of its own.
+    own = facts(probe("a"), probe("b", disk={"free": 7 * GIB}), needs=NEEDS, launch=LOCAL)
+    expect(disks(own), "ok", ())
+
+
+def test_disks_with_other_troubles() -> None:
+    expect(disks(facts(probe("a", disk={"inodes_free": 5}))), "warning", ("a",), "5 inodes")
+    expect(disks(facts(probe("a", disk={"inodes_free": None}))), "ok", ())
+    expect(
+        disks(facts(probe("a", disk={"kind": "tmpfs"}))), "warning", ("a",), "main memory (tmpfs)"
+    )
+
+
+def file(**changes: Any) -> dict[str, Any]:
+    return {"files": [HEALTHY["tokens"]["files"][0] | changes]}
+
+
+def test_tokens() -> None:
+    expect(tokens(facts(probe("a"))), "ok", ())
+    beyond = probe("a", tokens=file(largest=105, outside=17))
+    expect(
+        tokens(facts(beyond)),
+        "error",
+        ("a",),
+        "/w/t.bin holds the id 105 (at token 17)",
+        "100 entries",
+    )
+    expect(
+        tokens(facts(probe("a", tokens=file(smallest=-1, outside=3)))),
+        "error",
+        ("a",),
+        "holds the id -1",
+    )
+    missing = probe(
+        "b", tokens={"files": [{"prefix": "/w/t", "problem": "/w/t.idx does not exist: copy it"}]}
+    )
+    expect(tokens(facts(probe("a"), missing)), "error", ("b",), "on b, /w/t.idx does not exist")
+
+
+def test_tokens_that_were_read_in_part_are_said_to_be() -> None:
+    found = tokens(facts(probe("a", tokens=file(read=25))))
+    assert found is not None
+    assert found.verdict == "ok"
+    assert found.found["a"] == "ids of 50% of 50 tokens below 100"
+
+
+def test_index_maps() -> None:
+    expect(index_maps(facts(probe("a"))), "ok", ())
+    expect(
+        index_maps(facts(probe("a", index={"others": ["/old/t"]}))),
+        "error",
+        ("a",),
+        "/old/t",
+        "build them again",
+    )
+    gone = probe(
+        "b", index="/w/i/train_shuffle_index.npy does not exist: build the index maps first"
+    )
+    expect(
+        index_maps(facts(probe("a"), gone)),
+        "error",
+        ("b",),
+        "train_shuffle_index.npy does not exist",
+    )
+    assert index_maps(facts(probe("a", index=None))) is None
+
+
+def test_the_proof_of_a_shared_workspace(tmp_path: Path) -> None:
+    with Proof(tmp_path) as proof:
+        assert look_at_workspace(tmp_path, str(proof.directory), "b")["writes"] is True
+        assert proof.seen(["b"]) == {"b": True}
+        other = tmp_path / "other"
+        other.mkdir()
+        assert look_at_workspace(other / "gone", str(proof.directory), "c")["exists"] is False
+    assert list(tmp_path.glob(f"{PREFIX}*")) == []
+
+
+def test_another_directory_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacore.doctor.storage._WAIT", 0.1)
+    found = look_at_workspace(tmp_path, str(tmp_path / ".doctor-1"), "b")
+    assert (found["sees_head"], found["writes"]) == (False, None)
+    with Proof(tmp_path) as proof:
+        assert proof.seen(["b"]) == {"b": False}
+
+
+def test_the_file_system_is_that_of_the_longest_mount(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        "30 21 0:5 / /w rw shared:1 - nfs4 server:/w rw\n"
+        "31 30 0:6 / /w/with\\040space rw - tmpfs none rw\n"
+    )
+    assert file_system(Path("/w/runs"), table) == ("nfs4", "server:/w")
+    assert file_system(Path("/wide"), table) == ("ext4", "/dev/sda1")
+    assert file_system(Path("/w/with space/x"), table) == ("tmpfs", "none")
+
+
+def test_a_workspace_that_is_not_there_yet(tmp_path: Path) -> None:
+    found = look_at_disk(tmp_path / "a" / "b")
+    assert (found["exists"], found["writable"]) == (False, True)
+    assert found["free"] > 0
+
+
+def test_tokens_beyond_the_vocabulary_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_BLOCK", 64)
+    ids = np.arange(1000) % 90
+    good = write_tokens(tmp_path / "good", ids)
+    ids[[700, 900]] = 95, 91
+    bad = write_tokens(tmp_path / "bad", ids)
+    first, second = storage.look_at_tokens([good, bad], 91, (0, 1), 10)["files"]
+    assert (first["read"], first["largest"], first["outside"]) == (1000, 89, None)
+    assert (second["read"], second["largest"], second["outside"]) == (1000, 95, 700)
+    assert storage.look_at_tokens([bad], 96, (0, 1), 10)["files"][0]["outside"] is None
+
+
+def test_hosts_share_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_BLOCK", 64)
+    ids = np.arange(1000) % 90
+    ids[70] = 99  # in the second block
+    prefix = write_tokens(tmp_path / "t", ids)
+    parts = [
+        storage.look_at_tokens([prefix], 91, (number, 3), 10)["files"][0] for number in range(3)
+    ]
+    assert sum(part["read"] for part in parts) == 1000
+    assert [part["outside"] for part in parts] == [None, 70, None]
+
+
+def test_negative_tokens_and_files_that_are_missing(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "t", [1, 2, -3, 4])
+    found = storage.look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
+    assert (found[0]["smallest"], found[0]["outside"]) == (-3, 2)
+    assert "gone.idx does not exist" in found[1]["problem"]
+
+
+def test_without_time_nothing_is_claimed_to_be_read(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "t", [1, 2, 3])
+    found = storage.look_at_tokens([prefix], 91, (0, 1), -1.0)["files"][0]
+    assert (found["read"], found["planned"]) == (0, 3)
+
+
+def test_index_maps_that_are_missing_are_named(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "t", np.arange(900) % 90)
+    directory = tmp_path / "index"
+    directory.mkdir()
+    build_index_maps(
+        Mixture.single(prefix),
+        directory,
+        IndexOptions(split="1,1,1", seq_length=8, seed=1),
+        (5, 5, 5),
+    )
+    found = storage.look_at_index(directory, [prefix])
+    assert (found["maps"], found["others"]) == (9, [])
+    assert storage.look_at_index(directory, ["/elsewhere"])["others"] == [prefix]
+    (directory / "valid_sample_index.npy").unlink()
+    with pytest.raises(DataFormatError, match=r"valid_sample_index\.npy does not exist"):
+        storage.look_at_index(directory, [prefix])
