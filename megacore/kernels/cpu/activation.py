@@ -9,7 +9,7 @@ from torch import Tensor
 from megacore.config.model import Activation
 from megacore.kernels.cpu import _activation
 from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, check_shapes, is_half, per_column, rows_of
+from megacore.kernels.cpu.common import address, check_shapes, is_half, per_column, rows_of
 
 _KINDS: dict[Activation, int] = {
     "gelu_tanh": _activation.GELU_TANH,

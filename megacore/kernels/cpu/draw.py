@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.kernels.cpu import _draw
-from megacore.kernels.cpu.rows import is_half
+from megacore.kernels.cpu.common import is_half
 
 _SAMPLE = 4001
 """Numbers by which the two are compared: of several blocks of the generator, and not of a whole number of them."""

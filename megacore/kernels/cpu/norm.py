@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megacore.kernels.cpu import _norm
 from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, is_half, per_column, rows_of
+from megacore.kernels.cpu.common import address, is_half, per_column, rows_of
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from megacore.kernels.cpu import _residual
 from megacore.kernels.cpu.draw import kept_like
 from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, check_shapes, is_half, per_column, rows_of
+from megacore.kernels.cpu.common import address, check_shapes, is_half, per_column, rows_of
 
 
 def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from megacore.errors import ConfigError
 from megacore.kernels.cpu import _rope
 from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import is_half
+from megacore.kernels.cpu.common import is_half
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from megacore.errors import ConfigError
 from megacore.kernels.cpu import _softmax
 from megacore.kernels.cpu.draw import kept_like
 from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, is_half
+from megacore.kernels.cpu.common import address, is_half
 
 
 def scaled_masked_softmax(
