@@ -3,10 +3,13 @@
 import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 DATA = Path("megacore/data")
 KERNELS = Path("megacore/kernels/cpu")
@@ -17,12 +20,32 @@ FAST = ["-O3", "-fno-math-errno"]
 OPENMP = ["-fopenmp"] if sys.platform == "linux" and platform.machine() == "x86_64" else []
 
 
-def extension(source: Path, compile_args: list[str], link_args: list[str]) -> Pybind11Extension:
-    """A compiled module beside its source."""
+class BuildInParallel(build_ext):
+    """Compiles all files of all modules at the same time, each where something that it reads has changed."""
+
+    def build_extensions(self) -> None:
+        compile_in_turn = self.compiler.compile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+
+            def compile(sources, output_dir=None, depends=(), **options):
+                def compile_one(source):
+                    [target] = self.compiler.object_filenames([source], output_dir=output_dir)
+                    if self.force or newer_group([source, *depends], target, "newer"):
+                        compile_in_turn([source], output_dir=output_dir, **options)
+                    return target
+
+                return list(pool.map(compile_one, sources))
+
+            self.compiler.compile = compile
+            super().build_extensions()
+
+
+def extension(module: Path, sources: list[Path], compile_args: list[str], link_args: list[str]) -> Pybind11Extension:
+    """A compiled module."""
     return Pybind11Extension(
-        ".".join(source.with_suffix("").parts),
-        [str(source)],
-        depends=sorted(map(str, source.parent.glob("_*.h"))),
+        ".".join(module.parts),
+        list(map(str, sources)),
+        depends=sorted(map(str, module.parent.glob("_*.h"))),
         cxx_std=17,
         extra_compile_args=compile_args,
         extra_link_args=link_args,
@@ -30,9 +53,10 @@ def extension(source: Path, compile_args: list[str], link_args: list[str]) -> Py
 
 
 setup(
+    cmdclass={"build_ext": BuildInParallel},
     options={"build_ext": {"parallel": os.cpu_count()}},
     ext_modules=[
-        *(extension(source, EXACT, []) for source in sorted(DATA.glob("_*.cpp"))),
-        *(extension(source, FAST + OPENMP, OPENMP) for source in sorted(KERNELS.glob("_*.cpp"))),
+        *(extension(source.with_suffix(""), [source], EXACT, []) for source in sorted(DATA.glob("_*.cpp"))),
+        extension(KERNELS / "_kernels", sorted(KERNELS.glob("_*.cpp")), FAST + OPENMP, OPENMP),
     ],
 )

@@ -1,6 +1,7 @@
-"""A bias and an activation in one pass: GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) and ReLU.
+"""Activations in one pass: of a bias and an input, and of gated units.
 
-Fused as in Megatron-LM's bias_gelu.
+GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) and ReLU are fused with the bias as in Megatron-LM's bias_gelu; gated
+units are Shazeer's (2020, arXiv:2002.05202).
 """
 
 from typing import Protocol
@@ -20,9 +21,22 @@ class BiasActivation(Protocol):
         ...
 
 
-def reference(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
+class Gated(Protocol):
+    """f(gate) * up."""
+
+    def __call__(self, gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+        """Both [..., f] -> [..., f]."""
+        ...
+
+
+def bias_activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
     """See `BiasActivation`."""
     return activate(x if bias is None else x + bias, kind)
+
+
+def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    """See `Gated`."""
+    return activate(gate, kind) * up
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
@@ -38,13 +52,23 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
             return F.relu(x)
 
 
-def _load_cpp() -> BiasActivation:
+def _load_cpp_bias_activation() -> BiasActivation:
     from megacore.kernels.cpu import activation
 
     return activation.bias_activation
 
 
-IMPLEMENTATIONS = (
-    Implementation[BiasActivation]("C++ with AVX-512", _load_cpp, cpp_runs),
-    Implementation[BiasActivation]("torch", lambda: reference, everywhere),
+def _load_cpp_gated() -> Gated:
+    from megacore.kernels.cpu import activation
+
+    return activation.gated
+
+
+BIAS_ACTIVATION = (
+    Implementation[BiasActivation]("C++ with AVX-512", _load_cpp_bias_activation, cpp_runs),
+    Implementation[BiasActivation]("torch", lambda: bias_activation, everywhere),
+)
+GATED = (
+    Implementation[Gated]("C++ with AVX-512", _load_cpp_gated, cpp_runs),
+    Implementation[Gated]("torch", lambda: gated, everywhere),
 )
