@@ -11,8 +11,6 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
-DATA = Path("megacore/data")
-KERNELS = Path("megacore/kernels/cpu")
 # A fused multiply-add would round otherwise than the reference does.
 EXACT = ["-O3", "-ffp-contract=off"]
 FAST = ["-O3", "-fno-math-errno"]
@@ -40,11 +38,11 @@ class BuildInParallel(build_ext):
             super().build_extensions()
 
 
-def extension(module: Path, sources: list[Path], compile_args: list[str], link_args: list[str]) -> Pybind11Extension:
-    """A compiled module."""
+def extension(module: Path, compile_args: list[str], link_args: list[str]) -> Pybind11Extension:
+    """A module of all C++ files in its folder."""
     return Pybind11Extension(
         ".".join(module.parts),
-        list(map(str, sources)),
+        sorted(map(str, module.parent.glob("_*.cpp"))),
         depends=sorted(map(str, module.parent.glob("_*.h"))),
         cxx_std=17,
         extra_compile_args=compile_args,
@@ -54,9 +52,9 @@ def extension(module: Path, sources: list[Path], compile_args: list[str], link_a
 
 setup(
     cmdclass={"build_ext": BuildInParallel},
-    options={"build_ext": {"parallel": os.cpu_count()}},
     ext_modules=[
-        *(extension(source.with_suffix(""), [source], EXACT, []) for source in sorted(DATA.glob("_*.cpp"))),
-        extension(KERNELS / "_kernels", sorted(KERNELS.glob("_*.cpp")), FAST + OPENMP, OPENMP),
+        extension(Path("megacore/kernels/cpu/_kernels"), FAST + OPENMP, OPENMP),
+        extension(Path("megacore/data/_compiled"), EXACT, []),
     ],
+    options={"build_ext": {"parallel": 2}},
 )
