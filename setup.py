@@ -3,13 +3,14 @@
 import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
-DATA = Path("megacore/data")
-KERNELS = Path("megacore/kernels/cpu")
 # A fused multiply-add would round otherwise than the reference does.
 EXACT = ["-O3", "-ffp-contract=off"]
 FAST = ["-O3", "-fno-math-errno"]
@@ -17,12 +18,32 @@ FAST = ["-O3", "-fno-math-errno"]
 OPENMP = ["-fopenmp"] if sys.platform == "linux" and platform.machine() == "x86_64" else []
 
 
-def extension(source: Path, compile_args: list[str], link_args: list[str]) -> Pybind11Extension:
-    """A compiled module beside its source."""
+class BuildInParallel(build_ext):
+    """Compiles all files of all modules at the same time, each where something that it reads has changed."""
+
+    def build_extensions(self) -> None:
+        compile_in_turn = self.compiler.compile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+
+            def compile(sources, output_dir=None, depends=(), **options):
+                def compile_one(source):
+                    [target] = self.compiler.object_filenames([source], output_dir=output_dir)
+                    if self.force or newer_group([source, *depends], target, "newer"):
+                        compile_in_turn([source], output_dir=output_dir, **options)
+                    return target
+
+                return list(pool.map(compile_one, sources))
+
+            self.compiler.compile = compile
+            super().build_extensions()
+
+
+def extension(module: Path, compile_args: list[str], link_args: list[str]) -> Pybind11Extension:
+    """A module of all C++ files in its folder."""
     return Pybind11Extension(
-        ".".join(source.with_suffix("").parts),
-        [str(source)],
-        depends=sorted(map(str, source.parent.glob("_*.h"))),
+        ".".join(module.parts),
+        sorted(map(str, module.parent.glob("_*.cpp"))),
+        depends=sorted(map(str, module.parent.glob("_*.h"))),
         cxx_std=17,
         extra_compile_args=compile_args,
         extra_link_args=link_args,
@@ -30,9 +51,10 @@ def extension(source: Path, compile_args: list[str], link_args: list[str]) -> Py
 
 
 setup(
-    options={"build_ext": {"parallel": os.cpu_count()}},
+    cmdclass={"build_ext": BuildInParallel},
     ext_modules=[
-        *(extension(source, EXACT, []) for source in sorted(DATA.glob("_*.cpp"))),
-        *(extension(source, FAST + OPENMP, OPENMP) for source in sorted(KERNELS.glob("_*.cpp"))),
+        extension(Path("megacore/kernels/cpu/_kernels"), FAST + OPENMP, OPENMP),
+        extension(Path("megacore/data/_compiled"), EXACT, []),
     ],
+    options={"build_ext": {"parallel": 2}},
 )

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._verdict import Check, verdict
-from megacore.data import _index_helpers as helpers
+from megacore.data import _compiled as helpers
 from megacore.data.blends import build_blend
 from megacore.data.epochs import EpochPlan, plan_epochs
 from megacore.data.index_maps import build_split

@@ -19,6 +19,8 @@
 
 namespace py = pybind11;
 
+namespace {
+
 using megacore::Array;
 using megacore::Integers;
 using megacore::kPadding;
@@ -271,8 +273,9 @@ Array<T> pack_until_overflow(const Array<std::int32_t>& lengths, const Array<std
     return Array<T>({count, static_cast<py::ssize_t>(2)}, data, owner);
 }
 
-PYBIND11_MODULE(_gather, module) {
-    module.doc() = "Compiled parts of reading samples.";
+}  // namespace
+
+void add_gather(py::module_& module) {
     py::class_<Gatherer>(module, "Gatherer")
         .def(py::init<py::array, const py::array&, const py::array&, const py::array&, const py::array&, std::int64_t,
                       std::int64_t, bool, bool>(),

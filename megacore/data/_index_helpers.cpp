@@ -1,24 +1,233 @@
-// The compiled parts of the index maps as Python sees them: arguments are checked here, and the work, which is in the
-// headers, is done without Python's lock. index_helpers_ref.py is the same in NumPy; the tests hold one against the
-// other. `portable` leaves out the vector instructions that not every machine has; the results are the same.
+// The compiled parts of the index maps as Python sees them: arguments are checked here, and the work is done without
+// Python's lock. index_helpers_ref.py is the same in NumPy; the tests hold one against the other. `portable` leaves out
+// the vector instructions that not every machine has; the results are the same.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "_blend.h"
 #include "_random_state.h"
-#include "_sample_index.h"
-#include "_sentence_map.h"
 
 namespace py = pybind11;
+
+namespace megacore {
+namespace {
+
+// Where the samples of a GPT data set begin, found in one pass over the document index.
+
+// Lengths in 16 bits: with half the bytes, twice as many stay in the cache for the random accesses of the walk.
+class ShortLengths {
+  public:
+    ShortLengths(const std::int32_t* lengths, std::int64_t count)
+        : lengths_(lengths), short_(new std::uint16_t[static_cast<std::size_t>(count)]) {
+        bool negative = false;
+        for (std::int64_t k = 0; k < count; ++k) {
+            negative |= lengths[k] < 0;
+            short_[k] = static_cast<std::uint16_t>(std::min(lengths[k], kLong));
+        }
+        if (negative) throw std::invalid_argument("a length is negative");
+    }
+
+    std::int64_t operator[](std::int64_t k) const {
+        const std::int64_t length = short_[k];
+        return __builtin_expect(length == kLong, 0) ? lengths_[k] : length;
+    }
+
+    void prefetch(std::int64_t k) const { __builtin_prefetch(short_.get() + k); }
+
+  private:
+    static constexpr std::int32_t kLong = 65535;  // stands for itself and all that is longer
+
+    const std::int32_t* lengths_;
+    std::unique_ptr<std::uint16_t[]> short_;
+};
+
+struct Documents {
+    const std::int32_t* lengths;  // of each sequence
+    std::int64_t sequences;
+    const std::int32_t* index;  // the sequences in the order in which they are read
+    std::int64_t positions;
+};
+
+// Rows (position in the document index, token offset there) at which samples begin, and where the last one ends:
+// `samples` + 1 of them. Consecutive samples of seq_length + extra tokens overlap by `extra`. With `partial` the last
+// sample ends where the documents do.
+template <typename T>
+void build_sample_index(const Documents& documents, std::int64_t seq_length, std::int64_t samples, std::int64_t extra,
+                        bool partial, T* rows) {
+    constexpr std::int64_t prefetched = 64;
+    const ShortLengths lengths(documents.lengths, documents.sequences);
+    const std::int64_t whole = samples - partial;
+    std::int64_t sample = 1;                   // whose end is looked for
+    std::int64_t ahead = seq_length + extra;  // tokens from the document's start to that end
+
+    auto write = [rows](std::int64_t row, std::int64_t position, std::int64_t offset) {
+        rows[2 * row] = static_cast<T>(position);
+        rows[2 * row + 1] = static_cast<T>(offset);
+    };
+    auto length_at = [&](std::int64_t position) {
+        const std::int64_t document = documents.index[position];
+        if (__builtin_expect(document < 0 || document >= documents.sequences, 0)) {
+            throw std::invalid_argument("document_index is out of range");
+        }
+        return lengths[document];
+    };
+    auto read = [&](std::int64_t position) {
+        const std::int64_t length = length_at(position);
+        // Without a branch, which would be guessed wrong at every other sample: the row is written in any case, and
+        // stays when the sample ends in this document.
+        write(sample, position, ahead - extra);
+        const std::int64_t ends = (ahead - length - 1) >> 63;  // -1 if it does, else 0
+        sample -= ends;
+        ahead += seq_length & ends;
+        while (__builtin_expect(ahead <= length && sample <= whole, 0)) {
+            write(sample++, position, ahead - extra);
+            ahead += seq_length;
+        }
+        ahead -= length;
+    };
+
+    write(0, 0, 0);
+    std::int64_t position = 0;
+    for (; position < documents.positions - prefetched && sample <= whole; ++position) {
+        lengths.prefetch(documents.index[position + prefetched]);
+        read(position);
+    }
+    for (; position < documents.positions && sample <= whole; ++position) read(position);
+    if (sample <= whole) throw std::invalid_argument("the documents end before the samples do");
+    if (partial) {
+        const std::int64_t last = documents.positions - 1;
+        write(samples, last, length_at(last) - extra);
+    }
+}
+
+// Samples of whole sentences, as BERT and T5 take them: (first sentence, end sentence, target length).
+
+struct SentenceMapOptions {
+    std::int64_t max_samples;  // no epoch begins with that many or more
+    std::int64_t max_epochs;
+    std::int64_t max_length;   // tokens of a sample
+    double short_probability;  // of a shorter target
+    std::int64_t min_sentences;
+    std::uint32_t seed;
+};
+
+class SentenceMap {
+  public:
+    SentenceMap(const std::int64_t* document_starts, std::int64_t documents, const std::int32_t* lengths,
+                const SentenceMapOptions& options)
+        : starts_(document_starts),
+          documents_(documents),
+          lengths_(lengths),
+          options_(options),
+          targets_(options.seed),
+          // A sample is short when a draw is a multiple of it; 0: never.
+          short_ratio_(options.short_probability > 0
+                           ? static_cast<std::uint32_t>(std::lround(1.0 / options.short_probability))
+                           : 0) {}
+
+    template <typename T>
+    std::vector<T> build() {
+        std::vector<T> rows;
+        count([&rows](std::int64_t first, std::int64_t end, std::int64_t target) {
+            rows.push_back(static_cast<T>(first));
+            rows.push_back(static_cast<T>(end));
+            rows.push_back(static_cast<T>(target));
+        });
+        shuffle(rows);
+        return rows;
+    }
+
+    // (epochs, samples), after add(first sentence, end sentence, target length) of each sample, unshuffled.
+    template <typename Add>
+    std::pair<std::int64_t, std::int64_t> count(Add add) {
+        const std::vector<std::int64_t> usable = usable_documents();
+        std::int64_t samples = 0;
+        std::int64_t epoch = 0;
+        for (; epoch < options_.max_epochs && samples < options_.max_samples && !usable.empty(); ++epoch) {
+            for (const std::int64_t document : usable) samples += add_document(document, add);
+        }
+        return {epoch, samples};
+    }
+
+  private:
+    static constexpr std::int32_t kLongSentence = 512;
+
+    std::vector<std::int64_t> usable_documents() const {
+        std::vector<std::int64_t> usable;
+        for (std::int64_t document = 0; document < documents_; ++document) {
+            const std::int64_t sentences = starts_[document + 1] - starts_[document];
+            // A document of one sentence may have a long one.
+            if (sentences >= options_.min_sentences && !(sentences > 1 && has_long_sentence(document))) {
+                usable.push_back(document);
+            }
+        }
+        return usable;
+    }
+
+    bool has_long_sentence(std::int64_t document) const {
+        for (std::int64_t sentence = starts_[document]; sentence < starts_[document + 1]; ++sentence) {
+            if (lengths_[sentence] > kLongSentence) return true;
+        }
+        return false;
+    }
+
+    template <typename Add>
+    std::int64_t add_document(std::int64_t document, Add& add) {
+        const std::int64_t end = starts_[document + 1];
+        std::int64_t first = starts_[document];
+        std::int64_t target = draw_target();
+        std::int64_t tokens = 0;
+        std::int64_t samples = 0;
+        for (std::int64_t sentence = first; sentence < end; ++sentence) {
+            tokens += lengths_[sentence];
+            const std::int64_t left = end - sentence - 1;
+            const bool full = tokens >= target && left > 1 && sentence + 1 - first >= options_.min_sentences;
+            if (!full && left > 0) continue;
+            add(first, sentence + 1, target);
+            ++samples;
+            first = sentence + 1;
+            target = draw_target();
+            tokens = 0;
+        }
+        return samples;
+    }
+
+    std::int64_t draw_target() {
+        if (short_ratio_ == 0) return options_.max_length;
+        const auto draw = static_cast<std::uint32_t>(targets_());
+        return draw % short_ratio_ == 0 ? 2 + draw % (options_.max_length - 1) : options_.max_length;
+    }
+
+    template <typename T>
+    void shuffle(std::vector<T>& rows) const {
+        std::mt19937_64 generator(static_cast<std::uint64_t>(options_.seed) + 1);
+        for (std::int64_t i = static_cast<std::int64_t>(rows.size() / 3) - 1; i > 0; --i) {
+            const auto j = static_cast<std::int64_t>(generator() % static_cast<std::uint64_t>(i + 1));
+            for (int column = 0; column < 3; ++column) std::swap(rows[3 * i + column], rows[3 * j + column]);
+        }
+    }
+
+    const std::int64_t* starts_;
+    const std::int64_t documents_;
+    const std::int32_t* lengths_;
+    const SentenceMapOptions options_;
+    std::mt19937 targets_;
+    const std::uint32_t short_ratio_;
+};
+
+}  // namespace
+}  // namespace megacore
 
 namespace {
 
@@ -166,8 +375,7 @@ void define_sized(py::module_& module, const char* sample_index, const char* sen
 
 }  // namespace
 
-PYBIND11_MODULE(_index_helpers, module) {
-    module.doc() = "Compiled parts of the index maps.";
+void add_index_helpers(py::module_& module) {
     py::class_<megacore::RandomState>(module, "RandomState")
         .def(py::init<std::uint32_t, bool>(), py::arg("seed"), py::arg("portable") = false)
         .def("shuffle", &shuffle<std::int32_t>, py::arg("values").noconvert())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data import _index_helpers as helpers
+from megacore.data import _compiled as helpers
 from megacore.data.index_options import IndexStyle
 
 SURPLUS = 0.005

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from megacore.data._gather import Gatherer
+from megacore.data._compiled import Gatherer
 from megacore.data.index_directory import MAP_NAMES, map_path
 from megacore.data.index_options import Packing
 from megacore.data.map_files import check_form, check_range, load_map

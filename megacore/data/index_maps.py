@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
-from megacore.data import _index_helpers as helpers
+from megacore.data import _compiled as helpers
 from megacore.data.blend_maps import write_blend
 from megacore.data.epochs import EXTRA_TOKENS, EpochPlan, plan_epochs
 from megacore.data.index_directory import (

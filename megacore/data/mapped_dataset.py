@@ -13,7 +13,7 @@ from megacore.errors import DataFormatError
 
 
 class Sampler(Protocol):
-    """The compiled part: of `megacore.data._gather` or `megacore.data._sentence_samples`."""
+    """A sampler of `megacore.data._compiled`."""
 
     def gather(
         self, indices: npt.NDArray[np.int64], out: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | None = None

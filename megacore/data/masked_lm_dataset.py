@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from megacore.config.data import MaskedLmConfig
-from megacore.data._sentence_samples import BertSampler, MaskingRules
+from megacore.data._compiled import BertSampler, MaskingRules
 from megacore.data.sentence_dataset import SentenceDataset
 from megacore.data.vocabulary import Vocabulary
 from megacore.errors import DataFormatError

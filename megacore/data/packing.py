@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data import _gather
+from megacore.data import _compiled
 from megacore.data.index_options import Packing
 
 _INT32_MAX = 2**31 - 1
@@ -44,7 +44,7 @@ def pack_sample_index(
     assert packing != "packed"
     wide = len(document_index) > _INT32_MAX
     if packing == "pack_until_overflow":
-        pack = _gather.pack_until_overflow_int64 if wide else _gather.pack_until_overflow_int32
+        pack = _compiled.pack_until_overflow_int64 if wide else _compiled.pack_until_overflow_int32
         return pack(lengths, document_index, seq_length, extra)
     positions = np.flatnonzero(lengths[document_index])
     rows = np.zeros((len(positions) + 1, 2), np.int64 if wide else np.int32)

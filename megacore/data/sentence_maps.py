@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
-from megacore.data import _index_helpers as helpers
+from megacore.data import _compiled as helpers
 from megacore.data.blend_maps import write_blend
 from megacore.data.index_directory import (
     SENTENCE_MAP_NAME,

@@ -10,7 +10,7 @@ Megatron core stops, those at the end of the text stay as they are.
 from pathlib import Path
 
 from megacore.config.data import SpanCorruptionConfig
-from megacore.data._sentence_samples import MaskingRules, T5Sampler
+from megacore.data._compiled import MaskingRules, T5Sampler
 from megacore.data.sentence_dataset import SentenceDataset
 from megacore.data.vocabulary import Vocabulary
 

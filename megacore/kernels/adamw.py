@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.apex import has_apex
-from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
+from megacore.kernels.implementation import Implementation, cpp_runs, everywhere, has_apex
 
 _APEX_CHUNK = 2048 * 32
 """Elements of one block of threads, as apex's own optimizers have it."""

@@ -1,4 +1,8 @@
-"""Attention without dropout or bias in one pass over blocks (Dao et al. 2022, arXiv:2205.14135)."""
+"""Attention: without dropout or bias in one pass over blocks (Dao et al. 2022, arXiv:2205.14135).
+
+With them, its weights may lie in memory between two matmuls: their softmax is scaled, takes a bias and drops, fused as
+Megatron-LM's scaled_masked_softmax.
+"""
 
 from typing import Protocol
 
@@ -7,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.kernels.implementation import Implementation, cpp_runs, cpp_runs_uncompiled, everywhere
-from megacore.kernels.scaled_masked_softmax import ScaledMaskedSoftmax
 
 
 class Attention(Protocol):
@@ -46,6 +49,24 @@ class PackedAttention(Protocol):
 
     def __call__(self, mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
         """From [b, s, n, 3, d] to [b, n, s, d], without dropout or bias."""
+        ...
+
+
+class ScaledMaskedSoftmax(Protocol):
+    """dropout(softmax(scores * scale + bias))."""
+
+    def __call__(
+        self, scores: Tensor, bias: Tensor | None, *, scale: float, causal: bool = False, dropout: float = 0.0
+    ) -> Tensor:
+        """Weights of scores [b, n, s, s_k].
+
+        Args:
+            scores: products of queries and keys.
+            bias: [b or 1, n or 1, s or 1, s_k]; one of [1, n, s, s_k] may be trained.
+            scale: of the scores.
+            causal: whether a query, of which the last is the last key's, sees only the keys up to its own.
+            dropout: probability of dropping a weight.
+        """
         ...
 
 

@@ -10,29 +10,25 @@ import torch
 
 from megacore.errors import ConfigError
 from megacore.kernels import (
+    activation,
     adamw,
     attention,
-    bias_activation,
-    bias_dropout_add,
     cross_entropy,
     dropout,
     norm,
     rope,
     sum_of_squares,
-    swiglu,
     weight_gradient,
 )
+from megacore.kernels.activation import BiasActivation, Gated
 from megacore.kernels.adamw import AdamW
 from megacore.kernels.attention import Attention, PackedAttention
-from megacore.kernels.bias_activation import BiasActivation
-from megacore.kernels.bias_dropout_add import BiasDropoutAdd
 from megacore.kernels.cross_entropy import CrossEntropy
-from megacore.kernels.dropout import Dropout
+from megacore.kernels.dropout import BiasDropoutAdd, Dropout
 from megacore.kernels.implementation import Setting, first_usable
 from megacore.kernels.norm import LayerNorm, RMSNorm
 from megacore.kernels.rope import Rotate
 from megacore.kernels.sum_of_squares import SumOfSquares
-from megacore.kernels.swiglu import Gated
 from megacore.kernels.weight_gradient import WeightGradient
 
 _OPERATIONS: dict[str, Any] = {
@@ -40,11 +36,11 @@ _OPERATIONS: dict[str, Any] = {
     "packed_attention": attention.PACKED,
     "layer_norm": norm.LAYER_NORM,
     "rms_norm": norm.RMS_NORM,
-    "bias_activation": bias_activation.IMPLEMENTATIONS,
-    "gated": swiglu.IMPLEMENTATIONS,
+    "bias_activation": activation.BIAS_ACTIVATION,
+    "gated": activation.GATED,
     "rotate": rope.IMPLEMENTATIONS,
-    "dropout": dropout.IMPLEMENTATIONS,
-    "bias_dropout_add": bias_dropout_add.IMPLEMENTATIONS,
+    "dropout": dropout.DROPOUT,
+    "bias_dropout_add": dropout.BIAS_DROPOUT_ADD,
     "cross_entropy": cross_entropy.IMPLEMENTATIONS,
     "weight_gradient": weight_gradient.IMPLEMENTATIONS,
     "optimizer": adamw.IMPLEMENTATIONS,
@@ -83,14 +79,14 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool =
         compiled: whether layers go through `torch.compile`.
 
     Raises:
-        ConfigError: the C++ modules are not there.
+        ConfigError: the C++ module is not there.
     """
     setting = Setting(device, dtype, compiled)
     try:
         chosen = {operation: first_usable(found, setting) for operation, found in _OPERATIONS.items()}
     except ImportError as error:
         raise ConfigError(
-            f"A kernel cannot be loaded ({error}): install megacore again, which compiles its C++ modules, or set "
+            f"A kernel cannot be loaded ({error}): install megacore again, which compiles its C++ kernels, or set "
             f"train.kernels to plain."
         ) from error
     names = {operation: name for operation, (name, _) in chosen.items()}

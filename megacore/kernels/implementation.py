@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Generic, TypeVar
 
 import torch
@@ -49,11 +51,24 @@ def cpp_runs(setting: Setting) -> bool:
     """Whether the C++ kernels of `megacore.kernels.cpu` compute in a setting."""
     if setting.device.type != "cpu":
         return False
-    from megacore.kernels.cpu import support
+    from megacore.kernels.cpu import common
 
-    return support.runs(setting.dtype)
+    return common.runs(setting.dtype)
 
 
 def cpp_runs_uncompiled(setting: Setting) -> bool:
     """The same outside of torch.compile, which draws by itself and makes sums a part of what stands around them."""
     return cpp_runs(setting) and not setting.compiled
+
+
+@cache
+def has_apex(module: str) -> bool:
+    """Whether a module of NVIDIA apex can be imported: which were built differs between installations.
+
+    `scripts/install_apex.sh` builds them from NVIDIA's source. On PyPI `apex` is another package, which has none.
+    """
+    try:
+        import_module(module)
+    except (ImportError, OSError):
+        return False
+    return True

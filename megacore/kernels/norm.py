@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.kernels.apex import has_apex
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere
+from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, has_apex
 
 
 class LayerNorm(Protocol):

@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.apex import has_apex
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere
+from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, has_apex
 
 _BLOCK = 4096
 _APEX_CHUNK = 2048 * 32

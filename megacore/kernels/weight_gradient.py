@@ -6,8 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.apex import has_apex
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere
+from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, has_apex
 
 
 class WeightGradient(Protocol):

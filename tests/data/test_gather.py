@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.data._gather import Gatherer
+from megacore.data._compiled import Gatherer
 from megacore.data.build import open_split
 from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
 from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.data import _index_helpers as helpers
+from megacore.data import _compiled as helpers
 from megacore.data import index_helpers_ref as reference
 
 PORTABLE = pytest.mark.parametrize("portable", [False, True])

@@ -1,19 +1,29 @@
-"""Which implementation an operation gets."""
+"""Which implementation an operation gets, and how apex is called."""
 
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels import choice
-from megacore.kernels.apex import has_apex
+from megacore.kernels import activation, choice, dropout, norm, rope
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels, summary
-from megacore.kernels.cpu import support
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere
+from megacore.kernels.cpu import common
+from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, first_usable, has_apex
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+POINTWISE = {
+    "layer_norm": norm.LAYER_NORM,
+    "rms_norm": norm.RMS_NORM,
+    "bias_activation": activation.BIAS_ACTIVATION,
+    "gated": activation.GATED,
+    "rotate": rope.IMPLEMENTATIONS,
+    "bias_dropout_add": dropout.BIAS_DROPOUT_ADD,
+    "dropout": dropout.DROPOUT,
+}
 
 
 def test_every_operation_is_named_and_has_a_callable() -> None:
@@ -38,13 +48,13 @@ def test_types_and_machines_without_kernels_compute_with_torch(monkeypatch: pyte
         names = dict(choose_kernels(CPU, dtype).names)
         assert names.pop("sum_of_squares")  # of main gradients, which are fp32
         assert all(name.startswith("torch") for name in names.values()), names
-    monkeypatch.setattr(support, "runs_fp32", lambda: False)
-    monkeypatch.setattr(support, "runs_bf16", lambda: False)
+    monkeypatch.setattr(common, "runs_fp32", lambda: False)
+    monkeypatch.setattr(common, "runs_bf16", lambda: False)
     for dtype in (torch.float32, torch.bfloat16):
         assert choose_kernels(CPU, dtype).names == plain_kernels().names
 
 
-@pytest.mark.skipif(not support.runs_bf16(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.skipif(not common.runs_bf16(), reason="this CPU has no AVX512-BF16")
 def test_a_cpu_with_the_instructions_has_kernels_of_its_own() -> None:
     names = choose_kernels(CPU, torch.bfloat16).names
     for operation in ("attention", "packed_attention", "cross_entropy", "optimizer", "weight_gradient"):
@@ -70,16 +80,16 @@ def test_apex_computes_on_a_gpu_where_it_is_installed(monkeypatch: pytest.Monkey
 
 def test_a_module_that_is_not_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
-        raise ModuleNotFoundError("No module named 'megacore.kernels.cpu._rope'")
+        raise ModuleNotFoundError("No module named 'megacore.kernels.cpu._kernels'")
 
     monkeypatch.setitem(choice._OPERATIONS, "rotate", (Implementation("C++", load, everywhere),))
-    with pytest.raises(ConfigError, match=r"_rope'\): install megacore again.*train\.kernels to plain"):
+    with pytest.raises(ConfigError, match=r"_kernels'\): install megacore again.*train\.kernels to plain"):
         choose_kernels(CPU, torch.float32)
 
 
 def test_on_a_gpu_the_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megacore.kernels.cpu.support", None)
-    monkeypatch.delattr("megacore.kernels.cpu.support")
+    monkeypatch.setitem(sys.modules, "megacore.kernels.cpu.common", None)
+    monkeypatch.delattr("megacore.kernels.cpu.common")
     with pytest.raises(ImportError):
         cpp_runs(Setting(CPU, torch.float32))
     assert not cpp_runs(Setting(GPU, torch.float32))
@@ -87,3 +97,96 @@ def test_on_a_gpu_the_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_summary_groups_operations_by_what_computes_them() -> None:
     assert summary({"a": "torch", "b": "C++", "c": "torch"}) == "torch: a, c; C++: b"
+
+
+class Apex(ModuleType):
+    """Stands in for `apex.normalization.fused_layer_norm`: the same arguments, computed by torch."""
+
+    def __init__(self) -> None:
+        super().__init__("apex.normalization.fused_layer_norm")
+        self.shapes: list[list[int]] = []
+
+    def fused_layer_norm_affine(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: list[int],
+        eps: float = 1e-6,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        assert not memory_efficient
+        self.shapes.append(normalized_shape)
+        return F.layer_norm(input, normalized_shape, weight.contiguous(), bias.contiguous(), eps)
+
+    def fused_rms_norm_affine(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: list[int],
+        eps: float = 1e-6,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        assert not memory_efficient
+        self.shapes.append(normalized_shape)
+        return F.rms_norm(input, normalized_shape, weight.contiguous(), eps)
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> Apex:
+    stand_in = Apex()
+    for name in ("apex", "apex.normalization"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setattr(norm, "has_apex", lambda module: module == "fused_layer_norm_cuda")
+    return stand_in
+
+
+def test_apex_norms_on_gpus(apex: Apex) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((3, 4, 10), (10,), (10,)))
+    name, layer_norm = first_usable(norm.LAYER_NORM, Setting(GPU, torch.bfloat16))
+    assert name == "apex FusedLayerNorm"
+    torch.testing.assert_close(layer_norm(x, weight, bias, 0.5), F.layer_norm(x, (10,), weight, bias, 0.5))
+    name, rms_norm = first_usable(norm.RMS_NORM, Setting(GPU, torch.bfloat16))
+    assert name == "apex FusedRMSNorm"
+    torch.testing.assert_close(rms_norm(x, weight, 0.5), F.rms_norm(x, (10,), weight, 0.5))
+    assert apex.shapes == [[10], [10]]
+    torch.testing.assert_close(layer_norm(x, weight, None, 0.5), F.layer_norm(x, (10,), weight, None, 0.5))
+    assert len(apex.shapes) == 2
+
+
+def test_apex_norms_are_not_for_graphs_or_cpus(apex: Apex) -> None:
+    for implementations in (norm.LAYER_NORM, norm.RMS_NORM):
+        assert first_usable(implementations, Setting(GPU, torch.bfloat16, compiled=True))[0] == "torch"
+        assert "apex" not in first_usable(implementations, Setting(CPU, torch.bfloat16))[0]
+
+
+@pytest.mark.parametrize("operation", POINTWISE)
+def test_plain_torch_where_nothing_else_runs(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "has_apex", lambda module: False)
+    assert first_usable(POINTWISE[operation], Setting(GPU, torch.bfloat16))[0] == "torch"
+    assert first_usable(POINTWISE[operation], Setting(CPU, torch.float16))[0] == "torch"
+    assert first_usable(POINTWISE[operation], Setting(CPU, torch.float64))[0] == "torch"
+    monkeypatch.setattr(common, "runs", lambda dtype: False)
+    assert first_usable(POINTWISE[operation], Setting(CPU, torch.bfloat16))[0] == "torch"
+
+
+@pytest.mark.skipif(not common.runs_bf16(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.parametrize("operation", POINTWISE)
+def test_bf16_on_cpus_that_have_it(operation: str) -> None:
+    assert first_usable(POINTWISE[operation], Setting(CPU, torch.bfloat16))[0] == "C++ with AVX-512"
+
+
+@pytest.mark.skipif(not common.runs_fp32(), reason="this CPU has no AVX-512")
+def test_what_torch_compile_does_as_well_is_left_to_it() -> None:
+    compiled = {
+        operation: first_usable(found, Setting(CPU, torch.float32, compiled=True))[0]
+        for operation, found in POINTWISE.items()
+    }
+    assert {operation for operation, name in compiled.items() if name == "torch"} == {
+        "layer_norm",
+        "rms_norm",
+        "bias_dropout_add",
+        "dropout",
+    }

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from megacore.config.spec import ModelSpec
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
-from megacore.kernels.cpu import support
+from megacore.kernels.cpu.common import runs_bf16, runs_fp32
 from megacore.models.base import Model
 from megacore.models.gpt import GPTModel
 from megacore.models.layers.cache import KeyValueCache
 from tests import _families
 from tests._families import DECODERS, LENGTH, VARIANTS
 
-pytestmark = pytest.mark.skipif(not support.runs_fp32(), reason="this CPU has no kernels of its own")
+pytestmark = pytest.mark.skipif(not runs_fp32(), reason="this CPU has no kernels of its own")
 
 GATED_BERT = {"activation": "swiglu", "ffn_hidden_size": 48}
 EVERY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,7 +24,7 @@ EVERY: dict[str, tuple[str, dict[str, Any]]] = {
     "heads wider than the kernel's": ("gpt2", {"kv_channels": 264}),
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
-TYPES = [torch.float32, *([torch.bfloat16] if support.runs_bf16() else [])]
+TYPES = [torch.float32, *([torch.bfloat16] if runs_bf16() else [])]
 
 
 def spec(name: str, **values: Any) -> ModelSpec:

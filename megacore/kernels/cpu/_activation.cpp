@@ -1,11 +1,9 @@
 // Activations of x + bias, and of gated units, forward and backward; a bias's gradient in the pass that finds x's.
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
 
 #include <stdexcept>
 
 #include "_rows.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -233,7 +231,6 @@ MEGACORE_AVX512_END
 namespace {
 
 using megacore::Index;
-using Address = std::uintptr_t;
 
 enum Kind { kGeluTanh, kGelu, kRelu, kSilu };
 
@@ -304,14 +301,13 @@ void gated_backward(Address dy, Index dy_stride, Address gate, Index gate_stride
 
 }  // namespace
 
-PYBIND11_MODULE(_activation, module) {
-    module.doc() = "Activations with a bias, and gated units.";
+void add_activation(py::module_& module) {
     module.attr("GELU_TANH") = static_cast<int>(kGeluTanh);
     module.attr("GELU") = static_cast<int>(kGelu);
     module.attr("RELU") = static_cast<int>(kRelu);
     module.attr("SILU") = static_cast<int>(kSilu);
-    module.def("forward", &forward, py::call_guard<py::gil_scoped_release>());
-    module.def("backward", &backward, py::call_guard<py::gil_scoped_release>());
-    module.def("gated_forward", &gated_forward, py::call_guard<py::gil_scoped_release>());
-    module.def("gated_backward", &gated_backward, py::call_guard<py::gil_scoped_release>());
+    module.def("activation_forward", &forward, Unlocked());
+    module.def("activation_backward", &backward, Unlocked());
+    module.def("gated_forward", &gated_forward, Unlocked());
+    module.def("gated_backward", &gated_backward, Unlocked());
 }

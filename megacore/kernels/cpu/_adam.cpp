@@ -2,7 +2,8 @@
 //
 // The tensors are cut into blocks that all threads share, so that small ones do not cost a fork each. An element is
 // computed by the same instructions wherever it lies.
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
+
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -10,8 +11,6 @@
 #include <vector>
 
 #include "_vector.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -158,11 +157,9 @@ double sum_of_squares(const std::vector<std::uintptr_t>& tensors, const std::vec
 MEGACORE_AVX512_END
 #endif
 
-PYBIND11_MODULE(_adam, module) {
-    module.doc() = "AdamW over fp32 tensors and the sum of their squares; see adam.py.";
+void add_adam(py::module_& module) {
 #ifdef MEGACORE_HAS_AVX512
     using List = std::vector<std::uintptr_t>;
-    const py::call_guard<py::gil_scoped_release> unlocked;
     module.def(
         "adamw",
         [](const List& weights, const List& gradients, const List& exp_avgs, const List& exp_avg_sqs,
@@ -178,12 +175,12 @@ PYBIND11_MODULE(_adam, module) {
             }
             adamw(tensors, sizes, Adam(step, lr, beta1, beta2, weight_decay, eps, divisor), threads);
         },
-        unlocked);
+        Unlocked());
     module.def(
         "sum_of_squares",
         [](const List& tensors, const std::vector<std::ptrdiff_t>& sizes, int threads) {
             return sum_of_squares(tensors, sizes, threads);
         },
-        unlocked);
+        Unlocked());
 #endif
 }

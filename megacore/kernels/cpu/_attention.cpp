@@ -1,5 +1,10 @@
-// Attention forward and backward for bf16 and fp32.
-#include <pybind11/pybind11.h>
+// Attention forward and backward for bf16 and fp32. The gradients compute the weights again from the log-sum-exp
+// (Dao et al. 2022).
+//
+// A task of the backward pass owns a range of the keys of one key-value head and goes through the queries in blocks of
+// 64. With more than one range, each leaves its part of the queries' gradient in memory, and the parts are summed in order afterwards.
+#include "_kernels.h"
+
 #include <pybind11/stl.h>
 
 #include <array>
@@ -8,14 +13,310 @@
 #include <new>
 #include <stdexcept>
 
-#include "_attention_backward.h"
+#include "_attention_forward.h"
 
-namespace py = pybind11;
+#ifdef MEGACORE_HAS_AVX512
+namespace megacore {
+
+constexpr std::ptrdiff_t QUERIES = 64;
+constexpr std::ptrdiff_t BACKWARD_KEYS = 64;
+
+// Tensors of the backward pass; `parts` is [ranges][b][n][blocks of queries][d rounded up to 16][64], or null.
+template <class T>
+struct BackwardTensors {
+    Heads<const T> grad_out, query, key, value, out;
+    const float* lse;
+    Heads<T> grad_query, grad_key, grad_value;
+    float* parts;
+};
+
+// How the keys of few heads are divided, to be work for several threads: by the shape alone, for the sums' order.
+struct KeyRanges {
+    std::ptrdiff_t count, length;
+
+    explicit KeyRanges(const Shape& shape) {
+        constexpr std::ptrdiff_t TASKS = 8, LEAST = 256;
+        const std::ptrdiff_t units = shape.batch * shape.groups;
+        const std::ptrdiff_t most = std::max<std::ptrdiff_t>(1, shape.keys / LEAST);
+        const std::ptrdiff_t wanted = std::min((TASKS + units - 1) / units, most);
+        length = round_up((shape.keys + wanted - 1) / wanted, BACKWARD_KEYS);
+        count = (shape.keys + length - 1) / length;
+    }
+};
+
+// One thread's memory: a range of keys, and one block of queries.
+template <class T>
+struct BackwardScratch {
+    std::ptrdiff_t words, keys, rows;
+
+    explicit BackwardScratch(const Shape& shape)
+        : words((shape.size + WIDTH<T> - 1) / WIDTH<T>),
+          keys(KeyRanges(shape).length),
+          rows(round_up(shape.size, LANES)) {}
+
+    std::ptrdiff_t total() const {
+        return 2 * keys * words + keys / WIDTH<T> * rows + 2 * keys * rows +
+               QUERIES * (2 * words + 2 * rows / WIDTH<T> + 2 + rows + 2 * ROWS / WIDTH<T> + BACKWARD_KEYS / WIDTH<T>);
+    }
+    void place(word* memory) {
+        key = memory;
+        value = key + keys * words;
+        key_across = value + keys * words;
+        query = key_across + keys / WIDTH<T> * rows;
+        grad_out = query + words * QUERIES;
+        query_across = grad_out + words * QUERIES;
+        grad_out_across = query_across + QUERIES / WIDTH<T> * rows;
+        weights = grad_out_across + QUERIES / WIDTH<T> * rows;
+        grad_scores = weights + ROWS * QUERIES / WIDTH<T>;
+        grad_scores_across = grad_scores + ROWS * QUERIES / WIDTH<T>;
+        lse = reinterpret_cast<float*>(grad_scores_across + BACKWARD_KEYS / WIDTH<T> * QUERIES);
+        delta = lse + QUERIES;
+        grad_query = delta + QUERIES;
+        grad_key = grad_query + rows * QUERIES;
+        grad_value = grad_key + keys * rows;
+    }
+
+    // Packed with words along d, or across rows: see _attention_pack.h.
+    word *key = nullptr, *value = nullptr, *key_across = nullptr;
+    word *query = nullptr, *grad_out = nullptr, *query_across = nullptr, *grad_out_across = nullptr;
+    // Of 8 keys, [8][words along 64 queries], and of a block of keys, [words along the keys][64].
+    word *weights = nullptr, *grad_scores = nullptr, *grad_scores_across = nullptr;
+    float *lse = nullptr, *delta = nullptr;
+    float *grad_query = nullptr;                        // [d][64]
+    float *grad_key = nullptr, *grad_value = nullptr;  // [keys][d]
+};
+
+}  // namespace megacore
+
+MEGACORE_AVX512_BEGIN
+namespace megacore {
+
+// One row of a tile of 32 columns, as words along the row.
+template <class T>
+MEGACORE_INLINE void store_rows(word* to, std::ptrdiff_t row, const __m512 (&x)[2]) {
+    if constexpr (WIDTH<T> == 2) {
+        store_words(to + row * QUERIES / 2, round_row(x[0], x[1]));
+    } else {
+        store_words(to + row * QUERIES, _mm512_castps_si512(x[0]));
+        store_words(to + row * QUERIES + LANES, _mm512_castps_si512(x[1]));
+    }
+}
+
+// Two rows of a tile of 32 columns, as words across the rows.
+template <class T>
+MEGACORE_INLINE void store_across(word* to, const __m512 (&x)[2], const __m512 (&y)[2]) {
+    if constexpr (WIDTH<T> == 2) {
+        const __m512i first = round_row(x[0], x[1]), second = round_row(y[0], y[1]);
+        store_words(to, pair_rows(first, second, false));
+        store_words(to + LANES, pair_rows(first, second, true));
+    } else {
+        store_rows<T>(to, 0, x);
+        store_rows<T>(to, 1, y);
+    }
+}
+
+// The weights of 8 keys for 32 queries and the gradients of their scores.
+template <class T>
+inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratch, std::ptrdiff_t first_key,
+                            std::ptrdiff_t key, std::ptrdiff_t block_row, std::ptrdiff_t first_query,
+                            std::ptrdiff_t column) {
+    const __m512 factor = _mm512_set1_ps(shape.scale * LOG2_E);
+    const std::ptrdiff_t panel = (key - first_key) * scratch.words;
+    const bool edge = key + ROWS > shape.keys || (shape.causal && key + ROWS > first_query + column + 1);
+    Tile<2> scores, grads;
+    alignas(64) float weights[ROWS][GROUP];
+    scores.multiply<T, 1, ROWS>(scratch.key + panel, scratch.query + column, QUERIES, scratch.words);
+    const __m512 lse[2] = {load(scratch.lse + column), load(scratch.lse + column + LANES)};
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+        __m512 p[2];
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+            p[v] = exp2(_mm512_fmsub_ps(scores.sums[r][v], factor, lse[v]));
+            if (edge) {
+                p[v] = _mm512_maskz_mov_ps(
+                    seeing(key + r, shape.keys, first_query + column + v * LANES, shape.causal), p[v]);
+            }
+            store(weights[r] + v * LANES, p[v]);
+        }
+        store_rows<T>(scratch.weights + column / WIDTH<T>, r, p);
+    }
+    grads.multiply<T, 1, ROWS>(scratch.value + panel, scratch.grad_out + column, QUERIES, scratch.words);
+    const __m512 delta[2] = {load(scratch.delta + column), load(scratch.delta + column + LANES)};
+    word* across = scratch.grad_scores_across + block_row / WIDTH<T> * QUERIES + column;
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r += 2) {
+        __m512 x[2][2];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const __m512 p = load(weights[r + i / 2] + i % 2 * LANES);
+            x[i / 2][i % 2] = _mm512_mul_ps(p, _mm512_sub_ps(grads.sums[r + i / 2][i % 2], delta[i % 2]));
+        }
+        store_rows<T>(scratch.grad_scores + column / WIDTH<T>, r, x[0]);
+        store_rows<T>(scratch.grad_scores + column / WIDTH<T>, r + 1, x[1]);
+        store_across<T>(across, x[0], x[1]);
+        across += 2 / WIDTH<T> * QUERIES;
+    }
+}
+
+// One block of keys against one block of queries.
+template <class T>
+inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch, std::ptrdiff_t first_key,
+                           std::ptrdiff_t begin, std::ptrdiff_t count, std::ptrdiff_t first_query,
+                           std::ptrdiff_t queries) {
+    constexpr std::ptrdiff_t STRIDE = QUERIES / WIDTH<T>;
+    for (std::ptrdiff_t j = 0; j < count; j += ROWS) {
+        const std::ptrdiff_t key = begin + j;
+        // The groups of 32 queries that see none of these keys are left out.
+        std::ptrdiff_t start = 0;
+        while (shape.causal && key > first_query + start + GROUP - 1) start += GROUP;
+        for (std::ptrdiff_t column = start; column < queries; column += GROUP) {
+            grad_score_tile(shape, scratch, first_key, key, j, first_query, column);
+        }
+        const std::ptrdiff_t steps = (queries - start) / WIDTH<T>, skipped = start / WIDTH<T>;
+        const std::ptrdiff_t place = (key - first_key) * scratch.rows;
+        add_product<T, STRIDE, 1>(scratch.weights + skipped, scratch.grad_out_across + skipped * scratch.rows,
+                                  scratch.rows, steps, scratch.grad_value + place, scratch.rows, scratch.rows);
+        add_product<T, STRIDE, 1>(scratch.grad_scores + skipped, scratch.query_across + skipped * scratch.rows,
+                                  scratch.rows, steps, scratch.grad_key + place, scratch.rows, scratch.rows);
+    }
+    for (std::ptrdiff_t column = 0; column < queries; column += GROUP) {
+        const std::ptrdiff_t seen = std::min(count, round_up(shape.seen(first_query + column + GROUP) - begin, ROWS));
+        for (std::ptrdiff_t row = 0; row < scratch.rows && seen > 0; row += ROWS) {
+            const word* const key = scratch.key_across + (row * scratch.keys + (begin - first_key) * ROWS) / WIDTH<T>;
+            add_product<T, 1, ROWS>(key, scratch.grad_scores_across + column, QUERIES, seen / WIDTH<T>,
+                                    scratch.grad_query + row * QUERIES + column, QUERIES, GROUP);
+        }
+    }
+}
+
+// The sums of x * y along each of the first 16 rows; ALL of them are there, and whole vectors.
+template <class T, bool ALL>
+MEGACORE_INLINE __m512 row_dots(const Rows<const T>& x, const Rows<const T>& y) {
+    __m512 products[LANES] = {};
+    for (std::ptrdiff_t i = 0; i < x.size; i += LANES) {
+        const __mmask16 lanes = ALL ? 0xFFFF : first_lanes(x.size - i);
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; ++r) {
+            if (!ALL && r >= x.count) continue;
+            const T *const first = x.data + r * x.stride + i, *const second = y.data + r * y.stride + i;
+            const __m512 a = ALL ? load(first) : load(first, lanes), b = ALL ? load(second) : load(second, lanes);
+            products[r] = _mm512_fmadd_ps(a, b, products[r]);
+        }
+    }
+    __m512i sums[LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; ++r) sums[r] = _mm512_castps_si512(products[r]);
+    transpose(sums);
+    __m512 total = _mm512_setzero_ps();
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; ++r) total = _mm512_add_ps(total, _mm512_castsi512_ps(sums[r]));
+    return total;
+}
+
+// Pack a block of queries and what belongs to them.
+template <class T>
+inline void pack_queries(const BackwardScratch<T>& scratch, const Rows<const T>& query, const Rows<const T>& grad_out,
+                         const Rows<const T>& out, const float* lse) {
+    pack_transposed(query, QUERIES, scratch.query);
+    pack_transposed(grad_out, QUERIES, scratch.grad_out);
+    pack_across(query, QUERIES, scratch.query_across);
+    pack_across(grad_out, QUERIES, scratch.grad_out_across);
+    for (std::ptrdiff_t i = 0; i < QUERIES; i += LANES) {
+        const __m512 natural = load(lse + i, first_lanes(std::max<std::ptrdiff_t>(0, query.count - i)));
+        store(scratch.lse + i, _mm512_mul_ps(natural, _mm512_set1_ps(LOG2_E)));
+        const bool all = i + LANES <= query.count && query.size % LANES == 0;
+        store(scratch.delta + i, all ? row_dots<T, true>(grad_out.from(i), out.from(i))
+                                     : row_dots<T, false>(grad_out.from(i), out.from(i)));
+    }
+}
+
+// Bring [size][64] into rows.
+template <class T>
+inline void write_grad_query(const float* from, float scale, const Rows<T>& to) {
+    for (std::ptrdiff_t i = 0; i < QUERIES && i < to.count; i += LANES) {
+        unpack_transposed(from + i, QUERIES, _mm512_set1_ps(scale), to.from(i));
+    }
+}
+
+// The place of one part of a block's gradient.
+inline float* part_of(float* parts, const Shape& shape, std::ptrdiff_t range, std::ptrdiff_t batch, std::ptrdiff_t head,
+                      std::ptrdiff_t first_query) {
+    const std::ptrdiff_t blocks = (shape.queries + QUERIES - 1) / QUERIES;
+    const std::ptrdiff_t index = ((range * shape.batch + batch) * shape.heads + head) * blocks + first_query / QUERIES;
+    return parts + index * round_up(shape.size, LANES) * QUERIES;
+}
+
+// One range of the keys of one key-value head.
+template <class T>
+inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch, std::ptrdiff_t batch,
+                          std::ptrdiff_t group, std::ptrdiff_t range, const BackwardTensors<T>& tensors) {
+    const std::ptrdiff_t first = range * scratch.keys, count = std::min(scratch.keys, shape.keys - first);
+    const auto rows = [&](auto& heads, std::ptrdiff_t head, std::ptrdiff_t length) {
+        return heads.rows(batch, head, length, shape.size);
+    };
+    const Rows<const T> key = tensors.key.rows(batch, group, first + count, shape.size).from(first);
+    const Rows<const T> value = tensors.value.rows(batch, group, first + count, shape.size).from(first);
+    pack_row_panels(key, scratch.key);
+    pack_row_panels(value, scratch.value);
+    pack_across_panels(key, scratch.keys, scratch.key_across);
+    std::fill_n(scratch.grad_key, 2 * scratch.keys * scratch.rows, 0.0f);
+    for (std::ptrdiff_t head = group * shape.sharing(); head < (group + 1) * shape.sharing(); ++head) {
+        const Rows<const T> query = rows(tensors.query, head, shape.queries);
+        const Rows<const T> grad_out = rows(tensors.grad_out, head, shape.queries);
+        const Rows<const T> out = rows(tensors.out, head, shape.queries);
+        const Rows<T> grad_query = rows(tensors.grad_query, head, shape.queries);
+        const float* const lse = tensors.lse + (batch * shape.heads + head) * shape.queries;
+        const std::ptrdiff_t start = shape.causal ? first / QUERIES * QUERIES : 0;
+        for (std::ptrdiff_t i = start; i < shape.queries; i += QUERIES) {
+            const std::ptrdiff_t queries = std::min(QUERIES, round_up(shape.queries - i, GROUP));
+            const std::ptrdiff_t seen = std::min(first + count, shape.seen(i + QUERIES));
+            pack_queries(scratch, query.from(i), grad_out.from(i), out.from(i), lse + i);
+            query.from(i + QUERIES).template prefetch<false>(QUERIES);
+            grad_out.from(i + QUERIES).template prefetch<false>(QUERIES);
+            out.from(i + QUERIES).template prefetch<false>(QUERIES);
+            if (tensors.parts == nullptr) grad_query.from(i).template prefetch<true>(QUERIES);
+            std::fill_n(scratch.grad_query, scratch.rows * QUERIES, 0.0f);
+            for (std::ptrdiff_t j = first; j < seen; j += BACKWARD_KEYS) {
+                backward_block(shape, scratch, first, j, round_up(std::min(BACKWARD_KEYS, seen - j), ROWS), i, queries);
+            }
+            if (tensors.parts == nullptr) {
+                write_grad_query(scratch.grad_query, shape.scale, grad_query.from(i));
+            } else {
+                std::copy_n(scratch.grad_query, scratch.rows * QUERIES,
+                            part_of(tensors.parts, shape, range, batch, head, i));
+            }
+        }
+    }
+    unpack(scratch.grad_key, shape.scale, rows(tensors.grad_key, group, first + count).from(first));
+    unpack(scratch.grad_value, 1.0f, rows(tensors.grad_value, group, first + count).from(first));
+}
+
+// Sum what the ranges of keys left of the gradient of one block of queries.
+template <class T>
+inline void sum_parts(const Shape& shape, const KeyRanges& ranges, std::ptrdiff_t batch, std::ptrdiff_t head,
+                      std::ptrdiff_t first_query, const BackwardTensors<T>& tensors) {
+    float* const total = part_of(tensors.parts, shape, 0, batch, head, first_query);
+    const std::ptrdiff_t seen = shape.seen(first_query + QUERIES);
+    for (std::ptrdiff_t range = 1; range < ranges.count && range * ranges.length < seen; ++range) {
+        const float* const part = part_of(tensors.parts, shape, range, batch, head, first_query);
+        for (std::ptrdiff_t i = 0; i < round_up(shape.size, LANES) * QUERIES; i += LANES) {
+            store(total + i, _mm512_add_ps(load(total + i), load(part + i)));
+        }
+    }
+    const Rows<T> to = tensors.grad_query.rows(batch, head, shape.queries, shape.size);
+    write_grad_query(total, shape.scale, to.from(first_query));
+}
+
+}  // namespace megacore
+MEGACORE_AVX512_END
+#endif
 
 namespace megacore {
 
 // A tensor [b, n, s, d] as Python tells it: its address and its strides on b, n and s in elements.
 using Place = std::array<std::int64_t, 4>;
+// (b, n, g, queries, keys, d).
 using Sizes = std::array<std::int64_t, 6>;
 
 #ifdef MEGACORE_HAS_AVX512
@@ -163,8 +464,7 @@ void attention_backward(bool is_bf16, const Sizes& sizes, double scale, bool cau
 
 }  // namespace megacore
 
-PYBIND11_MODULE(_attention, module) {
-    module.doc() = "softmax(q k^T scale) v and its gradients; sizes are (b, n, g, queries, keys, d).";
-    module.def("forward", &megacore::attention_forward, py::call_guard<py::gil_scoped_release>());
-    module.def("backward", &megacore::attention_backward, py::call_guard<py::gil_scoped_release>());
+void add_attention(py::module_& module) {
+    module.def("attention_forward", &megacore::attention_forward, Unlocked());
+    module.def("attention_backward", &megacore::attention_backward, Unlocked());
 }

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <limits>
 
-#include "_attention_pack.h"
+#include "_attention_tile.h"
 
 #ifdef MEGACORE_HAS_AVX512
 namespace megacore {

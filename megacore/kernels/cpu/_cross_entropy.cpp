@@ -1,6 +1,6 @@
 // Cross entropy of rows of logits, whose gradient takes the logits' place. Rows are independent of each other, so the
 // results do not depend on the number of threads.
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,8 +8,6 @@
 #include <memory>
 
 #include "_vector.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -211,8 +209,6 @@ MEGACORE_AVX512_END
 #ifdef MEGACORE_HAS_AVX512
 namespace {
 
-using Address = std::uintptr_t;
-
 template <typename T>
 Rows<T> rows_of(Address logits, std::ptrdiff_t count, std::ptrdiff_t width, std::ptrdiff_t stride, Address columns) {
     return {reinterpret_cast<T*>(logits), count, width, stride, reinterpret_cast<const std::int64_t*>(columns)};
@@ -232,10 +228,8 @@ void with_rows(bool half, Address logits, std::ptrdiff_t count, std::ptrdiff_t w
 }  // namespace
 #endif
 
-PYBIND11_MODULE(_cross_entropy, module) {
-    module.doc() = "Cross entropy of rows of logits; see cross_entropy.py.";
+void add_cross_entropy(py::module_& module) {
 #ifdef MEGACORE_HAS_AVX512
-    const py::call_guard<py::gil_scoped_release> unlocked;
     module.def(
         "label_statistics",
         [](Address logits, bool half, std::ptrdiff_t count, std::ptrdiff_t width, std::ptrdiff_t stride,
@@ -244,7 +238,7 @@ PYBIND11_MODULE(_cross_entropy, module) {
             with_rows(half, logits, count, width, stride, columns,
                       [&](const auto& rows) { label_statistics(rows, out, threads); });
         },
-        unlocked);
+        Unlocked());
     module.def(
         "softmax_gradient",
         [](Address logits, bool half, std::ptrdiff_t count, std::ptrdiff_t width, std::ptrdiff_t stride,
@@ -254,7 +248,7 @@ PYBIND11_MODULE(_cross_entropy, module) {
                                  reinterpret_cast<const float*>(factor), label_weight, evenly, threads);
             });
         },
-        unlocked);
+        Unlocked());
     module.def(
         "cross_entropy",
         [](Address logits, bool half, std::ptrdiff_t count, std::ptrdiff_t width, std::ptrdiff_t stride,
@@ -263,6 +257,6 @@ PYBIND11_MODULE(_cross_entropy, module) {
             with_rows(half, logits, count, width, stride, columns,
                       [&](const auto& rows) { cross_entropy(rows, loss, threads); });
         },
-        unlocked);
+        Unlocked());
 #endif
 }

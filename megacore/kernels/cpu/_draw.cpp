@@ -1,12 +1,9 @@
 // What torch's CPU generator draws for dropout, bit for bit, with vectors: MT19937 (Matsumoto and Nishimura 1998).
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
 
 #include <cmath>
-#include <stdexcept>
 
 #include "_rows.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -152,13 +149,12 @@ void bernoulli(std::uintptr_t state, double p, std::uintptr_t out, Index count, 
 #ifdef MEGACORE_HAS_AVX512
     half ? megacore::bernoulli<megacore::bf16>(state, p, out, count) : megacore::bernoulli<float>(state, p, out, count);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_draw, module) {
-    module.doc() = "What torch's generator draws for dropout.";
-    module.def("bernoulli", &bernoulli, py::call_guard<py::gil_scoped_release>());
+void add_draw(py::module_& module) {
+    module.def("bernoulli", &bernoulli, Unlocked());
 }

@@ -1,12 +1,9 @@
 // LayerNorm and RMSNorm of rows, forward and backward: each row is read from memory once.
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
 
 #include <cmath>
-#include <stdexcept>
 
 #include "_rows.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -148,7 +145,6 @@ MEGACORE_AVX512_END
 namespace {
 
 using megacore::Index;
-using Address = std::uintptr_t;
 
 // centred is LayerNorm, which has a mean; bias is null where there is none; strides are of rows, in elements.
 void forward(Address x, Index x_stride, Address weight, Address bias, Address y, Address mean, Address rstd,
@@ -159,7 +155,7 @@ void forward(Address x, Index x_stride, Address weight, Address bias, Address y,
                           : (centred ? megacore::forward<float, true> : megacore::forward<float, false>);
     run(x, x_stride, weight, bias, y, mean, rstd, rows, cols, eps, threads);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
@@ -172,14 +168,13 @@ void backward(Address dy, Index dy_stride, Address x, Index x_stride, Address we
                           : (centred ? megacore::backward<float, true> : megacore::backward<float, false>);
     run(dy, dy_stride, x, x_stride, weight, mean, rstd, dx, dweight, dbias, rows, cols, threads);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_norm, module) {
-    module.doc() = "LayerNorm and RMSNorm of rows.";
-    module.def("forward", &forward, py::call_guard<py::gil_scoped_release>());
-    module.def("backward", &backward, py::call_guard<py::gil_scoped_release>());
+void add_norm(py::module_& module) {
+    module.def("norm_forward", &forward, Unlocked());
+    module.def("norm_backward", &backward, Unlocked());
 }

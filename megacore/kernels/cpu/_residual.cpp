@@ -1,11 +1,7 @@
 // residual + branch + bias, with dropout where there is a mask; the bias's gradient in one pass over the branch's.
-#include <pybind11/pybind11.h>
-
-#include <stdexcept>
+#include "_kernels.h"
 
 #include "_rows.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -75,7 +71,6 @@ MEGACORE_AVX512_END
 namespace {
 
 using megacore::Index;
-using Address = std::uintptr_t;
 
 void forward(Address branch, Index branch_stride, Address bias, Address residual, Index residual_stride, Address mask,
              Index mask_stride, float scale, Address y, Index rows, Index cols, bool half, int threads) {
@@ -83,7 +78,7 @@ void forward(Address branch, Index branch_stride, Address bias, Address residual
     const auto run = half ? megacore::forward<megacore::bf16> : megacore::forward<float>;
     run(branch, branch_stride, bias, residual, residual_stride, mask, mask_stride, scale, y, rows, cols, threads);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
@@ -93,14 +88,13 @@ void backward(Address dy, Index dy_stride, Address mask, Index mask_stride, floa
     const auto run = half ? megacore::backward<megacore::bf16> : megacore::backward<float>;
     run(dy, dy_stride, mask, mask_stride, scale, dbranch, dbias, rows, cols, threads);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_residual, module) {
-    module.doc() = "Dropout, and sums of a residual stream and a branch.";
-    module.def("forward", &forward, py::call_guard<py::gil_scoped_release>());
-    module.def("backward", &backward, py::call_guard<py::gil_scoped_release>());
+void add_residual(py::module_& module) {
+    module.def("residual_forward", &forward, Unlocked());
+    module.def("residual_backward", &backward, Unlocked());
 }

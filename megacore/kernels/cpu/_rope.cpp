@@ -1,12 +1,9 @@
 // Rotation of the first elements of each head, of halves as GPT-NeoX and Llama pair them.
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
 
 #include <array>
-#include <stdexcept>
 
 #include "_rows.h"
-
-namespace py = pybind11;
 
 // Of batch, heads and sequence, in elements; a head's own elements lie together.
 using Strides = std::array<std::ptrdiff_t, 3>;
@@ -67,7 +64,6 @@ MEGACORE_AVX512_END
 namespace {
 
 using megacore::Index;
-using Address = std::uintptr_t;
 
 // The tables' rows are [rotated] and lie together; table_stride is from one batch to the next, 0 where all share one.
 void rotate(Address x, Index x_batch, Index x_head, Index x_place, Address cosines, Address sines, Index table_stride,
@@ -78,13 +74,12 @@ void rotate(Address x, Index x_batch, Index x_head, Index x_place, Address cosin
     run(x, {x_batch, x_head, x_place}, cosines, sines, table_stride, y, {y_batch, y_head, y_place}, batch, heads,
         sequence, size, rotated, back, threads);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_rope, module) {
-    module.doc() = "Rotary position embedding.";
-    module.def("rotate", &rotate, py::call_guard<py::gil_scoped_release>());
+void add_rope(py::module_& module) {
+    module.def("rotate", &rotate, Unlocked());
 }

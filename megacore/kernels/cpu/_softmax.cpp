@@ -1,14 +1,11 @@
 // Attention's softmax of scaled and masked scores with dropout, forward and backward, and the gradient of a bias.
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
 
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
 #include <vector>
 
 #include "_rows.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -129,7 +126,6 @@ MEGACORE_AVX512_END
 namespace {
 
 using megacore::Index;
-using Address = std::uintptr_t;
 
 // All but the bias are contiguous [batch, heads, queries, keys]; null: no bias, no dropout.
 void forward(Address scores, Address bias, Index bias_batch, Index bias_head, Index bias_query, Address kept,
@@ -140,7 +136,7 @@ void forward(Address scores, Address bias, Index bias_batch, Index bias_head, In
     run(scores, bias, bias_batch, bias_head, bias_query, kept, probs, dropped, {batch, heads, queries, keys, causal},
         scale, keep_scale, threads);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
@@ -150,14 +146,13 @@ void backward(Address grads, Address probs, Address kept, Address dscores, Addre
     const auto run = half ? megacore::backward<megacore::bf16> : megacore::backward<float>;
     run(grads, probs, kept, dscores, dbias, {batch, heads, queries, keys, causal}, scale, keep_scale, threads);
 #else
-    throw std::runtime_error("this machine has no kernels");
+    no_kernels();
 #endif
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_softmax, module) {
-    module.doc() = "The softmax of attention.";
-    module.def("forward", &forward, py::call_guard<py::gil_scoped_release>());
-    module.def("backward", &backward, py::call_guard<py::gil_scoped_release>());
+void add_softmax(py::module_& module) {
+    module.def("softmax_forward", &forward, Unlocked());
+    module.def("softmax_backward", &backward, Unlocked());
 }

@@ -4,15 +4,13 @@
 // Both factors are packed so that the two rows which the dot product of AVX512-BF16 takes at once lie together: x in
 // panels of 32 columns for all threads, dy in panels of 8 columns by the thread that works on them. One tile of 8 x 32
 // sums is the rows of a panel of dy times those of a panel of x; a task is all tiles of some panels of dy.
-#include <pybind11/pybind11.h>
+#include "_kernels.h"
 
 #include <algorithm>
 #include <memory>
 #include <new>
 
 #include "_vector.h"
-
-namespace py = pybind11;
 
 #ifdef MEGACORE_HAS_AVX512
 MEGACORE_AVX512_BEGIN
@@ -194,18 +192,16 @@ void accumulate(float* main_grad, std::ptrdiff_t stride, const Matrix& dy, const
 MEGACORE_AVX512_END
 #endif
 
-PYBIND11_MODULE(_weight_grad, module) {
-    module.doc() = "Weight gradients added to fp32 main gradients; see weight_grad.py.";
+void add_weight_grad(py::module_& module) {
 #ifdef MEGACORE_HAS_AVX512
-    using Address = std::uintptr_t;
     module.def(
-        "accumulate",
+        "accumulate_weight_grad",
         [](Address main_grad, std::ptrdiff_t stride, Address dy, std::ptrdiff_t dy_columns, std::ptrdiff_t dy_stride,
            Address x, std::ptrdiff_t x_columns, std::ptrdiff_t x_stride, std::ptrdiff_t rows, int threads) {
             accumulate(reinterpret_cast<float*>(main_grad), stride,
                        {reinterpret_cast<const bf16*>(dy), rows, dy_columns, dy_stride},
                        {reinterpret_cast<const bf16*>(x), rows, x_columns, x_stride}, threads);
         },
-        py::call_guard<py::gil_scoped_release>());
+        Unlocked());
 #endif
 }

@@ -7,17 +7,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import Activation
-from megacore.kernels.cpu import _activation
-from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, check_shapes, is_half, per_column, rows_of
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import (
+    address,
+    check_shapes,
+    is_half,
+    operator,
+    per_column,
+    rows_of,
+)
 
 _KINDS: dict[Activation, int] = {
-    "gelu_tanh": _activation.GELU_TANH,
-    "gelu": _activation.GELU,
-    "relu": _activation.RELU,
-    "swiglu": _activation.SILU,
-    "geglu": _activation.GELU,
-    "geglu_tanh": _activation.GELU_TANH,
+    "gelu_tanh": _kernels.GELU_TANH,
+    "gelu": _kernels.GELU,
+    "relu": _kernels.RELU,
+    "swiglu": _kernels.SILU,
+    "geglu": _kernels.GELU,
+    "geglu_tanh": _kernels.GELU_TANH,
 }
 
 
@@ -71,7 +77,7 @@ def _gradient_of(x: Tensor, bias: Tensor | None) -> Tensor:
 def _bias_activation(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
     half, rows, y = is_half(x, bias), rows_of(x), x.new_empty(x.shape)
     bias = per_column(bias, x)
-    _activation.forward(
+    _kernels.activation_forward(
         rows.data_ptr(),
         rows.stride(0),
         address(bias),
@@ -93,7 +99,7 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: 
     half, rows, grads = is_half(x, dy, bias), rows_of(x), rows_of(dy)
     dx, dbias = x.new_empty(x.shape), _gradient_of(x, bias)
     bias = per_column(bias, x)
-    _activation.backward(
+    _kernels.activation_backward(
         grads.data_ptr(),
         grads.stride(0),
         rows.data_ptr(),
@@ -117,7 +123,7 @@ def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: 
 def _gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     check_shapes(gate, up)
     half, gates, ups, y = is_half(gate, up), rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
-    _activation.gated_forward(
+    _kernels.gated_forward(
         gates.data_ptr(),
         gates.stride(0),
         ups.data_ptr(),
@@ -139,7 +145,7 @@ def _gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     half, grads, gates, ups = is_half(gate, up, dy), rows_of(dy), rows_of(gate), rows_of(up)
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    _activation.gated_backward(
+    _kernels.gated_backward(
         grads.data_ptr(),
         grads.stride(0),
         gates.data_ptr(),

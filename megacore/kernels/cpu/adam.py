@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import _adam
-from megacore.kernels.cpu.operators import operator
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import operator
 
 
 def adamw_(
@@ -123,7 +123,7 @@ def _adamw_(
     divisor: float,
 ) -> None:
     sizes = [weight.numel() for weight in weights]
-    _adam.adamw(
+    _kernels.adamw(
         _addresses(weights, sizes, torch.float32),
         _addresses(gradients, sizes, torch.float32),
         _addresses(exp_avgs, sizes, torch.float32),
@@ -144,5 +144,5 @@ def _adamw_(
 @operator("sum_of_squares(Tensor[] tensors) -> Tensor", _fake_sum_of_squares)
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     sizes = [tensor.numel() for tensor in tensors]
-    total = _adam.sum_of_squares(_addresses(tensors, sizes, torch.float32), sizes, torch.get_num_threads())
+    total = _kernels.sum_of_squares(_addresses(tensors, sizes, torch.float32), sizes, torch.get_num_threads())
     return torch.tensor(total, dtype=torch.float64)

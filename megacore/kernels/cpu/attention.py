@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import _attention, support  # after torch, whose OpenMP library they use
-from megacore.kernels.cpu.operators import operator
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import operator, runs
 
 MAX_HEAD_DIM = 256
-_DTYPES = tuple(dtype for dtype in (torch.bfloat16, torch.float32) if support.runs(dtype))
+_DTYPES = tuple(dtype for dtype in (torch.bfloat16, torch.float32) if runs(dtype))
 _BF16 = torch.bfloat16
 
 
@@ -143,7 +143,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: flo
         raise ConfigError(_refusal(query, key, value, causal))
     out = _empty_heads(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    _attention.forward(
+    _kernels.attention_forward(
         query.dtype == _BF16,
         _sizes(query, key),
         scale,
@@ -207,7 +207,7 @@ def _run_backward(
     query, key, value = inputs
     if grad.stride(3) != 1:
         grad = grad.contiguous()
-    _attention.backward(
+    _kernels.attention_backward(
         query.dtype == _BF16,
         _sizes(query, key),
         scale,

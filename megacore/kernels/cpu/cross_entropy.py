@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import _cross_entropy
-from megacore.kernels.cpu.operators import operator
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import operator
 
 
 def label_statistics(logits: Tensor, columns: Tensor, with_sum: bool = False) -> Tensor:
@@ -119,7 +119,7 @@ def _fake_cross_entropy_(logits: Tensor, columns: Tensor, smoothing: float, z_lo
 @operator("label_statistics(Tensor logits, Tensor columns, bool with_sum) -> Tensor", _fake_label_statistics)
 def _label_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
     statistics = _new_statistics(logits, with_sum)
-    _cross_entropy.label_statistics(*_rows(logits, columns), with_sum, statistics.data_ptr(), torch.get_num_threads())
+    _kernels.label_statistics(*_rows(logits, columns), with_sum, statistics.data_ptr(), torch.get_num_threads())
     return statistics
 
 
@@ -131,7 +131,7 @@ def _label_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor
 def _softmax_gradient_(
     logits: Tensor, columns: Tensor, log_normaliser: Tensor, factor: Tensor | None, label_weight: float, evenly: float
 ) -> None:
-    _cross_entropy.softmax_gradient(
+    _kernels.softmax_gradient(
         *_rows(logits, columns),
         _address(log_normaliser, logits.shape[0]),
         0 if factor is None else _address(factor, logits.shape[0]),
@@ -147,7 +147,7 @@ def _softmax_gradient_(
 )
 def _cross_entropy_(logits: Tensor, columns: Tensor, smoothing: float, z_loss: float, scale: float) -> Tensor:
     losses = torch.empty_like(columns, dtype=torch.float32)
-    _cross_entropy.cross_entropy(
+    _kernels.cross_entropy(
         *_rows(logits, columns), smoothing, z_loss, scale, losses.data_ptr(), torch.get_num_threads()
     )
     return losses

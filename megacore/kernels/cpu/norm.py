@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels.cpu import _norm
-from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, is_half, per_column, rows_of
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import address, is_half, operator, per_column, rows_of
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -102,7 +101,7 @@ def _forward(
 ) -> None:
     half, rows = is_half(x, weight, bias), rows_of(x)
     gain, shift = per_column(weight, x), per_column(bias, x)
-    _norm.forward(
+    _kernels.norm_forward(
         rows.data_ptr(),
         rows.stride(0),
         address(gain),
@@ -130,7 +129,7 @@ def _backward(
     dbias: Tensor | None,
 ) -> None:
     half, rows, grads, gain = is_half(x, dy, weight), rows_of(x), rows_of(dy), per_column(weight, x)
-    _norm.backward(
+    _kernels.norm_backward(
         grads.data_ptr(),
         grads.stride(0),
         rows.data_ptr(),

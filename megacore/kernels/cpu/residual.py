@@ -5,10 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels.cpu import _residual
-from megacore.kernels.cpu.draw import kept_like
-from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, check_shapes, is_half, per_column, rows_of
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import (
+    address,
+    check_shapes,
+    is_half,
+    kept_like,
+    operator,
+    per_column,
+    rows_of,
+)
 
 
 def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
@@ -68,7 +74,7 @@ def _bias_dropout_add(
     branches, residuals = rows_of(branch), None if residual is None else rows_of(residual)
     kept = None if mask is None else rows_of(mask)
     bias = per_column(bias, branch)
-    _residual.forward(
+    _kernels.residual_forward(
         branches.data_ptr(),
         branches.stride(0),
         address(bias),
@@ -93,7 +99,7 @@ def _bias_dropout_add(
 def _dropout_backward(dy: Tensor, mask: Tensor, scale: float, with_sum: bool) -> tuple[Tensor, Tensor]:
     half, grads, kept = is_half(dy, mask), rows_of(dy), rows_of(mask)
     dbranch, sums = dy.new_empty(dy.shape), dy.new_empty(dy.shape[-1] if with_sum else 0)
-    _residual.backward(
+    _kernels.residual_backward(
         grads.data_ptr(),
         grads.stride(0),
         kept.data_ptr(),
@@ -112,7 +118,7 @@ def _dropout_backward(dy: Tensor, mask: Tensor, scale: float, with_sum: bool) ->
 @operator("column_sum(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[-1]))
 def _column_sum(x: Tensor) -> Tensor:
     half, rows, sums = is_half(x), rows_of(x), x.new_empty(x.shape[-1])
-    _residual.backward(
+    _kernels.residual_backward(
         rows.data_ptr(),
         rows.stride(0),
         0,

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import _rope
-from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import is_half
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import is_half, operator
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -51,7 +50,7 @@ def _rotate(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     half, y = is_half(x, cosines, sines), _alike(x, cosines, sines, back)
     x = x if x.stride(3) == 1 else x.contiguous()
     cosines, sines = cosines.contiguous(), sines.contiguous()
-    _rope.rotate(
+    _kernels.rotate(
         x.data_ptr(),
         x.stride(0),
         x.stride(1),

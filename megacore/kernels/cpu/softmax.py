@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import _softmax
-from megacore.kernels.cpu.draw import kept_like
-from megacore.kernels.cpu.operators import operator
-from megacore.kernels.cpu.rows import address, is_half
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import address, is_half, kept_like, operator
 
 
 def scaled_masked_softmax(
@@ -85,7 +83,7 @@ def _forward(
     if bias is not None:
         bias = bias.expand(*bias.shape[:-1], scores.shape[-1])
         bias = (bias if bias.stride(-1) == 1 else bias.contiguous()).expand(scores.shape)
-    _softmax.forward(
+    _kernels.softmax_forward(
         scores.data_ptr(),
         address(bias),
         0 if bias is None else bias.stride(0),
@@ -124,7 +122,7 @@ def _backward(
     half, grads = is_half(probs, grads, kept), grads.contiguous()
     dscores, dbias = _gradients(grads, probs, kept, scale, keep_scale, causal, trained)
     kept = None if kept is None else kept.contiguous()
-    _softmax.backward(
+    _kernels.softmax_backward(
         grads.data_ptr(),
         probs.data_ptr(),
         address(kept),

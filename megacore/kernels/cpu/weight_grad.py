@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import _weight_grad
-from megacore.kernels.cpu.operators import operator
+from megacore.kernels.cpu import _kernels
+from megacore.kernels.cpu.common import operator
 
 
 def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -45,7 +45,7 @@ def _accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
             f"The C++ weight gradient takes a main gradient with contiguous rows, not strides {main_grad.stride()}."
         )
     dy, x = (factor if factor.stride(1) == 1 else factor.contiguous() for factor in (dy, x))
-    _weight_grad.accumulate(
+    _kernels.accumulate_weight_grad(
         main_grad.data_ptr(),
         main_grad.stride(0),
         dy.data_ptr(),

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.kernels.cpu import support
+from megacore.kernels.cpu.common import runs_bf16, runs_fp32
 
 FP32 = pytest.param(
-    torch.float32, marks=pytest.mark.skipif(not support.runs_fp32(), reason="this CPU has no AVX-512"), id="fp32"
+    torch.float32, marks=pytest.mark.skipif(not runs_fp32(), reason="this CPU has no AVX-512"), id="fp32"
 )
 BF16 = pytest.param(
-    torch.bfloat16, marks=pytest.mark.skipif(not support.runs_bf16(), reason="this CPU has no AVX512-BF16"), id="bf16"
+    torch.bfloat16, marks=pytest.mark.skipif(not runs_bf16(), reason="this CPU has no AVX512-BF16"), id="bf16"
 )
 both_types = pytest.mark.parametrize("dtype", [FP32, BF16])
 

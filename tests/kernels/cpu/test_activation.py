@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megacore.config.model import GATED, Activation
 from megacore.errors import ConfigError
-from megacore.kernels import bias_activation as plain
-from megacore.kernels import swiglu
+from megacore.kernels import activation as plain
 from megacore.kernels.cpu.activation import bias_activation, gated
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
@@ -22,8 +21,8 @@ widths = pytest.mark.parametrize("width", [1, 17, 64, 250])
 @widths
 def test_bias_activation(dtype: torch.dtype, kind: Activation, width: int) -> None:
     x, bias = random(3, 29, width, dtype=dtype), random(width, dtype=dtype)
-    check(lambda x: bias_activation(x, None, kind), lambda x: plain.reference(x, None, kind), [x])
-    check(lambda x, b: bias_activation(x, b, kind), lambda x, b: plain.reference(x, b, kind), [x, bias])
+    check(lambda x: bias_activation(x, None, kind), lambda x: plain.bias_activation(x, None, kind), [x])
+    check(lambda x, b: bias_activation(x, b, kind), lambda x, b: plain.bias_activation(x, b, kind), [x, bias])
 
 
 @both_types
@@ -31,7 +30,7 @@ def test_bias_activation(dtype: torch.dtype, kind: Activation, width: int) -> No
 @widths
 def test_gated(dtype: torch.dtype, kind: Activation, width: int) -> None:
     gate, up = random(3, 29, width, dtype=dtype), random(3, 29, width, dtype=dtype, seed=1)
-    check(lambda x, y: gated(x, y, kind), lambda x, y: swiglu.reference(x, y, kind), [gate, up])
+    check(lambda x, y: gated(x, y, kind), lambda x, y: plain.gated(x, y, kind), [gate, up])
 
 
 @both_types
@@ -49,12 +48,12 @@ def test_any_strides(dtype: torch.dtype, shape: tuple[int, ...], view: object) -
     x, up, bias = random(*shape, dtype=dtype), random(5, 7, 32, dtype=dtype), random(32, dtype=dtype)
     check(
         lambda x, b: bias_activation(x, b, "gelu_tanh"),
-        lambda x, b: plain.reference(x, b, "gelu_tanh"),
+        lambda x, b: plain.bias_activation(x, b, "gelu_tanh"),
         [x, bias],
         view,  # type: ignore[arg-type]
     )
-    check(lambda x, y: gated(x, y, "swiglu"), lambda x, y: swiglu.reference(x, y, "swiglu"), [x, up], view)  # type: ignore[arg-type]
-    check(lambda x, y: gated(y, x, "swiglu"), lambda x, y: swiglu.reference(y, x, "swiglu"), [x, up], view)  # type: ignore[arg-type]
+    check(lambda x, y: gated(x, y, "swiglu"), lambda x, y: plain.gated(x, y, "swiglu"), [x, up], view)  # type: ignore[arg-type]
+    check(lambda x, y: gated(y, x, "swiglu"), lambda x, y: plain.gated(y, x, "swiglu"), [x, up], view)  # type: ignore[arg-type]
 
 
 @both_types

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import support
 from megacore.kernels.cpu.adam import adamw_, sum_of_squares
+from megacore.kernels.cpu.common import runs_fp32
 
-pytestmark = pytest.mark.skipif(not support.runs_fp32(), reason="the CPU has no AVX-512")
+pytestmark = pytest.mark.skipif(not runs_fp32(), reason="the CPU has no AVX-512")
 
 SIZES = (1, 15, 16, 17, 100, 8192, 8193, 20011)
 VALUES = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from megacore.errors import ConfigError
 from megacore.kernels.choice import choose_kernels, plain_kernels
-from megacore.kernels.cpu import support
 from megacore.kernels.cpu.attention import attention, packed_attention, supports, supports_packed
+from megacore.kernels.cpu.common import runs_bf16, runs_fp32
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-needs_fp32 = pytest.mark.skipif(not support.runs_fp32(), reason="this CPU has no AVX-512")
-needs_bf16 = pytest.mark.skipif(not support.runs_bf16(), reason="this CPU has no AVX512-BF16")
+needs_fp32 = pytest.mark.skipif(not runs_fp32(), reason="this CPU has no AVX-512")
+needs_bf16 = pytest.mark.skipif(not runs_bf16(), reason="this CPU has no AVX512-BF16")
 both_types = pytest.mark.parametrize(
     "dtype", [pytest.param(FP32, marks=needs_fp32, id="fp32"), pytest.param(BF16, marks=needs_bf16, id="bf16")]
 )

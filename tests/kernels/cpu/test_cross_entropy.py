@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import support
+from megacore.kernels.cpu.common import runs_bf16
 from megacore.kernels.cpu.cross_entropy import cross_entropy_, label_statistics, softmax_gradient_
 
-pytestmark = pytest.mark.skipif(not support.runs_bf16(), reason="the CPU has no AVX512-BF16")
+pytestmark = pytest.mark.skipif(not runs_bf16(), reason="the CPU has no AVX512-BF16")
 
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTHS = (1, 15, 16, 67, 128, 1003)

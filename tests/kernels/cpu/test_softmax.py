@@ -8,14 +8,27 @@ from torch import Tensor
 
 from megacore.errors import ConfigError
 from megacore.kernels.attention import in_memory
-from megacore.kernels.cpu import support
+from megacore.kernels.cpu.common import runs_fp32
 from megacore.kernels.cpu.softmax import scaled_masked_softmax
-from megacore.kernels.scaled_masked_softmax import reference
 from tests.kernels.cpu._pointwise import both_types, check_compiled, check_threads, random
 from tests.kernels.cpu._pointwise import check as check_rounded
 
 attention = partial(in_memory, scaled_masked_softmax)
 check = partial(check_rounded, kept_in_half=2e-3)
+
+
+def reference(
+    scores: Tensor, bias: Tensor | None, *, scale: float, causal: bool = False, dropout: float = 0.0
+) -> Tensor:
+    scores = scores * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        queries, keys = scores.shape[-2:]
+        unseen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    weights = scores.softmax(-1)
+    return F.dropout(weights, dropout) if dropout else weights
 
 
 def seeded(function: Callable[[], Tensor]) -> Tensor:
@@ -112,7 +125,7 @@ def test_attention_drops_what_torch_attention_drops(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.float(), expected, rtol=3e-2 if half else 2e-5, atol=3e-2 if half else 2e-6)
 
 
-@pytest.mark.skipif(not support.runs_fp32(), reason="this CPU has no AVX-512")
+@pytest.mark.skipif(not runs_fp32(), reason="this CPU has no AVX-512")
 @pytest.mark.parametrize("shape", [(1, 4, 21, 21), (2, 4, 21, 21), (2, 1, 1, 21)])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_attention_with_a_trained_bias(groups: int, shape: tuple[int, ...]) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megacore.errors import ConfigError
-from megacore.kernels.cpu import support
+from megacore.kernels.cpu.common import runs_bf16
 from megacore.kernels.cpu.weight_grad import accumulate_
 
-pytestmark = pytest.mark.skipif(not support.runs_bf16(), reason="the CPU has no AVX512-BF16")
+pytestmark = pytest.mark.skipif(not runs_bf16(), reason="the CPU has no AVX512-BF16")
 
 
 @pytest.fixture(autouse=True)

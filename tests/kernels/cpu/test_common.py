@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megacore.kernels.cpu import _draw, draw, support
-from megacore.kernels.cpu.draw import draws_as_torch, kept_like
+from megacore.kernels.cpu import _kernels, common
+from megacore.kernels.cpu.common import draws_as_torch, kept_like
 from tests.kernels.cpu._pointwise import both_types
 
 pytestmark = pytest.mark.skipif(
-    not support.runs_fp32() or not draws_as_torch(), reason="torch draws with MKL here, or this CPU has no AVX-512"
+    not common.runs_fp32() or not draws_as_torch(), reason="torch draws with MKL here, or this CPU has no AVX-512"
 )
 
 
@@ -46,7 +46,7 @@ def test_the_ends_of_the_range(p: float) -> None:
     torch.manual_seed(7)
     state, out = torch.get_rng_state(), torch.empty(2000)
     expected = torch.empty(2000).bernoulli_(p)
-    _draw.bernoulli(state.data_ptr(), p, out.data_ptr(), 2000, False)
+    _kernels.bernoulli(state.data_ptr(), p, out.data_ptr(), 2000, False)
     assert torch.equal(out, expected)
 
 
@@ -69,8 +69,8 @@ def test_asking_leaves_the_generator_alone() -> None:
 
 
 def test_another_generator_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "draws_as_torch", lambda: False)
-    monkeypatch.delattr(_draw, "bernoulli")
+    monkeypatch.setattr(common, "draws_as_torch", lambda: False)
+    monkeypatch.delattr(_kernels, "bernoulli")
     torch.manual_seed(7)
     expected = torch.empty(50).bernoulli_(0.7)
     torch.manual_seed(7)
