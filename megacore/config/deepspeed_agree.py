@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.deepspeed_json import Asked
+from megacore.foreign.deepspeed import Asked
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megacore.config.deepspeed_agree import check_agreement
-from megacore.config.deepspeed_json import Asked, asked_of
+from megacore.foreign.deepspeed import Asked, asked_of
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

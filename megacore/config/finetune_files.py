@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacore.config.accelerate_yaml import named_json, read_accelerate
-from megacore.config.claims import Claim
-from megacore.config.deepspeed_json import read_json
-from megacore.config.finetune_deepspeed import read_deepspeed
-from megacore.config.plain_yaml import read_yaml
 from megacore.errors import ConfigError
+from megacore.foreign.accelerate import named_json, read_accelerate
+from megacore.foreign.claims import Claim
+from megacore.foreign.deepspeed import read_json
+from megacore.foreign.deepspeed_claims import read_deepspeed
+from megacore.foreign.files import read_yaml
 
 FILES = "files"
 """Key of the validation context with the names of the files that were read."""

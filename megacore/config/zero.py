@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from megacore.config.deepspeed import OffloadDevice
-from megacore.config.deepspeed_json import asked_of
+from megacore.foreign.deepspeed import asked_of
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

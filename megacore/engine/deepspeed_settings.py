@@ -6,9 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megacore.config.deepspeed_checks import accumulation_type, check_deepspeed
-from megacore.config.deepspeed_json import Asked, asked_of
-from megacore.config.deepspeed_keys import OURS, PACKAGES
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed import Asked, asked_of
+from megacore.foreign.deepspeed_keys import OURS, PACKAGES
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from megacore.config.deepspeed_agree import SAME, SAME_IN_FP16
-from megacore.config.deepspeed_json import asked_of
-from megacore.config.deepspeed_keys import OURS
+from megacore.foreign.deepspeed import asked_of
+from megacore.foreign.deepspeed_keys import OURS
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
 FP16 = {"train": {"precision": "fp16"}, "optim": {"loss_scale": {"initial": 65536.0}}}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megacore.config import RunConfig
-from megacore.config.deepspeed_json import asked_of, read_json
-from megacore.config.deepspeed_keys import KEYS, OURS, PASSED
 from megacore.engine import deepspeed_settings as deepspeed_settings_module
 from megacore.engine.deepspeed_settings import NEVER, deepspeed_settings
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed import asked_of, read_json
+from megacore.foreign.deepspeed_keys import KEYS, OURS, PASSED
 from megacore.optim.lr_schedule import LrSchedule
 from tests.config._deepspeed import PUBLIC, asking, nested, public
 

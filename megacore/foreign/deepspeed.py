@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.deepspeed_keys import (
+from megacore.errors import ConfigError
+from megacore.foreign.deepspeed_keys import (
     AUTO,
     FIELD_DEFAULTS,
     FIELD_OF,
@@ -20,7 +21,6 @@ from megacore.config.deepspeed_keys import (
     Key,
     Refused,
 )
-from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

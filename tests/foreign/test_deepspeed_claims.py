@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megacore.config import FinetuneConfig
-from megacore.config.deepspeed_keys import KEYS, REFUSED
-from megacore.config.finetune_deepspeed import form_of
 from megacore.config.load import parse_finetune_config
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed_claims import form_of
+from megacore.foreign.deepspeed_keys import KEYS, REFUSED
 from tests.config._deepspeed import nested
 from tests.config._finetune import minimal, reread
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megacore.config.deepspeed_json import asked_of, read_json, read_keys
-from megacore.config.deepspeed_keys import FIELDS, KEYS, OFFLOAD_FLAGS, REFUSED, RENAMED
 from megacore.config.load import load_config, read_config
 from megacore.config.zero import ZeroSettings, zero_of
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed import asked_of, read_json, read_keys
+from megacore.foreign.deepspeed_keys import FIELDS, KEYS, OFFLOAD_FLAGS, REFUSED, RENAMED
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
 ROOT = Path(__file__).resolve().parents[2]

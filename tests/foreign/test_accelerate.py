@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megacore.config import accelerate_yaml
 from megacore.config.load import parse_finetune_config
+from megacore.foreign import accelerate as accelerate_yaml
 from tests.config._finetune import Files, minimal, reread
 
 DEEPSPEED: dict[str, Any] = {

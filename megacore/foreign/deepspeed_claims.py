@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megacore.config.claims import Claim
-from megacore.config.deepspeed_json import SCHEDULERS, Form, read_keys
-from megacore.config.deepspeed_keys import AUTO, KEYS, REFUSED, Key, Refused
+from megacore.foreign.claims import Claim
+from megacore.foreign.deepspeed import SCHEDULERS, Form, read_keys
+from megacore.foreign.deepspeed_keys import AUTO, KEYS, REFUSED, Key, Refused
 
 STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
 """ZeRO stage by `launch.distributed`."""
