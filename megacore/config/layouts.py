@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megacore.config.deepspeed import asked_of
 from megacore.config.t5_stages import T5Stages
-from megacore.foreign.deepspeed import asked_of
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

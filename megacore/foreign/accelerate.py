@@ -6,8 +6,8 @@ Every key of Accelerate 1.15 is honoured, known to change nothing here, or refus
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megacore.config.complaints import nearest
 from megacore.foreign.claims import Claim
+from megacore.foreign.files import nearest
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
 """Values with which a key asks for nothing."""

@@ -16,6 +16,8 @@ class Claim:
     """Key, file and the value as the file has it: `mixed_precision of default_config.yaml is fp16`."""
     ours: bool = True
     """Whether the configuration has such a value; else only files are compared."""
+    by_default: bool = False
+    """Whether the file leaves it out and its program has this default, which gives way to any value."""
 
     @property
     def meaning(self) -> str:

@@ -1,19 +1,22 @@
-"""DeepSpeed's own JSON as the launch configuration of a fine-tuning: what it says of our values, and its plain form."""
+"""DeepSpeed's JSON as the launch configuration of a fine-tuning: its claims, and its plain form."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megacore.foreign.claims import Claim
-from megacore.foreign.deepspeed import SCHEDULERS, Form, read_keys
-from megacore.foreign.deepspeed_keys import AUTO, KEYS, REFUSED, Key, Refused
+from megacore.foreign.deepspeed import Form, read_keys
+from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definitions, nested
 
 STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
 """ZeRO stage by `launch.distributed`."""
-COURSES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+COURSES = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
 """What DeepSpeed's schedulers are called in `optim.lr_scheduler`."""
 _ADAMS = ("Adam", "AdamW")
-_OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam")}
-"""What DeepSpeed takes from torch, so that nothing is compiled, and what updates each weight alone, as ZeRO needs."""
 _PARAMETERS = {
     "SGD": ("momentum", "dampening", "nesterov"),
     "RMSprop": ("alpha", "eps", "momentum", "centered"),
@@ -23,62 +26,55 @@ _PARAMETERS = {
     "Adam": ("betas", "eps", "torch_adam", "adam_w_mode"),
     "AdamW": ("betas", "eps", "torch_adam", "adam_w_mode"),
 }
-"""Parameters of each beside lr and weight_decay."""
+"""The optimizers that DeepSpeed takes from torch, so that nothing is compiled, and that update each weight
+alone, as ZeRO needs; and the parameters of each beside lr and weight_decay."""
 
 _NOT_USED = "models of transformers do not use it: remove it, and see train.gradient_checkpointing"
 _MONITOR = "what it would write goes to MLflow: remove it"
-_CHECKPOINTS = "checkpoints are the flow's: see the section checkpoint"
-_DIVISION = "every rank has samples of its own and the same model: remove it"
-_BLOCKS = {"activation_checkpointing": _NOT_USED, "aio": "nothing is offloaded to nvme: remove it"}
-_BLOCKS |= dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _MONITOR)
-"""Blocks that are honoured elsewhere and not in a fine-tuning."""
-_OWN_REASONS = {
-    "dataloader_drop_last": "the flow reads the data: see the section data",
-    "data_efficiency": "the flow reads the data: see the section data",
-    "curriculum_learning": "the flow reads the data: see the section data",
-    **dict.fromkeys(
-        (
-            "checkpoint",
-            "datastates_ckpt",
-            "nebula",
-            "zero_optimization.elastic_checkpoint",
-            "zero_optimization.load_from_fp32_weights",
-            "zero_optimization.pipeline_loading_checkpoint",
-        ),
-        _CHECKPOINTS,
-    ),
-    **dict.fromkeys(
-        (
-            "tensor_parallel",
-            "pipeline",
-            "sequence_parallel_size",
-            "data_parallel_size",
-            "seq_parallel_communication_data_type",
-        ),
-        _DIVISION,
-    ),
-    "optimizer.params.amsgrad": "DeepSpeed's Adam has it not: set it to false",
-    "optimizer.params.bias_correction": "torch's Adam always has it: set it to true",
-    "optimizer.params.fused": "torch's Adam is taken as it is: remove it",
-    "optimizer.params.foreach": "torch's Adam is taken as it is: remove it",
-    "optimizer.params.set_grad_none": "torch's Adam is taken as it is: remove it",
-    "optimizer.legacy_fusion": "nothing is fused here: remove it",
-    "vocabulary_size": "the model has it: remove it",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon would be compiled: remove it",
-    "zero_optimization.offload_optimizer.ratio": "the optimizer is offloaded whole: set it to 1.0",
-    "autotuning": "it starts jobs of its own: use --find-batch-size",
+_BLOCKS = {
+    "activation_checkpointing": _NOT_USED,
+    "aio": "nothing is offloaded to nvme: remove it",
+    **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _MONITOR),
 }
+"""Blocks that are honoured elsewhere and not in a fine-tuning."""
+_REASONS = {
+    "the flow reads the data: see the section data": (
+        "dataloader_drop_last data_efficiency curriculum_learning"
+    ),
+    "checkpoints are the flow's: see the section checkpoint": (
+        "checkpoint datastates_ckpt nebula zero_optimization.elastic_checkpoint "
+        "zero_optimization.load_from_fp32_weights zero_optimization.pipeline_loading_checkpoint"
+    ),
+    "every rank has samples of its own and the same model: remove it": (
+        "tensor_parallel pipeline sequence_parallel_size data_parallel_size "
+        "seq_parallel_communication_data_type"
+    ),
+    "torch's Adam is taken as it is: remove it": (
+        "optimizer.params.fused optimizer.params.foreach optimizer.params.set_grad_none"
+    ),
+    "DeepSpeed's Adam has it not: set it to false": "optimizer.params.amsgrad",
+    "torch's Adam always has it: set it to true": "optimizer.params.bias_correction",
+    "nothing is fused here: remove it": "optimizer.legacy_fusion",
+    "the model has it: remove it": "vocabulary_size",
+    "Muon would be compiled: remove it": "zero_optimization.save_muon_momentum_buffer_in_memory",
+    "the optimizer is offloaded whole: set it to 1.0": "zero_optimization.offload_optimizer.ratio",
+    "it starts jobs of its own: use --find-batch-size": "autotuning",
+}
+"""Reasons for refusing keys that differ from those of a pretraining."""
+_OWN_REASONS = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
+_NUMBERS = ("momentum", "dampening", "alpha", "momentum_decay")
+_FLAGS = ("nesterov", "centered", "decoupled_weight_decay")
 _PASSED_HERE = {
     "fp16.auto_cast": Key("flag"),
     "zero_optimization.round_robin_gradients": Key("flag"),
-    **{f"optimizer.params.{name}": Key("number") for name in ("momentum", "dampening", "alpha")},
-    "optimizer.params.momentum_decay": Key("number"),
-    **{f"optimizer.params.{name}": Key("flag") for name in ("nesterov", "centered", "decoupled_weight_decay")},
+    **{f"optimizer.params.{name}": Key("number") for name in _NUMBERS},
+    **{f"optimizer.params.{name}": Key("flag") for name in _FLAGS},
 }
+_COMPILED = "DeepSpeed's Adam would be compiled: set it to"
 _REFUSED_HERE = {
     "optimizer.params.max_grad_norm": Refused("DeepSpeed takes gradient_clipping: use that"),
-    "optimizer.params.torch_adam": Refused("DeepSpeed's Adam would be compiled: set it to true", (True,)),
-    "zero_force_ds_cpu_optimizer": Refused("DeepSpeed's Adam would be compiled: set it to false"),
+    "optimizer.params.torch_adam": Refused(f"{_COMPILED} true", (True,)),
+    "zero_force_ds_cpu_optimizer": Refused(f"{_COMPILED} false"),
     **{name: Refused(reason) for name, reason in _BLOCKS.items()},
 }
 _FILLED = (
@@ -100,38 +96,51 @@ _FILLED = (
 
 
 def form_of(name: str) -> Form:
-    """What a fine-tuning takes of a JSON, which is called `name` in sentences."""
+    """Return what a fine-tuning takes of a JSON, which is called `name` in sentences."""
+    known = definitions(name)
     blocks = tuple(f"{block}." for block in _BLOCKS)
-    keys = {key: kind for key, kind in KEYS.items() if key not in _REFUSED_HERE and not key.startswith(blocks)}
+    keys = {
+        key: kind
+        for key, kind in known.keys.items()
+        if key not in _REFUSED_HERE and not key.startswith(blocks)
+    }
     refused = {
         key: value._replace(reason=_OWN_REASONS.get(key, value.reason))
         for key, value in REFUSED.items()
         if key not in _PASSED_HERE
     }
     return Form(
-        name,
+        known,
         keys | _PASSED_HERE,
+        name,
         refused | _REFUSED_HERE,
-        _OPTIMIZERS,
-        f"and DeepSpeed would compile it, or fails with it: use one of {', '.join(sorted(_OPTIMIZERS.values()))}, "
-        "or remove optimizer",
+        tuple(_PARAMETERS),
+        "and DeepSpeed would compile it, or fails with it: use one of "
+        f"{', '.join(sorted(_PARAMETERS))}, or remove optimizer",
         "and no optim.lr_scheduler is like it",
     )
 
 
-def read_deepspeed(content: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """What the JSON says, as values of the configuration; "auto" says nothing.
+def read_deepspeed(
+    content: dict[str, Any], values: Mapping[str, Any], name: str, batch: Mapping[str, int]
+) -> Iterator[Claim]:
+    """Yield what the JSON says, as values of the configuration; "auto" says nothing.
+
+    A key that a block leaves out has DeepSpeed's default, where the configuration says nothing.
 
     Args:
-        content: of the JSON; changed to its plain form: DeepSpeed's present names, values of their kind, ZeRO's stage
-            and offload as they will be, and "auto" for everything that follows from the configuration.
+        content: of the JSON; changed to its plain form: DeepSpeed's present names, values of their kind,
+            ZeRO's stage and offload as they will be, and "auto" for everything that follows from the
+            configuration.
         values: of the configuration, by section, with what was claimed so far.
         name: of the file in sentences.
+        batch: defaults of the fields of `train` whose product a rank's batch is.
 
     Raises:
         ValueError: a key is unknown or refused, or a value means nothing here.
     """
-    flat = dict(read_keys(content, form_of(name)))
+    form = form_of(name)
+    flat = dict(read_keys(content, form))
     yield from _zero(flat, values, name)
     yield from _precision(flat, values, name)
     for key, field in (
@@ -139,16 +148,29 @@ def read_deepspeed(content: dict[str, Any], values: Mapping[str, Any], name: str
         ("gradient_accumulation_steps", "train.gradient_accumulation_steps"),
         ("gradient_clipping", "optim.clip_grad"),
     ):
-        yield from _number(flat, key, field, name)
-    yield from _optimizer(flat, name)
-    yield from _scheduler(flat, name)
-    _check_batch(flat, values, name)
+        yield from _number(flat, key, field, name, form.definitions.default(key))
+    yield from _optimizer(flat, form)
+    yield from _scheduler(flat, form)
+    _check_batch(flat, values, name, batch)
     content.clear()
-    content.update(_nested(flat))
+    content.update(
+        nested(
+            {
+                key: value
+                for key, value in flat.items()
+                if value != AUTO or key.startswith(_FILLED)
+            }
+        )
+    )
 
 
-def _number(flat: Mapping[str, Any], key: str, field: str, name: str) -> Iterator[Claim]:
-    if flat.get(key, AUTO) != AUTO:
+def _number(
+    flat: Mapping[str, Any], key: str, field: str, name: str, default: Any = None
+) -> Iterator[Claim]:
+    if key not in flat and default is not None:
+        clause = f"{key} of {name} is {default} by DeepSpeed's default"
+        yield Claim(field, default, clause, by_default=True)
+    elif flat.get(key, AUTO) != AUTO:
         yield Claim(field, flat[key], f"{key} of {name} is {flat[key]}")
 
 
@@ -208,68 +230,80 @@ def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
         raise ValueError(f"fp16.enabled of {name} is false but train.precision is fp16: change one of them")
 
 
-def _optimizer(flat: dict[str, Any], name: str) -> Iterator[Claim]:
-    kind, prefix = flat.get("optimizer.type"), "optimizer.params."
+def _optimizer(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
+    kind, prefix, name = flat.get("optimizer.type"), "optimizer.params.", form.name
     if kind is None:
         return
     known = ("lr", "weight_decay", *_PARAMETERS[kind])
     for key in (key for key in flat if key.startswith(prefix)):
         if key.removeprefix(prefix) not in known:
-            raise ValueError(f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove it")
-    pairs = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
+            raise ValueError(
+                f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove it"
+            )
+    defaults = form.definitions.optimizer(flat)
+    yield from _number(flat, f"{prefix}lr", "optim.lr", name)  # a rate must be said
+    pairs = {"weight_decay": "optim.weight_decay"}
     if kind in _ADAMS:
         pairs["eps"] = "optim.adam_eps"
-        betas = flat.setdefault(f"{prefix}betas", AUTO)
+        betas = flat.get(f"{prefix}betas", defaults[f"{prefix}betas"])
         for number, beta in enumerate(betas if betas != AUTO else ()):
-            yield Claim(f"optim.adam_beta{number + 1}", beta, f"{prefix}betas[{number}] of {name} is {beta}")
-    for key in pairs:
-        flat.setdefault(f"{prefix}{key}", AUTO)
-        yield from _number(flat, f"{prefix}{key}", pairs[key], name)
-    for key in known:  # torch has numbers for what nobody said
-        if key not in pairs and key != "betas" and flat.get(f"{prefix}{key}") == AUTO:
+            part = f"{prefix}betas[{number}]"
+            present = {part: beta} if f"{prefix}betas" in flat else {}
+            yield from _number(present, part, f"optim.adam_beta{number + 1}", name, beta)
+    for key, field in pairs.items():
+        at = f"{prefix}{key}"
+        yield from _number(flat, at, field, name, defaults[at])
+    ours = ("lr", *pairs, *(("betas",) if kind in _ADAMS else ()))
+    for key in known:
+        if key in ours:
+            flat.setdefault(f"{prefix}{key}", AUTO)
+        elif flat.get(f"{prefix}{key}") == AUTO:  # torch has a number for it
             del flat[f"{prefix}{key}"]
-    if kind not in _ADAMS and flat.get(f"{prefix}betas") == AUTO:
-        del flat[f"{prefix}betas"]
 
 
-def _scheduler(flat: dict[str, Any], name: str) -> Iterator[Claim]:
-    kind, prefix = flat.get("scheduler.type"), "scheduler.params."
+def _scheduler(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
+    kind, prefix, name = flat.get("scheduler.type"), "scheduler.params.", form.name
     if kind is None:
         return
     yield Claim("optim.lr_scheduler", COURSES[kind], f"scheduler.type of {name} is {kind}")
+    steps, total = (flat.get(f"{prefix}{key}") for key in ("warmup_num_steps", "total_num_steps"))
+    if steps == 0:
+        raise ValueError(
+            f'{prefix}warmup_num_steps of {name} is 0: DeepSpeed takes 1 or more, or "auto"'
+        )
+    if isinstance(steps, int) and isinstance(total, int) and steps >= total:
+        raise ValueError(
+            f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the warm-up "
+            "must end before"
+        )
+    defaults = form.definitions.schedulers[kind]
+    yield from _number(flat, f"{prefix}warmup_max_lr", "optim.lr", name)
+    at = f"{prefix}warmup_num_steps"
+    yield from _number(flat, at, "optim.warmup_steps", name, defaults["warmup_num_steps"])
     for key in ("warmup_max_lr", "warmup_num_steps", "total_num_steps"):
-        if key in SCHEDULERS[kind]:
+        if key in defaults:
             flat.setdefault(f"{prefix}{key}", AUTO)
     for key in ("warmup_min_ratio", "cos_min_ratio", "warmup_type"):
         if flat.get(f"{prefix}{key}") == AUTO:
             del flat[f"{prefix}{key}"]
-    steps, total = (flat.get(f"{prefix}{key}") for key in ("warmup_num_steps", "total_num_steps"))
-    if steps == 0:
-        raise ValueError(f'{prefix}warmup_num_steps of {name} is 0: DeepSpeed takes 1 or more, or "auto"')
-    if isinstance(steps, int) and isinstance(total, int) and steps >= total:
-        raise ValueError(
-            f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the warm-up must end before"
-        )
-    yield from _number(flat, f"{prefix}warmup_max_lr", "optim.lr", name)
-    yield from _number(flat, f"{prefix}warmup_num_steps", "optim.warmup_steps", name)
 
 
-def _check_batch(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) -> None:
+def _check_batch(
+    flat: Mapping[str, Any], values: Mapping[str, Any], name: str, batch: Mapping[str, int]
+) -> None:
     """Raise ValueError for a batch that is not what micro batch, accumulation and ranks come to."""
-    from megacore.config.finetune import FinetuneTrainConfig
-
-    total, train, launch = flat.get("train_batch_size", AUTO), values.get("train") or {}, values["launch"]
-    names = ("micro_batch_size", "gradient_accumulation_steps")
-    factors = [train.get(key, FinetuneTrainConfig.model_fields[key].default) for key in names]
-    if total == AUTO or not all(isinstance(factor, int) and factor > 0 for factor in factors):
+    total, train = flat.get("train_batch_size", AUTO), values.get("train") or {}
+    factors = {key: train.get(key, default) for key, default in batch.items()}
+    if total == AUTO or not all(isinstance(each, int) and each > 0 for each in factors.values()):
         return
-    ranks = _ranks(launch)
-    product = factors[0] * factors[1] * (ranks or 1)
+    ranks = _ranks(values["launch"])
+    product = math.prod(factors.values()) * (ranks or 1)
     if total % product or (ranks is not None and total != product):
-        shown = " x ".join(f"train.{key} {factor}" for key, factor in zip(names, factors, strict=True))
+        terms = [f"train.{key} {factor}" for key, factor in factors.items()]
+        terms += [f"{ranks} ranks"] if ranks is not None else []
         raise ValueError(
-            f"train_batch_size of {name} is {total} but {shown}{f' x {ranks} ranks' if ranks is not None else ''} = "
-            f'{product}: change one of them, or say "auto" in the JSON'
+            f"train_batch_size of {name} is {total} but {' x '.join(terms)} = {product}: change one of "
+            'them, or say "auto" in the JSON'
         )
 
 
@@ -279,17 +313,3 @@ def _ranks(launch: Mapping[str, Any]) -> int | None:
     if not isinstance(here, int) or launch.get("hostfile") is not None or not isinstance(nodes, int):
         return None
     return here * nodes
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as blocks within blocks; "auto" is left out where it means DeepSpeed's default."""
-    content: dict[str, Any] = {}
-    for key, value in flat.items():
-        if value == AUTO and not key.startswith(_FILLED):
-            continue
-        *blocks, leaf = key.split(".")
-        block = content
-        for part in blocks:
-            block = block.setdefault(part, {})
-        block[leaf] = list(value) if isinstance(value, tuple) else value
-    return content

@@ -1,15 +1,24 @@
-"""DeepSpeed's own JSON as tables: every key that DeepSpeed 0.19 reads, and what becomes of it here.
+"""The keys of DeepSpeed's JSON: from DeepSpeed's own definitions, and those refused here.
 
-A key that is in none of the tables is unknown. Names are dotted: `zero_optimization.stage`.
+Names are dotted: `zero_optimization.stage`. DeepSpeed is imported when a JSON is read, not before.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from inspect import Parameter, signature
+from typing import Any, Literal, NamedTuple, get_args
 
-from megacore.config.deepspeed import DeepSpeedConfig
+from pydantic import BaseModel, ValidationError
 
 Kind = Literal["flag", "size", "integer", "number", "text", "list", "pair"]
 AUTO = "auto"
+SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""DeepSpeed's schedulers that have a counterpart here."""
 
 
 class Key(NamedTuple):
@@ -19,6 +28,8 @@ class Key(NamedTuple):
     """What its value is."""
     choices: tuple[Any, ...] = ()
     """The values that it may have; empty for any."""
+    default: Any = None
+    """What DeepSpeed takes where the key is absent; None where that follows from other keys."""
 
 
 class Refused(NamedTuple):
@@ -27,49 +38,72 @@ class Refused(NamedTuple):
     reason: str
     """Why, and what to do instead."""
     off: tuple[Any, ...] = ()
-    """Values that ask for nothing and are left out, beside auto and null; without any: false, and a block that is
-    switched off."""
+    """Values that ask for nothing and are left out, beside auto and null; without any: false, and a
+    block that is switched off."""
 
 
-def _block(name: str, keys: Mapping[Kind, str]) -> dict[str, Key]:
-    return {f"{name}.{key}": Key(kind) for kind, keys_ in keys.items() for key in keys_.split()}
+@dataclass(frozen=True)
+class Definitions:
+    """What the installed DeepSpeed says of its JSON, without what is refused here."""
+
+    keys: Mapping[str, Key]
+    """Every key that is honoured."""
+    renamed: Mapping[str, str]
+    """Older and second spellings that DeepSpeed reads too."""
+    offload_flags: Mapping[str, str]
+    """Older flags for offload to the CPU, and the keys that say where to."""
+    schedulers: Mapping[str, Mapping[str, Any]]
+    """Parameters of each scheduler, with DeepSpeed's defaults; None where there is none."""
+    models: Mapping[str, type[BaseModel]]
+    """DeepSpeed's model of each block that has one."""
+
+    def default(self, key: str) -> Any:
+        """Return what DeepSpeed takes where a JSON does not have the key."""
+        return self.keys[key].default
+
+    def optimizer(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults of the optimizer of a JSON with these values, by dotted names."""
+        import torch
+
+        kind = values["optimizer.type"]
+        if kind in ("Adam", "AdamW") and not values.get("optimizer.params.torch_adam"):
+            names = [key for key in self.keys if key.startswith("optimizer.params.")]
+            return {key: self.default(key) for key in names}
+        if kind == "Adam" and values.get("optimizer.params.adam_w_mode", True):
+            kind = "AdamW"
+        defaults = _defaults(getattr(torch.optim, kind))
+        return {f"optimizer.params.{key}": value for key, value in defaults.items()}
+
+    def check(self, values: Mapping[str, Any], name: str) -> None:
+        """Let DeepSpeed's models validate the blocks of a JSON.
+
+        Args:
+            values: by dotted names, each of its kind.
+            name: of the file in sentences.
+
+        Raises:
+            ValueError: DeepSpeed refuses a value or a combination of values.
+        """
+        content = nested({key: value for key, value in values.items() if value != AUTO})
+        for block, model in self.models.items():
+            part: Any = content
+            for level in block.split("."):
+                part = part.get(level, {})
+            try:
+                model(**part)
+            except ValidationError as error:
+                item = error.errors()[0]
+                where = ".".join(map(str, (block, *item["loc"])))
+                problem = item["msg"].removeprefix("Value error, ")
+                raise ValueError(f"{where} of {name} is refused by DeepSpeed: {problem}") from error
 
 
-OURS: dict[str, Key] = {
+_BY_HAND: dict[str, Key] = {
     "train_batch_size": Key("size"),
     "train_micro_batch_size_per_gpu": Key("size"),
     "gradient_accumulation_steps": Key("size"),
     "gradient_clipping": Key("number"),
     "communication_data_type": Key("text", ("fp32", "bf16", "fp16")),
-    "fp16.enabled": Key("flag"),
-    "bf16.enabled": Key("flag"),
-    **_block(
-        "fp16",
-        {
-            "number": "loss_scale min_loss_scale",
-            "integer": "initial_scale_power",
-            "size": "loss_scale_window hysteresis",
-            "flag": "consecutive_hysteresis",
-        },
-    ),
-    "optimizer.type": Key("text"),
-    **_block(
-        "optimizer.params",
-        {"number": "lr eps weight_decay max_grad_norm", "pair": "betas", "flag": "torch_adam adam_w_mode"},
-    ),
-    "scheduler.type": Key("text"),
-    **_block(
-        "scheduler.params",
-        {
-            "number": "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
-            "integer": "warmup_num_steps total_num_steps",
-        },
-    ),
-    "scheduler.params.warmup_type": Key("text", ("linear", "log")),
-}
-"""Values that the configuration says as well: both must agree, and DeepSpeed is given the configuration's."""
-
-PASSED: dict[str, Key] = {
     "steps_per_print": Key("size"),
     "wall_clock_breakdown": Key("flag"),
     "memory_breakdown": Key("flag"),
@@ -79,244 +113,332 @@ PASSED: dict[str, Key] = {
     "zero_force_ds_cpu_optimizer": Key("flag"),
     "log_level": Key("text", ("debug", "info", "warning", "error", "critical")),
     "data_types.grad_accum_dtype": Key("text", ("fp32", "bf16", "fp16")),
-    "bf16.immediate_grad_update": Key("flag"),
-    "zero_optimization.stage": Key("integer", (0, 1, 2, 3)),
-    **_block(
-        "zero_optimization",
-        {
-            "flag": "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
-            "overlap_comm ignore_unused_parameters parameter_alignment memory_efficient_linear "
-            "log_trace_cache_warnings enable_sanity_checks stage3_gather_16bit_weights_on_model_save "
-            "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
-            "size": "reduce_bucket_size",
-            "integer": "allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
-            "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
-            "stage3_max_reuse_distance",
-        },
-    ),
-    "zero_optimization.offload_optimizer.device": Key("text", ("none", "cpu", "nvme")),
-    **_block(
-        "zero_optimization.offload_optimizer",
-        {"text": "nvme_path", "integer": "buffer_count", "flag": "pin_memory pipeline_read pipeline_write fast_init"},
-    ),
-    "zero_optimization.offload_param.device": Key("text", ("none", "cpu", "nvme")),
-    **_block(
-        "zero_optimization.offload_param",
-        {"text": "nvme_path", "integer": "buffer_count buffer_size max_in_cpu", "flag": "pin_memory"},
-    ),
-    **_block(
-        "activation_checkpointing",
-        {
-            "flag": "partition_activations cpu_checkpointing contiguous_memory_optimization "
-            "synchronize_checkpoint_boundary profile",
-            "size": "number_checkpoints",
-        },
-    ),
-    **_block(
-        "aio",
-        {"size": "block_size queue_depth intra_op_parallelism", "flag": "single_submit overlap_events use_gds"},
-    ),
-    **_block("timers.throughput", {"flag": "enabled synchronized"}),
-    **_block("comms_logger", {"flag": "enabled verbose prof_all debug", "list": "prof_ops"}),
-    **_block(
-        "flops_profiler",
-        {
-            "flag": "enabled detailed",
-            "size": "profile_step top_modules",
-            "number": "module_depth recompute_fwd_factor",
-            "text": "output_file",
-        },
-    ),
-    **_block("tensorboard", {"flag": "enabled", "text": "output_path job_name"}),
-    **_block("csv_monitor", {"flag": "enabled", "text": "output_path job_name"}),
-    **_block("wandb", {"flag": "enabled", "text": "group team project"}),
-    **_block(
-        "comet",
-        {
-            "flag": "enabled online",
-            "size": "samples_log_interval",
-            "text": "project workspace experiment_name experiment_key mode",
-        },
-    ),
+    "activation_checkpointing.number_checkpoints": Key("size"),
+    "flops_profiler.module_depth": Key("number"),
+    "flops_profiler.output_file": Key("text"),
+    "fp16.initial_scale_power": Key("integer"),
+    "optimizer.type": Key("text"),
+    "optimizer.params.max_grad_norm": Key("number"),
+    "optimizer.params.torch_adam": Key("flag"),
+    "scheduler.type": Key("text"),
+    **{
+        f"scheduler.params.{name}": Key("number")
+        for name in ("warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio")
+    },
+    "scheduler.params.warmup_num_steps": Key("integer"),
+    "scheduler.params.total_num_steps": Key("integer"),
+    "scheduler.params.warmup_type": Key("text", ("linear", "log")),
 }
-"""Values that DeepSpeed is given as they are."""
+"""Kinds that DeepSpeed's definitions do not tell: it has no model of these, or no type."""
 
-KEYS: dict[str, Key] = {**OURS, **PASSED}
-"""Every key that is honoured."""
-
-RENAMED = {
+_SPELLINGS = {
     "bfloat16": "bf16",
     "allgather_size": "zero_optimization.allgather_bucket_size",
     "aio.thread_count": "aio.intra_op_parallelism",
-    "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
-    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.gather_16bit_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-    "zero_optimization.use_all_reduce_for_fetch_params": "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-    "zero_optimization.allgather_sequential": "zero_optimization.stage3_allgather_sequential",
 }
-"""Older and second spellings that DeepSpeed reads too."""
-
-OFFLOAD_FLAGS = {
-    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
-    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
-    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param.device",
-}
-"""Older flags for offload to the CPU."""
-
-FIELDS: dict[str, tuple[str, ...]] = {
-    "zero_stage": ("zero_optimization.stage",),
-    "offload_optimizer": ("zero_optimization.offload_optimizer.device",),
-    "offload_param": ("zero_optimization.offload_param.device",),
-    "nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path"),
-    "pin_memory": ("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory"),
-    "overlap_comm": ("zero_optimization.overlap_comm",),
-    "reduce_bucket_size": ("zero_optimization.reduce_bucket_size",),
-    "allgather_bucket_size": ("zero_optimization.allgather_bucket_size",),
-    "sub_group_size": ("zero_optimization.sub_group_size",),
-    "stage3_prefetch_bucket_size": ("zero_optimization.stage3_prefetch_bucket_size",),
-    "stage3_param_persistence_threshold": ("zero_optimization.stage3_param_persistence_threshold",),
-    "stage3_max_live_parameters": ("zero_optimization.stage3_max_live_parameters",),
-    "stage3_max_reuse_distance": ("zero_optimization.stage3_max_reuse_distance",),
-    "partition_activations": ("activation_checkpointing.partition_activations",),
-    "cpu_checkpointing": ("activation_checkpointing.cpu_checkpointing",),
-}
-"""Fields of the section deepspeed, and the keys that say the same."""
-
-FIELD_OF = {key: field for field, keys in FIELDS.items() for key in keys}
-FIELD_DEFAULTS = {field: DeepSpeedConfig.model_fields[field].default for field in FIELDS}
+"""Older spellings outside of DeepSpeed's models."""
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 """What a monitor needs to be installed."""
 
+
+def definitions(name: str = "deepspeed.config") -> Definitions:
+    """Return what the installed DeepSpeed says of its JSON.
+
+    Args:
+        name: of the file in sentences.
+
+    Raises:
+        ValueError: DeepSpeed is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(
+            f"{name} is DeepSpeed's JSON, which DeepSpeed itself checks, and that is not installed: "
+            "pip install megacore[deepspeed]"
+        )
+    return _definitions()
+
+
+@cache
+def _definitions() -> Definitions:
+    _import_quietly()
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime import constants, lr_schedules
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    monitors = {name: field.annotation for name, field in DeepSpeedMonitorConfig.model_fields.items()}
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+        **monitors,
+    }
+    schedulers = {kind: _defaults(getattr(lr_schedules, kind)) for kind in SCHEDULER_TYPES}
+    defaults = {
+        **{key: getattr(constants, f"{key.upper()}_DEFAULT", None) for key in _BY_HAND},
+        **{f"activation_checkpointing.{key}": value for key, value in ACT_CHKPT_DEFAULT.items()},
+        **{f"aio.{key}": value for key, value in AIO_DEFAULT_DICT.items()},
+        **{
+            f"flops_profiler.{key}": value
+            for key, value in vars(DeepSpeedFlopsProfilerConfig({})).items()
+        },
+        **{f"optimizer.params.{key}": value for key, value in _defaults(FusedAdam).items()},
+    }
+    keys = {
+        key: Key(_kind(type(value), (), value), (), value) for key, value in defaults.items() if value is not None
+    }
+    renamed, flags = dict(_SPELLINGS), dict[str, str]()
+    for block, model in models.items():
+        keys |= _keys_of(model, block)
+        renamed |= _spellings(model, block)
+        flags |= _offload_flags(model, block)
+    flags["zero_optimization.cpu_offload_params"] = flags["zero_optimization.cpu_offload_param"]
+    for key, by_hand in _BY_HAND.items():
+        keys[key] = by_hand._replace(default=keys[key].default if key in keys else None)
+    honoured = {key: value for key, value in keys.items() if not _is_refused(key)}
+    renamed = {key: to for key, to in renamed.items() if not _is_refused(to)}
+    return Definitions(honoured, renamed, flags, schedulers, models)
+
+
+def _import_quietly() -> None:
+    """Import DeepSpeed for the hardware that is here.
+
+    What this puts into the environment is taken back: ranks on other machines may inherit it.
+    """
+    before = dict(os.environ)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # no CUDA context, as DeepSpeed has it
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Parameters of a class of optimizers or schedulers beside those that DeepSpeed gives itself."""
+    return {
+        name: None if parameter.default is Parameter.empty else parameter.default
+        for name, parameter in signature(kind).parameters.items()
+        if name not in ("params", "optimizer", "last_batch_iteration")
+    }
+
+
+def _keys_of(model: type[BaseModel], block: str) -> Iterator[tuple[str, Key]]:
+    """Every key of a model and of the models within it."""
+    for name, field in model.model_fields.items():
+        key = f"{block}.{field.alias or name}"
+        if _is_refused(key) or _extra(field):
+            continue
+        types = [part for part in get_args(field.annotation) or (field.annotation,) if part is not type(None)]
+        kind = types[0] if isinstance(types[0], type) else object
+        if issubclass(kind, BaseModel):
+            yield from _keys_of(kind, key)
+            continue
+        choices = tuple(dict.fromkeys(each.value for each in kind)) if issubclass(kind, Enum) else ()
+        yield key, Key(_kind(kind, field.metadata, field.default), choices, field.default)
+
+
+def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
+    """The kind of a value; DeepSpeed does not bound every number that must be above 0."""
+    if issubclass(kind, bool):
+        return "flag"
+    if issubclass(kind, int):
+        bounds = tuple(bounds)
+        above = any(hasattr(bound, "gt") for bound in bounds)
+        return "size" if above or (not bounds and not issubclass(kind, Enum) and default) else "integer"
+    if issubclass(kind, float):
+        return "number"
+    if issubclass(kind, list):
+        return "list"
+    return "pair" if issubclass(kind, tuple) else "text"
+
+
+def _extra(field: Any) -> Mapping[str, Any]:
+    """What DeepSpeed says of a deprecated field."""
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+def _spellings(model: type[BaseModel], block: str) -> Iterator[tuple[str, str]]:
+    """Second names of fields, and deprecated ones that were renamed."""
+    for name, field in model.model_fields.items():
+        new = model.model_fields.get(_extra(field).get("new_param", ""))
+        if field.alias is not None:
+            yield f"{block}.{name}", f"{block}.{field.alias}"
+        elif new is not None and "new_param_fn" not in _extra(field):
+            yield f"{block}.{name}", f"{block}.{new.alias or _extra(field)['new_param']}"
+
+
+def _offload_flags(model: type[BaseModel], block: str) -> Iterator[tuple[str, str]]:
+    for name, field in model.model_fields.items():
+        if "new_param_fn" in _extra(field):
+            yield f"{block}.{name}", f"{block}.{_extra(field)['new_param']}.device"
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted names as the objects of a JSON."""
+    content: dict[str, Any] = {}
+    for key, value in flat.items():
+        *blocks, leaf = key.split(".")
+        block = content
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[leaf] = list(value) if isinstance(value, tuple) else value
+    return content
+
+
+def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values of a JSON."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _is_refused(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in REFUSED)
+
+
 _OUR_BATCHES = "megacore reads the data: see the section data"
-_OUR_CHECKPOINTS = "checkpoints are megacore's own, which any engine and layout can load: see the section checkpoint"
+_OUR_CHECKPOINTS = (
+    "checkpoints are megacore's own, which any engine and layout can load: see the section checkpoint"
+)
 _OUR_LAYOUT = "the division over ranks is that of the section parallel"
 _FP32_MAIN = "main weights, their moments and what checkpoints hold are fp32: remove it"
 _ZERO_PP = "quantised communication changes what is learned and is untested here: remove it"
 _REMOVED = "DeepSpeed 0.19 has it no longer: remove it"
-_COMPILE = "the models are not compiled: remove it"
+_NO_EXPERTS = "no model here has experts: remove it"
+_GRANULARITY = "DeepSpeed 0.19 then gathers whole modules and fails in backward: set it to 0"
+_HOW_ADAM = "it says how Adam is computed, which deepspeed.cpu_adam does here: remove it"
+_PRECISION = "train.precision decides it: remove it"
 
 
-def _each(reason: str, keys: Iterable[str], off: tuple[Any, ...] = ()) -> dict[str, Refused]:
-    return {key: Refused(reason, off) for key in keys}
+def _each(reason: str, keys: str, *off: Any, block: str = "") -> dict[str, Refused]:
+    return {f"{block}{key}": Refused(reason, off) for key in keys.split()}
 
 
+_ZERO, _OPTIMIZER = "zero_optimization.", "optimizer.params."
 REFUSED: dict[str, Refused] = {
-    **_each(_OUR_BATCHES, ("dataloader_drop_last", "data_efficiency", "curriculum_learning")),
-    **_each(_OUR_CHECKPOINTS, ("checkpoint", "datastates_ckpt", "nebula", "zero_optimization.elastic_checkpoint")),
-    **_each(_OUR_CHECKPOINTS, ("zero_optimization.load_from_fp32_weights",), (True,)),
-    **_each(_OUR_CHECKPOINTS, ("zero_optimization.pipeline_loading_checkpoint",)),
-    **_each(_OUR_LAYOUT, ("tensor_parallel", "pipeline")),
-    **_each(_OUR_LAYOUT, ("sequence_parallel_size", "data_parallel_size"), (1,)),
-    **_each(_OUR_LAYOUT, ("seq_parallel_communication_data_type",), ("fp32",)),
-    **_each(
-        "no model here has experts: remove it",
-        ("expert_parallel", "moe", "use_data_before_expert_parallelism", "zero_optimization.leaf_module"),
-    ),
+    **_each(_OUR_BATCHES, "dataloader_drop_last data_efficiency curriculum_learning"),
+    **_each(_OUR_CHECKPOINTS, "checkpoint datastates_ckpt nebula"),
+    **_each(_OUR_CHECKPOINTS, "elastic_checkpoint pipeline_loading_checkpoint", block=_ZERO),
+    **_each(_OUR_CHECKPOINTS, "load_from_fp32_weights", True, block=_ZERO),
+    **_each(_OUR_LAYOUT, "tensor_parallel pipeline"),
+    **_each(_OUR_LAYOUT, "sequence_parallel_size data_parallel_size", 1),
+    **_each(_OUR_LAYOUT, "seq_parallel_communication_data_type", "fp32"),
+    **_each(_NO_EXPERTS, "expert_parallel moe use_data_before_expert_parallelism"),
+    **_each(_NO_EXPERTS, "leaf_module", block=_ZERO),
     **_each(
         _REMOVED,
-        (
-            "compression_training",
-            "amp",
-            "quantize_training",
-            "sparse_gradients",
-            "eigenvalue",
-            "sparse_attention",
-            "elasticity",
-            "graph_harvesting",
-            "progressive_layer_drop",
-            "zero_optimization.mics_hierarchical_params_gather",
-            "zero_optimization.zeropp_loco_param",
-            "zero_optimization.legacy_stage1",
-        ),
+        "compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention "
+        "elasticity graph_harvesting progressive_layer_drop",
     ),
-    "zero_optimization.mics_shard_size": Refused(_REMOVED, (-1,)),
+    **_each(
+        _REMOVED, "mics_hierarchical_params_gather zeropp_loco_param legacy_stage1", block=_ZERO
+    ),
+    **_each(_REMOVED, "mics_shard_size", -1, block=_ZERO),
     **_each(
         _ZERO_PP,
-        (
-            "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_nontrainable_weights",
-            "zero_optimization.zero_quantized_gradients",
-            "weight_quantization",
-        ),
+        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+        block=_ZERO,
     ),
+    **_each(_ZERO_PP, "weight_quantization"),
     "zero_optimization.zero_hpz_partition_size": Refused(
         "second copies of the weights within a node are untested here: set it to 1", (1,)
     ),
     "zero_optimization.zenflow": Refused(
         "its optimizer leaves gradients out of updates and is untested here: use offload_optimizer alone"
     ),
-    "zero_optimization.offload_optimizer.super_offload": Refused("it is for one kind of machine and untested here"),
+    "zero_optimization.offload_optimizer.super_offload": Refused(
+        "it is for one kind of machine and untested here"
+    ),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": Refused(
         "it belongs to super_offload: use launch.threads_per_rank", (0.8,)
     ),
     "zero_optimization.offload_optimizer.ratio": Refused(
-        "the optimizer of the part that stays on the GPU does not follow the learning rate and weight decay of optim: "
-        "set it to 1.0",
+        "the optimizer of the part that stays on the GPU does not follow the learning rate and weight "
+        "decay of optim: set it to 1.0",
         (1,),
     ),
     "zero_optimization.cpu_offload_use_pin_memory": Refused(
-        "DeepSpeed 0.19 reads it and does nothing with it: use pin_memory of offload_optimizer and offload_param",
+        "DeepSpeed 0.19 reads it and does nothing with it: use pin_memory of offload_optimizer and "
+        "offload_param",
         (True,),
     ),
     "zero_optimization.compute_grad_norm": Refused(
         "the norm clips the gradient and is logged: set it to true", (True,)
     ),
     "zero_optimization.round_robin_gradients": Refused(
-        "DeepSpeed 0.19 then takes one parameter's state for another's, and a checkpoint would hold wrong values: "
-        "set it to false"
+        "DeepSpeed 0.19 then takes one parameter's state for another's, and a checkpoint would hold "
+        "wrong values: set it to false"
     ),
     **_each(
-        "DeepSpeed 0.19 then gathers whole modules and fails in backward: set it to 0",
-        ("zero_optimization.stage3_module_granularity_threshold", "zero_optimization.module_granularity_threshold"),
-        (0,),
+        _GRANULARITY,
+        "stage3_module_granularity_threshold module_granularity_threshold",
+        0,
+        block=_ZERO,
     ),
     "bf16.check_grad_overflow": Refused(
         "a gradient that is not finite must leave the weights alone: set it to true", (True,)
     ),
-    "zero_optimization.override_module_apply": Refused("models are built as DeepSpeed expects it: remove it", (True,)),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": Refused("megacore trains with AdamW alone: remove it"),
+    "zero_optimization.override_module_apply": Refused(
+        "models are built as DeepSpeed expects it: remove it", (True,)
+    ),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": Refused(
+        "megacore trains with AdamW alone: remove it"
+    ),
     **_each(
         _FP32_MAIN,
-        (
-            "fp16.fp16_master_weights_and_grads",
-            "bf16.bf16_master_weights_and_grads",
-            "bf16.bf16_optimizer_states",
-        ),
+        "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads "
+        "bf16.bf16_optimizer_states",
     ),
-    "optimizer.params.fp32_optimizer_states": Refused(_FP32_MAIN, (True,)),
+    **_each(_FP32_MAIN, "fp32_optimizer_states", True, block=_OPTIMIZER),
     "fp16.auto_cast": Refused("models take token ids, which have no precision: remove it"),
     "torch_autocast": Refused("it is another kind of mixed precision: use train.precision"),
-    **_each("train.precision decides it: remove it", ("data_types.param_dtype", "data_types.buffer_dtype")),
-    "data_types.keep_in_fp32_modules": Refused("train.precision decides it: remove it", ([],)),
-    "gradient_allreduce_op": Refused("the gradient is the mean over all samples: use mean", ("mean",)),
-    "gradient_predivide_factor": Refused("gradients are summed before they are divided: use 1.0", (1,)),
-    "prescale_gradients": Refused("gradients are summed before they are divided: use false"),
-    "managed_gradient_accumulation": Refused("DeepSpeed counts the micro batches: set it to true", (True,)),
-    "disable_allgather": Refused("DeepSpeed 0.19 reads it and does nothing with it: remove it"),
-    "vocabulary_size": Refused("the tokenizer decides it: use model.make_vocab_size_divisible_by"),
-    "optimizer.params.amsgrad": Refused("megacore trains with AdamW alone: set it to false"),
-    "optimizer.params.bias_correction": Refused("megacore trains with AdamW alone: set it to true", (True,)),
-    **_each(
-        "it says how Adam is computed, which deepspeed.cpu_adam does here: remove it",
-        (
-            "optimizer.params.fused",
-            "optimizer.params.foreach",
-            "optimizer.params.set_grad_none",
-        ),
+    **_each(_PRECISION, "data_types.param_dtype data_types.buffer_dtype"),
+    **_each(_PRECISION, "data_types.keep_in_fp32_modules", []),
+    "gradient_allreduce_op": Refused(
+        "the gradient is the mean over all samples: use mean", ("mean",)
     ),
+    "gradient_predivide_factor": Refused(
+        "gradients are summed before they are divided: use 1.0", (1,)
+    ),
+    "prescale_gradients": Refused("gradients are summed before they are divided: use false"),
+    "managed_gradient_accumulation": Refused(
+        "DeepSpeed counts the micro batches: set it to true", (True,)
+    ),
+    "disable_allgather": Refused("DeepSpeed 0.19 reads it and does nothing with it: remove it"),
+    "vocabulary_size": Refused(
+        "the tokenizer decides it: use model.make_vocab_size_divisible_by"
+    ),
+    "optimizer.params.amsgrad": Refused("megacore trains with AdamW alone: set it to false"),
+    "optimizer.params.bias_correction": Refused(
+        "megacore trains with AdamW alone: set it to true", (True,)
+    ),
+    **_each(_HOW_ADAM, "fused foreach set_grad_none", block=_OPTIMIZER),
     "optimizer.legacy_fusion": Refused("the optimizer is made by megacore: remove it"),
-    "comet.api_key": Refused("what the file says is kept with the run: set COMET_API_KEY in the environment"),
-    "compile": Refused(_COMPILE),
-    "hybrid_engine": Refused("it is for reinforcement learning, which there is none of here: remove it"),
+    "comet.api_key": Refused(
+        "what the file says is kept with the run: set COMET_API_KEY in the environment"
+    ),
+    "compile": Refused("the models are not compiled: remove it"),
+    "hybrid_engine": Refused(
+        "it is for reinforcement learning, which there is none of here: remove it"
+    ),
     "autotuning": Refused("it starts jobs of its own: use megacore plan"),
 }
 """Keys that DeepSpeed reads, or read once, and that are refused by name."""

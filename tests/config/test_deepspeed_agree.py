@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from megacore.config.deepspeed_agree import SAME, SAME_IN_FP16
-from megacore.foreign.deepspeed import asked_of
-from megacore.foreign.deepspeed_keys import OURS
+from megacore.config.deepspeed import asked_of
+from megacore.config.deepspeed_checks import SAME, SAME_IN_FP16, is_compared
+from megacore.foreign.deepspeed_keys import definitions
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
+OURS = [key for key in definitions().keys if is_compared(key)]
 FP16 = {"train": {"precision": "fp16"}, "optim": {"loss_scale": {"initial": 65536.0}}}
 LINEAR = {"lr_decay_style": "linear", "lr_warmup_iters": 10}
 DECAY = {"warmup_max_lr": 1e-3, "warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 100}
@@ -72,7 +73,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "optimizer.params.adam_w_mode": (
         adam(adam_w_mode=False),
-        {},
+        {"optim": {"weight_decay": 0.01}},
         "is false, Adam with weight decay in the gradient, but optim.weight_decay 0.01 is decoupled",
     ),
     "optimizer.params.torch_adam": (

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
+from megacore.config.deepspeed import FIELDS, ZeroSettings, asked_of, zero_of
 from megacore.config.load import load_config, read_config
-from megacore.config.zero import ZeroSettings, zero_of
 from megacore.errors import ConfigError
-from megacore.foreign.deepspeed import asked_of, read_json, read_keys
-from megacore.foreign.deepspeed_keys import FIELDS, KEYS, OFFLOAD_FLAGS, REFUSED, RENAMED
+from megacore.foreign.deepspeed import read_keys
+from megacore.foreign.deepspeed_keys import REFUSED, definitions
+from megacore.foreign.files import read_json
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
+DEFINITIONS = definitions()
 
 
 @pytest.mark.parametrize(
@@ -202,12 +204,12 @@ def test_a_refused_key_that_asks_for_nothing_is_left_out(key: str) -> None:
         )
 
 
-@pytest.mark.parametrize("spelled", [key for key in RENAMED if key != "bfloat16"])
+@pytest.mark.parametrize("spelled", [key for key in DEFINITIONS.renamed if key != "bfloat16"])
 def test_older_spellings_are_read(spelled: str) -> None:
-    value = True if KEYS[RENAMED[spelled]].kind == "flag" else 8
-    assert dict(read_keys(nested(spelled, value))) == {RENAMED[spelled]: value}
+    value = True if DEFINITIONS.keys[DEFINITIONS.renamed[spelled]].kind == "flag" else 8
+    assert dict(read_keys(nested(spelled, value))) == {DEFINITIONS.renamed[spelled]: value}
     both = nested(spelled, value)
-    *blocks, leaf = RENAMED[spelled].split(".")
+    *blocks, leaf = DEFINITIONS.renamed[spelled].split(".")
     target = both
     for block in blocks:
         target = target.setdefault(block, {})
@@ -219,7 +221,7 @@ def test_older_spellings_are_read(spelled: str) -> None:
 def test_older_blocks_and_flags_are_read() -> None:
     assert dict(read_keys({"bfloat16": {"enabled": "true"}})) == {"bf16.enabled": True}
     assert dict(read_keys({"zero_optimization": True})) == {"zero_optimization.stage": 1}
-    for flag, device in OFFLOAD_FLAGS.items():
+    for flag, device in DEFINITIONS.offload_flags.items():
         assert dict(read_keys(nested(flag, True))) == {device: "cpu"}
         assert dict(read_keys(nested(flag, "false"))) == {}
 
