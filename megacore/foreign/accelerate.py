@@ -1,9 +1,13 @@
-"""Accelerate's own YAML, as `accelerate config` writes it.
+"""Accelerate's YAML, as `accelerate config` writes it.
 
-Every key of Accelerate 1.15 is honoured, known to change nothing here, or refused.
+Accelerate's own definitions say which keys there are; each is honoured, known to change nothing here, or
+refused unless it asks for nothing. Accelerate is imported when a YAML is read, not before.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
 from typing import Any
 
 from megacore.foreign.claims import Claim
@@ -11,13 +15,16 @@ from megacore.foreign.files import nearest
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
 """Values with which a key asks for nothing."""
-_GPU_IDS = "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all"
-_TPU = "there is nothing here for TPUs: remove it"
+_TPU_KEYS = (
+    "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env"
+)
+_NOT_USED = "nothing here uses it: remove it"
 
 HONOURED = (
     "compute_environment",
     "distributed_type",
     "deepspeed_config",
+    "fsdp_config",
     "mixed_precision",
     "fp16",
     "num_processes",
@@ -28,33 +35,43 @@ HONOURED = (
     "use_cpu",
 )
 """Keys that are translated or checked by `read_accelerate`."""
-WITHOUT_EFFECT = {
-    "same_network": "the machines are reached through ssh or by a scheduler",
-    "main_training_function": "it is for notebooks and TPUs",
-}
-"""Keys whose value changes nothing here, and why."""
+WITHOUT_EFFECT = ("same_network", "main_training_function")
+"""Keys whose value changes nothing here: machines are reached through ssh or by a scheduler, and a function
+is for notebooks and TPUs."""
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "gpu_ids": (_GPU_IDS, ("all",)),
-    "rdzv_backend": ("ranks meet as launch.rdzv_endpoint says: set it to static", ("static", "c10d")),
-    "enable_cpu_affinity": ("ranks are not bound to cores: set it to false, and see launch.threads_per_rank", ()),
+    "gpu_ids": (
+        "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all",
+        ("all",),
+    ),
+    "rdzv_backend": (
+        "ranks meet as launch.rdzv_endpoint says: set it to static",
+        ("static", "c10d"),
+    ),
+    "enable_cpu_affinity": (
+        "ranks are not bound to cores: set it to false, and see launch.threads_per_rank",
+        (),
+    ),
     "debug": ("set it to false, and ACCELERATE_DEBUG_MODE=1 in the environment", ()),
-    "dynamo_config": ("models are not compiled: remove it", ({"dynamo_backend": "NO"}, {"dynamo_backend": "no"})),
+    "dynamo_config": (
+        "models are not compiled: remove it",
+        ({"dynamo_backend": "NO"}, {"dynamo_backend": "no"}),
+    ),
     "dynamo_backend": ("models are not compiled: set it to 'NO'", ()),
-    "fsdp_config": ("FSDP is not used here, ZeRO divides the same: use distributed_type DEEPSPEED", ()),
-    "megatron_lm_config": ("Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain", ()),
+    "megatron_lm_config": (
+        "Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain",
+        (),
+    ),
     "parallelism_config": ("a fine-tuning divides its batch alone: remove it", ()),
     "fp8_config": ("a fine-tuning computes in fp32, bf16 or fp16: remove it", ()),
-    "mpirun_config": ("ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind", ()),
-    "ipex_config": ("Intel's extension for PyTorch is not used here: remove it", ({"ipex": False},)),
-    "downcast_bf16": (_TPU, ()),
-    "tpu_name": (_TPU, ()),
-    "tpu_zone": (_TPU, ()),
-    "tpu_use_cluster": (_TPU, ()),
-    "tpu_use_sudo": (_TPU, ()),
-    "command_file": (_TPU, ()),
-    "commands": (_TPU, ()),
-    "tpu_vm": (_TPU, ()),
-    "tpu_env": (_TPU, ()),
+    "mpirun_config": (
+        "ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind",
+        (),
+    ),
+    "ipex_config": (
+        "Intel's extension for PyTorch is not used here: remove it",
+        ({"ipex": False},),
+    ),
+    **dict.fromkeys(_TPU_KEYS.split(), ("there is nothing here for TPUs: remove it", ())),
 }
 """Keys that are refused: why, and the values that ask for nothing beside those of `_OFF`."""
 
@@ -71,12 +88,14 @@ DEEPSPEED_HONOURED = (
     "deepspeed_multinode_launcher",
 )
 """Keys of deepspeed_config that are translated or checked."""
-DEEPSPEED_WITHOUT_EFFECT = {
-    "offload_optimizer_nvme_path": "nothing is offloaded to nvme",
-    "offload_param_nvme_path": "nothing is offloaded to nvme",
-    "zero3_init_flag": "each rank makes the model in main memory before it is divided",
-    "zero3_save_16bit_model": "the best model is gathered and saved in fp32",
-}
+DEEPSPEED_WITHOUT_EFFECT = (
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "zero3_init_flag",
+    "zero3_save_16bit_model",
+)
+"""Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and the best
+model is gathered and saved in fp32."""
 DEEPSPEED_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "deepspeed_moe_layer_cls_names": ("mixtures of experts are untested here: remove it", ()),
 }
@@ -89,31 +108,64 @@ _STAGES = {(0, False, False): "ddp", (2, False, False): "zero2", (3, False, Fals
 _STAGES[3, True, True] = "zero3-offload"
 
 
+@cache
+def cluster_defaults() -> dict[str, Any]:
+    """Return the keys of Accelerate's YAML and their defaults, None where it has none."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return {
+        each.name: None if each.default is MISSING else each.default
+        for each in fields(ClusterConfig)
+    }
+
+
+@cache
+def fsdp_defaults() -> dict[str, Any]:
+    """Return the keys of fsdp_config and their defaults, as `accelerate launch` has them."""
+    from accelerate.commands.launch import launch_command_parser
+
+    arguments = vars(launch_command_parser().parse_args(["script"]))
+    return {name: value for name, value in arguments.items() if name.startswith("fsdp_")}
+
+
 def named_json(content: Mapping[str, Any]) -> str | None:
-    """The path of DeepSpeed's JSON that the YAML gives, None where it gives none."""
+    """Return the path of DeepSpeed's JSON that the YAML gives, None where it gives none."""
     block = content.get("deepspeed_config")
     path = block.get("deepspeed_config_file") if isinstance(block, dict) else None
     return path if isinstance(path, str) and path not in _OFF else None
 
 
 def asks_for_cpu(content: Mapping[str, Any]) -> bool:
-    """Whether the YAML says that ranks compute on the CPU, whatever GPUs there are."""
+    """Return True where the YAML says that ranks compute on the CPU, whatever GPUs there are."""
     return bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
 
 
 def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
-    """What the YAML says, as values of the configuration.
+    """Yield what the YAML says, as values of the configuration.
 
     Args:
         content: of the YAML.
-        launch: the section; a DeepSpeed JSON is put there where no value of `launch.distributed` says the same.
+        launch: the section; a DeepSpeed JSON is put there where no value of `launch.distributed` says the
+            same.
         name: of the file in sentences.
 
     Raises:
-        ValueError: a key is unknown, refused, or has a value that means nothing.
+        ValueError: a key is unknown, refused, or has a value that means nothing, or Accelerate is not
+            installed.
     """
-    _known(content, "", (HONOURED, WITHOUT_EFFECT, REFUSED), name)
-    _refuse(content, "", REFUSED, name)
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError(
+            f"{name} is Accelerate's YAML, which Accelerate itself checks, and that is not installed: "
+            "pip install megacore[finetune]"
+        )
+    defaults = cluster_defaults()
+    unused = {
+        key: (_NOT_USED, (default,))
+        for key, default in defaults.items()
+        if key not in (*HONOURED, *WITHOUT_EFFECT, *REFUSED)
+    }
+    _known(content, "", (defaults, HONOURED, REFUSED), name)
+    _refuse(content, "", REFUSED | unused, name)
     where = content.get("compute_environment", "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         raise ValueError(
@@ -121,6 +173,7 @@ def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: st
             "launch.hostfile and launch.kind"
         )
     kind = content.get("distributed_type")
+    _refuse_fsdp(content, name)
     if kind not in _TYPES:
         raise ValueError(f"distributed_type of {name} is {kind}: use {', '.join(_TYPES)}")
     block = content.get("deepspeed_config") or {}
@@ -137,6 +190,57 @@ def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: st
         yield from _deepspeed(block, launch, name)
     else:
         yield Claim("launch.distributed", "ddp", f"distributed_type of {name} is {kind}")
+
+
+def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
+    """Yield what the block fsdp_config says, in Accelerate's own terms: `fsdp_config.fsdp_version`.
+
+    Raises ValueError for a key that Accelerate does not know, and for a value of another kind.
+    """
+    from accelerate.utils import constants
+
+    if not isinstance(block, dict):
+        raise ValueError(f"fsdp_config of {name} is {block!r}: give a mapping of its keys")
+    defaults = fsdp_defaults()
+    spelled = {
+        str(key) if str(key).startswith("fsdp") else f"fsdp_{key}": value
+        for key, value in block.items()
+    }
+    _known(spelled, "fsdp_config.", (defaults,), name)
+    for key, value in spelled.items():
+        if value is None:
+            continue
+        default = defaults[key]
+        choices = [str(each) for each in getattr(constants, key.upper(), ())]
+        read: Any = {"true": True, "false": False}.get(str(value).lower())
+        wanted = "true or false"
+        if key == "fsdp_version":
+            read, wanted = {"1": 1, "2": 2}.get(str(value)), "1 or 2"
+        elif key == "fsdp_reshard_after_forward" and read is None:  # of version 1
+            choices = constants.FSDP_SHARDING_STRATEGY
+        elif isinstance(default, int):
+            read, wanted = _number(value, int), "an integer"
+        elif default not in ("true", "false"):
+            read, wanted = (value if isinstance(value, str) else None), "text"
+        if choices:
+            read = next((each for each in choices if each == str(value).upper()), None)
+            wanted = f"one of {', '.join(choices)}"
+        if read is None:
+            raise ValueError(f"fsdp_config.{key} of {name} is {value}: give {wanted}")
+        field = f"fsdp_config.{key}"
+        yield Claim(field, read, f"{field} of {name} is {Claim.shown(value)}", ours=False)
+
+
+def _refuse_fsdp(content: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError for what asks for FSDP; where it is taken, `read_fsdp` has its claims."""
+    block = content.get("fsdp_config")
+    if block in _OFF:
+        return
+    list(read_fsdp(block, name))
+    raise ValueError(
+        f"fsdp_config of {name} is {block}, which is refused: FSDP is not used here, ZeRO divides the "
+        "same: use distributed_type DEEPSPEED"
+    )
 
 
 def _known(block: Mapping[str, Any], prefix: str, tables: tuple[Any, ...], name: str) -> None:
