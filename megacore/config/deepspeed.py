@@ -1,4 +1,4 @@
-"""What DeepSpeed is told beside the rest of the configuration: by the section deepspeed, or by the user's JSON."""
+"""What DeepSpeed is told beside the rest of the configuration: by its section, or by a JSON."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -112,10 +112,10 @@ class Asked:
 
 
 def asked_of(config: "RunConfig") -> Asked:
-    """Return what a configuration asks of DeepSpeed, by its section or by the user's JSON, with "auto" filled.
+    """Return what the section or the user's JSON asks of DeepSpeed, with "auto" filled.
 
-    Raises ValueError for a key or a value that is refused, and for a field of the section that the JSON
-    contradicts.
+    Raises ValueError for a key or a value that is refused, and for a field of the section that the
+    JSON contradicts.
     """
     section = config.deepspeed
     fields = {name: getattr(section, name) for name in FIELDS}
@@ -129,8 +129,8 @@ def asked_of(config: "RunConfig") -> Asked:
         values = {key: value for name, value in changed.items() for key in FIELDS[name]}
     elif isinstance(section.config, str):
         raise ValueError(
-            f"deepspeed.config is the path {section.config!r}, which was not read: give the content of the "
-            "file, or load the configuration from its YAML"
+            f"deepspeed.config is the path {section.config!r}, which was not read: give the content "
+            "of the file, or load the configuration from its YAML"
         )
     else:
         values = dict(read_keys(section.config))
@@ -144,13 +144,16 @@ def asked_of(config: "RunConfig") -> Asked:
 
 
 def _fill(values: dict[str, Any], name: str, value: Any) -> None:
-    """Put a field of the section where the JSON says "auto". Raises ValueError where it says otherwise."""
+    """Put a field of the section where the JSON says "auto".
+
+    Raises ValueError where it says otherwise.
+    """
     keys = FIELDS[name]
     present = [key for key in keys if key in values]
     if not present:
         raise ValueError(
-            f"deepspeed.{name} is {shown(value)} but deepspeed.config takes its place and does not say "
-            f"{' or '.join(keys)}: write it there, or remove deepspeed.{name}"
+            f"deepspeed.{name} is {shown(value)} but deepspeed.config takes its place and does not "
+            f"say {' or '.join(keys)}: write it there, or remove deepspeed.{name}"
         )
     for key in present:
         if values[key] not in (AUTO, value):
@@ -204,7 +207,7 @@ def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _defaults(
     said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Fields of the section optim, and what DeepSpeed takes for the keys that a JSON does not have."""
+    """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
     known = pretraining().definitions
     silent = {key: known.default(key) for key in known.keys if key not in said}
     if "optimizer.params.max_grad_norm" not in said and "gradient_clipping" in silent:
@@ -250,7 +253,7 @@ class ZeroSettings:
 
 
 def zero_of(config: "RunConfig") -> ZeroSettings:
-    """Return what the replicas divide: as `deepspeed` or its JSON asks, or the native engine's stage 1.
+    """Return what the replicas divide, as DeepSpeed is asked or as the native engine does.
 
     Raises ValueError when the user's JSON is not one that can be read.
     """

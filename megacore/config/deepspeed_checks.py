@@ -25,7 +25,7 @@ _STAGE_3_ONLY = (
 
 
 def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None:
-    """Raise ValueError for what the engine deepspeed cannot do as it is asked; of the engine native nothing is asked.
+    """Raise ValueError for what the engine deepspeed is asked for and cannot do.
 
     Args:
         config: the run.
@@ -46,7 +46,7 @@ def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None
 
 
 def accumulation_type(asked: Asked, precision: str) -> str:
-    """Type in which the gradients of micro batches add up: fp32 where DeepSpeed has it, which stage 0 has not.
+    """Return the type in which gradients of micro batches add up: fp32 from stage 1 on.
 
     Raises ValueError when the JSON asks for another one than can be.
     """
@@ -54,9 +54,9 @@ def accumulation_type(asked: Asked, precision: str) -> str:
     wanted = str(asked.values.get("data_types.grad_accum_dtype", best))
     if wanted not in (best, precision):
         raise ValueError(
-            f"data_types.grad_accum_dtype of deepspeed.config is {wanted} but with ZeRO stage {asked.stage} and "
-            f"precision {precision} gradients add up in {' or '.join(dict.fromkeys((best, precision)))}: use that, or "
-            "ZeRO stage 1 to 3"
+            f"data_types.grad_accum_dtype of deepspeed.config is {wanted} but with ZeRO stage "
+            f"{asked.stage} and precision {precision} gradients add up in "
+            f"{' or '.join(dict.fromkeys((best, precision)))}: use that, or ZeRO stage 1 to 3"
         )
     return wanted
 
@@ -65,15 +65,16 @@ def _check_stage(config: "RunConfig", asked: Asked) -> None:
     stage = asked.stage
     if stage == 0 and config.parallel.use_distributed_optimizer:
         raise ValueError(
-            f"{asked.named(_STAGE)} is 0 but parallel.use_distributed_optimizer is true, which is stage 1: change one "
-            "of them"
+            f"{asked.named(_STAGE)} is 0 but parallel.use_distributed_optimizer is true, which is "
+            "stage 1: change one of them"
         )
     for name in _STAGE_3_ONLY if stage < 3 else ():
         key = f"zero_optimization.{name}"
         if key in asked.values:
             raise ValueError(
-                f"{asked.named(key)} is {str(asked.values[key]).lower()} but {asked.named(_STAGE)} is {stage}, and "
-                "only stage 3 divides weights: set it to 3, or remove the former"
+                f"{asked.named(key)} is {str(asked.values[key]).lower()} but "
+                f"{asked.named(_STAGE)} is {stage}, and only stage 3 divides weights: set it to "
+                "3, or remove the former"
             )
     _check_buckets(asked)
 
@@ -83,53 +84,60 @@ def _check_buckets(asked: Asked) -> None:
     size = asked.values.get(name)
     if size is not None and asked.stage == 3:
         raise ValueError(
-            f"{asked.named(name)} is {size} but {asked.named(_STAGE)} is 3, where weights are gathered as they are "
-            "used: remove the former"
+            f"{asked.named(name)} is {size} but {asked.named(_STAGE)} is 3, where weights are "
+            "gathered as they are used: remove the former"
         )
     if size is not None and size % 2:
         raise ValueError(
-            f"{asked.named(name)} is {size}, which is odd: DeepSpeed takes elements in pairs, use {size + 1}"
+            f"{asked.named(name)} is {size}, which is odd: DeepSpeed takes elements in pairs, use "
+            f"{size + 1}"
         )
     for name in ("overlap_comm", "reduce_bucket_size", "allgather_bucket_size"):
         key = f"zero_optimization.{name}"
         if asked.stage == 0 and not asked.in_file and key in asked.values:
             raise ValueError(
-                f"{asked.named(key)} is {str(asked.values[key]).lower()} but {asked.named(_STAGE)} is 0, which has no "
-                "such buckets: remove the former, or choose stage 1, 2 or 3"
+                f"{asked.named(key)} is {str(asked.values[key]).lower()} but "
+                f"{asked.named(_STAGE)} is 0, which has no such buckets: remove the former, or "
+                "choose stage 1, 2 or 3"
             )
 
 
 def _check_offload(config: "RunConfig", asked: Asked) -> None:
     devices = {what: asked.device(what) for what in ("offload_optimizer", "offload_param")}
     for what, device in devices.items():
-        key, least = f"zero_optimization.{what}.device", 3 if what == "offload_param" or device == "nvme" else 1
+        key, least = (
+            f"zero_optimization.{what}.device",
+            3 if what == "offload_param" or device == "nvme" else 1,
+        )
         if device != "none" and asked.stage < least:
             raise ValueError(
-                f"{asked.named(key)} is {device} but {asked.named(_STAGE)} is {asked.stage}: it needs stage "
-                f"{'3' if least == 3 else '1, 2 or 3'}"
+                f"{asked.named(key)} is {device} but {asked.named(_STAGE)} is {asked.stage}: it "
+                f"needs stage {'3' if least == 3 else '1, 2 or 3'}"
             )
         path = f"zero_optimization.{what}.nvme_path"
         if device == "nvme" and path not in asked.values:
             raise ValueError(
-                f"{asked.named(key)} is nvme but {asked.named(path)} is missing: name a directory on a local disk"
+                f"{asked.named(key)} is nvme but {asked.named(path)} is missing: name a directory "
+                "on a local disk"
             )
     section = config.deepspeed
     if section.nvme_path is not None and "nvme" not in devices.values():
         raise ValueError(
-            f"deepspeed.nvme_path is {section.nvme_path} but nothing is offloaded to nvme: remove it, or set "
-            "deepspeed.offload_optimizer or deepspeed.offload_param to nvme"
+            f"deepspeed.nvme_path is {section.nvme_path} but nothing is offloaded to nvme: remove "
+            "it, or set deepspeed.offload_optimizer or deepspeed.offload_param to nvme"
         )
     if not section.pin_memory and not asked.in_file and set(devices.values()) == {"none"}:
         raise ValueError("deepspeed.pin_memory is false but nothing is offloaded: remove it")
     if section.cpu_adam != "auto" and devices["offload_optimizer"] == "none":
         raise ValueError(
-            f"deepspeed.cpu_adam is {section.cpu_adam} but the optimizer is not offloaded: remove it, or set "
-            "deepspeed.offload_optimizer to cpu"
+            f"deepspeed.cpu_adam is {section.cpu_adam} but the optimizer is not offloaded: remove "
+            "it, or set deepspeed.offload_optimizer to cpu"
         )
     disk = sorted(key for key in asked.values if key.startswith("aio."))
     if disk and "nvme" not in devices.values():
         raise ValueError(
-            f"{asked.named(disk[0])} is {asked.values[disk[0]]} but nothing is offloaded to nvme: remove the block aio"
+            f"{asked.named(disk[0])} is {asked.values[disk[0]]} but nothing is offloaded to nvme: "
+            "remove the block aio"
         )
 
 
@@ -139,24 +147,26 @@ def _check_recompute(config: "RunConfig", asked: Asked) -> None:
     for key, value in wanted.items():
         if config.train.recompute != "full":
             raise ValueError(
-                f"{asked.named(key)} is {str(value).lower()} but train.recompute is {config.train.recompute}: set the "
-                "latter to full, or remove the former"
+                f"{asked.named(key)} is {str(value).lower()} but train.recompute is "
+                f"{config.train.recompute}: set the latter to full, or remove the former"
             )
     divided, tensor = f"{block}.partition_activations", config.parallel.tensor_model_parallel_size
     if divided in wanted and tensor == 1:
         raise ValueError(
-            f"{asked.named(divided)} is true but parallel.tensor_model_parallel_size is 1: there are no ranks to "
-            "divide activations, remove the former"
+            f"{asked.named(divided)} is true but parallel.tensor_model_parallel_size is 1: there "
+            "are no ranks to divide activations, remove the former"
         )
     if divided in wanted and config.parallel.sequence_parallel:
         raise ValueError(
-            f"{asked.named(divided)} is true but parallel.sequence_parallel is true, with which tensor-parallel ranks "
-            "keep a part of each layer's input already: remove the former"
+            f"{asked.named(divided)} is true but parallel.sequence_parallel is true, with which "
+            "tensor-parallel ranks keep a part of each layer's input already: remove the former"
         )
     buffer = f"{block}.contiguous_memory_optimization"
     for needed in (divided, f"{block}.number_checkpoints"):
         if buffer in wanted and needed not in wanted:
-            raise ValueError(f"{asked.named(buffer)} is true without {needed}: give both, or neither")
+            raise ValueError(
+                f"{asked.named(buffer)} is true without {needed}: give both, or neither"
+            )
 
 
 def _check_scale(config: "RunConfig", asked: Asked) -> None:
@@ -164,18 +174,19 @@ def _check_scale(config: "RunConfig", asked: Asked) -> None:
     scale = config.optim.loss_scale
     if math.frexp(scale.initial)[0] != 0.5 or scale.initial < 1:
         raise ValueError(
-            f"optim.loss_scale.initial is {scale.initial:g} but engine is deepspeed, whose first loss scale is a power "
-            f"of two: use {2.0 ** max(0, round(math.log2(scale.initial))):g}"
+            f"optim.loss_scale.initial is {scale.initial:g} but engine is deepspeed, whose first "
+            f"loss scale is a power of two: use {2.0 ** max(0, round(math.log2(scale.initial))):g}"
         )
     if scale.minimum != int(scale.minimum):
         raise ValueError(
-            f"optim.loss_scale.minimum is {scale.minimum:g} but engine is deepspeed, whose least loss scale is an "
-            f"integer: use {max(1, round(scale.minimum))}"
+            f"optim.loss_scale.minimum is {scale.minimum:g} but engine is deepspeed, whose least "
+            f"loss scale is an integer: use {max(1, round(scale.minimum))}"
         )
     if asked.stage == 0:
         raise ValueError(
-            f"train.precision is fp16 but {asked.named(_STAGE)} is 0, where DeepSpeed 0.19 divides gradients by a loss "
-            "scale that it has not multiplied the loss by: use stage 1, 2 or 3, bf16, or engine native"
+            f"train.precision is fp16 but {asked.named(_STAGE)} is 0, where DeepSpeed 0.19 "
+            "divides gradients by a loss scale that it has not multiplied the loss by: use stage "
+            "1, 2 or 3, bf16, or engine native"
         )
 
 
@@ -203,12 +214,12 @@ _COMPARED = (
 
 
 def is_compared(key: str) -> bool:
-    """Return True for a key that must agree with the configuration, of which DeepSpeed gets the value."""
+    """Return True for a key that must agree with the configuration."""
     return key.startswith(_COMPARED)
 
 
 def check_agreement(config: "RunConfig", asked: Asked, data_parallel_size: int | None) -> None:
-    """Raise ValueError for the first value of the JSON that the configuration contradicts, with both.
+    """Raise ValueError for the first value of the JSON that the configuration contradicts.
 
     Args:
         config: the run.
@@ -243,12 +254,16 @@ def _same(asked: Asked, key: str, name: str, ours: Any, *, default: Any = None) 
     value = asked.values.get(key, None if key in asked.autos else default)
     if value is None or value == ours:
         return
-    if isinstance(value, float) and isinstance(ours, float) and math.isclose(value, ours, rel_tol=1e-9):
+    if (
+        isinstance(value, float)
+        and isinstance(ours, float)
+        and math.isclose(value, ours, rel_tol=1e-9)
+    ):
         return
     absent = "" if key in asked.values else " by DeepSpeed's default"
     raise ValueError(
-        f'{key} of deepspeed.config is {value}{absent} but {name} is {ours}: change one of them, or say "auto" in the '
-        "JSON"
+        f"{key} of deepspeed.config is {value}{absent} but {name} is {ours}: change one of them, "
+        'or say "auto" in the JSON'
     )
 
 
@@ -259,15 +274,17 @@ def _check_accumulation(config: "RunConfig", asked: Asked, data_parallel_size: i
     name, rampup = "gradient_accumulation_steps of deepspeed.config", train.rampup_batch_size
     if rampup is not None:
         raise ValueError(
-            f"{name} is {steps} but train.rampup_batch_size lets the batch grow from {rampup.start} to "
-            f'{train.global_batch_size}: say "auto" in the JSON, or remove train.rampup_batch_size'
+            f"{name} is {steps} but train.rampup_batch_size lets the batch grow from "
+            f'{rampup.start} to {train.global_batch_size}: say "auto" in the JSON, or remove '
+            "train.rampup_batch_size"
         )
     ranks = f" x {data_parallel_size} data-parallel ranks" if data_parallel_size is not None else ""
     per_step = train.micro_batch_size * steps * (data_parallel_size or 1)
     if train.global_batch_size % per_step or (ranks and train.global_batch_size != per_step):
         raise ValueError(
-            f"{name} is {steps}, x train.micro_batch_size {train.micro_batch_size}{ranks} = {per_step}, but "
-            f'train.global_batch_size is {train.global_batch_size}: change one of them, or say "auto" in the JSON'
+            f"{name} is {steps}, x train.micro_batch_size {train.micro_batch_size}{ranks} = "
+            f"{per_step}, but train.global_batch_size is {train.global_batch_size}: change one of "
+            'them, or say "auto" in the JSON'
         )
 
 
@@ -275,15 +292,17 @@ def _check_precision(config: "RunConfig", asked: Asked) -> None:
     ours = config.train.precision
     enabled = {name: asked.values.get(f"{name}.enabled") for name in ("fp16", "bf16")}
     if all(enabled.values()):
-        raise ValueError("fp16.enabled and bf16.enabled of deepspeed.config are both true: keep one of them")
+        raise ValueError(
+            "fp16.enabled and bf16.enabled of deepspeed.config are both true: keep one of them"
+        )
     for name, on in enabled.items():
         # auto never becomes fp16, but may become bf16.
         fits = ours == name if on else ours not in ((name, "auto") if name == "bf16" else (name,))
         if on is not None and not fits:
             advice = f"set the latter to {name}" if on else "say fp32, bf16 or fp16 there"
             raise ValueError(
-                f"{name}.enabled of deepspeed.config is {str(on).lower()} but train.precision is {ours}: {advice}, or "
-                'say "auto" in the JSON'
+                f"{name}.enabled of deepspeed.config is {str(on).lower()} but train.precision is "
+                f'{ours}: {advice}, or say "auto" in the JSON'
             )
 
 
@@ -292,21 +311,23 @@ def _check_loss_scale(config: "RunConfig", asked: Asked) -> None:
     if static:
         raise ValueError(
             f"fp16.loss_scale of deepspeed.config is {static}, one scale for the whole run, but "
-            f"optim.loss_scale.initial is {config.optim.loss_scale.initial}, from which the scale moves: set the "
-            "former to 0"
+            f"optim.loss_scale.initial is {config.optim.loss_scale.initial}, from which the scale "
+            "moves: set the former to 0"
         )
     for key, name in SAME_IN_FP16.items():
         _same(asked, key, name, _value(config, name))
     power, initial = asked.values.get("fp16.initial_scale_power"), config.optim.loss_scale.initial
     if power is not None and power != math.log2(initial):
         raise ValueError(
-            f"fp16.initial_scale_power of deepspeed.config is {power}, a first scale of 2^{power}, but "
-            f'optim.loss_scale.initial is {initial:g}: change one of them, or say "auto" in the JSON'
+            f"fp16.initial_scale_power of deepspeed.config is {power}, a first scale of "
+            f"2^{power}, but optim.loss_scale.initial is {initial:g}: change one of them, or say "
+            '"auto" in the JSON'
         )
     if asked.values.get("fp16.consecutive_hysteresis"):
         raise ValueError(
-            "fp16.consecutive_hysteresis of deepspeed.config is true but optim.loss_scale.hysteresis "
-            f"{config.optim.loss_scale.hysteresis} counts overflows since the scale last grew: set the former to false"
+            "fp16.consecutive_hysteresis of deepspeed.config is true but "
+            f"optim.loss_scale.hysteresis {config.optim.loss_scale.hysteresis} counts overflows "
+            "since the scale last grew: set the former to false"
         )
 
 
@@ -315,35 +336,41 @@ def _check_optimizer(config: "RunConfig", asked: Asked) -> None:
     betas = (optim.adam_beta1, optim.adam_beta2)
     if values.get("optimizer.params.betas", betas) != betas:
         raise ValueError(
-            f"optimizer.params.betas of deepspeed.config is {list(values['optimizer.params.betas'])} but "
-            f'optim.adam_beta1 and optim.adam_beta2 are {list(betas)}: change one of them, or say "auto" in the JSON'
+            "optimizer.params.betas of deepspeed.config is "
+            f"{list(values['optimizer.params.betas'])} but optim.adam_beta1 and optim.adam_beta2 "
+            f'are {list(betas)}: change one of them, or say "auto" in the JSON'
         )
     if values.get("optimizer.params.adam_w_mode") is False:
         raise ValueError(
-            "optimizer.params.adam_w_mode of deepspeed.config is false, Adam with weight decay in the gradient, but "
-            f"optim.weight_decay {optim.weight_decay} is decoupled as in AdamW: set the former to true"
+            "optimizer.params.adam_w_mode of deepspeed.config is false, Adam with weight decay "
+            f"in the gradient, but optim.weight_decay {optim.weight_decay} is decoupled as in "
+            "AdamW: set the former to true"
         )
     style = optim.weight_decay_incr_style
     if "optimizer.params.weight_decay" in values and style != "constant":
         raise ValueError(
-            f"optimizer.params.weight_decay of deepspeed.config is {values['optimizer.params.weight_decay']} but "
-            f'optim.weight_decay_incr_style is {style}, which changes it: say "auto" in the JSON, or set the latter to '
-            "constant"
+            "optimizer.params.weight_decay of deepspeed.config is "
+            f"{values['optimizer.params.weight_decay']} but optim.weight_decay_incr_style is "
+            f'{style}, which changes it: say "auto" in the JSON, or set the latter to constant'
         )
     offloaded, adam = asked.device("offload_optimizer") != "none", config.deepspeed.cpu_adam
-    for key, wanted in (("optimizer.params.torch_adam", "torch"), ("zero_force_ds_cpu_optimizer", "deepspeed")):
+    for key, wanted in (
+        ("optimizer.params.torch_adam", "torch"),
+        ("zero_force_ds_cpu_optimizer", "deepspeed"),
+    ):
         if offloaded and values.get(key) and adam != wanted:
             raise ValueError(
-                f"{key} of deepspeed.config is true and the optimizer is offloaded but deepspeed.cpu_adam is {adam}: "
-                f"set the latter to {wanted}, or remove the former"
+                f"{key} of deepspeed.config is true and the optimizer is offloaded but "
+                f"deepspeed.cpu_adam is {adam}: set the latter to {wanted}, or remove the former"
             )
 
 
 def _check_style(config: "RunConfig", kind: str, style: str) -> None:
     if config.optim.lr_decay_style != style:
         raise ValueError(
-            f"scheduler.type of deepspeed.config is {kind} but optim.lr_decay_style is {config.optim.lr_decay_style}: "
-            f"set the latter to {style}, or remove scheduler, and optim describes the schedule"
+            f"scheduler.type of deepspeed.config is {kind} but optim.lr_decay_style is "
+            f"{config.optim.lr_decay_style}: set the latter to {style}, or remove scheduler, and "
+            "optim describes the schedule"
         )
 
 
@@ -382,9 +409,9 @@ def _check_linear(config: "RunConfig", asked: Asked) -> None:
         _scheduled(asked, "warmup_min_lr", "optim.lr_warmup_init", optim.lr_warmup_init)
         if optim.lr_warmup_init != optim.min_lr:
             raise ValueError(
-                "scheduler.type of deepspeed.config is WarmupDecayLR, which starts and ends at one rate, "
-                f"but optim.lr_warmup_init is {optim.lr_warmup_init} and optim.min_lr {optim.min_lr}: set "
-                "both to one value"
+                "scheduler.type of deepspeed.config is WarmupDecayLR, which starts and ends at "
+                f"one rate, but optim.lr_warmup_init is {optim.lr_warmup_init} and optim.min_lr "
+                f"{optim.min_lr}: set both to one value"
             )
 
 

@@ -1,7 +1,7 @@
 """Accelerate's YAML, as `accelerate config` writes it.
 
-Accelerate's own definitions say which keys there are; each is honoured, known to change nothing here, or
-refused unless it asks for nothing. Accelerate is imported when a YAML is read, not before.
+Accelerate's own definitions say which keys there are; each is honoured, known to change nothing
+here, or refused unless it asks for nothing. Accelerate is imported when a YAML is read, not before.
 """
 
 import importlib.util
@@ -15,9 +15,8 @@ from megacore.foreign.files import nearest
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
 """Values with which a key asks for nothing."""
-_TPU_KEYS = (
-    "downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env"
-)
+_TPU = "there is nothing here for TPUs: remove it"
+_TPU_KEYS = "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
 _NOT_USED = "nothing here uses it: remove it"
 
 HONOURED = (
@@ -36,8 +35,8 @@ HONOURED = (
 )
 """Keys that are translated or checked by `read_accelerate`."""
 WITHOUT_EFFECT = ("same_network", "main_training_function")
-"""Keys whose value changes nothing here: machines are reached through ssh or by a scheduler, and a function
-is for notebooks and TPUs."""
+"""Keys whose value changes nothing here: machines are reached through ssh or by a scheduler, and a
+function is for notebooks and TPUs."""
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gpu_ids": (
         "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all",
@@ -71,7 +70,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
         "Intel's extension for PyTorch is not used here: remove it",
         ({"ipex": False},),
     ),
-    **dict.fromkeys(_TPU_KEYS.split(), ("there is nothing here for TPUs: remove it", ())),
+    **dict.fromkeys(("downcast_bf16", *_TPU_KEYS.split()), (_TPU, ())),
 }
 """Keys that are refused: why, and the values that ask for nothing beside those of `_OFF`."""
 
@@ -94,8 +93,8 @@ DEEPSPEED_WITHOUT_EFFECT = (
     "zero3_init_flag",
     "zero3_save_16bit_model",
 )
-"""Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and the best
-model is gathered and saved in fp32."""
+"""Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and
+the best model is gathered and saved in fp32."""
 DEEPSPEED_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "deepspeed_moe_layer_cls_names": ("mixtures of experts are untested here: remove it", ()),
 }
@@ -140,23 +139,25 @@ def asks_for_cpu(content: Mapping[str, Any]) -> bool:
     return bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
 
 
-def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
+def read_accelerate(
+    content: Mapping[str, Any], launch: dict[str, Any], name: str
+) -> Iterator[Claim]:
     """Yield what the YAML says, as values of the configuration.
 
     Args:
         content: of the YAML.
-        launch: the section; a DeepSpeed JSON is put there where no value of `launch.distributed` says the
-            same.
+        launch: the section; a DeepSpeed JSON is put there where no value of `launch.distributed`
+            says the same.
         name: of the file in sentences.
 
     Raises:
-        ValueError: a key is unknown, refused, or has a value that means nothing, or Accelerate is not
-            installed.
+        ValueError: a key is unknown, refused, or has a value that means nothing, or Accelerate is
+            not installed.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError(
-            f"{name} is Accelerate's YAML, which Accelerate itself checks, and that is not installed: "
-            "pip install megacore[finetune]"
+            f"{name} is Accelerate's YAML, which Accelerate itself checks, and that is not "
+            "installed: pip install megacore[finetune]"
         )
     defaults = cluster_defaults()
     unused = {
@@ -169,8 +170,8 @@ def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: st
     where = content.get("compute_environment", "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         raise ValueError(
-            f"compute_environment of {name} is {where}: only LOCAL_MACHINE is started here, other machines by "
-            "launch.hostfile and launch.kind"
+            f"compute_environment of {name} is {where}: only LOCAL_MACHINE is started here, other "
+            "machines by launch.hostfile and launch.kind"
         )
     kind = content.get("distributed_type")
     _refuse_fsdp(content, name)
@@ -181,8 +182,8 @@ def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: st
         raise ValueError(f"deepspeed_config of {name} is {block!r}: give a mapping of its keys")
     if block and kind != "DEEPSPEED":
         raise ValueError(
-            f"deepspeed_config of {name} is given but distributed_type is {kind}: set the latter to DEEPSPEED, or "
-            "remove the former"
+            f"deepspeed_config of {name} is given but distributed_type is {kind}: set the latter "
+            "to DEEPSPEED, or remove the former"
         )
     yield from _processes(content, name)
     yield from _precision(content, name)
@@ -238,8 +239,8 @@ def _refuse_fsdp(content: Mapping[str, Any], name: str) -> None:
         return
     list(read_fsdp(block, name))
     raise ValueError(
-        f"fsdp_config of {name} is {block}, which is refused: FSDP is not used here, ZeRO divides the "
-        "same: use distributed_type DEEPSPEED"
+        f"fsdp_config of {name} is {block}, which is refused: FSDP is not used here, ZeRO divides "
+        "the same: use distributed_type DEEPSPEED"
     )
 
 
@@ -251,12 +252,17 @@ def _known(block: Mapping[str, Any], prefix: str, tables: tuple[Any, ...], name:
 
 
 def _refuse(
-    block: Mapping[str, Any], prefix: str, refused: Mapping[str, tuple[str, tuple[Any, ...]]], name: str
+    block: Mapping[str, Any],
+    prefix: str,
+    refused: Mapping[str, tuple[str, tuple[Any, ...]]],
+    name: str,
 ) -> None:
     for key, (reason, off) in refused.items():
         value = block.get(key)
         if value not in (*_OFF, *off):
-            raise ValueError(f"{prefix}{key} of {name} is {Claim.shown(value)}, which is refused: {reason}")
+            raise ValueError(
+                f"{prefix}{key} of {name} is {Claim.shown(value)}, which is refused: {reason}"
+            )
 
 
 def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
@@ -266,19 +272,27 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
     kind, on_cpu = content["distributed_type"], _flag(content, "use_cpu", name)
     if kind == "NO" and (processes or 1) > 1:
         raise ValueError(
-            f"num_processes of {name} is {processes} but distributed_type is NO, one process: set the latter to "
-            "MULTI_GPU, MULTI_CPU or DEEPSPEED"
+            f"num_processes of {name} is {processes} but distributed_type is NO, one process: set "
+            "the latter to MULTI_GPU, MULTI_CPU or DEEPSPEED"
         )
     if kind == "MULTI_GPU" and on_cpu:
-        raise ValueError(f"use_cpu of {name} is true but distributed_type is MULTI_GPU: set the latter to MULTI_CPU")
+        raise ValueError(
+            f"use_cpu of {name} is true but distributed_type is MULTI_GPU: set the latter to "
+            "MULTI_CPU"
+        )
     if asks_for_cpu(content):
-        said = f"use_cpu of {name} is true" if on_cpu else f"distributed_type of {name} is MULTI_CPU"
+        said = (
+            f"use_cpu of {name} is true" if on_cpu else f"distributed_type of {name} is MULTI_CPU"
+        )
         yield Claim("launch.allow_cpu", True, said)
     processes = 1 if kind == "NO" else processes
     if processes is not None:
         clause = f"num_processes of {name} is {processes}"
         if processes % (machines or 1):
-            raise ValueError(f"{clause}, which num_machines {machines} does not divide: give each machine as many")
+            raise ValueError(
+                f"{clause}, which num_machines {machines} does not divide: give each machine as "
+                "many"
+            )
         if (machines or 1) > 1:
             clause += f" on num_machines {machines}"
         yield Claim("launch.nproc_per_node", processes // (machines or 1), clause)
@@ -287,7 +301,8 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
     rank = content.get("machine_rank") or 0
     if rank != 0:
         raise ValueError(
-            f"machine_rank of {name} is {rank}: all machines are started from one place, give the file of machine 0"
+            f"machine_rank of {name} is {rank}: all machines are started from one place, give the "
+            "file of machine 0"
         )
     if (machines or 1) > 1:
         yield from _meeting(content, name)
@@ -297,11 +312,17 @@ def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
     """The address of the first machine; on one machine ranks meet at a port that is free."""
     address, port = content.get("main_process_ip"), content.get("main_process_port")
     if address is None and port is not None:
-        raise ValueError(f"main_process_port of {name} is {port} without main_process_ip: give both, or neither")
+        raise ValueError(
+            f"main_process_port of {name} is {port} without main_process_ip: give both, or neither"
+        )
     if address is not None:
         at = str(address) if port is None else f"{address}:{port}"
         said = f"main_process_ip of {name} is {address}"
-        yield Claim("launch.rdzv_endpoint", at, said if port is None else f"{said} and main_process_port {port}")
+        yield Claim(
+            "launch.rdzv_endpoint",
+            at,
+            said if port is None else f"{said} and main_process_port {port}",
+        )
 
 
 def _precision(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
@@ -323,8 +344,8 @@ def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> I
     path = named_json(block and {"deepspeed_config": block})
     if path is not None and not isinstance(launch.get("deepspeed_config"), dict):
         raise ValueError(
-            f"{prefix}deepspeed_config_file of {name} is {path}, which was not read: give its content as "
-            "launch.deepspeed_config, or load the configuration from its YAML"
+            f"{prefix}deepspeed_config_file of {name} is {path}, which was not read: give its "
+            "content as launch.deepspeed_config, or load the configuration from its YAML"
         )
     yield from _stage(block, launch, name)
     for key, field, kind in (
@@ -353,7 +374,9 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
         if devices[what] not in ("none", "cpu"):
             raise ValueError(f"{clauses[what]}: use cpu or none, nvme is not used here")
         if value is not None:
-            yield Claim(f"zero_optimization.offload_{what}.device", devices[what], clauses[what], ours=False)
+            yield Claim(
+                f"zero_optimization.offload_{what}.device", devices[what], clauses[what], ours=False
+            )
     in_json = isinstance(launch.get("deepspeed_config"), dict)
     stage = block.get("zero_stage", None if in_json else 2)
     if stage is None:
@@ -363,7 +386,9 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
         raise ValueError(f"{clause}: use 2 or 3, or 0 for distributed data parallelism")
     stage, on_cpu = int(stage), [what for what, device in devices.items() if device == "cpu"]
     if on_cpu and (stage == 0 or (stage == 2 and "param" in on_cpu)):
-        raise ValueError(f"{clauses[on_cpu[-1]]} but {clause}: {'2 or ' if stage == 0 else ''}3 offloads that")
+        raise ValueError(
+            f"{clauses[on_cpu[-1]]} but {clause}: {'2 or ' if stage == 0 else ''}3 offloads that"
+        )
     if stage:
         yield Claim("zero_optimization.stage", stage, clause, ours=False)
     method = _STAGES.get((stage, "optimizer" in on_cpu, "param" in on_cpu))
@@ -377,7 +402,12 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
 def _json(stage: int, on_cpu: list[str]) -> dict[str, Any]:
     """DeepSpeed's JSON for what has no value of `launch.distributed`: offload of one part."""
     offload = {f"offload_{what}": {"device": "cpu", "pin_memory": True} for what in on_cpu}
-    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    batch = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     return {**dict.fromkeys(batch, "auto"), "zero_optimization": {"stage": stage, **offload}}
 
 
@@ -386,8 +416,8 @@ def _hosts(block: Mapping[str, Any], name: str) -> Iterator[Claim]:
     launcher = block.get("deepspeed_multinode_launcher")
     if launcher not in _OFF and launcher not in _LAUNCHERS:
         raise ValueError(
-            f"{prefix}deepspeed_multinode_launcher of {name} is {launcher}: other machines are reached through ssh, "
-            f"use {' or '.join(_LAUNCHERS)}, or launch.kind slurm"
+            f"{prefix}deepspeed_multinode_launcher of {name} is {launcher}: other machines are "
+            f"reached through ssh, use {' or '.join(_LAUNCHERS)}, or launch.kind slurm"
         )
     filters: dict[str, tuple[str, Callable[[str], Any]]] = {
         "deepspeed_hostfile": ("launch.hostfile", str),

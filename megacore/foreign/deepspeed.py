@@ -4,7 +4,6 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from megacore.foreign.deepspeed_keys import (
@@ -39,7 +38,6 @@ class Form:
     """What is said of a scheduler without a counterpart."""
 
 
-@cache
 def pretraining() -> Form:
     """Return what a pretraining takes. Raises ValueError where DeepSpeed is not installed."""
     known = definitions()
@@ -47,15 +45,15 @@ def pretraining() -> Form:
 
 
 def read_keys(content: Mapping[str, Any], form: Form | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values of a JSON, each of its kind or "auto", in DeepSpeed's present spelling.
+    """Yield the values of a JSON by their present dotted names, each of its kind or "auto".
 
     Args:
         content: of the JSON.
         form: what is taken of it; None means `pretraining()`.
 
     Raises:
-        ValueError: a key is unknown, refused or given in two spellings, a value is of another kind, or
-            DeepSpeed refuses a block.
+        ValueError: a key is unknown, refused or given in two spellings, a value is of another kind,
+            or DeepSpeed refuses a block.
     """
     form = form or pretraining()
     spellings: dict[str, str] = {}
@@ -97,13 +95,11 @@ def _leaves(
             _check_parameters(key, value or {}, block, form)
             yield from _leaves(f"{key}.", value or {}, form)
         else:
-            raise ValueError(
-                f"unknown key {spelled} in {form.name}{_nearest(prefix, name, form)}"
-            )
+            raise ValueError(f"unknown key {spelled} in {form.name}{_nearest(prefix, name, form)}")
 
 
 def _typed(name: str, value: Any, form: Form) -> Any:
-    """What a value means, of a type its canonical name. Raises ValueError when it is not of its kind."""
+    """What a value means. Raises ValueError when it is not of its kind, or no type taken."""
     value = _read(name, form.keys[name], value, form)
     if name == "optimizer.type":
         spelled = {kind.lower(): kind for kind in form.optimizers}.get(value.lower())
@@ -201,9 +197,7 @@ def _refuse(name: str, value: Any, form: Form) -> None:
     plain = _plain(value)
     if plain in refused.off if refused.off else _is_off(plain):
         return
-    raise ValueError(
-        f"{name} of {form.name} is {shown(value)}, which is refused: {refused.reason}"
-    )
+    raise ValueError(f"{name} of {form.name} is {shown(value)}, which is refused: {refused.reason}")
 
 
 def _plain(value: Any) -> Any:

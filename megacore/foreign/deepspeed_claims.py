@@ -6,7 +6,7 @@ from typing import Any
 
 from megacore.foreign.claims import Claim
 from megacore.foreign.deepspeed import Form, read_keys
-from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definitions, nested
+from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definitions, leaves, nested
 
 STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
 """ZeRO stage by `launch.distributed`."""
@@ -26,8 +26,8 @@ _PARAMETERS = {
     "Adam": ("betas", "eps", "torch_adam", "adam_w_mode"),
     "AdamW": ("betas", "eps", "torch_adam", "adam_w_mode"),
 }
-"""The optimizers that DeepSpeed takes from torch, so that nothing is compiled, and that update each weight
-alone, as ZeRO needs; and the parameters of each beside lr and weight_decay."""
+"""The optimizers that DeepSpeed takes from torch, so that nothing is compiled, and that update each
+weight alone, as ZeRO needs; and the parameters of each beside lr and weight_decay."""
 
 _NOT_USED = "models of transformers do not use it: remove it, and see train.gradient_checkpointing"
 _MONITOR = "what it would write goes to MLflow: remove it"
@@ -70,10 +70,11 @@ _PASSED_HERE = {
     **{f"optimizer.params.{name}": Key("number") for name in _NUMBERS},
     **{f"optimizer.params.{name}": Key("flag") for name in _FLAGS},
 }
+_TORCH_ADAM = "optimizer.params.torch_adam"
 _COMPILED = "DeepSpeed's Adam would be compiled: set it to"
 _REFUSED_HERE = {
     "optimizer.params.max_grad_norm": Refused("DeepSpeed takes gradient_clipping: use that"),
-    "optimizer.params.torch_adam": Refused(f"{_COMPILED} true", (True,)),
+    _TORCH_ADAM: Refused(f"{_COMPILED} true", (True,)),
     "zero_force_ds_cpu_optimizer": Refused(f"{_COMPILED} false"),
     **{name: Refused(reason) for name, reason in _BLOCKS.items()},
 }
@@ -129,9 +130,9 @@ def read_deepspeed(
     A key that a block leaves out has DeepSpeed's default, where the configuration says nothing.
 
     Args:
-        content: of the JSON; changed to its plain form: DeepSpeed's present names, values of their kind,
-            ZeRO's stage and offload as they will be, and "auto" for everything that follows from the
-            configuration.
+        content: of the JSON; changed to its plain form: DeepSpeed's present names, values of their
+            kind, ZeRO's stage and offload as they will be, and "auto" for everything that follows
+            from the configuration.
         values: of the configuration, by section, with what was claimed so far.
         name: of the file in sentences.
         batch: defaults of the fields of `train` whose product a rank's batch is.
@@ -141,6 +142,7 @@ def read_deepspeed(
     """
     form = form_of(name)
     flat = dict(read_keys(content, form))
+    torch_adam = dict(leaves(content)).get(_TORCH_ADAM) in (True, "true", "True")
     yield from _zero(flat, values, name)
     yield from _precision(flat, values, name)
     for key, field in (
@@ -149,17 +151,13 @@ def read_deepspeed(
         ("gradient_clipping", "optim.clip_grad"),
     ):
         yield from _number(flat, key, field, name, form.definitions.default(key))
-    yield from _optimizer(flat, form)
+    yield from _optimizer(flat, form, torch_adam)
     yield from _scheduler(flat, form)
     _check_batch(flat, values, name, batch)
     content.clear()
     content.update(
         nested(
-            {
-                key: value
-                for key, value in flat.items()
-                if value != AUTO or key.startswith(_FILLED)
-            }
+            {key: value for key, value in flat.items() if value != AUTO or key.startswith(_FILLED)}
         )
     )
 
@@ -179,7 +177,9 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
     key, given = "zero_optimization.stage", values["launch"].get("distributed")
     if flat.get(key, AUTO) == AUTO:
         if given is None:
-            raise ValueError(f"{key} of {name} is missing, and launch.distributed too: give one of them")
+            raise ValueError(
+                f"{key} of {name} is missing, and launch.distributed too: give one of them"
+            )
         if given not in STAGES:
             raise ValueError(
                 f"{name} is DeepSpeed's JSON but launch.distributed is {given}: set the latter to "
@@ -189,7 +189,9 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
     stage, offload = flat[key], "cpu" if given == "zero3-offload" else "none"
     clause = f"{key} of {name} is {stage}"
     if stage not in STAGES.values():
-        raise ValueError(f"{clause}: use 2 or 3, or launch.distributed ddp without launch.deepspeed_config")
+        raise ValueError(
+            f"{clause}: use 2 or 3, or launch.distributed ddp without launch.deepspeed_config"
+        )
     yield Claim(key, stage, clause, ours=False)
     devices = []
     for what in ("offload_optimizer", "offload_param"):
@@ -199,22 +201,38 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
         device = flat.get(at, "none")
         said = f"{at} of {name} is {device}"
         if device == "nvme" or (stage == 2 and device == "cpu" and what == "offload_param"):
-            wanted = "cpu or none, nvme is not used here" if device == "nvme" else "stage 3, or none"
+            wanted = (
+                "cpu or none, nvme is not used here" if device == "nvme" else "stage 3, or none"
+            )
             raise ValueError(f"{said}{'' if device == 'nvme' else f' but {clause}'}: use {wanted}")
         yield Claim(at, device, said, ours=False)
         devices.append(device)
         if device == "none":
-            for part in [part for part in flat if part.startswith(f"zero_optimization.{what}.") and part != at]:
+            for part in [
+                part
+                for part in flat
+                if part.startswith(f"zero_optimization.{what}.") and part != at
+            ]:
                 del flat[part]
     whole = stage == 3 and devices == ["cpu", "cpu"]
     kind = "zero3-offload" if whole else f"zero{stage}"
-    where = " with both parts offloaded" if whole else " without offload of both parts" if stage == 3 else ""
+    where = (
+        " with both parts offloaded"
+        if whole
+        else " without offload of both parts"
+        if stage == 3
+        else ""
+    )
     yield Claim("launch.distributed", kind, f"{clause}{where}")
 
 
 def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
     """The block that is switched on; where both are off, fp32."""
-    ours = (values.get("train") or {}).get("precision") if isinstance(values.get("train") or {}, dict) else None
+    ours = (
+        (values.get("train") or {}).get("precision")
+        if isinstance(values.get("train") or {}, dict)
+        else None
+    )
     fp16, bf16 = (flat.get(f"{kind}.enabled") for kind in ("fp16", "bf16"))
     if fp16 is True and bf16 is True:
         raise ValueError(f"fp16.enabled and bf16.enabled of {name} are both true: keep one of them")
@@ -225,12 +243,16 @@ def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
         return
     if bf16 is False and (fp16 is False or ours != "fp16"):
         said = "fp16.enabled and bf16.enabled" if fp16 is False else "bf16.enabled"
-        yield Claim("train.precision", "fp32", f"{said} of {name} {'are' if fp16 is False else 'is'} false")
+        yield Claim(
+            "train.precision", "fp32", f"{said} of {name} {'are' if fp16 is False else 'is'} false"
+        )
     elif fp16 is False and ours == "fp16":
-        raise ValueError(f"fp16.enabled of {name} is false but train.precision is fp16: change one of them")
+        raise ValueError(
+            f"fp16.enabled of {name} is false but train.precision is fp16: change one of them"
+        )
 
 
-def _optimizer(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
+def _optimizer(flat: dict[str, Any], form: Form, torch_adam: bool) -> Iterator[Claim]:
     kind, prefix, name = flat.get("optimizer.type"), "optimizer.params.", form.name
     if kind is None:
         return
@@ -238,9 +260,10 @@ def _optimizer(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
     for key in (key for key in flat if key.startswith(prefix)):
         if key.removeprefix(prefix) not in known:
             raise ValueError(
-                f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove it"
+                f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove "
+                "it"
             )
-    defaults = form.definitions.optimizer(flat)
+    defaults = form.definitions.optimizer({**flat, _TORCH_ADAM: torch_adam})
     yield from _number(flat, f"{prefix}lr", "optim.lr", name)  # a rate must be said
     pairs = {"weight_decay": "optim.weight_decay"}
     if kind in _ADAMS:
@@ -273,8 +296,8 @@ def _scheduler(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
         )
     if isinstance(steps, int) and isinstance(total, int) and steps >= total:
         raise ValueError(
-            f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the warm-up "
-            "must end before"
+            f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the "
+            "warm-up must end before"
         )
     defaults = form.definitions.schedulers[kind]
     yield from _number(flat, f"{prefix}warmup_max_lr", "optim.lr", name)
@@ -302,14 +325,18 @@ def _check_batch(
         terms = [f"train.{key} {factor}" for key, factor in factors.items()]
         terms += [f"{ranks} ranks"] if ranks is not None else []
         raise ValueError(
-            f"train_batch_size of {name} is {total} but {' x '.join(terms)} = {product}: change one of "
-            'them, or say "auto" in the JSON'
+            f"train_batch_size of {name} is {total} but {' x '.join(terms)} = {product}: change "
+            'one of them, or say "auto" in the JSON'
         )
 
 
 def _ranks(launch: Mapping[str, Any]) -> int | None:
     """Ranks of the job where the configuration says how many."""
     here, nodes = launch.get("nproc_per_node"), launch.get("nnodes") or 1
-    if not isinstance(here, int) or launch.get("hostfile") is not None or not isinstance(nodes, int):
+    if (
+        not isinstance(here, int)
+        or launch.get("hostfile") is not None
+        or not isinstance(nodes, int)
+    ):
         return None
     return here * nodes

@@ -98,35 +98,23 @@ class Definitions:
                 raise ValueError(f"{where} of {name} is refused by DeepSpeed: {problem}") from error
 
 
-_BY_HAND: dict[str, Key] = {
-    "train_batch_size": Key("size"),
-    "train_micro_batch_size_per_gpu": Key("size"),
-    "gradient_accumulation_steps": Key("size"),
-    "gradient_clipping": Key("number"),
+_UNTYPED: dict[Kind, str] = {
+    "size": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+    "steps_per_print activation_checkpointing.number_checkpoints",
+    "flag": "wall_clock_breakdown memory_breakdown dump_state disable_python_gc "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.params.torch_adam",
+    "number": "gradient_clipping optimizer.params.max_grad_norm flops_profiler.module_depth "
+    "scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
+    "scheduler.params.warmup_min_ratio scheduler.params.cos_min_ratio",
+    "integer": "fp16.initial_scale_power scheduler.params.warmup_num_steps "
+    "scheduler.params.total_num_steps",
+    "text": "optimizer.type scheduler.type flops_profiler.output_file",
+}
+_BY_HAND = {
+    **{key: Key(kind) for kind, keys in _UNTYPED.items() for key in keys.split()},
     "communication_data_type": Key("text", ("fp32", "bf16", "fp16")),
-    "steps_per_print": Key("size"),
-    "wall_clock_breakdown": Key("flag"),
-    "memory_breakdown": Key("flag"),
-    "dump_state": Key("flag"),
-    "disable_python_gc": Key("flag"),
-    "zero_allow_untested_optimizer": Key("flag"),
-    "zero_force_ds_cpu_optimizer": Key("flag"),
-    "log_level": Key("text", ("debug", "info", "warning", "error", "critical")),
     "data_types.grad_accum_dtype": Key("text", ("fp32", "bf16", "fp16")),
-    "activation_checkpointing.number_checkpoints": Key("size"),
-    "flops_profiler.module_depth": Key("number"),
-    "flops_profiler.output_file": Key("text"),
-    "fp16.initial_scale_power": Key("integer"),
-    "optimizer.type": Key("text"),
-    "optimizer.params.max_grad_norm": Key("number"),
-    "optimizer.params.torch_adam": Key("flag"),
-    "scheduler.type": Key("text"),
-    **{
-        f"scheduler.params.{name}": Key("number")
-        for name in ("warmup_min_lr", "warmup_max_lr", "warmup_min_ratio", "cos_min_ratio")
-    },
-    "scheduler.params.warmup_num_steps": Key("integer"),
-    "scheduler.params.total_num_steps": Key("integer"),
+    "log_level": Key("text", ("debug", "info", "warning", "error", "critical")),
     "scheduler.params.warmup_type": Key("text", ("linear", "log")),
 }
 """Kinds that DeepSpeed's definitions do not tell: it has no model of these, or no type."""
@@ -137,6 +125,7 @@ _SPELLINGS = {
     "aio.thread_count": "aio.intra_op_parallelism",
 }
 """Older spellings outside of DeepSpeed's models."""
+_CPU_OFFLOAD_PARAMS = "zero_optimization.cpu_offload_params"
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 """What a monitor needs to be installed."""
@@ -153,8 +142,8 @@ def definitions(name: str = "deepspeed.config") -> Definitions:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
-            f"{name} is DeepSpeed's JSON, which DeepSpeed itself checks, and that is not installed: "
-            "pip install megacore[deepspeed]"
+            f"{name} is DeepSpeed's JSON, which DeepSpeed itself checks, and that is not "
+            "installed: pip install megacore[deepspeed]"
         )
     return _definitions()
 
@@ -173,40 +162,41 @@ def _definitions() -> Definitions:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-    monitors = {name: field.annotation for name, field in DeepSpeedMonitorConfig.model_fields.items()}
+    monitors = DeepSpeedMonitorConfig.model_fields
     models = {
         "zero_optimization": DeepSpeedZeroConfig,
         "fp16": DeepSpeedFP16Config,
         "bf16": DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
         "timers.throughput": DeepSpeedThroughputTimerConfig,
-        **monitors,
+        **{name: field.annotation for name, field in monitors.items()},
     }
-    schedulers = {kind: _defaults(getattr(lr_schedules, kind)) for kind in SCHEDULER_TYPES}
+    blocks = {
+        "activation_checkpointing": ACT_CHKPT_DEFAULT,
+        "aio": AIO_DEFAULT_DICT,
+        "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
+        "optimizer.params": _defaults(FusedAdam),
+    }
     defaults = {
-        **{key: getattr(constants, f"{key.upper()}_DEFAULT", None) for key in _BY_HAND},
-        **{f"activation_checkpointing.{key}": value for key, value in ACT_CHKPT_DEFAULT.items()},
-        **{f"aio.{key}": value for key, value in AIO_DEFAULT_DICT.items()},
-        **{
-            f"flops_profiler.{key}": value
-            for key, value in vars(DeepSpeedFlopsProfilerConfig({})).items()
-        },
-        **{f"optimizer.params.{key}": value for key, value in _defaults(FusedAdam).items()},
+        f"{name}.{key}": value for name, block in blocks.items() for key, value in block.items()
     }
-    keys = {
-        key: Key(_kind(type(value), (), value), (), value) for key, value in defaults.items() if value is not None
-    }
-    renamed, flags = dict(_SPELLINGS), dict[str, str]()
+    defaults |= {key: getattr(constants, f"{key.upper()}_DEFAULT", None) for key in _BY_HAND}
+    keys = {key: Key(_kind(type(value), (), value), (), value) for key, value in defaults.items()}
+    renamed, flags = (
+        dict(_SPELLINGS),
+        {_CPU_OFFLOAD_PARAMS: "zero_optimization.offload_param.device"},
+    )
     for block, model in models.items():
-        keys |= _keys_of(model, block)
-        renamed |= _spellings(model, block)
-        flags |= _offload_flags(model, block)
-    flags["zero_optimization.cpu_offload_params"] = flags["zero_optimization.cpu_offload_param"]
+        _read_model(model, block, keys, renamed, flags)
     for key, by_hand in _BY_HAND.items():
-        keys[key] = by_hand._replace(default=keys[key].default if key in keys else None)
-    honoured = {key: value for key, value in keys.items() if not _is_refused(key)}
-    renamed = {key: to for key, to in renamed.items() if not _is_refused(to)}
-    return Definitions(honoured, renamed, flags, schedulers, models)
+        keys[key] = by_hand._replace(default=keys[key].default)
+    return Definitions(
+        {key: value for key, value in keys.items() if not _is_refused(key)},
+        {key: to for key, to in renamed.items() if not _is_refused(to)},
+        flags,
+        {kind: _defaults(getattr(lr_schedules, kind)) for kind in SCHEDULER_TYPES},
+        models,
+    )
 
 
 def _import_quietly() -> None:
@@ -215,7 +205,7 @@ def _import_quietly() -> None:
     What this puts into the environment is taken back: ranks on other machines may inherit it.
     """
     before = dict(os.environ)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # no CUDA context, as DeepSpeed has it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # makes no CUDA context
     import torch
 
     if not torch.cuda.is_available():
@@ -229,7 +219,7 @@ def _import_quietly() -> None:
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Parameters of a class of optimizers or schedulers beside those that DeepSpeed gives itself."""
+    """Parameters of a class of optimizers or schedulers that a JSON may give, with defaults."""
     return {
         name: None if parameter.default is Parameter.empty else parameter.default
         for name, parameter in signature(kind).parameters.items()
@@ -237,19 +227,37 @@ def _defaults(kind: type) -> dict[str, Any]:
     }
 
 
-def _keys_of(model: type[BaseModel], block: str) -> Iterator[tuple[str, Key]]:
-    """Every key of a model and of the models within it."""
+def _read_model(
+    model: type[BaseModel],
+    block: str,
+    keys: dict[str, Key],
+    renamed: dict[str, str],
+    flags: dict[str, str],
+) -> None:
+    """Add the keys, second spellings and flags for offload of a model and of those within it."""
     for name, field in model.model_fields.items():
-        key = f"{block}.{field.alias or name}"
-        if _is_refused(key) or _extra(field):
+        key, extra = f"{block}.{field.alias or name}", field.json_schema_extra
+        if isinstance(extra, dict):  # deprecated
+            to = str(extra.get("new_param"))
+            if "new_param_fn" in extra:
+                flags[key] = f"{block}.{to}.device"
+            elif to in model.model_fields:
+                renamed[key] = f"{block}.{model.model_fields[to].alias or to}"
             continue
-        types = [part for part in get_args(field.annotation) or (field.annotation,) if part is not type(None)]
-        kind = types[0] if isinstance(types[0], type) else object
+        if field.alias is not None:
+            renamed[f"{block}.{name}"] = key
+        parts = get_args(field.annotation) or (field.annotation,)
+        kind = next(
+            (part for part in parts if isinstance(part, type) and part is not type(None)), object
+        )
         if issubclass(kind, BaseModel):
-            yield from _keys_of(kind, key)
-            continue
-        choices = tuple(dict.fromkeys(each.value for each in kind)) if issubclass(kind, Enum) else ()
-        yield key, Key(_kind(kind, field.metadata, field.default), choices, field.default)
+            _read_model(kind, key, keys, renamed, flags)
+        else:
+            choices = [each.value for each in kind] if issubclass(kind, Enum) else []
+            default = field.get_default()
+            keys[key] = Key(
+                _kind(kind, field.metadata, default), (*dict.fromkeys(choices),), default
+            )
 
 
 def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
@@ -259,34 +267,16 @@ def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
     if issubclass(kind, int):
         bounds = tuple(bounds)
         above = any(hasattr(bound, "gt") for bound in bounds)
-        return "size" if above or (not bounds and not issubclass(kind, Enum) and default) else "integer"
+        return (
+            "size"
+            if above or (not bounds and not issubclass(kind, Enum) and default)
+            else "integer"
+        )
     if issubclass(kind, float):
         return "number"
     if issubclass(kind, list):
         return "list"
     return "pair" if issubclass(kind, tuple) else "text"
-
-
-def _extra(field: Any) -> Mapping[str, Any]:
-    """What DeepSpeed says of a deprecated field."""
-    extra = field.json_schema_extra
-    return extra if isinstance(extra, dict) else {}
-
-
-def _spellings(model: type[BaseModel], block: str) -> Iterator[tuple[str, str]]:
-    """Second names of fields, and deprecated ones that were renamed."""
-    for name, field in model.model_fields.items():
-        new = model.model_fields.get(_extra(field).get("new_param", ""))
-        if field.alias is not None:
-            yield f"{block}.{name}", f"{block}.{field.alias}"
-        elif new is not None and "new_param_fn" not in _extra(field):
-            yield f"{block}.{name}", f"{block}.{new.alias or _extra(field)['new_param']}"
-
-
-def _offload_flags(model: type[BaseModel], block: str) -> Iterator[tuple[str, str]]:
-    for name, field in model.model_fields.items():
-        if "new_param_fn" in _extra(field):
-            yield f"{block}.{name}", f"{block}.{_extra(field)['new_param']}.device"
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,7 +306,8 @@ def _is_refused(key: str) -> bool:
 
 _OUR_BATCHES = "megacore reads the data: see the section data"
 _OUR_CHECKPOINTS = (
-    "checkpoints are megacore's own, which any engine and layout can load: see the section checkpoint"
+    "checkpoints are megacore's own, which any engine and layout can load: see the section "
+    "checkpoint"
 )
 _OUR_LAYOUT = "the division over ranks is that of the section parallel"
 _FP32_MAIN = "main weights, their moments and what checkpoints hold are fp32: remove it"
@@ -362,7 +353,8 @@ REFUSED: dict[str, Refused] = {
         "second copies of the weights within a node are untested here: set it to 1", (1,)
     ),
     "zero_optimization.zenflow": Refused(
-        "its optimizer leaves gradients out of updates and is untested here: use offload_optimizer alone"
+        "its optimizer leaves gradients out of updates and is untested here: use "
+        "offload_optimizer alone"
     ),
     "zero_optimization.offload_optimizer.super_offload": Refused(
         "it is for one kind of machine and untested here"
@@ -371,8 +363,8 @@ REFUSED: dict[str, Refused] = {
         "it belongs to super_offload: use launch.threads_per_rank", (0.8,)
     ),
     "zero_optimization.offload_optimizer.ratio": Refused(
-        "the optimizer of the part that stays on the GPU does not follow the learning rate and weight "
-        "decay of optim: set it to 1.0",
+        "the optimizer of the part that stays on the GPU does not follow the learning rate and "
+        "weight decay of optim: set it to 1.0",
         (1,),
     ),
     "zero_optimization.cpu_offload_use_pin_memory": Refused(
@@ -384,8 +376,8 @@ REFUSED: dict[str, Refused] = {
         "the norm clips the gradient and is logged: set it to true", (True,)
     ),
     "zero_optimization.round_robin_gradients": Refused(
-        "DeepSpeed 0.19 then takes one parameter's state for another's, and a checkpoint would hold "
-        "wrong values: set it to false"
+        "DeepSpeed 0.19 then takes one parameter's state for another's, and a checkpoint would "
+        "hold wrong values: set it to false"
     ),
     **_each(
         _GRANULARITY,
@@ -423,9 +415,7 @@ REFUSED: dict[str, Refused] = {
         "DeepSpeed counts the micro batches: set it to true", (True,)
     ),
     "disable_allgather": Refused("DeepSpeed 0.19 reads it and does nothing with it: remove it"),
-    "vocabulary_size": Refused(
-        "the tokenizer decides it: use model.make_vocab_size_divisible_by"
-    ),
+    "vocabulary_size": Refused("the tokenizer decides it: use model.make_vocab_size_divisible_by"),
     "optimizer.params.amsgrad": Refused("megacore trains with AdamW alone: set it to false"),
     "optimizer.params.bias_correction": Refused(
         "megacore trains with AdamW alone: set it to true", (True,)

@@ -17,7 +17,7 @@ def _without_colons(form: re.Pattern[str]) -> re.Pattern[str]:
 
 
 class Loader(yaml.SafeLoader):
-    """A loader that takes `1:2` and `12:00:00` as text, as YAML 1.2 does, not as numbers to the base of 60."""
+    """A loader that takes `1:2` and `12:00:00` as text, as YAML 1.2 does, not to the base of 60."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own name
         first: [
@@ -52,8 +52,8 @@ def read_json(path: Path, name: str = "deepspeed.config") -> dict[str, Any]:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{name} {path} is not JSON ({error}): mend it; JSON has no comments and no comma after the "
-            "last value"
+            f"{name} {path} is not JSON ({error}): mend it; JSON has no comments and no comma "
+            "after the last value"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
@@ -82,7 +82,7 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the known name that is most like a wrong one, in parentheses; all of them where none is."""
+    """Return the known name most like a wrong one, in parentheses; all of them where none is."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f" (did you mean {close[0]}?)"

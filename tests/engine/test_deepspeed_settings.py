@@ -309,3 +309,13 @@ def test_our_warm_up_and_decay_are_those_of_deepspeeds_scheduler() -> None:
                 for step in range(1, 25):
                     theirs.step(step)
                     assert math.isclose(ours.at(step), theirs.get_last_lr()[0], rel_tol=1e-12), (decay, shape, step)
+
+
+def test_what_a_json_leaves_out_is_deepspeeds_own_default() -> None:
+    content = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
+    values = settings(asking(content, train={"precision": "fp16"}), data_parallel_size=1)
+    assert values["fp16"]["initial_scale_power"] == 16
+    assert "reduce_bucket_size" not in values["zero_optimization"]
+    read = understood(values)
+    assert read.float16_config.initial_dynamic_scale() == 2**16
+    assert read.zero_config.reduce_bucket_size == 500_000_000

@@ -380,9 +380,7 @@ def test_an_fsdp_block_is_read_by_accelerates_own_definition() -> None:
         (FSDP, "fsdp_version': 2}, which is refused: FSDP is not used here, ZeRO divides the same"),
     ],
 )
-def test_an_fsdp_block_that_cannot_be_is_refused_by_name(
-    files: Files, block: Any, sentence: str
-) -> None:
+def test_an_fsdp_block_that_cannot_be_is_refused_by_name(files: Files, block: Any, sentence: str) -> None:
     assert sentence in files.refusal(
         WRITTEN | {"distributed_type": "FSDP", "deepspeed_config": {}, "fsdp_config": block}
     )

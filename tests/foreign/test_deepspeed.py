@@ -1,6 +1,9 @@
 """Reading a user's DeepSpeed JSON: its file, its keys and its values."""
 
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +277,40 @@ def test_a_field_of_the_section_beside_a_json_that_says_otherwise_is_refused(fie
     )
     equal = {field: value, "config": nested(FIELDS[field][0], value)}
     assert asked_of(asking(deepspeed=equal, engine="native")).values[FIELDS[field][0]] == value
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale of deepspeed.config is refused by DeepSpeed: fp16.loss_scale"),
+        ({"zero_optimization": {"cpu_offload": True, "stages": 1}}, "unknown key zero_optimization.stages"),
+    ],
+)
+def test_deepspeeds_own_models_check_each_block(content: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(content)
+
+
+def test_a_json_without_deepspeed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    sentence = refusal({})
+    assert "deepspeed.config is DeepSpeed's JSON, which DeepSpeed itself checks" in sentence
+    assert sentence.endswith("pip install megacore[deepspeed]")
+    assert asking(deepspeed={"zero_stage": 2}).deepspeed.zero_stage == 2
+
+
+def run_python(script: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", f"import os, sys; {script}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout + found.stderr
+
+
+def test_deepspeed_is_imported_for_a_json_alone_and_leaves_no_trace() -> None:
+    load = "from megacore.config import load_config; load_config('gpt2-tiny', {'engine': 'deepspeed'"
+    show = "print(*sorted({'torch', 'deepspeed', 'accelerate'} & set(sys.modules)))"
+    assert run_python(f"{load}}}); {show}") == "\n"
+    before = "before = dict(os.environ)"
+    after = "assert dict(os.environ) == before; print('deepspeed' in sys.modules)"
+    json_too = f"{load}, 'deepspeed.config': 'conf/ds/zero2.json', 'train.precision': 'fp32'}})"
+    assert run_python(f"{before}; {json_too}; {after}") == "True\n"
