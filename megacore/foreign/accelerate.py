@@ -19,80 +19,55 @@ _TPU = "there is nothing here for TPUs: remove it"
 _TPU_KEYS = "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
 _NOT_USED = "nothing here uses it: remove it"
 
-HONOURED = (
-    "compute_environment",
-    "distributed_type",
-    "deepspeed_config",
-    "fsdp_config",
-    "mixed_precision",
-    "fp16",
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "use_cpu",
+_HONOURED = (
+    "compute_environment distributed_type deepspeed_config fsdp_config mixed_precision fp16 use_cpu "
+    "num_processes num_machines machine_rank main_process_ip main_process_port"
 )
+HONOURED = frozenset(_HONOURED.split())
 """Keys that are translated or checked by `read_accelerate`."""
-WITHOUT_EFFECT = ("same_network", "main_training_function")
+WITHOUT_EFFECT = frozenset({"same_network", "main_training_function"})
 """Keys whose value changes nothing here: machines are reached through ssh or by a scheduler, and a
 function is for notebooks and TPUs."""
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "gpu_ids": (
-        "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all",
-        ("all",),
-    ),
-    "rdzv_backend": (
-        "ranks meet as launch.rdzv_endpoint says: set it to static",
-        ("static", "c10d"),
-    ),
+_REASONS = {
+    "gpu_ids": "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all",
+    "rdzv_backend": "ranks meet as launch.rdzv_endpoint says: set it to static",
     "enable_cpu_affinity": (
-        "ranks are not bound to cores: set it to false, and see launch.threads_per_rank",
-        (),
+        "ranks are not bound to cores: set it to false, and see launch.threads_per_rank"
     ),
-    "debug": ("set it to false, and ACCELERATE_DEBUG_MODE=1 in the environment", ()),
-    "dynamo_config": (
-        "models are not compiled: remove it",
-        ({"dynamo_backend": "NO"}, {"dynamo_backend": "no"}),
-    ),
-    "dynamo_backend": ("models are not compiled: set it to 'NO'", ()),
+    "debug": "set it to false, and ACCELERATE_DEBUG_MODE=1 in the environment",
+    "dynamo_config": "models are not compiled: remove it",
+    "dynamo_backend": "models are not compiled: set it to 'NO'",
     "megatron_lm_config": (
-        "Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain",
-        (),
+        "Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain"
     ),
-    "parallelism_config": ("a fine-tuning divides its batch alone: remove it", ()),
-    "fp8_config": ("a fine-tuning computes in fp32, bf16 or fp16: remove it", ()),
+    "parallelism_config": "a fine-tuning divides its batch alone: remove it",
+    "fp8_config": "a fine-tuning computes in fp32, bf16 or fp16: remove it",
     "mpirun_config": (
-        "ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind",
-        (),
+        "ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind"
     ),
-    "ipex_config": (
-        "Intel's extension for PyTorch is not used here: remove it",
-        ({"ipex": False},),
-    ),
-    **dict.fromkeys(("downcast_bf16", *_TPU_KEYS.split()), (_TPU, ())),
+    "ipex_config": "Intel's extension for PyTorch is not used here: remove it",
+    **dict.fromkeys(("downcast_bf16", *_TPU_KEYS.split()), _TPU),
 }
+_ALSO_OFF: dict[str, tuple[Any, ...]] = {
+    "gpu_ids": ("all",),
+    "rdzv_backend": ("static", "c10d"),
+    "dynamo_config": ({"dynamo_backend": "NO"}, {"dynamo_backend": "no"}),
+    "ipex_config": ({"ipex": False},),
+}
+REFUSED = {key: (reason, _ALSO_OFF.get(key, ())) for key, reason in _REASONS.items()}
 """Keys that are refused: why, and the values that ask for nothing beside those of `_OFF`."""
 
-DEEPSPEED_HONOURED = (
-    "deepspeed_config_file",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "deepspeed_hostfile",
-    "deepspeed_inclusion_filter",
-    "deepspeed_exclusion_filter",
-    "deepspeed_multinode_launcher",
+_DEEPSPEED_HONOURED = (
+    "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
+    "gradient_accumulation_steps gradient_clipping deepspeed_hostfile deepspeed_inclusion_filter "
+    "deepspeed_exclusion_filter deepspeed_multinode_launcher"
 )
+DEEPSPEED_HONOURED = frozenset(_DEEPSPEED_HONOURED.split())
 """Keys of deepspeed_config that are translated or checked."""
-DEEPSPEED_WITHOUT_EFFECT = (
-    "offload_optimizer_nvme_path",
-    "offload_param_nvme_path",
-    "zero3_init_flag",
-    "zero3_save_16bit_model",
+_DEEPSPEED_WITHOUT_EFFECT = (
+    "offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"
 )
+DEEPSPEED_WITHOUT_EFFECT = frozenset(_DEEPSPEED_WITHOUT_EFFECT.split())
 """Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and
 the best model is gathered and saved in fp32."""
 DEEPSPEED_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -100,6 +75,9 @@ DEEPSPEED_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
+_AUTOS = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+)
 _LAUNCHERS = ("pdsh", "standard", "nossh")
 """Ways of starting other machines that ssh takes the place of."""
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -163,7 +141,7 @@ def read_accelerate(
     unused = {
         key: (_NOT_USED, (default,))
         for key, default in defaults.items()
-        if key not in (*HONOURED, *WITHOUT_EFFECT, *REFUSED)
+        if key not in HONOURED | WITHOUT_EFFECT | REFUSED.keys()
     }
     _known(content, "", (defaults, HONOURED, REFUSED), name)
     _refuse(content, "", REFUSED | unused, name)
@@ -281,10 +259,8 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
             "MULTI_CPU"
         )
     if asks_for_cpu(content):
-        said = (
-            f"use_cpu of {name} is true" if on_cpu else f"distributed_type of {name} is MULTI_CPU"
-        )
-        yield Claim("launch.allow_cpu", True, said)
+        key, value = ("use_cpu", "true") if on_cpu else ("distributed_type", "MULTI_CPU")
+        yield Claim("launch.allow_cpu", True, f"{key} of {name} is {value}")
     processes = 1 if kind == "NO" else processes
     if processes is not None:
         clause = f"num_processes of {name} is {processes}"
@@ -316,13 +292,10 @@ def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
             f"main_process_port of {name} is {port} without main_process_ip: give both, or neither"
         )
     if address is not None:
-        at = str(address) if port is None else f"{address}:{port}"
-        said = f"main_process_ip of {name} is {address}"
-        yield Claim(
-            "launch.rdzv_endpoint",
-            at,
-            said if port is None else f"{said} and main_process_port {port}",
-        )
+        at, said = str(address), f"main_process_ip of {name} is {address}"
+        if port is not None:
+            at, said = f"{address}:{port}", f"{said} and main_process_port {port}"
+        yield Claim("launch.rdzv_endpoint", at, said)
 
 
 def _precision(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
@@ -374,9 +347,8 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
         if devices[what] not in ("none", "cpu"):
             raise ValueError(f"{clauses[what]}: use cpu or none, nvme is not used here")
         if value is not None:
-            yield Claim(
-                f"zero_optimization.offload_{what}.device", devices[what], clauses[what], ours=False
-            )
+            field = f"zero_optimization.offload_{what}.device"
+            yield Claim(field, devices[what], clauses[what], ours=False)
     in_json = isinstance(launch.get("deepspeed_config"), dict)
     stage = block.get("zero_stage", None if in_json else 2)
     if stage is None:
@@ -402,13 +374,10 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
 def _json(stage: int, on_cpu: list[str]) -> dict[str, Any]:
     """DeepSpeed's JSON for what has no value of `launch.distributed`: offload of one part."""
     offload = {f"offload_{what}": {"device": "cpu", "pin_memory": True} for what in on_cpu}
-    batch = (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    )
-    return {**dict.fromkeys(batch, "auto"), "zero_optimization": {"stage": stage, **offload}}
+    return {
+        **dict.fromkeys(_AUTOS.split(), "auto"),
+        "zero_optimization": {"stage": stage, **offload},
+    }
 
 
 def _hosts(block: Mapping[str, Any], name: str) -> Iterator[Claim]:

@@ -154,12 +154,9 @@ def read_deepspeed(
     yield from _optimizer(flat, form, torch_adam)
     yield from _scheduler(flat, form)
     _check_batch(flat, values, name, batch)
+    kept = {key: value for key, value in flat.items() if value != AUTO or key.startswith(_FILLED)}
     content.clear()
-    content.update(
-        nested(
-            {key: value for key, value in flat.items() if value != AUTO or key.startswith(_FILLED)}
-        )
-    )
+    content.update(nested(kept))
 
 
 def _number(
@@ -200,39 +197,26 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
             flat[at] = offload
         device = flat.get(at, "none")
         said = f"{at} of {name} is {device}"
-        if device == "nvme" or (stage == 2 and device == "cpu" and what == "offload_param"):
-            wanted = (
-                "cpu or none, nvme is not used here" if device == "nvme" else "stage 3, or none"
-            )
-            raise ValueError(f"{said}{'' if device == 'nvme' else f' but {clause}'}: use {wanted}")
+        if device == "nvme":
+            raise ValueError(f"{said}: use cpu or none, nvme is not used here")
+        if stage == 2 and device == "cpu" and what == "offload_param":
+            raise ValueError(f"{said} but {clause}: use stage 3, or none")
         yield Claim(at, device, said, ours=False)
         devices.append(device)
         if device == "none":
-            for part in [
-                part
-                for part in flat
-                if part.startswith(f"zero_optimization.{what}.") and part != at
-            ]:
+            block = f"zero_optimization.{what}."
+            for part in [key for key in flat if key.startswith(block) and key != at]:
                 del flat[part]
-    whole = stage == 3 and devices == ["cpu", "cpu"]
-    kind = "zero3-offload" if whole else f"zero{stage}"
-    where = (
-        " with both parts offloaded"
-        if whole
-        else " without offload of both parts"
-        if stage == 3
-        else ""
-    )
+    kind, where = f"zero{stage}", " without offload of both parts" if stage == 3 else ""
+    if stage == 3 and devices == ["cpu", "cpu"]:
+        kind, where = "zero3-offload", " with both parts offloaded"
     yield Claim("launch.distributed", kind, f"{clause}{where}")
 
 
 def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
     """The block that is switched on; where both are off, fp32."""
-    ours = (
-        (values.get("train") or {}).get("precision")
-        if isinstance(values.get("train") or {}, dict)
-        else None
-    )
+    train = values.get("train")
+    ours = train.get("precision") if isinstance(train, dict) else None
     fp16, bf16 = (flat.get(f"{kind}.enabled") for kind in ("fp16", "bf16"))
     if fp16 is True and bf16 is True:
         raise ValueError(f"fp16.enabled and bf16.enabled of {name} are both true: keep one of them")
@@ -242,10 +226,10 @@ def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
     if True in (fp16, bf16):
         return
     if bf16 is False and (fp16 is False or ours != "fp16"):
-        said = "fp16.enabled and bf16.enabled" if fp16 is False else "bf16.enabled"
-        yield Claim(
-            "train.precision", "fp32", f"{said} of {name} {'are' if fp16 is False else 'is'} false"
-        )
+        clause = f"bf16.enabled of {name} is false"
+        if fp16 is False:
+            clause = f"fp16.enabled and bf16.enabled of {name} are false"
+        yield Claim("train.precision", "fp32", clause)
     elif fp16 is False and ours == "fp16":
         raise ValueError(
             f"fp16.enabled of {name} is false but train.precision is fp16: change one of them"
@@ -333,10 +317,6 @@ def _check_batch(
 def _ranks(launch: Mapping[str, Any]) -> int | None:
     """Ranks of the job where the configuration says how many."""
     here, nodes = launch.get("nproc_per_node"), launch.get("nnodes") or 1
-    if (
-        not isinstance(here, int)
-        or launch.get("hostfile") is not None
-        or not isinstance(nodes, int)
-    ):
-        return None
-    return here * nodes
+    if isinstance(here, int) and isinstance(nodes, int) and launch.get("hostfile") is None:
+        return here * nodes
+    return None
