@@ -20,8 +20,8 @@ _TPU_KEYS = "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env comma
 _NOT_USED = "nothing here uses it: remove it"
 
 _HONOURED = (
-    "compute_environment distributed_type deepspeed_config fsdp_config mixed_precision fp16 use_cpu "
-    "num_processes num_machines machine_rank main_process_ip main_process_port"
+    "compute_environment distributed_type deepspeed_config fsdp_config mixed_precision fp16 "
+    "use_cpu num_processes num_machines machine_rank main_process_ip main_process_port"
 )
 HONOURED = frozenset(_HONOURED.split())
 """Keys that are translated or checked by `read_accelerate`."""
