@@ -12,6 +12,7 @@ from typing import Any
 
 from megacore.foreign.claims import Claim
 from megacore.foreign.files import nearest
+from megacore.foreign.files import nearest
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
 """Values with which a key asks for nothing."""

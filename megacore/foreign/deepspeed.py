@@ -118,7 +118,7 @@ def _check_parameters(
     key: str, params: Mapping[str, Any], block: Mapping[str, Any], form: Form
 ) -> None:
     """Raise ValueError for parameters without a type, or of another type of scheduler."""
-    if key in ("optimizer.params", "scheduler.params") and "type" not in block:
+    if key in ("optimizer.params", "scheduler.params") and block.get("type") is None:
         raise ValueError(
             f"{form.name} has {key} without {key.replace('params', 'type')}: say the type"
         )

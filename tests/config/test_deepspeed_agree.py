@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from megacore.config.deepspeed import asked_of
-from megacore.config.deepspeed_checks import SAME, SAME_IN_FP16, is_compared
+from megacore.config.deepspeed_checks import SAME, SAME_IN_FP16, is_compared, is_compared
 from megacore.config.load import parse_config
 from megacore.foreign.deepspeed_keys import definitions
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
+OURS = [key for key in definitions().keys if is_compared(key)]
 OURS = [key for key in definitions().keys if is_compared(key)]
 FP16 = {"train": {"precision": "fp16"}, "optim": {"loss_scale": {"initial": 65536.0}}}
 LINEAR = {"lr_decay_style": "linear", "lr_warmup_iters": 10}

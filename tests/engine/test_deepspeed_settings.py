@@ -23,6 +23,8 @@ from tests.config._deepspeed import PUBLIC, asking, nested, public
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = definitions().keys
 PASSED = [key for key in KEYS if not is_compared(key)]
+KEYS = definitions().keys
+PASSED = [key for key in KEYS if not is_compared(key)]
 
 
 @pytest.fixture(autouse=True)

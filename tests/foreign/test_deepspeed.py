@@ -19,6 +19,7 @@ from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFINITIONS = definitions()
+DEFINITIONS = definitions()
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,7 @@ def test_values_are_read_as_what_they_mean(key: str, given: Any, meant: Any) -> 
         ("optimizer.type", "auto", 'optimizer.type of deepspeed.config is "auto": say which, or remove it'),
         ("optimizer.params.lr", 1, "optimizer.params without optimizer.type: say the type"),
         ("scheduler.params.warmup_num_steps", 1, "scheduler.params without scheduler.type: say the type"),
+        ("scheduler", {"type": None, "params": {"warmup_num_steps": 1}}, "without scheduler.type: say the type"),
         ("optimizer.type", "Lamb", "optimizer.type of deepspeed.config is Lamb but megacore trains with AdamW alone"),
         ("scheduler.type", "OneCycle", "is OneCycle, and no optim.lr_decay_style is like it: use WarmupLR, "),
         ("scheduler.type", "LRRangeTest", "is LRRangeTest, and no optim.lr_decay_style is like it"),
