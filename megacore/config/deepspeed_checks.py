@@ -1,8 +1,7 @@
 """What DeepSpeed is asked for, checked against itself and the rest of the configuration."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import reduce
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megacore.config.deepspeed import LOSS_SCALE, Asked, asked_of
@@ -227,18 +226,14 @@ def check_agreement(config: "RunConfig", asked: Asked, data_parallel_size: int |
         data_parallel_size: None where it is not known yet.
     """
     for key, name in SAME.items():
-        _same(asked, key, name, _value(config, name))
+        _same(asked, key, name, attrgetter(name)(config))
     _check_accumulation(config, asked, data_parallel_size)
     _check_precision(config, asked)
     if config.train.precision == "fp16":
         _check_loss_scale(config, asked)
     _check_optimizer(config, asked)
     if "scheduler.type" in asked.values:
-        _SCHEDULERS[asked.values["scheduler.type"]](config, asked)
-
-
-def _value(config: "RunConfig", name: str) -> Any:
-    return reduce(getattr, name.split("."), config)
+        _check_scheduler(config, asked)
 
 
 def _same(asked: Asked, key: str, name: str, ours: Any, *, default: Any = None) -> None:
@@ -315,7 +310,7 @@ def _check_loss_scale(config: "RunConfig", asked: Asked) -> None:
             "moves: set the former to 0"
         )
     for key, name in SAME_IN_FP16.items():
-        _same(asked, key, name, _value(config, name))
+        _same(asked, key, name, attrgetter(name)(config))
     power, initial = asked.values.get("fp16.initial_scale_power"), config.optim.loss_scale.initial
     if power is not None and power != math.log2(initial):
         raise ValueError(
@@ -365,70 +360,48 @@ def _check_optimizer(config: "RunConfig", asked: Asked) -> None:
             )
 
 
-def _check_style(config: "RunConfig", kind: str, style: str) -> None:
-    if config.optim.lr_decay_style != style:
+_STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""For each scheduler optim.lr_decay_style."""
+_SCHEDULE = (
+    ("warmup_num_steps", "optim.lr_warmup_iters"),
+    ("warmup_max_lr", "optim.lr"),
+    ("total_num_steps", "optim.lr_decay_iters"),
+    ("cos_min_ratio", "optim.min_lr / optim.lr"),
+)
+_WARM_UP = (
+    ("warmup_type", "optim.lr_warmup_style"),
+    ("warmup_min_lr", "optim.lr_warmup_init"),
+    ("warmup_min_ratio", "optim.lr_warmup_init / optim.lr"),
+)
+"""Parameters of schedulers, and their names in the configuration, where there is a warm-up."""
+
+
+def _check_scheduler(config: "RunConfig", asked: Asked) -> None:
+    """Compare the scheduler with the configuration; what it leaves out has DeepSpeed's default."""
+    kind, optim = asked.values["scheduler.type"], config.optim
+    style, warms_up = _STYLES[kind], config.lr_warmup_iters > 0
+    if optim.lr_decay_style != style:
         raise ValueError(
             f"scheduler.type of deepspeed.config is {kind} but optim.lr_decay_style is "
-            f"{config.optim.lr_decay_style}: set the latter to {style}, or remove scheduler, and "
-            "optim describes the schedule"
+            f"{optim.lr_decay_style}: set the latter to {style}, or remove scheduler, and optim "
+            "describes the schedule"
         )
-
-
-def _scheduled(asked: Asked, parameter: str, name: str, ours: Any) -> None:
-    """Compare a parameter of the scheduler, or its default, as `_same` does."""
-    schedulers = pretraining().definitions.schedulers
-    default = schedulers[asked.values["scheduler.type"]][parameter]
-    _same(asked, f"scheduler.params.{parameter}", name, ours, default=default)
-
-
-def _check_warmup(config: "RunConfig", asked: Asked) -> None:
-    optim = config.optim
-    _scheduled(asked, "warmup_num_steps", "optim.lr_warmup_iters", config.lr_warmup_iters)
-    if config.lr_warmup_iters > 0:
-        _scheduled(asked, "warmup_type", "optim.lr_warmup_style", optim.lr_warmup_style)
-
-
-def _check_constant(config: "RunConfig", asked: Asked) -> None:
-    """WarmupLR: from warmup_min_lr to the rate, where it stays."""
-    _check_style(config, "WarmupLR", "constant")
-    _check_warmup(config, asked)
-    _scheduled(asked, "warmup_max_lr", "optim.lr", config.optim.lr)
-    if config.lr_warmup_iters > 0:
-        _scheduled(asked, "warmup_min_lr", "optim.lr_warmup_init", config.optim.lr_warmup_init)
-
-
-def _check_linear(config: "RunConfig", asked: Asked) -> None:
-    """WarmupDecayLR: from warmup_min_lr to warmup_max_lr and back to warmup_min_lr."""
-    _check_style(config, "WarmupDecayLR", "linear")
-    _check_warmup(config, asked)
-    optim = config.optim
-    _scheduled(asked, "warmup_max_lr", "optim.lr", optim.lr)
-    _scheduled(asked, "total_num_steps", "optim.lr_decay_iters", config.lr_decay_iters)
-    _scheduled(asked, "warmup_min_lr", "optim.min_lr", optim.min_lr)
-    if config.lr_warmup_iters > 0:
-        _scheduled(asked, "warmup_min_lr", "optim.lr_warmup_init", optim.lr_warmup_init)
-        if optim.lr_warmup_init != optim.min_lr:
-            raise ValueError(
-                "scheduler.type of deepspeed.config is WarmupDecayLR, which starts and ends at "
-                f"one rate, but optim.lr_warmup_init is {optim.lr_warmup_init} and optim.min_lr "
-                f"{optim.min_lr}: set both to one value"
-            )
-
-
-def _check_cosine(config: "RunConfig", asked: Asked) -> None:
-    """WarmupCosineLR: shares of the optimizer's rate."""
-    _check_style(config, "WarmupCosineLR", "cosine")
-    _check_warmup(config, asked)
-    optim = config.optim
-    _scheduled(asked, "total_num_steps", "optim.lr_decay_iters", config.lr_decay_iters)
-    _scheduled(asked, "cos_min_ratio", "optim.min_lr / optim.lr", optim.min_lr / optim.lr)
-    if config.lr_warmup_iters > 0:
-        ratio = optim.lr_warmup_init / optim.lr
-        _scheduled(asked, "warmup_min_ratio", "optim.lr_warmup_init / optim.lr", ratio)
-
-
-_SCHEDULERS: Mapping[str, Callable[["RunConfig", Asked], None]] = {
-    "WarmupLR": _check_constant,
-    "WarmupDecayLR": _check_linear,
-    "WarmupCosineLR": _check_cosine,
-}
+    resolved = {
+        "optim.lr_warmup_iters": config.lr_warmup_iters,
+        "optim.lr_decay_iters": config.lr_decay_iters,
+        "optim.min_lr / optim.lr": optim.min_lr / optim.lr,
+        "optim.lr_warmup_init / optim.lr": optim.lr_warmup_init / optim.lr,
+    }
+    defaults = pretraining().definitions.schedulers[kind]
+    floor = (("warmup_min_lr", "optim.min_lr"),) if kind == "WarmupDecayLR" else ()
+    for parameter, name in (*_SCHEDULE, *floor, *(_WARM_UP if warms_up else ())):
+        if parameter in defaults:
+            ours = resolved[name] if name in resolved else attrgetter(name)(config)
+            key = f"scheduler.params.{parameter}"
+            _same(asked, key, name, ours, default=defaults[parameter])
+    if floor and warms_up and optim.lr_warmup_init != optim.min_lr:
+        raise ValueError(
+            "scheduler.type of deepspeed.config is WarmupDecayLR, which starts and ends at one "
+            f"rate, but optim.lr_warmup_init is {optim.lr_warmup_init} and optim.min_lr "
+            f"{optim.min_lr}: set both to one value"
+        )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from megacore.config.deepspeed import Asked, asked_of
 from megacore.config.deepspeed_checks import accumulation_type, check_deepspeed, is_compared
 from megacore.errors import ConfigError
-from megacore.foreign.deepspeed_keys import PACKAGES, nested
+from megacore.foreign.deepspeed_keys import PACKAGES
+from megacore.foreign.files import nested
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

@@ -6,7 +6,7 @@ from typing import Any
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError
 from megacore.foreign.deepspeed_claims import STAGES
-from megacore.foreign.deepspeed_keys import leaves
+from megacore.foreign.files import leaves
 
 _SETTING = "launch.deepspeed_config"
 _AUTO = "auto"

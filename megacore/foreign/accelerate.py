@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 from megacore.foreign.claims import Claim
-from megacore.foreign.files import nearest
-from megacore.foreign.files import nearest
+from megacore.foreign.files import nearest, read_number
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
 """Values with which a key asks for nothing."""
@@ -418,12 +417,7 @@ def _flag(content: Mapping[str, Any], key: str, name: str) -> bool:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    if kind is int:
-        return int(number) if number == int(number) else None
-    return number
+    number = read_number(value)
+    if number is None or kind is float:
+        return number
+    return int(number) if number == int(number) else None

@@ -1,7 +1,6 @@
 """DeepSpeed's JSON: every key known by name, and every value of its kind."""
 
 import difflib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from megacore.foreign.deepspeed_keys import (
     Refused,
     definitions,
 )
-from megacore.foreign.files import shown
+from megacore.foreign.files import read_number, shown
 
 
 @dataclass(frozen=True)
@@ -151,25 +150,13 @@ def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _number(value: Any) -> float | int | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    if not math.isfinite(number):
-        return None
-    return number if isinstance(value, str) else value
-
-
 def _integer(value: Any) -> int | None:
-    number = _number(value)
+    number = read_number(value)
     return int(number) if number is not None and number == int(number) and number >= 0 else None
 
 
 def _pair(value: Any) -> tuple[float, float] | None:
-    numbers = [_number(part) for part in value] if isinstance(value, list) else []
+    numbers = [read_number(part) for part in value] if isinstance(value, list) else []
     return (numbers[0], numbers[1]) if len(numbers) == 2 and None not in numbers else None  # type: ignore[return-value]
 
 
@@ -181,7 +168,7 @@ _READERS = {
     "flag": (_flag, "true or false"),
     "size": (lambda value: _integer(value) or None, "an integer above 0"),
     "integer": (_integer, "an integer that is not negative"),
-    "number": (_number, "a finite number"),
+    "number": (read_number, "a finite number"),
     "text": (lambda value: _only(str, value), "text"),
     "list": (lambda value: _only(list, value), "a list"),
     "pair": (_pair, "a list of two numbers"),
@@ -203,7 +190,7 @@ def _refuse(name: str, value: Any, form: Form) -> None:
 def _plain(value: Any) -> Any:
     """A flag or number that is spelled as a string, as what it means."""
     if isinstance(value, str):
-        for reader in (_flag, _number):
+        for reader in (_flag, read_number):
             if (read := reader(value)) is not None:
                 return read
     return value

@@ -6,7 +6,8 @@ from typing import Any
 
 from megacore.foreign.claims import Claim
 from megacore.foreign.deepspeed import Form, read_keys
-from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definitions, leaves, nested
+from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definitions
+from megacore.foreign.files import leaves, nested
 
 STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
 """ZeRO stage by `launch.distributed`."""

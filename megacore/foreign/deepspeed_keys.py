@@ -6,7 +6,7 @@ Names are dotted: `zero_optimization.stage`. DeepSpeed is imported when a JSON i
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -14,6 +14,8 @@ from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
+
+from megacore.foreign.files import nested
 
 Kind = Literal["flag", "size", "integer", "number", "text", "list", "pair"]
 AUTO = "auto"
@@ -279,156 +281,120 @@ def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
     return "pair" if issubclass(kind, tuple) else "text"
 
 
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted names as the objects of a JSON."""
-    content: dict[str, Any] = {}
-    for key, value in flat.items():
-        *blocks, leaf = key.split(".")
-        block = content
-        for part in blocks:
-            block = block.setdefault(part, {})
-        block[leaf] = list(value) if isinstance(value, tuple) else value
-    return content
-
-
-def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values of a JSON."""
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _is_refused(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in REFUSED)
 
 
-_OUR_BATCHES = "megacore reads the data: see the section data"
 _OUR_CHECKPOINTS = (
     "checkpoints are megacore's own, which any engine and layout can load: see the section "
     "checkpoint"
 )
 _OUR_LAYOUT = "the division over ranks is that of the section parallel"
+_ADAMW = "megacore trains with AdamW alone:"
 _FP32_MAIN = "main weights, their moments and what checkpoints hold are fp32: remove it"
 _ZERO_PP = "quantised communication changes what is learned and is untested here: remove it"
 _REMOVED = "DeepSpeed 0.19 has it no longer: remove it"
+_UNREAD = "DeepSpeed 0.19 reads it and does nothing with it:"
 _NO_EXPERTS = "no model here has experts: remove it"
-_GRANULARITY = "DeepSpeed 0.19 then gathers whole modules and fails in backward: set it to 0"
-_HOW_ADAM = "it says how Adam is computed, which deepspeed.cpu_adam does here: remove it"
+_SUMMED = "gradients are summed before they are divided:"
 _PRECISION = "train.precision decides it: remove it"
 
-
-def _each(reason: str, keys: str, *off: Any, block: str = "") -> dict[str, Refused]:
-    return {f"{block}{key}": Refused(reason, off) for key in keys.split()}
-
-
-_ZERO, _OPTIMIZER = "zero_optimization.", "optimizer.params."
-REFUSED: dict[str, Refused] = {
-    **_each(_OUR_BATCHES, "dataloader_drop_last data_efficiency curriculum_learning"),
-    **_each(_OUR_CHECKPOINTS, "checkpoint datastates_ckpt nebula"),
-    **_each(_OUR_CHECKPOINTS, "elastic_checkpoint pipeline_loading_checkpoint", block=_ZERO),
-    **_each(_OUR_CHECKPOINTS, "load_from_fp32_weights", True, block=_ZERO),
-    **_each(_OUR_LAYOUT, "tensor_parallel pipeline"),
-    **_each(_OUR_LAYOUT, "sequence_parallel_size data_parallel_size", 1),
-    **_each(_OUR_LAYOUT, "seq_parallel_communication_data_type", "fp32"),
-    **_each(_NO_EXPERTS, "expert_parallel moe use_data_before_expert_parallelism"),
-    **_each(_NO_EXPERTS, "leaf_module", block=_ZERO),
-    **_each(
-        _REMOVED,
-        "compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention "
-        "elasticity graph_harvesting progressive_layer_drop",
-    ),
-    **_each(
-        _REMOVED, "mics_hierarchical_params_gather zeropp_loco_param legacy_stage1", block=_ZERO
-    ),
-    **_each(_REMOVED, "mics_shard_size", -1, block=_ZERO),
-    **_each(
-        _ZERO_PP,
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-        block=_ZERO,
-    ),
-    **_each(_ZERO_PP, "weight_quantization"),
-    "zero_optimization.zero_hpz_partition_size": Refused(
-        "second copies of the weights within a node are untested here: set it to 1", (1,)
-    ),
-    "zero_optimization.zenflow": Refused(
-        "its optimizer leaves gradients out of updates and is untested here: use "
-        "offload_optimizer alone"
-    ),
-    "zero_optimization.offload_optimizer.super_offload": Refused(
-        "it is for one kind of machine and untested here"
-    ),
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": Refused(
-        "it belongs to super_offload: use launch.threads_per_rank", (0.8,)
-    ),
-    "zero_optimization.offload_optimizer.ratio": Refused(
-        "the optimizer of the part that stays on the GPU does not follow the learning rate and "
-        "weight decay of optim: set it to 1.0",
-        (1,),
-    ),
-    "zero_optimization.cpu_offload_use_pin_memory": Refused(
-        "DeepSpeed 0.19 reads it and does nothing with it: use pin_memory of offload_optimizer and "
-        "offload_param",
-        (True,),
-    ),
-    "zero_optimization.compute_grad_norm": Refused(
-        "the norm clips the gradient and is logged: set it to true", (True,)
-    ),
-    "zero_optimization.round_robin_gradients": Refused(
-        "DeepSpeed 0.19 then takes one parameter's state for another's, and a checkpoint would "
-        "hold wrong values: set it to false"
-    ),
-    **_each(
-        _GRANULARITY,
-        "stage3_module_granularity_threshold module_granularity_threshold",
-        0,
-        block=_ZERO,
-    ),
-    "bf16.check_grad_overflow": Refused(
-        "a gradient that is not finite must leave the weights alone: set it to true", (True,)
-    ),
-    "zero_optimization.override_module_apply": Refused(
-        "models are built as DeepSpeed expects it: remove it", (True,)
-    ),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": Refused(
-        "megacore trains with AdamW alone: remove it"
-    ),
-    **_each(
-        _FP32_MAIN,
-        "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads "
-        "bf16.bf16_optimizer_states",
-    ),
-    **_each(_FP32_MAIN, "fp32_optimizer_states", True, block=_OPTIMIZER),
-    "fp16.auto_cast": Refused("models take token ids, which have no precision: remove it"),
-    "torch_autocast": Refused("it is another kind of mixed precision: use train.precision"),
-    **_each(_PRECISION, "data_types.param_dtype data_types.buffer_dtype"),
-    **_each(_PRECISION, "data_types.keep_in_fp32_modules", []),
-    "gradient_allreduce_op": Refused(
-        "the gradient is the mean over all samples: use mean", ("mean",)
-    ),
-    "gradient_predivide_factor": Refused(
-        "gradients are summed before they are divided: use 1.0", (1,)
-    ),
-    "prescale_gradients": Refused("gradients are summed before they are divided: use false"),
-    "managed_gradient_accumulation": Refused(
-        "DeepSpeed counts the micro batches: set it to true", (True,)
-    ),
-    "disable_allgather": Refused("DeepSpeed 0.19 reads it and does nothing with it: remove it"),
-    "vocabulary_size": Refused("the tokenizer decides it: use model.make_vocab_size_divisible_by"),
-    "optimizer.params.amsgrad": Refused("megacore trains with AdamW alone: set it to false"),
-    "optimizer.params.bias_correction": Refused(
-        "megacore trains with AdamW alone: set it to true", (True,)
-    ),
-    **_each(_HOW_ADAM, "fused foreach set_grad_none", block=_OPTIMIZER),
-    "optimizer.legacy_fusion": Refused("the optimizer is made by megacore: remove it"),
-    "comet.api_key": Refused(
-        "what the file says is kept with the run: set COMET_API_KEY in the environment"
-    ),
-    "compile": Refused("the models are not compiled: remove it"),
-    "hybrid_engine": Refused(
-        "it is for reinforcement learning, which there is none of here: remove it"
-    ),
-    "autotuning": Refused("it starts jobs of its own: use megacore plan"),
+_REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "": {
+        "dataloader_drop_last data_efficiency curriculum_learning": (
+            "megacore reads the data: see the section data",
+        ),
+        "checkpoint datastates_ckpt nebula": (_OUR_CHECKPOINTS,),
+        "tensor_parallel pipeline": (_OUR_LAYOUT,),
+        "sequence_parallel_size data_parallel_size": (_OUR_LAYOUT, 1),
+        "seq_parallel_communication_data_type": (_OUR_LAYOUT, "fp32"),
+        "expert_parallel moe use_data_before_expert_parallelism": (_NO_EXPERTS,),
+        "compression_training amp quantize_training sparse_gradients eigenvalue": (_REMOVED,),
+        "sparse_attention elasticity graph_harvesting progressive_layer_drop": (_REMOVED,),
+        "weight_quantization": (_ZERO_PP,),
+        "torch_autocast": ("it is another kind of mixed precision: use train.precision",),
+        "data_types.param_dtype data_types.buffer_dtype": (_PRECISION,),
+        "data_types.keep_in_fp32_modules": (_PRECISION, []),
+        "gradient_allreduce_op": ("the gradient is the mean over all samples: use mean", "mean"),
+        "gradient_predivide_factor": (f"{_SUMMED} use 1.0", 1),
+        "prescale_gradients": (f"{_SUMMED} use false",),
+        "managed_gradient_accumulation": (
+            "DeepSpeed counts the micro batches: set it to true",
+            True,
+        ),
+        "disable_allgather": (f"{_UNREAD} remove it",),
+        "vocabulary_size": ("the tokenizer decides it: use model.make_vocab_size_divisible_by",),
+        "optimizer.legacy_fusion": ("the optimizer is made by megacore: remove it",),
+        "comet.api_key": (
+            "what the file says is kept with the run: set COMET_API_KEY in the environment",
+        ),
+        "compile": ("the models are not compiled: remove it",),
+        "hybrid_engine": (
+            "it is for reinforcement learning, which there is none of here: remove it",
+        ),
+        "autotuning": ("it starts jobs of its own: use megacore plan",),
+        "fp16.auto_cast": ("models take token ids, which have no precision: remove it",),
+        "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads": (_FP32_MAIN,),
+        "bf16.bf16_optimizer_states": (_FP32_MAIN,),
+        "bf16.check_grad_overflow": (
+            "a gradient that is not finite must leave the weights alone: set it to true",
+            True,
+        ),
+    },
+    "zero_optimization.": {
+        "elastic_checkpoint pipeline_loading_checkpoint": (_OUR_CHECKPOINTS,),
+        "load_from_fp32_weights": (_OUR_CHECKPOINTS, True),
+        "leaf_module": (_NO_EXPERTS,),
+        "mics_hierarchical_params_gather zeropp_loco_param legacy_stage1": (_REMOVED,),
+        "mics_shard_size": (_REMOVED, -1),
+        "zero_quantized_weights zero_quantized_nontrainable_weights": (_ZERO_PP,),
+        "zero_quantized_gradients": (_ZERO_PP,),
+        "zero_hpz_partition_size": (
+            "second copies of the weights within a node are untested here: set it to 1",
+            1,
+        ),
+        "zenflow": (
+            "its optimizer leaves gradients out of updates and is untested here: use "
+            "offload_optimizer alone",
+        ),
+        "cpu_offload_use_pin_memory": (
+            f"{_UNREAD} use pin_memory of offload_optimizer and offload_param",
+            True,
+        ),
+        "compute_grad_norm": ("the norm clips the gradient and is logged: set it to true", True),
+        "round_robin_gradients": (
+            "DeepSpeed 0.19 then takes one parameter's state for another's, and a checkpoint would "
+            "hold wrong values: set it to false",
+        ),
+        "stage3_module_granularity_threshold module_granularity_threshold": (
+            "DeepSpeed 0.19 then gathers whole modules and fails in backward: set it to 0",
+            0,
+        ),
+        "override_module_apply": ("models are built as DeepSpeed expects it: remove it", True),
+        "save_muon_momentum_buffer_in_memory": (f"{_ADAMW} remove it",),
+    },
+    "zero_optimization.offload_optimizer.": {
+        "super_offload": ("it is for one kind of machine and untested here",),
+        "cpuadam_cores_perc": ("it belongs to super_offload: use launch.threads_per_rank", 0.8),
+        "ratio": (
+            "the optimizer of the part that stays on the GPU does not follow the learning rate and "
+            "weight decay of optim: set it to 1.0",
+            1,
+        ),
+    },
+    "optimizer.params.": {
+        "fp32_optimizer_states": (_FP32_MAIN, True),
+        "amsgrad": (f"{_ADAMW} set it to false",),
+        "bias_correction": (f"{_ADAMW} set it to true", True),
+        "fused foreach set_grad_none": (
+            "it says how Adam is computed, which deepspeed.cpu_adam does here: remove it",
+        ),
+    },
+}
+REFUSED = {
+    f"{block}{key}": Refused(reason, tuple(off))
+    for block, entries in _REFUSED.items()
+    for keys, (reason, *off) in entries.items()
+    for key in keys.split()
 }
 """Keys that DeepSpeed reads, or read once, and that are refused by name."""

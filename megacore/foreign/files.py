@@ -1,9 +1,10 @@
-"""YAML and JSON files without surprises, and the nearest right name for a wrong one."""
+"""YAML and JSON without surprises, dotted names, and the nearest right name for a wrong one."""
 
 import difflib
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,19 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
+def read_number(value: Any) -> float | int | None:
+    """Return a number, which a string may spell; None where it is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(number):
+        return None
+    return number if isinstance(value, str) else value
+
+
 def shown(value: Any) -> str:
     """Return a value as JSON has it, cut short."""
     text = json.dumps(value, default=str)
@@ -87,3 +101,24 @@ def nearest(name: str, known: Sequence[str]) -> str:
     if close:
         return f" (did you mean {close[0]}?)"
     return f" (known: {', '.join(known)})" if known else ""
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted names as the objects of a JSON."""
+    content: dict[str, Any] = {}
+    for key, value in flat.items():
+        *blocks, leaf = key.split(".")
+        block = content
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[leaf] = list(value) if isinstance(value, tuple) else value
+    return content
+
+
+def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values of a JSON."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
