@@ -12,14 +12,9 @@ if TYPE_CHECKING:
 
 _STAGE = "zero_optimization.stage"
 _STAGE_3_ONLY = (
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_use_all_reduce_for_fetch_params",
-    "stage3_allgather_sequential",
+    "sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"
 )
 
 
@@ -67,7 +62,7 @@ def _check_stage(config: "RunConfig", asked: Asked) -> None:
             f"{asked.named(_STAGE)} is 0 but parallel.use_distributed_optimizer is true, which is "
             "stage 1: change one of them"
         )
-    for name in _STAGE_3_ONLY if stage < 3 else ():
+    for name in _STAGE_3_ONLY.split() if stage < 3 else ():
         key = f"zero_optimization.{name}"
         if key in asked.values:
             raise ValueError(

@@ -5,7 +5,7 @@ here, or refused unless it asks for nothing. Accelerate is imported when a YAML 
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from megacore.foreign.files import nearest, read_number
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
 """Values with which a key asks for nothing."""
+_Refused = Mapping[str, tuple[str, tuple[Any, ...]]]
 _TPU = "there is nothing here for TPUs: remove it"
 _TPU_KEYS = "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
 _NOT_USED = "nothing here uses it: remove it"
@@ -70,7 +71,7 @@ _DEEPSPEED_WITHOUT_EFFECT = (
 DEEPSPEED_WITHOUT_EFFECT = frozenset(_DEEPSPEED_WITHOUT_EFFECT.split())
 """Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and
 the best model is gathered and saved in fp32."""
-DEEPSPEED_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+DEEPSPEED_REFUSED: _Refused = {
     "deepspeed_moe_layer_cls_names": ("mixtures of experts are untested here: remove it", ()),
 }
 
@@ -229,12 +230,7 @@ def _known(block: Mapping[str, Any], prefix: str, tables: tuple[Any, ...], name:
             raise ValueError(f"unknown key {prefix}{key} in {name}{nearest(str(key), known)}")
 
 
-def _refuse(
-    block: Mapping[str, Any],
-    prefix: str,
-    refused: Mapping[str, tuple[str, tuple[Any, ...]]],
-    name: str,
-) -> None:
+def _refuse(block: Mapping[str, Any], prefix: str, refused: _Refused, name: str) -> None:
     for key, (reason, off) in refused.items():
         value = block.get(key)
         if value not in (*_OFF, *off):
@@ -337,8 +333,7 @@ def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> I
 
 def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
     """What the ranks divide; where a JSON says it, the YAML need not."""
-    clauses = {}
-    devices = {}
+    clauses, devices = dict[str, str](), dict[str, str]()
     for what in ("optimizer", "param"):
         key = f"offload_{what}_device"
         value = block.get(key)
@@ -388,14 +383,14 @@ def _hosts(block: Mapping[str, Any], name: str) -> Iterator[Claim]:
             f"{prefix}deepspeed_multinode_launcher of {name} is {launcher}: other machines are "
             f"reached through ssh, use {' or '.join(_LAUNCHERS)}, or launch.kind slurm"
         )
-    filters: dict[str, tuple[str, Callable[[str], Any]]] = {
-        "deepspeed_hostfile": ("launch.hostfile", str),
-        "deepspeed_inclusion_filter": ("launch.include", lambda text: text.split("@")),
-        "deepspeed_exclusion_filter": ("launch.exclude", lambda text: text.split("@")),
-    }
-    for key, (field, meaning) in filters.items():
+    for what, field in (("inclusion", "include"), ("exclusion", "exclude")):
+        key = f"deepspeed_{what}_filter"
         if block.get(key) not in _OFF:
-            yield Claim(field, meaning(str(block[key])), f"{prefix}{key} of {name} is {block[key]}")
+            clause = f"{prefix}{key} of {name} is {block[key]}"
+            yield Claim(f"launch.{field}", str(block[key]).split("@"), clause)
+    if (hostfile := block.get("deepspeed_hostfile")) not in _OFF:
+        clause = f"{prefix}deepspeed_hostfile of {name} is {hostfile}"
+        yield Claim("launch.hostfile", str(hostfile), clause)
 
 
 def _count(content: Mapping[str, Any], key: str, name: str) -> int | None:
