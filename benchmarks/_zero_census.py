@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.config.zero import ZeroSettings
+from megacore.config.deepspeed import ZeroSettings
 from megacore.engine.base import Engine
 from megacore.engine.native import NativeEngine
 

@@ -1,10 +1,11 @@
 """What pydantic found wrong with plain values, as clauses that name the key, the value and what to do."""
 
-import difflib
 from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+
+from megacore.foreign.files import nearest
 
 Location = tuple[str | int, ...]
 
@@ -57,14 +58,6 @@ def _follows(item: Any, items: Sequence[Any]) -> bool:
     return item["type"] == "too_short" and any(
         len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in items
     )
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The known name that is most like a wrong one, in parentheses; all of them where none is."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f" (did you mean {close[0]}?)"
-    return f" (known: {', '.join(known)})" if known else ""
 
 
 def _describe(item: Any, schema: type[BaseModel]) -> str:

@@ -1,8 +1,17 @@
-"""What DeepSpeed is told beside the rest of the configuration (engine deepspeed)."""
+"""What DeepSpeed is told beside the rest of the configuration: by its section, or by a JSON."""
 
-from typing import Any, Literal
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from megacore.config.base import Section, unkeyed
+from megacore.foreign.deepspeed import pretraining, read_keys
+from megacore.foreign.deepspeed_keys import AUTO
+from megacore.foreign.files import shown
+
+if TYPE_CHECKING:
+    from megacore.config.run import RunConfig
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 
@@ -53,3 +62,208 @@ class DeepSpeedConfig(Section):
     takes DeepSpeed's where it builds."""
     build_timeout: float = unkeyed(600.0, gt=0)
     """Seconds in which each of DeepSpeed's operators must be compiled."""
+
+
+_ZERO, _RECOMPUTE = "zero_optimization", "activation_checkpointing"
+FIELDS: dict[str, tuple[str, ...]] = {
+    "zero_stage": (f"{_ZERO}.stage",),
+    "offload_optimizer": (f"{_ZERO}.offload_optimizer.device",),
+    "offload_param": (f"{_ZERO}.offload_param.device",),
+    "nvme_path": (f"{_ZERO}.offload_optimizer.nvme_path", f"{_ZERO}.offload_param.nvme_path"),
+    "pin_memory": (f"{_ZERO}.offload_optimizer.pin_memory", f"{_ZERO}.offload_param.pin_memory"),
+    "overlap_comm": (f"{_ZERO}.overlap_comm",),
+    "reduce_bucket_size": (f"{_ZERO}.reduce_bucket_size",),
+    "allgather_bucket_size": (f"{_ZERO}.allgather_bucket_size",),
+    "sub_group_size": (f"{_ZERO}.sub_group_size",),
+    "stage3_prefetch_bucket_size": (f"{_ZERO}.stage3_prefetch_bucket_size",),
+    "stage3_param_persistence_threshold": (f"{_ZERO}.stage3_param_persistence_threshold",),
+    "stage3_max_live_parameters": (f"{_ZERO}.stage3_max_live_parameters",),
+    "stage3_max_reuse_distance": (f"{_ZERO}.stage3_max_reuse_distance",),
+    "partition_activations": (f"{_RECOMPUTE}.partition_activations",),
+    "cpu_checkpointing": (f"{_RECOMPUTE}.cpu_checkpointing",),
+}
+"""Fields of the section deepspeed, and the keys of DeepSpeed's JSON that say the same."""
+FIELD_OF = {key: field for field, keys in FIELDS.items() for key in keys}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What DeepSpeed is asked for beside the rest of the configuration."""
+
+    values: Mapping[str, Any]
+    """By dotted names of DeepSpeed's JSON; what is null or left to others is absent."""
+    autos: frozenset[str]
+    """Names that the JSON leaves to the configuration by "auto"."""
+    in_file: bool
+    """Whether a JSON says it, not the section's fields."""
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's."""
+        return int(self.values[f"{_ZERO}.stage"])
+
+    def named(self, key: str) -> str:
+        """Return where a user finds a value."""
+        return f"{key} of deepspeed.config" if self.in_file else f"deepspeed.{FIELD_OF[key]}"
+
+    def device(self, what: str) -> str:
+        """Return where `offload_optimizer` or `offload_param` puts things."""
+        return str(self.values.get(f"{_ZERO}.{what}.device", "none"))
+
+
+def asked_of(config: "RunConfig") -> Asked:
+    """Return what the section or the user's JSON asks of DeepSpeed, with "auto" filled.
+
+    Raises ValueError for a key or a value that is refused, and for a field of the section that the
+    JSON contradicts.
+    """
+    section = config.deepspeed
+    fields = {name: getattr(section, name) for name in FIELDS}
+    changed = {
+        name: value
+        for name, value in fields.items()
+        if value != DeepSpeedConfig.model_fields[name].default
+    }
+    values: dict[str, Any] = {}
+    if section.config is None:
+        values = {key: value for name, value in changed.items() for key in FIELDS[name]}
+    elif isinstance(section.config, str):
+        raise ValueError(
+            f"deepspeed.config is the path {section.config!r}, which was not read: give the content "
+            "of the file, or load the configuration from its YAML"
+        )
+    else:
+        values = dict(read_keys(section.config))
+        for name, value in changed.items():
+            _fill(values, name, value)
+    autos = frozenset(key for key, value in values.items() if value == AUTO)
+    values |= _by_width(autos, values, config)
+    values = {key: value for key, value in values.items() if value != AUTO}
+    values.setdefault(f"{_ZERO}.stage", int(config.parallel.use_distributed_optimizer))
+    return Asked(values, autos, section.config is not None)
+
+
+def _fill(values: dict[str, Any], name: str, value: Any) -> None:
+    """Put a field of the section where the JSON says "auto".
+
+    Raises ValueError where it says otherwise.
+    """
+    keys = FIELDS[name]
+    present = [key for key in keys if key in values]
+    if not present:
+        raise ValueError(
+            f"deepspeed.{name} is {shown(value)} but deepspeed.config takes its place and does not "
+            f"say {' or '.join(keys)}: write it there, or remove deepspeed.{name}"
+        )
+    for key in present:
+        if values[key] not in (AUTO, value):
+            raise ValueError(
+                f"deepspeed.{name} is {shown(value)} but {key} of deepspeed.config is "
+                f"{shown(values[key])}: remove one of them"
+            )
+        values[key] = value
+
+
+def _by_width(
+    autos: frozenset[str], values: Mapping[str, Any], config: "RunConfig"
+) -> dict[str, int]:
+    """Sizes that Hugging Face's integrations fill from the model's width."""
+    width = config.model.hidden_size
+    sizes = {f"{_ZERO}.reduce_bucket_size": width * width}
+    if values.get(f"{_ZERO}.stage") == 3:
+        sizes[f"{_ZERO}.stage3_prefetch_bucket_size"] = width * width * 9 // 10
+        sizes[f"{_ZERO}.stage3_param_persistence_threshold"] = 10 * width
+    return {key: size for key, size in sizes.items() if key in autos}
+
+
+def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return plain values with DeepSpeed's defaults where neither its JSON nor they say anything.
+
+    Args:
+        values: of a run, by section; wrong types are left for their section to refuse.
+
+    Raises:
+        ValueError: the JSON has a key or a value that is refused.
+    """
+    section = values.get("deepspeed")
+    content = section.get("config") if isinstance(section, dict) else None
+    if values.get("engine") != "deepspeed" or not isinstance(content, dict):
+        return values
+    train = values.get("train")
+    precision = train.get("precision") if isinstance(train, dict) else None
+    merged = copy.deepcopy(dict(values))
+    optim = merged.get("optim")
+    if isinstance(optim, dict):
+        for name, value in _defaults(dict(read_keys(content)), precision, optim):
+            *blocks, field = name.split(".")
+            block = optim
+            for part in blocks:
+                block = block.setdefault(part, {})
+            if isinstance(block, dict):
+                block.setdefault(field, value)
+    return merged
+
+
+def _defaults(
+    said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
+    known = pretraining().definitions
+    silent = {key: known.default(key) for key in known.keys if key not in said}
+    if "optimizer.params.max_grad_norm" not in said and "gradient_clipping" in silent:
+        yield "clip_grad", silent["gradient_clipping"]
+    if precision == "fp16":
+        power = "fp16.initial_scale_power"
+        if power in silent:
+            yield "loss_scale.initial", 2.0 ** silent[power]
+        for field, key in LOSS_SCALE.items():
+            if key in silent:
+                yield f"loss_scale.{field}", silent[key]
+    if "optimizer.type" not in said:
+        return
+    adam = {key: value for key, value in known.optimizer(said).items() if key in silent}
+    if "weight_decay_incr_style" not in optim and "optimizer.params.weight_decay" in adam:
+        yield "weight_decay", adam["optimizer.params.weight_decay"]
+    if "optimizer.params.eps" in adam:
+        yield "adam_eps", adam["optimizer.params.eps"]
+    for number, beta in enumerate(adam.get("optimizer.params.betas", ())):
+        yield f"adam_beta{number + 1}", beta
+
+
+LOSS_SCALE = {
+    "window": "fp16.loss_scale_window",
+    "hysteresis": "fp16.hysteresis",
+    "minimum": "fp16.min_loss_scale",
+}
+"""Fields of optim.loss_scale that DeepSpeed has keys for, beside the first scale."""
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """How far weights, gradients and the optimizer's state are divided, and where they lie."""
+
+    stage: int = 0
+    """0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    offload_optimizer: OffloadDevice = "none"
+    """Where the optimizer's state lies."""
+    offload_param: OffloadDevice = "none"
+    """Where weights lie while they are not used."""
+    nvme_path: str | None = None
+    """Directory of what is offloaded to NVMe."""
+
+
+def zero_of(config: "RunConfig") -> ZeroSettings:
+    """Return what the replicas divide, as DeepSpeed is asked or as the native engine does.
+
+    Raises ValueError when the user's JSON is not one that can be read.
+    """
+    if config.engine == "native":
+        return ZeroSettings(stage=int(config.parallel.use_distributed_optimizer))
+    asked, nvme_path = asked_of(config), None
+    optimizer, param = (
+        cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param")
+    )
+    for what, device in (("offload_optimizer", optimizer), ("offload_param", param)):
+        if device == "nvme":
+            nvme_path = nvme_path or asked.values.get(f"{_ZERO}.{what}.nvme_path")
+    return ZeroSettings(asked.stage, optimizer, param, nvme_path)

@@ -10,17 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacore.config.accelerate_yaml import named_json, read_accelerate
-from megacore.config.claims import Claim
-from megacore.config.deepspeed_json import read_json
-from megacore.config.finetune_deepspeed import read_deepspeed
-from megacore.config.plain_yaml import read_yaml
+from megacore.config.finetune import FinetuneTrainConfig
 from megacore.errors import ConfigError
+from megacore.foreign.accelerate import named_json, read_accelerate
+from megacore.foreign.claims import Claim
+from megacore.foreign.deepspeed_claims import read_deepspeed
+from megacore.foreign.files import read_json, read_yaml
 
 FILES = "files"
 """Key of the validation context with the names of the files that were read."""
 ACCELERATE = "launch.accelerate_config"
 DEEPSPEED = "launch.deepspeed_config"
+_BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+"""Fields of train whose product a rank's batch is."""
 
 
 def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
@@ -74,16 +76,19 @@ def merge_files(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
             _settle(merged, claim, said)
     settings = launch.get("deepspeed_config")
     if isinstance(settings, dict):
-        for claim in read_deepspeed(settings, merged, names.get(DEEPSPEED, DEEPSPEED)):
+        name, fields = names.get(DEEPSPEED, DEEPSPEED), FinetuneTrainConfig.model_fields
+        batch = {key: fields[key].default for key in _BATCH}
+        for claim in read_deepspeed(settings, merged, name, batch):
             _settle(merged, claim, said)
     return merged
 
 
 def _settle(values: dict[str, Any], claim: Claim, said: dict[str, Claim]) -> None:
     """Put what a file says into the values. Raises ValueError where they, or another file, say something else."""
-    before = said.setdefault(claim.field, claim)
-    if before is not claim and not _same(before.value, claim.value):
-        raise ValueError(f"{claim.clause} but {before.clause}: change one of them")
+    if not claim.by_default:
+        before = said.setdefault(claim.field, claim)
+        if before is not claim and not _same(before.value, claim.value):
+            raise ValueError(f"{claim.clause} but {before.clause}: change one of them")
     name, _, field = claim.field.partition(".")
     section = values.setdefault(name, {}) if claim.ours else None
     if not isinstance(section, dict):
@@ -91,7 +96,7 @@ def _settle(values: dict[str, Any], claim: Claim, said: dict[str, Claim]) -> Non
     ours = section.get(field)
     if ours in (None, "auto", [], ()):
         section[field] = claim.value
-    elif not _same(ours, claim.value):
+    elif not claim.by_default and not _same(ours, claim.value):
         raise ValueError(
             f"{claim.clause}{claim.meaning} but {claim.field} is {_shown(ours)}: change one of them, or remove "
             f"{claim.field}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megacore.config.deepspeed_json import asked_of
+from megacore.config.deepspeed import asked_of
 from megacore.config.t5_stages import T5Stages
 
 if TYPE_CHECKING:

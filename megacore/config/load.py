@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from megacore.config.complaints import complaints, nearest
-from megacore.config.deepspeed_json import read_json
+from megacore.config.complaints import complaints
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import FILES, read_files
-from megacore.config.plain_yaml import Loader, read_yaml
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
+from megacore.foreign.files import Loader, nearest, read_json, read_yaml
 
 CONF_DIR = Path("conf")
 FINETUNE_DIR = Path("conf/finetune")

@@ -1,13 +1,14 @@
 """The whole configuration of one run, and the checks that cross its sections."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.checks import check_sections
 from megacore.config.data import DataConfig
-from megacore.config.deepspeed import DeepSpeedConfig
+from megacore.config.deepspeed import DeepSpeedConfig, with_defaults
 from megacore.config.launch import LaunchConfig
 from megacore.config.model import Family, ModelConfig
 from megacore.config.optim import OptimConfig
@@ -60,6 +61,11 @@ class RunConfig(Section):
     """Conversion to transformers and its gate."""
     tracking: TrackingConfig = unkeyed(TrackingConfig())
     """MLflow and TensorBoard."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_a_json_leaves_out_is_deepspeeds(cls, values: Any) -> Any:
+        return with_defaults(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

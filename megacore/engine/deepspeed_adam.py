@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
-from megacore.config.zero import zero_of
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.engine.deepspeed_state import Moments, shape_of
 from megacore.models.stage import Stage

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
+from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.config.zero import zero_of
 from megacore.engine.base import Update
 from megacore.engine.deepspeed_adam import WholeGradients, make_adam, set_hyperparameters
 from megacore.engine.deepspeed_join import checkpoint_activations, join_ranks, prepare_parameters, show_log

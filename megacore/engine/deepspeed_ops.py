@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 
 from megacore.artifact.build import StageKey, build_artifact, open_artifact
 from megacore.artifact.workspace import Workspace
+from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
-from megacore.config.zero import zero_of
 from megacore.errors import ArtifactError, ConfigError, LaunchError
 from megacore.plan.hardware import Hardware
 

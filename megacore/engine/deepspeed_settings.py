@@ -5,10 +5,11 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.deepspeed_checks import accumulation_type, check_deepspeed
-from megacore.config.deepspeed_json import Asked, asked_of
-from megacore.config.deepspeed_keys import OURS, PACKAGES
+from megacore.config.deepspeed import Asked, asked_of
+from megacore.config.deepspeed_checks import accumulation_type, check_deepspeed, is_compared
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed_keys import PACKAGES
+from megacore.foreign.files import nested
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
@@ -38,14 +39,14 @@ def deepspeed_settings(
         _check_monitors(asked)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    passed = {key: value for key, value in asked.values.items() if key not in OURS}
-    return _nested(
+    passed = {key: value for key, value in asked.values.items() if not is_compared(key)}
+    return nested(
         {
             "steps_per_print": NEVER,
             "zero_allow_untested_optimizer": True,
             # Which Adam an offloaded optimizer has is decided by deepspeed.cpu_adam.
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization.reduce_bucket_size": int(config.parallel.grad_reduce_bucket_mb * 2**20 / 4),
+            **_buckets(config, asked),
             **_without_idle_blocks(passed, asked, device_type),
             **_batch(config, data_parallel_size),
             **_precision(config, precision),
@@ -54,6 +55,14 @@ def deepspeed_settings(
             "gradient_clipping": config.optim.clip_grad,
         }
     )
+
+
+def _buckets(config: "RunConfig", asked: Asked) -> dict[str, int]:
+    """The section's bucket of gradients; where a JSON leaves it out, DeepSpeed has a default of its own."""
+    if asked.in_file:
+        return {}
+    bucket = int(config.parallel.grad_reduce_bucket_mb * 2**20 / 4)
+    return {"zero_optimization.reduce_bucket_size": bucket}
 
 
 def _batch(config: "RunConfig", data_parallel_size: int) -> dict[str, int]:
@@ -107,15 +116,3 @@ def _check_monitors(asked: Asked) -> None:
                 f"{name}.enabled of deepspeed.config is true but the package {package} is not installed: install it, "
                 "or set the former to false"
             )
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted names as the objects of a JSON."""
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        *blocks, leaf = key.split(".")
-        target = nested
-        for block in blocks:
-            target = target.setdefault(block, {})
-        target[leaf] = value
-    return nested

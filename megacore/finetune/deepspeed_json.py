@@ -1,14 +1,13 @@
 """DeepSpeed's own JSON for a fine-tuning: the project's, or the user's with every "auto" filled in. No torch."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed_claims import STAGES
+from megacore.foreign.files import leaves
 
-STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
-"""ZeRO stage by `launch.distributed`."""
 _SETTING = "launch.deepspeed_config"
 _AUTO = "auto"
 _BY_HIDDEN_SIZE = frozenset(
@@ -45,7 +44,7 @@ def deepspeed_json(
     _set_zero(values, config, device_type)
     _set_optimizer(values)
     _check(values, config, ranks)
-    left = [name for name, value in _leaves(values) if value == _AUTO and name not in _BY_HIDDEN_SIZE]
+    left = [name for name, value in leaves(values) if value == _AUTO and name not in _BY_HIDDEN_SIZE]
     if left:
         raise ConfigError(f'{left[0]} of {_SETTING} is "auto", which nothing here fills in: give it a value')
     return values
@@ -98,6 +97,7 @@ def _fill(values: dict[str, Any], filled: dict[str, Any], prefix: str = "") -> N
 
 def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
     """fp16 with DeepSpeed's dynamic loss scale, bf16, or neither."""
+    described = "fp16" in values
     for name in ("fp16", "bf16"):
         block = values.setdefault(name, {})
         enabled = block.setdefault("enabled", precision == name)
@@ -106,8 +106,8 @@ def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
                 f"{name}.enabled of {_SETTING} is {str(enabled).lower()} and train.precision is {precision}: set the "
                 f'former to "auto", or train.precision to {name if enabled else "auto"}'
             )
-    if precision == "fp16":
-        values["fp16"].setdefault("auto_cast", True)
+    if precision == "fp16" and not described:
+        values["fp16"]["auto_cast"] = True
 
 
 def _set_zero(values: dict[str, Any], config: FinetuneConfig, device_type: str) -> None:
@@ -165,11 +165,3 @@ def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
             raise ConfigError(
                 f'{name} of {_SETTING} is {values[name]} and {setting} is {value}: set the former to "auto"'
             )
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -1,8 +1,8 @@
 """How many processes a fine-tuning has; imports no torch."""
 
-from megacore.config.accelerate_yaml import asks_for_cpu
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError
+from megacore.foreign.accelerate import asks_for_cpu
 from megacore.plan.hardware import Hardware
 from megacore.plan.ranks import launched_ranks
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megacore.config.deepspeed_json import asked_of
+from megacore.config.deepspeed import asked_of
 from megacore.config.run import RunConfig
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.pipeline_parallel.schedules import Direction, build_schedule

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from megacore.config.deepspeed_json import Asked, asked_of
-from megacore.config.deepspeed_keys import AUTO, FIELD_OF
+from megacore.config.deepspeed import FIELD_OF, Asked, asked_of, zero_of
 from megacore.config.run import RunConfig
-from megacore.config.zero import zero_of
 from megacore.engine.deepspeed_ops import require_deepspeed
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed_keys import AUTO
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, estimate_stages
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
-from megacore.config.zero import zero_of
 from megacore.errors import ConfigError
 from megacore.plan.advice import COUNT, Place, Saving, savings
 from megacore.plan.memory import GIB, MemoryEstimate

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
-from megacore.config.zero import zero_of
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.activations import Activations
 from megacore.plan.buffers import Buffers, DeepSpeedMemory

@@ -14,6 +14,8 @@ LIGHT = (
     "megacore.corpus",
     "megacore.data.index_maps",
     "megacore.engine.deepspeed_ops",
+    "megacore.foreign.accelerate",
+    "megacore.foreign.deepspeed_claims",
     "megacore.launch.hosts.agent",
     "megacore.launch.hosts.fanout",
     "megacore.launch.guard",
@@ -28,9 +30,9 @@ LIGHT = (
 
 ONLY_IN = {
     "transformers": ("megacore/convert/", "megacore/finetune/"),
-    "deepspeed": ("megacore/engine/deepspeed",),
+    "deepspeed": ("megacore/engine/deepspeed", "megacore/foreign/"),
     "apex": ("megacore/kernels/",),
-    "accelerate": ("megacore/finetune/",),
+    "accelerate": ("megacore/finetune/", "megacore/foreign/"),
     "sacrebleu": ("megacore/finetune/",),
     "rouge_score": ("megacore/finetune/",),
     "sklearn": ("megacore/finetune/",),
@@ -76,7 +78,7 @@ def test_optional_packages_have_one_place_and_are_imported_lazily(package: str) 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_do_not_import_torch(module: str) -> None:
     assert (ROOT / Path(*module.split("."))).is_dir() or (ROOT / f"{module.replace('.', '/')}.py").is_file()
-    heavy = "{'torch', 'transformers', 'datasets', 'prefect', 'mlflow', 'deepspeed'} & set(sys.modules)"
+    heavy = "{'torch', 'transformers', 'datasets', 'prefect', 'mlflow', 'deepspeed', 'accelerate'} & set(sys.modules)"
     script = f"import sys, {module}; print(*sorted({heavy}))"
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

@@ -1,14 +1,18 @@
 """A user's DeepSpeed JSON beside a configuration: what both say must be the same."""
 
+import inspect
 from typing import Any
 
 import pytest
 
-from megacore.config.deepspeed_agree import SAME, SAME_IN_FP16
-from megacore.config.deepspeed_json import asked_of
-from megacore.config.deepspeed_keys import OURS
+from megacore.config.deepspeed import asked_of
+from megacore.config.deepspeed_checks import SAME, SAME_IN_FP16, is_compared, is_compared
+from megacore.config.load import parse_config
+from megacore.foreign.deepspeed_keys import definitions
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
+OURS = [key for key in definitions().keys if is_compared(key)]
+OURS = [key for key in definitions().keys if is_compared(key)]
 FP16 = {"train": {"precision": "fp16"}, "optim": {"loss_scale": {"initial": 65536.0}}}
 LINEAR = {"lr_decay_style": "linear", "lr_warmup_iters": 10}
 DECAY = {"warmup_max_lr": 1e-3, "warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 100}
@@ -72,7 +76,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "optimizer.params.adam_w_mode": (
         adam(adam_w_mode=False),
-        {},
+        {"optim": {"weight_decay": 0.01}},
         "is false, Adam with weight decay in the gradient, but optim.weight_decay 0.01 is decoupled",
     ),
     "optimizer.params.torch_adam": (
@@ -291,3 +295,63 @@ def test_what_a_scheduler_leaves_out_counts_as_deepspeed_takes_it(
     content: dict[str, Any], optim: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refusal(content, optim=optim)
+
+
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+IN_FP16 = {"train": {"precision": "fp16"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "optim", "initial"),
+    [
+        (ZERO_1 | {"fp16": {"enabled": True}}, {}, 2.0**16),
+        (ZERO_1, {}, 2.0**16),
+        (ZERO_1 | {"fp16": {"enabled": True}}, {"loss_scale": {"window": 7}}, 2.0**16),
+        (ZERO_1 | {"fp16": {"enabled": True}}, {"loss_scale": {"initial": 2.0**20}}, 2.0**20),
+        (ZERO_1 | {"fp16": {"enabled": True, "initial_scale_power": "auto"}}, {}, 2.0**32),
+    ],
+)
+def test_a_silent_json_has_the_first_loss_scale_of_deepspeed(
+    content: dict[str, Any], optim: dict[str, Any], initial: float
+) -> None:
+    config = asking(content, optim=optim, **IN_FP16)
+    assert config.optim.loss_scale.initial == initial
+    assert config.optim.loss_scale.window == optim.get("loss_scale", {}).get("window", 1000)
+    assert parse_config(config.model_dump(mode="json"), origin="test") == config
+
+
+def test_without_a_json_the_loss_scale_is_the_configurations() -> None:
+    config = asking(deepspeed={"zero_stage": 1}, **IN_FP16)
+    assert config.optim.loss_scale.initial == 2.0**32
+    assert asking(ZERO_1, engine="native", **IN_FP16).optim == config.optim
+
+
+@pytest.mark.parametrize(
+    ("content", "optim", "weight_decay"),
+    [
+        (adam(), {}, 0.0),
+        (adam(torch_adam=True), {}, 0.01),
+        (adam(), {"weight_decay": 0.3}, 0.3),
+        (adam(weight_decay="auto"), {}, 0.01),
+        ({}, {}, 0.01),
+        (adam(), {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, 0.01),
+    ],
+)
+def test_a_silent_optimizer_has_the_weight_decay_of_its_class(
+    content: dict[str, Any], optim: dict[str, Any], weight_decay: float
+) -> None:
+    assert asking(content, optim=optim).optim.weight_decay == weight_decay
+
+
+def test_the_defaults_are_those_of_deepspeeds_classes() -> None:
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+    from deepspeed.runtime.lr_schedules import WarmupCosineLR
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    known, fp16 = definitions(), DeepSpeedFP16Config()
+    assert known.default("fp16.initial_scale_power") == fp16.initial_scale_power == 16
+    assert known.default("fp16.hysteresis") == fp16.hysteresis
+    assert known.default("gradient_clipping") == GRADIENT_CLIPPING_DEFAULT
+    assert asking({}).optim.clip_grad == GRADIENT_CLIPPING_DEFAULT
+    floor = inspect.signature(WarmupCosineLR).parameters["cos_min_ratio"].default
+    assert known.schedulers["WarmupCosineLR"]["cos_min_ratio"] == floor

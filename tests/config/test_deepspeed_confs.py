@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from megacore.config import RunConfig, load_config
-from megacore.config.zero import ZeroSettings, zero_of
+from megacore.config.deepspeed import ZeroSettings, zero_of
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout

@@ -9,16 +9,22 @@ import pytest
 import torch
 
 from megacore.config import RunConfig
-from megacore.config.deepspeed_json import asked_of, read_json
-from megacore.config.deepspeed_keys import KEYS, OURS, PASSED
+from megacore.config.deepspeed import asked_of
+from megacore.config.deepspeed_checks import is_compared
 from megacore.engine import deepspeed_settings as deepspeed_settings_module
 from megacore.engine.deepspeed_settings import NEVER, deepspeed_settings
 from megacore.engine.deepspeed_setup import import_deepspeed
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed_keys import definitions
+from megacore.foreign.files import read_json
 from megacore.optim.lr_schedule import LrSchedule
 from tests.config._deepspeed import PUBLIC, asking, nested, public
 
 ROOT = Path(__file__).resolve().parents[2]
+KEYS = definitions().keys
+PASSED = [key for key in KEYS if not is_compared(key)]
+KEYS = definitions().keys
+PASSED = [key for key in KEYS if not is_compared(key)]
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +166,7 @@ def test_every_key_of_the_public_files_reaches_deepspeed_or_agrees(name: str) ->
             assert given[key] == value
         elif value == "auto" and key in PASSED and key in asked.values:
             assert given[key] == asked.values[key]
-        elif key in OURS and key in given and value != "auto":
+        elif is_compared(key) and key in given and value != "auto":
             assert given[key] == (value == "true" or value)
     assert "auto" not in given.values()
     assert not {"optimizer", "scheduler"} & set(values)
@@ -305,3 +311,13 @@ def test_our_warm_up_and_decay_are_those_of_deepspeeds_scheduler() -> None:
                 for step in range(1, 25):
                     theirs.step(step)
                     assert math.isclose(ours.at(step), theirs.get_last_lr()[0], rel_tol=1e-12), (decay, shape, step)
+
+
+def test_what_a_json_leaves_out_is_deepspeeds_own_default() -> None:
+    content = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
+    values = settings(asking(content, train={"precision": "fp16"}), data_parallel_size=1)
+    assert values["fp16"]["initial_scale_power"] == 16
+    assert "reduce_bucket_size" not in values["zero_optimization"]
+    read = understood(values)
+    assert read.float16_config.initial_dynamic_scale() == 2**16
+    assert read.zero_config.reduce_bucket_size == 500_000_000

@@ -134,6 +134,13 @@ def test_a_gpu_pins_what_is_offloaded() -> None:
     assert found["fp16"] == {"enabled": True, "auto_cast": True}
 
 
+def test_what_a_block_for_fp16_leaves_out_is_left_to_deepspeed() -> None:
+    content = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale_window": 500}}
+    made = config(launch={"distributed": "zero2", "deepspeed_config": content}, train={"precision": "fp16"})
+    found = deepspeed_json(made, precision="fp16", device_type="cuda", ranks=1, total_steps=1)
+    assert found["fp16"] == content["fp16"]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

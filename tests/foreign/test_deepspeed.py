@@ -1,19 +1,25 @@
 """Reading a user's DeepSpeed JSON: its file, its keys and its values."""
 
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.config.deepspeed_json import asked_of, read_json, read_keys
-from megacore.config.deepspeed_keys import FIELDS, KEYS, OFFLOAD_FLAGS, REFUSED, RENAMED
+from megacore.config.deepspeed import FIELDS, ZeroSettings, asked_of, zero_of
 from megacore.config.load import load_config, read_config
-from megacore.config.zero import ZeroSettings, zero_of
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed import read_keys
+from megacore.foreign.deepspeed_keys import REFUSED, definitions
+from megacore.foreign.files import read_json
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
+DEFINITIONS = definitions()
+DEFINITIONS = definitions()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +149,7 @@ def test_values_are_read_as_what_they_mean(key: str, given: Any, meant: Any) -> 
         ("optimizer.type", "auto", 'optimizer.type of deepspeed.config is "auto": say which, or remove it'),
         ("optimizer.params.lr", 1, "optimizer.params without optimizer.type: say the type"),
         ("scheduler.params.warmup_num_steps", 1, "scheduler.params without scheduler.type: say the type"),
+        ("scheduler", {"type": None, "params": {"warmup_num_steps": 1}}, "without scheduler.type: say the type"),
         ("optimizer.type", "Lamb", "optimizer.type of deepspeed.config is Lamb but megacore trains with AdamW alone"),
         ("scheduler.type", "OneCycle", "is OneCycle, and no optim.lr_decay_style is like it: use WarmupLR, "),
         ("scheduler.type", "LRRangeTest", "is LRRangeTest, and no optim.lr_decay_style is like it"),
@@ -202,12 +209,12 @@ def test_a_refused_key_that_asks_for_nothing_is_left_out(key: str) -> None:
         )
 
 
-@pytest.mark.parametrize("spelled", [key for key in RENAMED if key != "bfloat16"])
+@pytest.mark.parametrize("spelled", [key for key in DEFINITIONS.renamed if key != "bfloat16"])
 def test_older_spellings_are_read(spelled: str) -> None:
-    value = True if KEYS[RENAMED[spelled]].kind == "flag" else 8
-    assert dict(read_keys(nested(spelled, value))) == {RENAMED[spelled]: value}
+    value = True if DEFINITIONS.keys[DEFINITIONS.renamed[spelled]].kind == "flag" else 8
+    assert dict(read_keys(nested(spelled, value))) == {DEFINITIONS.renamed[spelled]: value}
     both = nested(spelled, value)
-    *blocks, leaf = RENAMED[spelled].split(".")
+    *blocks, leaf = DEFINITIONS.renamed[spelled].split(".")
     target = both
     for block in blocks:
         target = target.setdefault(block, {})
@@ -219,7 +226,7 @@ def test_older_spellings_are_read(spelled: str) -> None:
 def test_older_blocks_and_flags_are_read() -> None:
     assert dict(read_keys({"bfloat16": {"enabled": "true"}})) == {"bf16.enabled": True}
     assert dict(read_keys({"zero_optimization": True})) == {"zero_optimization.stage": 1}
-    for flag, device in OFFLOAD_FLAGS.items():
+    for flag, device in DEFINITIONS.offload_flags.items():
         assert dict(read_keys(nested(flag, True))) == {device: "cpu"}
         assert dict(read_keys(nested(flag, "false"))) == {}
 
@@ -272,3 +279,40 @@ def test_a_field_of_the_section_beside_a_json_that_says_otherwise_is_refused(fie
     )
     equal = {field: value, "config": nested(FIELDS[field][0], value)}
     assert asked_of(asking(deepspeed=equal, engine="native")).values[FIELDS[field][0]] == value
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale of deepspeed.config is refused by DeepSpeed: fp16.loss_scale"),
+        ({"zero_optimization": {"cpu_offload": True, "stages": 1}}, "unknown key zero_optimization.stages"),
+    ],
+)
+def test_deepspeeds_own_models_check_each_block(content: dict[str, Any], sentence: str) -> None:
+    assert sentence in refusal(content)
+
+
+def test_a_json_without_deepspeed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    sentence = refusal({})
+    assert "deepspeed.config is DeepSpeed's JSON, which DeepSpeed itself checks" in sentence
+    assert sentence.endswith("pip install megacore[deepspeed]")
+    assert asking(deepspeed={"zero_stage": 2}).deepspeed.zero_stage == 2
+
+
+def run_python(script: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", f"import os, sys; {script}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout + found.stderr
+
+
+def test_deepspeed_is_imported_for_a_json_alone_and_leaves_no_trace() -> None:
+    load = "from megacore.config import load_config; load_config('gpt2-tiny', {'engine': 'deepspeed'"
+    show = "print(*sorted({'torch', 'deepspeed', 'accelerate'} & set(sys.modules)))"
+    assert run_python(f"{load}}}); {show}") == "\n"
+    before = "before = dict(os.environ)"
+    after = "assert dict(os.environ) == before; print('deepspeed' in sys.modules)"
+    json_too = f"{load}, 'deepspeed.config': 'conf/ds/zero2.json', 'train.precision': 'fp32'}})"
+    assert run_python(f"{before}; {json_too}; {after}") == "True\n"

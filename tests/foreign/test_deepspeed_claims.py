@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megacore.config import FinetuneConfig
-from megacore.config.deepspeed_keys import KEYS, REFUSED
-from megacore.config.finetune_deepspeed import form_of
 from megacore.config.load import parse_finetune_config
 from megacore.errors import ConfigError
+from megacore.foreign.deepspeed_claims import form_of
+from megacore.foreign.deepspeed_keys import REFUSED, definitions
 from tests.config._deepspeed import nested
 from tests.config._finetune import minimal, reread
 
@@ -242,7 +242,7 @@ def test_schedulers(kind: str, course: str) -> None:
     config = asking(content)
     assert config.optim.lr_scheduler == course
     params = settings(config)["scheduler"]["params"]
-    assert set(params.values()) == {AUTO}  # what it leaves out is ours, not DeepSpeed's default
+    assert set(params.values()) == {AUTO}  # the configuration has what it leaves out
     assert "warmup_num_steps" in params
     assert reread(config) == config
     other = "polynomial"
@@ -343,7 +343,7 @@ FORM = form_of("JSON")
 def test_every_key_of_deepspeed_is_honoured_or_refused() -> None:
     missing = {
         key
-        for key in (*KEYS, *REFUSED)
+        for key in (*definitions().keys, *REFUSED)
         if key not in FORM.keys and key not in FORM.refused and key.split(".")[0] not in FORM.refused
     }
     assert missing == set()
@@ -371,3 +371,40 @@ def test_reasons_speak_of_a_fine_tuning(key: str) -> None:
     reason = FORM.refused[key].reason
     for word in ("megacore trains", "section parallel", "deepspeed.cpu_adam", "megacore plan", "any engine"):
         assert word not in reason
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "optim", "warmup"),
+    [
+        ({"type": "WarmupDecayLR"}, {}, 1000),
+        ({"type": "WarmupDecayLR"}, {"warmup_steps": 7}, 7),
+        ({"type": "WarmupDecayLR", "params": {"warmup_num_steps": AUTO}}, {}, 0),
+        (None, {}, 0),
+    ],
+)
+def test_a_silent_scheduler_has_the_warm_up_of_deepspeed(
+    scheduler: dict[str, Any] | None, optim: dict[str, Any], warmup: int
+) -> None:
+    content = merged({"zero_optimization": {"stage": 2}}, {"scheduler": scheduler})
+    config = asking(content, optim=optim)
+    assert config.optim.warmup_steps == warmup
+    assert reread(config) == config
+
+
+@pytest.mark.parametrize(
+    ("params", "optim", "weight_decay"),
+    [
+        ({}, {}, 0.0),
+        ({"torch_adam": True}, {}, 0.01),
+        ({"torch_adam": True}, {"weight_decay": 0.2}, 0.2),
+        ({"torch_adam": True, "weight_decay": AUTO}, {}, 0.0),
+    ],
+)
+def test_a_silent_optimizer_has_the_weight_decay_of_its_class(
+    params: dict[str, Any], optim: dict[str, Any], weight_decay: float
+) -> None:
+    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}}
+    config = asking(content, optim=optim)
+    assert config.optim.weight_decay == weight_decay
+    assert (config.optim.adam_beta1, config.optim.adam_beta2) == (0.9, 0.999)
+    assert reread(config) == config

@@ -1,6 +1,5 @@
 """What `accelerate config` writes, as the launch configuration of a fine-tuning."""
 
-import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacore.config import accelerate_yaml
 from megacore.config.load import parse_finetune_config
+from megacore.foreign import accelerate as accelerate_yaml
 from tests.config._finetune import Files, minimal, reread
 
 DEEPSPEED: dict[str, Any] = {
@@ -296,37 +295,97 @@ def test_a_cpu_that_the_configuration_forbids(files: Files) -> None:
     assert sentence in files.refusal(ON_CPU, launch__allow_cpu=False)
 
 
-def _source(module: str) -> str:
-    found = importlib.util.find_spec("accelerate")
-    if found is None or found.origin is None:
-        pytest.skip("accelerate is not installed (extra `finetune`)")
-    return (Path(found.origin).parent / module).read_text(encoding="utf-8")
-
-
 def test_every_key_that_accelerate_knows_is_in_a_table() -> None:
-    classes = {
-        node.name: node
-        for node in ast.parse(_source("commands/config/config_args.py")).body
-        if isinstance(node, ast.ClassDef)
-    }
-    fields = {
-        item.target.id
-        for name in ("BaseConfig", "ClusterConfig")
-        for item in classes[name].body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
-    ours = {*accelerate_yaml.HONOURED, *accelerate_yaml.WITHOUT_EFFECT, *accelerate_yaml.REFUSED}
-    assert len(fields) > 20
-    assert fields - ours == set()
-    assert ours - fields == {"fp16", "dynamo_backend", "ipex_config"}  # of older versions
+    known = accelerate_yaml.cluster_defaults()
+    tables = {*accelerate_yaml.HONOURED, *accelerate_yaml.WITHOUT_EFFECT, *accelerate_yaml.REFUSED}
+    assert len(known) > 20
+    assert set(known) - tables == set()
+    assert tables - set(known) == {"fp16", "dynamo_backend", "ipex_config"}  # of older versions
 
 
 def test_every_key_of_its_deepspeed_block_is_in_a_table() -> None:
-    asked = set(re.findall(r'deepspeed_config\["(\w+)"\]', _source("commands/config/cluster.py")))
-    ours = {
+    from accelerate.commands.config import cluster
+
+    source = Path(cluster.__file__).read_text(encoding="utf-8")
+    asked = set(re.findall(r'deepspeed_config\["(\w+)"\]', source))
+    tables = {
         *accelerate_yaml.DEEPSPEED_HONOURED,
         *accelerate_yaml.DEEPSPEED_WITHOUT_EFFECT,
         *accelerate_yaml.DEEPSPEED_REFUSED,
     }
     assert len(asked) > 10
-    assert asked == ours
+    assert asked == tables
+
+
+def test_a_key_of_a_newer_accelerate_is_refused_unless_it_has_its_default(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = accelerate_yaml.cluster_defaults() | {"tomorrow": 3}
+    monkeypatch.setattr(accelerate_yaml, "cluster_defaults", lambda: known)
+    assert files.load(WRITTEN | {"tomorrow": 3}).launch.distributed == "zero2"
+    message = files.refusal(WRITTEN | {"tomorrow": 4})
+    assert "tomorrow of accelerate.yaml is 4, which is refused: nothing here uses it" in message
+
+
+def test_a_yaml_without_accelerate_is_refused_with_what_to_install(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = files.refusal(WRITTEN)
+    assert "accelerate.yaml is Accelerate's YAML, which Accelerate itself checks" in message
+    assert message.endswith("pip install megacore[finetune]")
+
+
+FSDP: dict[str, Any] = {
+    "fsdp_activation_checkpointing": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_offload_params": "false",
+    "fsdp_reshard_after_forward": True,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_transformer_layer_cls_to_wrap": "BertLayer",
+    "fsdp_version": 2,
+}
+"""As the questionnaire writes it."""
+
+
+def test_an_fsdp_block_is_read_by_accelerates_own_definition() -> None:
+    claims = {claim.field: claim.value for claim in accelerate_yaml.read_fsdp(FSDP, "file")}
+    assert claims == {f"fsdp_config.{key}": value for key, value in FSDP.items()} | {
+        "fsdp_config.fsdp_offload_params": False
+    }
+    old = {"sharding_strategy": "full_shard", "min_num_params": "2000", "version": "1"}
+    claims = {claim.field: claim.value for claim in accelerate_yaml.read_fsdp(old, "file")}
+    assert claims == {
+        "fsdp_config.fsdp_sharding_strategy": "FULL_SHARD",
+        "fsdp_config.fsdp_min_num_params": 2000,
+        "fsdp_config.fsdp_version": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        (3, "fsdp_config of accelerate.yaml is 3: give a mapping"),
+        (
+            {"fsdp_offload_parms": True},
+            "unknown key fsdp_config.fsdp_offload_parms in accelerate.yaml (did you mean fsdp_offload_params?)",
+        ),
+        ({"fsdp_version": 3}, "fsdp_config.fsdp_version of accelerate.yaml is 3: give 1 or 2"),
+        ({"fsdp_offload_params": 7}, "fsdp_offload_params of accelerate.yaml is 7: give true or false"),
+        ({"fsdp_min_num_params": "x"}, "fsdp_min_num_params of accelerate.yaml is x: give an integer"),
+        ({"fsdp_sharding_strategy": "ALL"}, "is ALL: give one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"),
+        ({"fsdp_reshard_after_forward": "ALL"}, "is ALL: give one of FULL_SHARD, SHARD_GRAD_OP"),
+        ({"fsdp_transformer_layer_cls_to_wrap": 4}, "cls_to_wrap of accelerate.yaml is 4: give text"),
+        (FSDP, "fsdp_version': 2}, which is refused: FSDP is not used here, ZeRO divides the same"),
+    ],
+)
+def test_an_fsdp_block_that_cannot_be_is_refused_by_name(files: Files, block: Any, sentence: str) -> None:
+    assert sentence in files.refusal(
+        WRITTEN | {"distributed_type": "FSDP", "deepspeed_config": {}, "fsdp_config": block}
+    )
+
+
+@pytest.mark.parametrize("off", [None, False, {}])
+def test_an_fsdp_block_that_asks_for_nothing_is_left_out(files: Files, off: Any) -> None:
+    assert files.load(WRITTEN | {"fsdp_config": off}).launch.distributed == "zero2"

@@ -1,0 +1,1 @@
+"""Settings files of other programs, read as claims about values of our configuration."""

@@ -1,0 +1,418 @@
+"""Accelerate's YAML, as `accelerate config` writes it.
+
+Accelerate's own definitions say which keys there are; each is honoured, known to change nothing
+here, or refused unless it asks for nothing. Accelerate is imported when a YAML is read, not before.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any
+
+from megacore.foreign.claims import Claim
+from megacore.foreign.files import nearest, read_number
+
+_OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
+"""Values with which a key asks for nothing."""
+_Refused = Mapping[str, tuple[str, tuple[Any, ...]]]
+_TPU = "there is nothing here for TPUs: remove it"
+_TPU_KEYS = "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
+_NOT_USED = "nothing here uses it: remove it"
+
+_HONOURED = (
+    "compute_environment distributed_type deepspeed_config fsdp_config mixed_precision fp16 "
+    "use_cpu num_processes num_machines machine_rank main_process_ip main_process_port"
+)
+HONOURED = frozenset(_HONOURED.split())
+"""Keys that are translated or checked by `read_accelerate`."""
+WITHOUT_EFFECT = frozenset({"same_network", "main_training_function"})
+"""Keys whose value changes nothing here: machines are reached through ssh or by a scheduler, and a
+function is for notebooks and TPUs."""
+_REASONS = {
+    "gpu_ids": "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all",
+    "rdzv_backend": "ranks meet as launch.rdzv_endpoint says: set it to static",
+    "enable_cpu_affinity": (
+        "ranks are not bound to cores: set it to false, and see launch.threads_per_rank"
+    ),
+    "debug": "set it to false, and ACCELERATE_DEBUG_MODE=1 in the environment",
+    "dynamo_config": "models are not compiled: remove it",
+    "dynamo_backend": "models are not compiled: set it to 'NO'",
+    "megatron_lm_config": (
+        "Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain"
+    ),
+    "parallelism_config": "a fine-tuning divides its batch alone: remove it",
+    "fp8_config": "a fine-tuning computes in fp32, bf16 or fp16: remove it",
+    "mpirun_config": (
+        "ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind"
+    ),
+    "ipex_config": "Intel's extension for PyTorch is not used here: remove it",
+    **dict.fromkeys(("downcast_bf16", *_TPU_KEYS.split()), _TPU),
+}
+_ALSO_OFF: dict[str, tuple[Any, ...]] = {
+    "gpu_ids": ("all",),
+    "rdzv_backend": ("static", "c10d"),
+    "dynamo_config": ({"dynamo_backend": "NO"}, {"dynamo_backend": "no"}),
+    "ipex_config": ({"ipex": False},),
+}
+REFUSED = {key: (reason, _ALSO_OFF.get(key, ())) for key, reason in _REASONS.items()}
+"""Keys that are refused: why, and the values that ask for nothing beside those of `_OFF`."""
+
+_DEEPSPEED_HONOURED = (
+    "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
+    "gradient_accumulation_steps gradient_clipping deepspeed_hostfile deepspeed_inclusion_filter "
+    "deepspeed_exclusion_filter deepspeed_multinode_launcher"
+)
+DEEPSPEED_HONOURED = frozenset(_DEEPSPEED_HONOURED.split())
+"""Keys of deepspeed_config that are translated or checked."""
+_DEEPSPEED_WITHOUT_EFFECT = (
+    "offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"
+)
+DEEPSPEED_WITHOUT_EFFECT = frozenset(_DEEPSPEED_WITHOUT_EFFECT.split())
+"""Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and
+the best model is gathered and saved in fp32."""
+DEEPSPEED_REFUSED: _Refused = {
+    "deepspeed_moe_layer_cls_names": ("mixtures of experts are untested here: remove it", ()),
+}
+
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
+_AUTOS = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+)
+_LAUNCHERS = ("pdsh", "standard", "nossh")
+"""Ways of starting other machines that ssh takes the place of."""
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+_STAGES = {(0, False, False): "ddp", (2, False, False): "zero2", (3, False, False): "zero3"}
+_STAGES[3, True, True] = "zero3-offload"
+
+
+@cache
+def cluster_defaults() -> dict[str, Any]:
+    """Return the keys of Accelerate's YAML and their defaults, None where it has none."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return {
+        each.name: None if each.default is MISSING else each.default
+        for each in fields(ClusterConfig)
+    }
+
+
+@cache
+def fsdp_defaults() -> dict[str, Any]:
+    """Return the keys of fsdp_config and their defaults, as `accelerate launch` has them."""
+    from accelerate.commands.launch import launch_command_parser
+
+    arguments = vars(launch_command_parser().parse_args(["script"]))
+    return {name: value for name, value in arguments.items() if name.startswith("fsdp_")}
+
+
+def named_json(content: Mapping[str, Any]) -> str | None:
+    """Return the path of DeepSpeed's JSON that the YAML gives, None where it gives none."""
+    block = content.get("deepspeed_config")
+    path = block.get("deepspeed_config_file") if isinstance(block, dict) else None
+    return path if isinstance(path, str) and path not in _OFF else None
+
+
+def asks_for_cpu(content: Mapping[str, Any]) -> bool:
+    """Return True where the YAML says that ranks compute on the CPU, whatever GPUs there are."""
+    return bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
+
+
+def read_accelerate(
+    content: Mapping[str, Any], launch: dict[str, Any], name: str
+) -> Iterator[Claim]:
+    """Yield what the YAML says, as values of the configuration.
+
+    Args:
+        content: of the YAML.
+        launch: the section; a DeepSpeed JSON is put there where no value of `launch.distributed`
+            says the same.
+        name: of the file in sentences.
+
+    Raises:
+        ValueError: a key is unknown, refused, or has a value that means nothing, or Accelerate is
+            not installed.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError(
+            f"{name} is Accelerate's YAML, which Accelerate itself checks, and that is not "
+            "installed: pip install megacore[finetune]"
+        )
+    defaults = cluster_defaults()
+    unused = {
+        key: (_NOT_USED, (default,))
+        for key, default in defaults.items()
+        if key not in HONOURED | WITHOUT_EFFECT | REFUSED.keys()
+    }
+    _known(content, "", (defaults, HONOURED, REFUSED), name)
+    _refuse(content, "", REFUSED | unused, name)
+    where = content.get("compute_environment", "LOCAL_MACHINE")
+    if where != "LOCAL_MACHINE":
+        raise ValueError(
+            f"compute_environment of {name} is {where}: only LOCAL_MACHINE is started here, other "
+            "machines by launch.hostfile and launch.kind"
+        )
+    kind = content.get("distributed_type")
+    _refuse_fsdp(content, name)
+    if kind not in _TYPES:
+        raise ValueError(f"distributed_type of {name} is {kind}: use {', '.join(_TYPES)}")
+    block = content.get("deepspeed_config") or {}
+    if not isinstance(block, dict):
+        raise ValueError(f"deepspeed_config of {name} is {block!r}: give a mapping of its keys")
+    if block and kind != "DEEPSPEED":
+        raise ValueError(
+            f"deepspeed_config of {name} is given but distributed_type is {kind}: set the latter "
+            "to DEEPSPEED, or remove the former"
+        )
+    yield from _processes(content, name)
+    yield from _precision(content, name)
+    if kind == "DEEPSPEED":
+        yield from _deepspeed(block, launch, name)
+    else:
+        yield Claim("launch.distributed", "ddp", f"distributed_type of {name} is {kind}")
+
+
+def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
+    """Yield what the block fsdp_config says, in Accelerate's own terms: `fsdp_config.fsdp_version`.
+
+    Raises ValueError for a key that Accelerate does not know, and for a value of another kind.
+    """
+    from accelerate.utils import constants
+
+    if not isinstance(block, dict):
+        raise ValueError(f"fsdp_config of {name} is {block!r}: give a mapping of its keys")
+    defaults = fsdp_defaults()
+    spelled = {
+        str(key) if str(key).startswith("fsdp") else f"fsdp_{key}": value
+        for key, value in block.items()
+    }
+    _known(spelled, "fsdp_config.", (defaults,), name)
+    for key, value in spelled.items():
+        if value is None:
+            continue
+        default = defaults[key]
+        choices = [str(each) for each in getattr(constants, key.upper(), ())]
+        read: Any = {"true": True, "false": False}.get(str(value).lower())
+        wanted = "true or false"
+        if key == "fsdp_version":
+            read, wanted = {"1": 1, "2": 2}.get(str(value)), "1 or 2"
+        elif key == "fsdp_reshard_after_forward" and read is None:  # of version 1
+            choices = constants.FSDP_SHARDING_STRATEGY
+        elif isinstance(default, int):
+            read, wanted = _number(value, int), "an integer"
+        elif default not in ("true", "false"):
+            read, wanted = (value if isinstance(value, str) else None), "text"
+        if choices:
+            read = next((each for each in choices if each == str(value).upper()), None)
+            wanted = f"one of {', '.join(choices)}"
+        if read is None:
+            raise ValueError(f"fsdp_config.{key} of {name} is {value}: give {wanted}")
+        field = f"fsdp_config.{key}"
+        yield Claim(field, read, f"{field} of {name} is {Claim.shown(value)}", ours=False)
+
+
+def _refuse_fsdp(content: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError for what asks for FSDP; where it is taken, `read_fsdp` has its claims."""
+    block = content.get("fsdp_config")
+    if block in _OFF:
+        return
+    list(read_fsdp(block, name))
+    raise ValueError(
+        f"fsdp_config of {name} is {block}, which is refused: FSDP is not used here, ZeRO divides "
+        "the same: use distributed_type DEEPSPEED"
+    )
+
+
+def _known(block: Mapping[str, Any], prefix: str, tables: tuple[Any, ...], name: str) -> None:
+    known = sorted({key for table in tables for key in table})
+    for key in block:
+        if key not in known:
+            raise ValueError(f"unknown key {prefix}{key} in {name}{nearest(str(key), known)}")
+
+
+def _refuse(block: Mapping[str, Any], prefix: str, refused: _Refused, name: str) -> None:
+    for key, (reason, off) in refused.items():
+        value = block.get(key)
+        if value not in (*_OFF, *off):
+            raise ValueError(
+                f"{prefix}{key} of {name} is {Claim.shown(value)}, which is refused: {reason}"
+            )
+
+
+def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """Ranks, machines, and where they meet."""
+    machines = _count(content, "num_machines", name)
+    processes = _count(content, "num_processes", name)
+    kind, on_cpu = content["distributed_type"], _flag(content, "use_cpu", name)
+    if kind == "NO" and (processes or 1) > 1:
+        raise ValueError(
+            f"num_processes of {name} is {processes} but distributed_type is NO, one process: set "
+            "the latter to MULTI_GPU, MULTI_CPU or DEEPSPEED"
+        )
+    if kind == "MULTI_GPU" and on_cpu:
+        raise ValueError(
+            f"use_cpu of {name} is true but distributed_type is MULTI_GPU: set the latter to "
+            "MULTI_CPU"
+        )
+    if asks_for_cpu(content):
+        key, value = ("use_cpu", "true") if on_cpu else ("distributed_type", "MULTI_CPU")
+        yield Claim("launch.allow_cpu", True, f"{key} of {name} is {value}")
+    processes = 1 if kind == "NO" else processes
+    if processes is not None:
+        clause = f"num_processes of {name} is {processes}"
+        if processes % (machines or 1):
+            raise ValueError(
+                f"{clause}, which num_machines {machines} does not divide: give each machine as "
+                "many"
+            )
+        if (machines or 1) > 1:
+            clause += f" on num_machines {machines}"
+        yield Claim("launch.nproc_per_node", processes // (machines or 1), clause)
+    if machines is not None:
+        yield Claim("launch.nnodes", machines, f"num_machines of {name} is {machines}")
+    rank = content.get("machine_rank") or 0
+    if rank != 0:
+        raise ValueError(
+            f"machine_rank of {name} is {rank}: all machines are started from one place, give the "
+            "file of machine 0"
+        )
+    if (machines or 1) > 1:
+        yield from _meeting(content, name)
+
+
+def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """The address of the first machine; on one machine ranks meet at a port that is free."""
+    address, port = content.get("main_process_ip"), content.get("main_process_port")
+    if address is None and port is not None:
+        raise ValueError(
+            f"main_process_port of {name} is {port} without main_process_ip: give both, or neither"
+        )
+    if address is not None:
+        at, said = str(address), f"main_process_ip of {name} is {address}"
+        if port is not None:
+            at, said = f"{address}:{port}", f"{said} and main_process_port {port}"
+        yield Claim("launch.rdzv_endpoint", at, said)
+
+
+def _precision(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    value = content.get("mixed_precision")
+    if value is None and content.get("fp16"):
+        yield Claim("train.precision", "fp16", f"fp16 of {name} is true")
+    if value is None:
+        return
+    said = "no" if value is False else str(value).lower()  # YAML reads a bare `no` as false
+    if said not in _PRECISIONS:
+        raise ValueError(f"mixed_precision of {name} is {value}: use {', '.join(_PRECISIONS)}")
+    yield Claim("train.precision", _PRECISIONS[said], f"mixed_precision of {name} is {said}")
+
+
+def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
+    prefix = "deepspeed_config."
+    _known(block, prefix, (DEEPSPEED_HONOURED, DEEPSPEED_WITHOUT_EFFECT, DEEPSPEED_REFUSED), name)
+    _refuse(block, prefix, DEEPSPEED_REFUSED, name)
+    path = named_json(block and {"deepspeed_config": block})
+    if path is not None and not isinstance(launch.get("deepspeed_config"), dict):
+        raise ValueError(
+            f"{prefix}deepspeed_config_file of {name} is {path}, which was not read: give its "
+            "content as launch.deepspeed_config, or load the configuration from its YAML"
+        )
+    yield from _stage(block, launch, name)
+    for key, field, kind in (
+        ("gradient_accumulation_steps", "train.gradient_accumulation_steps", int),
+        ("gradient_clipping", "optim.clip_grad", float),
+    ):
+        value = block.get(key)
+        if value in _OFF or value == "auto":
+            continue
+        number = _number(value, kind)
+        if number is None or number <= 0:
+            raise ValueError(f"{prefix}{key} of {name} is {value}: give a number above 0")
+        yield Claim(field, number, f"{prefix}{key} of {name} is {value}")
+    yield from _hosts(block, name)
+
+
+def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
+    """What the ranks divide; where a JSON says it, the YAML need not."""
+    clauses, devices = dict[str, str](), dict[str, str]()
+    for what in ("optimizer", "param"):
+        key = f"offload_{what}_device"
+        value = block.get(key)
+        devices[what] = "none" if value in _OFF else str(value)
+        clauses[what] = f"deepspeed_config.{key} of {name} is {devices[what]}"
+        if devices[what] not in ("none", "cpu"):
+            raise ValueError(f"{clauses[what]}: use cpu or none, nvme is not used here")
+        if value is not None:
+            field = f"zero_optimization.offload_{what}.device"
+            yield Claim(field, devices[what], clauses[what], ours=False)
+    in_json = isinstance(launch.get("deepspeed_config"), dict)
+    stage = block.get("zero_stage", None if in_json else 2)
+    if stage is None:
+        return
+    clause = f"deepspeed_config.zero_stage of {name} is {stage}"
+    if _number(stage, int) not in (0, 2, 3):
+        raise ValueError(f"{clause}: use 2 or 3, or 0 for distributed data parallelism")
+    stage, on_cpu = int(stage), [what for what, device in devices.items() if device == "cpu"]
+    if on_cpu and (stage == 0 or (stage == 2 and "param" in on_cpu)):
+        raise ValueError(
+            f"{clauses[on_cpu[-1]]} but {clause}: {'2 or ' if stage == 0 else ''}3 offloads that"
+        )
+    if stage:
+        yield Claim("zero_optimization.stage", stage, clause, ours=False)
+    method = _STAGES.get((stage, "optimizer" in on_cpu, "param" in on_cpu))
+    if method is not None:
+        offloads = " with offload of both" if method == "zero3-offload" else ""
+        yield Claim("launch.distributed", method, f"{clause}{offloads}")
+    elif not in_json:  # DeepSpeed's own terms have no other name here
+        launch["deepspeed_config"] = _json(stage, on_cpu)
+
+
+def _json(stage: int, on_cpu: list[str]) -> dict[str, Any]:
+    """DeepSpeed's JSON for what has no value of `launch.distributed`: offload of one part."""
+    offload = {f"offload_{what}": {"device": "cpu", "pin_memory": True} for what in on_cpu}
+    return {
+        **dict.fromkeys(_AUTOS.split(), "auto"),
+        "zero_optimization": {"stage": stage, **offload},
+    }
+
+
+def _hosts(block: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    prefix = "deepspeed_config."
+    launcher = block.get("deepspeed_multinode_launcher")
+    if launcher not in _OFF and launcher not in _LAUNCHERS:
+        raise ValueError(
+            f"{prefix}deepspeed_multinode_launcher of {name} is {launcher}: other machines are "
+            f"reached through ssh, use {' or '.join(_LAUNCHERS)}, or launch.kind slurm"
+        )
+    for what, field in (("inclusion", "include"), ("exclusion", "exclude")):
+        key = f"deepspeed_{what}_filter"
+        if block.get(key) not in _OFF:
+            clause = f"{prefix}{key} of {name} is {block[key]}"
+            yield Claim(f"launch.{field}", str(block[key]).split("@"), clause)
+    if (hostfile := block.get("deepspeed_hostfile")) not in _OFF:
+        clause = f"{prefix}deepspeed_hostfile of {name} is {hostfile}"
+        yield Claim("launch.hostfile", str(hostfile), clause)
+
+
+def _count(content: Mapping[str, Any], key: str, name: str) -> int | None:
+    """A number of processes or machines; None where the file leaves it open."""
+    value = content.get(key)
+    if value is None or value == -1:
+        return None
+    number = _number(value, int)
+    if number is None or number < 1:
+        raise ValueError(f"{key} of {name} is {value}: give an integer above 0")
+    return int(number)
+
+
+def _flag(content: Mapping[str, Any], key: str, name: str) -> bool:
+    value = content.get(key)
+    if value not in (None, True, False):
+        raise ValueError(f"{key} of {name} is {value}: give true or false")
+    return bool(value)
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> float | None:
+    number = read_number(value)
+    if number is None or kind is float:
+        return number
+    return int(number) if number == int(number) else None

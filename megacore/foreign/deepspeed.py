@@ -1,0 +1,215 @@
+"""DeepSpeed's JSON: every key known by name, and every value of its kind."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.foreign.deepspeed_keys import (
+    AUTO,
+    REFUSED,
+    SCHEDULER_TYPES,
+    Definitions,
+    Key,
+    Refused,
+    definitions,
+)
+from megacore.foreign.files import read_number, shown
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one kind of run takes of DeepSpeed's JSON."""
+
+    definitions: Definitions
+    """What DeepSpeed says of its keys."""
+    keys: Mapping[str, Key]
+    """Every key that is honoured."""
+    name: str = "deepspeed.config"
+    """The file in sentences."""
+    refused: Mapping[str, Refused] = field(default_factory=lambda: REFUSED)
+    """Keys that are refused by name."""
+    optimizers: tuple[str, ...] = ("Adam", "AdamW")
+    """Types of optimizer, which DeepSpeed spells in any case."""
+    no_optimizer: str = "but megacore trains with AdamW alone: use AdamW, or remove optimizer"
+    """What is said of another one."""
+    no_scheduler: str = "and no optim.lr_decay_style is like it"
+    """What is said of a scheduler without a counterpart."""
+
+
+def pretraining() -> Form:
+    """Return what a pretraining takes. Raises ValueError where DeepSpeed is not installed."""
+    known = definitions()
+    return Form(known, known.keys)
+
+
+def read_keys(content: Mapping[str, Any], form: Form | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a JSON by their present dotted names, each of its kind or "auto".
+
+    Args:
+        content: of the JSON.
+        form: what is taken of it; None means `pretraining()`.
+
+    Raises:
+        ValueError: a key is unknown, refused or given in two spellings, a value is of another kind,
+            or DeepSpeed refuses a block.
+    """
+    form = form or pretraining()
+    spellings: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for name, (key, value) in _leaves("", content, form):
+        if key in spellings:
+            raise ValueError(
+                f"{form.name} says both {spellings[key]} and {name}, which are the same: remove one"
+            )
+        spellings[key], values[key] = name, value
+    form.definitions.check(values, form.name)
+    yield from values.items()
+
+
+def _leaves(
+    prefix: str, block: Mapping[str, Any], form: Form
+) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """For each value the name that the file has for it, its present name, and what it means."""
+    flags = form.definitions.offload_flags
+    # The type first: it decides which parameters there are.
+    for name in sorted(block, key=lambda name: name != "type"):
+        spelled, value = f"{prefix}{name}", block[name]
+        key = form.definitions.renamed.get(spelled, spelled)
+        if key == "zero_optimization" and isinstance(value, bool):
+            yield spelled, ("zero_optimization.stage", int(value))
+        elif spelled in flags:
+            if _read(spelled, Key("flag"), value, form) is True:
+                yield spelled, (flags[spelled], "cpu")
+        elif key in form.refused:
+            _refuse(key, value, form)
+        elif key in form.keys:
+            if value is not None:
+                yield spelled, (key, _typed(key, value, form))
+        elif any(known.startswith(f"{key}.") for known in form.keys):
+            if not isinstance(value, dict | None):
+                raise ValueError(
+                    f"{spelled} of {form.name} is {shown(value)}: give an object of its keys"
+                )
+            _check_parameters(key, value or {}, block, form)
+            yield from _leaves(f"{key}.", value or {}, form)
+        else:
+            raise ValueError(f"unknown key {spelled} in {form.name}{_nearest(prefix, name, form)}")
+
+
+def _typed(name: str, value: Any, form: Form) -> Any:
+    """What a value means. Raises ValueError when it is not of its kind, or no type taken."""
+    value = _read(name, form.keys[name], value, form)
+    if name == "optimizer.type":
+        spelled = {kind.lower(): kind for kind in form.optimizers}.get(value.lower())
+        if spelled is None:
+            raise ValueError(f"optimizer.type of {form.name} is {value} {form.no_optimizer}")
+        return spelled
+    if name == "scheduler.type" and value not in SCHEDULER_TYPES:
+        raise ValueError(
+            f"scheduler.type of {form.name} is {value}, {form.no_scheduler}: use "
+            f"{', '.join(SCHEDULER_TYPES)}, or remove scheduler, and optim describes the schedule"
+        )
+    return value
+
+
+def _check_parameters(
+    key: str, params: Mapping[str, Any], block: Mapping[str, Any], form: Form
+) -> None:
+    """Raise ValueError for parameters without a type, or of another type of scheduler."""
+    if key in ("optimizer.params", "scheduler.params") and block.get("type") is None:
+        raise ValueError(
+            f"{form.name} has {key} without {key.replace('params', 'type')}: say the type"
+        )
+    for name in params if key == "scheduler.params" else ():
+        known = form.definitions.schedulers[block["type"]]
+        if name not in known:
+            raise ValueError(
+                f"unknown key scheduler.params.{name} in {form.name}: {block['type']} has "
+                f"{', '.join(known)}"
+            )
+
+
+def _read(name: str, key: Key, value: Any, form: Form) -> Any:
+    """What a value means. Raises ValueError when it is not of its kind."""
+    if value == AUTO:
+        if name.endswith(".type"):
+            raise ValueError(f'{name} of {form.name} is "auto": say which, or remove it')
+        return AUTO
+    reader, wanted = _READERS[key.kind]
+    read = reader(value)
+    if read is None or (key.choices and read not in key.choices):
+        wanted = f"one of {', '.join(map(str, key.choices))}" if key.choices else wanted
+        raise ValueError(f"{name} of {form.name} is {shown(value)}: give {wanted}")
+    return read
+
+
+def _flag(value: Any) -> bool | None:
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().lower())
+    return value if isinstance(value, bool) else None
+
+
+def _integer(value: Any) -> int | None:
+    number = read_number(value)
+    return int(number) if number is not None and number == int(number) and number >= 0 else None
+
+
+def _pair(value: Any) -> tuple[float, float] | None:
+    numbers = [read_number(part) for part in value] if isinstance(value, list) else []
+    return (numbers[0], numbers[1]) if len(numbers) == 2 and None not in numbers else None  # type: ignore[return-value]
+
+
+def _only(kind: type, value: Any) -> Any:
+    return value if isinstance(value, kind) else None
+
+
+_READERS = {
+    "flag": (_flag, "true or false"),
+    "size": (lambda value: _integer(value) or None, "an integer above 0"),
+    "integer": (_integer, "an integer that is not negative"),
+    "number": (read_number, "a finite number"),
+    "text": (lambda value: _only(str, value), "text"),
+    "list": (lambda value: _only(list, value), "a list"),
+    "pair": (_pair, "a list of two numbers"),
+}
+"""How each kind is read, which strings may spell, and what it must be."""
+
+
+def _refuse(name: str, value: Any, form: Form) -> None:
+    """Raise ValueError unless the value asks for nothing."""
+    refused = form.refused[name]
+    if value is None or value == AUTO:
+        return
+    plain = _plain(value)
+    if plain in refused.off if refused.off else _is_off(plain):
+        return
+    raise ValueError(f"{name} of {form.name} is {shown(value)}, which is refused: {refused.reason}")
+
+
+def _plain(value: Any) -> Any:
+    """A flag or number that is spelled as a string, as what it means."""
+    if isinstance(value, str):
+        for reader in (_flag, read_number):
+            if (read := reader(value)) is not None:
+                return read
+    return value
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a switch, or every switch of a block, is off."""
+    if isinstance(value, dict):
+        switches = value.values()
+        return _plain(value.get("enabled")) is False or all(
+            _plain(part) in (None, False) for part in switches
+        )
+    return value is False
+
+
+def _nearest(prefix: str, name: str, form: Form) -> str:
+    every = (*form.keys, *form.refused, *form.definitions.renamed)
+    here = {key.removeprefix(prefix).split(".")[0] for key in every if key.startswith(prefix)}
+    close = difflib.get_close_matches(name, sorted(here), n=1, cutoff=0.7)
+    elsewhere = sorted(key for key in form.keys if key.rsplit(".", 1)[-1] == name)
+    right = [f"{prefix}{close[0]}"] if close else elsewhere
+    return f" (did you mean {right[0]}?)" if right else f" (known: {', '.join(sorted(here))})"
