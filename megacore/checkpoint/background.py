@@ -19,7 +19,7 @@ from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import Marker
 from megacore.checkpoint.retain import apply_retention
 from megacore.checkpoint.save import check_types, encode_state, write_checkpoint
-from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.checkpoint.staging import HostBuffers, Shares
 
 _POLL = 0.5
@@ -123,7 +123,7 @@ class CheckpointSaver:
     def save(
         self,
         iteration: int,
-        tensors: Mapping[str, Tensor | TensorShard],
+        tensors: Tensors,
         state: Mapping[str, Any],
         *,
         validation_loss: float | None,
@@ -208,7 +208,7 @@ class CheckpointSaver:
             dist.destroy_process_group(self._ranks.group)
             self._ranks.group = None
 
-    def _fit(self, own: Mapping[str, Tensor | TensorShard]) -> None:
+    def _fit(self, own: Tensors) -> None:
         """Allocate host memory; where it fails on one rank alone, it is raised on all. Collective."""
         try:
             self._ranks.everywhere(lambda: self._buffers.fit(own))
@@ -244,7 +244,7 @@ class CheckpointSaver:
         return True
 
     def _run(
-        self, flight: _Flight, tensors: Mapping[str, Tensor | TensorShard], state: str, validation_loss: float | None
+        self, flight: _Flight, tensors: Tensors, state: str, validation_loss: float | None
     ) -> None:
         """Write and retain; what happens is kept in `flight`."""
 
@@ -280,9 +280,7 @@ def _alive(flight: _Flight) -> bool:
 
 
 def _bytes(tensor: Tensor | TensorShard) -> int:
-    if isinstance(tensor, Tensor):
-        return tensor.nbytes
-    return sum(piece.nbytes for piece in tensor.pieces.values())
+    return sum(piece.nbytes for piece in pieces_of(tensor).values())
 
 
 def _sizes(staging: Path | None) -> list[int]:

@@ -5,12 +5,13 @@ which hold attributes and nothing else, and three harmless values of torch; anyt
 records are then checked field by field and turned into torch's own metadata.
 """
 
+import importlib
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,13 +21,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
-from megacore.checkpoint.format import METADATA_NAME
-from megacore.checkpoint.slices import read_slices
 from megacore.errors import CheckpointError
 
+PRIVATE_NAMES = {
+    "torch.distributed.checkpoint.filesystem._StorageInfo": (
+        "save.py",
+        "the place of a saved slice: torch's own reader expects it under this name in .metadata",
+    ),
+}
+"""Every private name of torch that this package uses: the file that does, and what for."""
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = {
     (f"{_DCP}.metadata", "Metadata"),
@@ -54,33 +58,29 @@ _DTYPES = {
 }
 
 
-class SafeFileSystemReader(FileSystemReader):
-    """A FileSystemReader that executes nothing: `.metadata` is read here, once, when it is made.
+@dataclass(frozen=True)
+class SavedSlice:
+    """Where the archive around a saved rectangle lies."""
 
-    Slices go through `torch.load(weights_only=True)` as in torch itself, but their data straight into the tensors that
-    are filled; entries that are no tensor, which torch would unpickle, are refused. Raises CheckpointError.
-    """
+    relative_path: str
+    """File below the checkpoint's directory."""
+    offset: int
+    """Of the archive in the file, in bytes."""
+    length: int
+    """Of the archive, in bytes."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.metadata = read_metadata(directory / METADATA_NAME)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata that was read and checked."""
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors."""
-        read_slices(Path(self.path), plan.items, self.storage_data, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shape and dtype of every tensor in the checkpoint, by global name."""
-        entries: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
-        return entries
+def private_name(name: str) -> Any:
+    """Import one of PRIVATE_NAMES. Raises CheckpointError when this torch has it no more."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        file, purpose = PRIVATE_NAMES[name]
+        raise CheckpointError(
+            f"torch {torch.__version__} moved {name}, which megacore/checkpoint/{file} uses for "
+            f"{purpose}: install the version that constraints.txt names"
+        ) from error
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -163,14 +163,14 @@ def _index(record: Any) -> MetadataIndex:
     return MetadataIndex(_text(fields["fqn"]), _size(fields["offset"]), None if hint is None else _integer(hint))
 
 
-def _storage(record: Any) -> _StorageInfo:
+def _storage(record: Any) -> SavedSlice:
     fields = _fields(record, "_StorageInfo")
     name = _text(fields["relative_path"])
     if name in {"", ".", ".."} or "/" in name or "\0" in name:
         raise CheckpointError(f"it points to the file {name!r} outside the checkpoint")
     if fields.get("transform_descriptors"):
         raise CheckpointError(f"it asks for transforms {fields['transform_descriptors']!r}")
-    return _StorageInfo(name, _integer(fields["offset"]), _integer(fields["length"]))
+    return SavedSlice(name, _integer(fields["offset"]), _integer(fields["length"]))
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:

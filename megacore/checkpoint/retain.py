@@ -11,9 +11,9 @@ from megacore.checkpoint.format import (
     STALE_SUFFIX,
     TRACKER_NAME,
     complete_checkpoints,
+    exclusive_lock,
     iteration_of,
 )
-from megacore.checkpoint.lock import exclusive_lock
 
 
 def apply_retention(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.errors import CheckpointError
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -34,41 +34,40 @@ class Shares:
         self._form: list[tuple[Key, torch.dtype, str]] | None = None
         self._own: frozenset[Key] = frozenset()
 
-    def differ(self, tensors: Mapping[str, Tensor | TensorShard]) -> bool:
+    def differ(self, tensors: Tensors) -> bool:
         """Whether this rank holds tensors of another form than when the ranks last decided."""
-        return form_of(pieces_of(tensors)) != self._form
+        return form_of(rectangles_of(tensors)) != self._form
 
-    def decide(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
+    def decide(self, tensors: Tensors) -> None:
         """Share out what the ranks hold. Collective."""
-        pieces = pieces_of(tensors)
+        pieces = rectangles_of(tensors)
         held = {key: piece.nbytes for key, piece in pieces.items()}
         everyones = self._ranks.everywhere(lambda: held)
         self._own = shared_out(everyones)[self._ranks.rank]
         self._form = form_of(pieces)
         self.total_bytes = sum({key: size for one in everyones for key, size in one.items()}.values())
 
-    def own(self, tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
+    def own(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
         """Those of `tensors`, and of their rectangles, that this rank writes."""
         selected: dict[str, Tensor | TensorShard] = {}
         for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor):
-                if _key(name, None, tensor) in self._own:
-                    selected[name] = tensor
-                continue
-            pieces = {at: piece for at, piece in tensor.pieces.items() if _key(name, at, piece) in self._own}
+            pieces = {
+                at: piece
+                for at, piece in pieces_of(tensor).items()
+                if _key(name, at, piece) in self._own
+            }
             if pieces:
-                selected[name] = TensorShard(tensor.shape, tensor.dtype, pieces)
+                selected[name] = _with_pieces(tensor, pieces)
         return selected
 
 
-def pieces_of(tensors: Mapping[str, Tensor | TensorShard]) -> dict[Key, Tensor]:
-    """Every rectangle that a rank holds."""
-    found = {}
-    for name, tensor in tensors.items():
-        pieces = {None: tensor} if isinstance(tensor, Tensor) else tensor.pieces
-        for offsets, piece in pieces.items():
-            found[_key(name, offsets, piece)] = piece
-    return found
+def rectangles_of(tensors: Tensors) -> dict[Key, Tensor]:
+    """Return every rectangle that a rank holds."""
+    return {
+        _key(name, offsets, piece): piece
+        for name, tensor in tensors.items()
+        for offsets, piece in pieces_of(tensor).items()
+    }
 
 
 def form_of(pieces: Mapping[Key, Tensor]) -> list[tuple[Key, torch.dtype, str]]:
@@ -76,8 +75,18 @@ def form_of(pieces: Mapping[Key, Tensor]) -> list[tuple[Key, torch.dtype, str]]:
     return [(key, piece.dtype, piece.device.type) for key, piece in pieces.items()]
 
 
-def _key(name: str, offsets: torch.Size | None, piece: Tensor) -> Key:
-    return name, (0,) * piece.dim() if offsets is None else tuple(offsets), tuple(piece.shape)
+def _key(name: str, offsets: torch.Size, piece: Tensor) -> Key:
+    return name, tuple(offsets), tuple(piece.shape)
+
+
+def _with_pieces(
+    tensor: Tensor | TensorShard, pieces: dict[torch.Size, Tensor]
+) -> Tensor | TensorShard:
+    """Return the same tensor with other pieces."""
+    if isinstance(tensor, TensorShard):
+        return TensorShard(tensor.shape, tensor.dtype, pieces)
+    (whole,) = pieces.values()
+    return whole
 
 
 def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
@@ -113,15 +122,21 @@ class HostBuffers:
         self._buffers: dict[Key, Tensor] = {}
         self._pinned: int | None = None
 
-    def copy(self, tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
+    def copy(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
         """The same tensors in host memory, valid until the next copy. Raises CheckpointError without enough memory."""
         self.fit(tensors)
-        _copy([(self._buffers[key], piece.detach()) for key, piece in pieces_of(tensors).items()])
-        return {name: self._buffered(name, tensor) for name, tensor in tensors.items()}
+        _copy([(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()])
+        return {
+            name: _with_pieces(
+                tensor,
+                {at: self._buffers[_key(name, at, piece)] for at, piece in pieces_of(tensor).items()},
+            )
+            for name, tensor in tensors.items()
+        }
 
-    def fit(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
+    def fit(self, tensors: Tensors) -> None:
         """Allocate for tensors of this form, if that is not done. Raises CheckpointError without enough memory."""
-        pieces = pieces_of(tensors)
+        pieces = rectangles_of(tensors)
         form = form_of(pieces)
         if form != self._form:
             self.free()
@@ -133,12 +148,6 @@ class HostBuffers:
         if self._pinned is not None:
             _cuda_runtime().cudaHostUnregister(self._pinned)
         self._pinned, self._form, self._buffers = None, [], {}
-
-    def _buffered(self, name: str, tensor: Tensor | TensorShard) -> Tensor | TensorShard:
-        if isinstance(tensor, Tensor):
-            return self._buffers[_key(name, None, tensor)]
-        pieces = {at: self._buffers[_key(name, at, piece)] for at, piece in tensor.pieces.items()}
-        return TensorShard(tensor.shape, tensor.dtype, pieces)
 
     def _allocate(self, pieces: Mapping[Key, Tensor]) -> None:
         """A storage of its own for each tensor: torch saves the whole storage that a tensor lies in."""

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megacore.checkpoint.format import METADATA_NAME
 from megacore.checkpoint.load import read_tensors
-from megacore.checkpoint.metadata import SafeFileSystemReader
+from megacore.checkpoint.metadata import SavedSlice, read_metadata
 from megacore.convert.chunks import Chunk, read_into
 from megacore.errors import CheckpointError
 
@@ -26,10 +26,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self._metadata = SafeFileSystemReader(checkpoint).metadata
+        self._metadata = read_metadata(checkpoint / METADATA_NAME)
         entries = self._metadata.state_dict_metadata
         self.names = [name.removeprefix(PREFIX) for name in entries if name.startswith(PREFIX)]
-        self._places: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {name: [] for name in entries}
+        self._places: dict[str, list[tuple[MetadataIndex, SavedSlice]]] = {name: [] for name in entries}
         for index, info in self._metadata.storage_data.items():
             self._places[index.fqn].append((index, info))
 
