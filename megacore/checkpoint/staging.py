@@ -194,9 +194,9 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         plain = source.device.type == "cpu" and source.is_contiguous() and source.numel() >= _LARGE
         (large if plain else others).append((target, source))
-    with torch.no_grad():
-        if others:  # those on a device are on their way while the large ones are copied here
-            torch._foreach_copy_([target for target, _ in others], [source for _, source in others], non_blocking=True)
+    with torch.no_grad():  # those on a device are on their way while the large ones are copied here
+        for target, source in others:
+            target.copy_(source, non_blocking=True)
     _copy_memory(large)
     for device in {source.device for _, source in others if source.is_cuda}:
         torch.cuda.synchronize(device)
