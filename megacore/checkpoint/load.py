@@ -29,7 +29,7 @@ from megacore.errors import CheckpointError
 __all__ = ["latest_complete", "load_checkpoint", "names_of_all", "read_state", "read_tensors", "tensor_shapes"]
 
 _SHOWN = 4
-_CHUNK = 32 << 20
+_BLOCK = 4 << 20
 """Bytes that are read at once where a tensor's memory cannot be read into."""
 _THREADS = 4
 """That read at most; a disk is not faster with more."""
@@ -56,8 +56,9 @@ class CheckpointReader:
     def fill(self, tensors: Tensors) -> None:
         """Read the slices that lie in `tensors`, several at once, into their memory.
 
-        Torch reads the archive around each slice with `weights_only`, without its data; they
-        follow from the file. Raises CheckpointError for a damaged or foreign file.
+        Values of another dtype are converted in small blocks. Torch reads the archive around each
+        slice with `weights_only`, without its data; they follow from the file. Raises
+        CheckpointError for a damaged or foreign file.
         """
         try:
             self._fill(tensors)
@@ -87,7 +88,8 @@ class CheckpointReader:
                 assert item.dest_index.offset is not None, "every rectangle has a position"
                 target = pieces[item.dest_index.offset].detach()
                 target = _narrowed(target, item.dest_offsets, item.lengths)
-                _read(files[place.relative_path].fileno(), place, item, target)
+                dtype = self.tensors[item.dest_index.fqn].properties.dtype
+                _read(files[place.relative_path].fileno(), place, item, dtype, target)
 
             threads = min(_THREADS, torch.get_num_threads(), len(items))
             if threads <= 1:
@@ -148,26 +150,22 @@ def read_tensors(
     checkpoint has not.
     """
     with reading(path):
-        tensors = _read_whole(CheckpointReader(path), path, names, prefix)
-    return {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+        reader = CheckpointReader(path)
+        entries = reader.tensors
+        chosen = [name for name in entries if name.startswith(prefix)] if names is None else list(names)
+        missing = [name for name in chosen if name not in entries]
+        if missing or not chosen:
+            asked = _listed(missing) if missing else f"any name that starts with {prefix!r}"
+            raise CheckpointError(f"{path} has no tensor {asked}: it has {_listed(list(entries))}")
+        tensors = {name: _empty(entries[name], dtype) for name in chosen}
+        reader.fill(tensors)
+        return tensors
 
 
-def _read_whole(
-    reader: CheckpointReader, path: Path, names: Iterable[str] | None, prefix: str
-) -> dict[str, Tensor]:
-    wanted = list(names) if names is not None else [name for name in reader.tensors if name.startswith(prefix)]
-    missing = [name for name in wanted if name not in reader.tensors]
-    if missing or not wanted:
-        asked = _listed(missing) if missing else f"any name that starts with {prefix!r}"
-        raise CheckpointError(f"{path} has no tensor {asked}: it has {_listed(list(reader.tensors))}")
-    tensors = {
-        name: torch.empty(reader.tensors[name].size, dtype=reader.tensors[name].properties.dtype) for name in wanted
-    }
-    reader.fill(tensors)
-    return tensors
+def _empty(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> Tensor:
+    """Return memory for a saved tensor, of `dtype` if that is given and the tensor is of floats."""
+    saved = entry.properties.dtype
+    return torch.empty(entry.size, dtype=dtype if dtype and saved.is_floating_point else saved)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -211,38 +209,36 @@ def _listed(items: list[str]) -> str:
     return f"{shown} and {len(items) - _SHOWN} more" if len(items) > _SHOWN else shown
 
 
-def _read(descriptor: int, place: SavedSlice, item: ReadItem, target: Tensor) -> None:
-    """Fill `target` from the part of a saved slice that `item` describes."""
+def _read(
+    descriptor: int, place: SavedSlice, item: ReadItem, dtype: torch.dtype, target: Tensor
+) -> None:
+    """Fill `target` from the part of a saved slice of `dtype` that `item` describes."""
     whole, start = _saved(descriptor, place)
     part = _narrowed(whole, item.storage_offsets, item.lengths)
-    if part.shape != target.shape or part.dtype != target.dtype:
+    if part.dtype != dtype:
         raise CheckpointError(
             f"{place.relative_path} holds {list(part.shape)} {part.dtype} of "
-            f"{item.storage_index.fqn}, and its metadata says {list(target.shape)} {target.dtype}"
+            f"{item.storage_index.fqn}, and its metadata says {dtype}"
         )
     if part.numel() == 0:
         return
-    itemsize = part.element_size()
-    start += int(part.storage_offset()) * itemsize
+    start += int(part.storage_offset()) * part.element_size()
     if not part.is_contiguous():
         # Its elements lie apart: what lies between them is read with them.
-        span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-        scratch = torch.empty(span, dtype=part.dtype)
+        pairs = zip(part.shape, part.stride(), strict=True)
+        scratch = torch.empty(1 + sum((size - 1) * stride for size, stride in pairs), dtype=dtype)
         _pread(descriptor, scratch, start, place.relative_path)
         target.copy_(scratch.as_strided(part.shape, part.stride()))
-        return
-    if not target.is_contiguous():
-        scratch = torch.empty(part.shape, dtype=part.dtype)
-        _pread(descriptor, scratch, start, place.relative_path)
-        target.copy_(scratch)
-    elif target.device.type == "cpu":
+    elif target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype:
         _pread(descriptor, target, start, place.relative_path)
     else:
-        flat, scratch = target.view(-1), torch.empty(min(_CHUNK // itemsize, part.numel()), dtype=part.dtype)
-        for first in range(0, part.numel(), len(scratch)):
-            chunk = flat[first : first + len(scratch)]
-            _pread(descriptor, scratch[: len(chunk)], start + first * itemsize, place.relative_path)
-            chunk.copy_(scratch[: len(chunk)])
+        rows = target if target.dim() else target[None]
+        row_bytes = part.nbytes // len(rows)
+        scratch = torch.empty(max(1, _BLOCK // row_bytes), *rows.shape[1:], dtype=dtype)
+        for first in range(0, len(rows), len(scratch)):
+            block = rows[first : first + len(scratch)]
+            _pread(descriptor, scratch[: len(block)], start + first * row_bytes, place.relative_path)
+            block.copy_(scratch[: len(block)])
 
 
 def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
@@ -315,7 +311,7 @@ def _pread(descriptor: int, target: Tensor, offset: int, name: str) -> None:
     memory = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
     done = 0
     while done < len(memory):
-        count = os.preadv(descriptor, [memory[done : done + _CHUNK]], offset + done)
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
         if count == 0:
             raise CheckpointError(f"{name} ends before the data that its metadata names")
         done += count
