@@ -106,7 +106,11 @@ class CheckpointSaver:
             group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._root = root
         self._asynchronous = asynchronous
-        self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+        self._keep: dict[str, Any] = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "keep_best": keep_best,
+        }
         self._beat = beat
         self._ranks = RankGroup(group)
         self._shares = Shares(self._ranks)
@@ -160,7 +164,10 @@ class CheckpointSaver:
                 self._fit(own)
             own = self._buffers.copy(own)
             flight.thread = threading.Thread(
-                target=self._run, args=(flight, own, text, validation_loss), name="checkpoint-save", daemon=True
+                target=self._run,
+                args=(flight, own, text, validation_loss),
+                name="checkpoint-save",
+                daemon=True,
             )
             self._flight = flight
             flight.stall_seconds = time.monotonic() - began
@@ -199,10 +206,14 @@ class CheckpointSaver:
         """Wait for a save in flight as long as it comes further, and give everything back. Raises nothing."""
         flight, self._flight = self._flight, None
         if flight is not None and not self._join(flight, patience=_PATIENCE):
-            _logger.warning("the checkpoint of iteration %d did not come further and is left", flight.iteration)
+            _logger.warning(
+                "the checkpoint of iteration %d did not come further and is left", flight.iteration
+            )
             return
         if flight is not None and flight.failure is not None:
-            _logger.warning("the checkpoint of iteration %d was not saved: %s", flight.iteration, flight.failure)
+            _logger.warning(
+                "the checkpoint of iteration %d was not saved: %s", flight.iteration, flight.failure
+            )
         self._buffers.free()
         if self._ranks.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._ranks.group)

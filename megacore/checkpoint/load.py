@@ -26,7 +26,14 @@ from megacore.checkpoint.metadata import SavedSlice, read_metadata
 from megacore.checkpoint.shard import Tensors, chunks_of, pieces_of
 from megacore.errors import CheckpointError
 
-__all__ = ["latest_complete", "load_checkpoint", "names_of_all", "read_state", "read_tensors", "tensor_shapes"]
+__all__ = [
+    "latest_complete",
+    "load_checkpoint",
+    "names_of_all",
+    "read_state",
+    "read_tensors",
+    "tensor_shapes",
+]
 
 _SHOWN = 4
 _BLOCK = 4 << 20
@@ -74,7 +81,9 @@ class CheckpointReader:
         items = [
             item
             for name, tensor in tensors.items()
-            for item in create_read_items_for_chunk_list(name, self.tensors[name], chunks_of(tensor))
+            for item in create_read_items_for_chunk_list(
+                name, self.tensors[name], chunks_of(tensor)
+            )
         ]
         storage: dict[MetadataIndex, SavedSlice] = self.metadata.storage_data
         with ExitStack() as stack:
@@ -142,7 +151,11 @@ def names_of_all(tensors: Iterable[str], group: dist.ProcessGroup | None = None)
 
 
 def read_tensors(
-    path: Path, names: Iterable[str] | None = None, *, prefix: str = "", dtype: torch.dtype | None = None
+    path: Path,
+    names: Iterable[str] | None = None,
+    *,
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Whole tensors of a checkpoint on the CPU: those in `names`, or all whose name starts with `prefix`.
 
@@ -152,7 +165,9 @@ def read_tensors(
     with reading(path):
         reader = CheckpointReader(path)
         entries = reader.tensors
-        chosen = [name for name in entries if name.startswith(prefix)] if names is None else list(names)
+        chosen = (
+            [name for name in entries if name.startswith(prefix)] if names is None else list(names)
+        )
         missing = [name for name in chosen if name not in entries]
         if missing or not chosen:
             asked = _listed(missing) if missing else f"any name that starts with {prefix!r}"
@@ -184,9 +199,7 @@ def _check_names(path: Path, saved: Collection[str], wanted: Collection[str]) ->
         )
 
 
-def _check_entries(
-    path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Tensors
-) -> None:
+def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Tensors) -> None:
     differing = [
         f"{name} is {_form(saved[name].size, saved[name].properties.dtype)} there and "
         f"{_form(tensor.shape, tensor.dtype)} here"
@@ -237,7 +250,9 @@ def _read(
         scratch = torch.empty(max(1, _BLOCK // row_bytes), *rows.shape[1:], dtype=dtype)
         for first in range(0, len(rows), len(scratch)):
             block = rows[first : first + len(scratch)]
-            _pread(descriptor, scratch[: len(block)], start + first * row_bytes, place.relative_path)
+            _pread(
+                descriptor, scratch[: len(block)], start + first * row_bytes, place.relative_path
+            )
             block.copy_(scratch[: len(block)])
 
 
@@ -248,14 +263,18 @@ def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
     window = cast(IO[bytes], io.BufferedReader(_Window(descriptor, place.offset, place.length)))
     tensor = torch.load(window, map_location="meta", weights_only=True)
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{place.relative_path} holds {type(tensor).__name__} where a tensor belongs")
+        raise CheckpointError(
+            f"{place.relative_path} holds {type(tensor).__name__} where a tensor belongs"
+        )
     return tensor, place.offset + _data_start(window, tensor.untyped_storage().nbytes(), place)
 
 
 def _data_start(window: IO[bytes], size: int, place: SavedSlice) -> int:
     """Return where the one record of `size` bytes of data begins in the archive that torch.save wrote."""
     with zipfile.ZipFile(window) as archive:
-        records = [info for info in archive.infolist() if info.filename.partition("/")[2] == "data/0"]
+        records = [
+            info for info in archive.infolist() if info.filename.partition("/")[2] == "data/0"
+        ]
     if len(records) == 1 and records[0].compress_type == zipfile.ZIP_STORED:
         window.seek(records[0].header_offset)
         header = window.read(_LOCAL_HEADER)
@@ -301,7 +320,9 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         wanted = min(len(buffer), max(0, self._length - self._position))
-        count = os.preadv(self._descriptor, [memoryview(buffer)[:wanted]], self._offset + self._position)
+        count = os.preadv(
+            self._descriptor, [memoryview(buffer)[:wanted]], self._offset + self._position
+        )
         self._position += count
         return count
 

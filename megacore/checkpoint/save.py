@@ -73,7 +73,9 @@ def save_checkpoint(
 
     # Apart from the writing, whose own collectives a rank that raised before them would leave waiting.
     text = ranks.everywhere(check)[0]
-    path, _ = write_checkpoint(root, iteration, tensors, text, ranks, validation_loss=validation_loss)
+    path, _ = write_checkpoint(
+        root, iteration, tensors, text, ranks, validation_loss=validation_loss
+    )
     return path
 
 
@@ -126,7 +128,9 @@ def check_types(tensors: Tensors) -> None:
     """Raise CheckpointError for a value that is no tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor | TensorShard):
-            raise CheckpointError(f"{name} is {type(tensor).__name__}, not a tensor: put it into the state")
+            raise CheckpointError(
+                f"{name} is {type(tensor).__name__}, not a tensor: put it into the state"
+            )
 
 
 def encode_state(state: Mapping[str, Any], iteration: int) -> str:
@@ -134,7 +138,9 @@ def encode_state(state: Mapping[str, Any], iteration: int) -> str:
     try:
         return json.dumps(dict(state), indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the state of {directory_name(iteration)} is not JSON: {error}") from error
+        raise CheckpointError(
+            f"the state of {directory_name(iteration)} is not JSON: {error}"
+        ) from error
 
 
 def _open_staging(root: Path, iteration: int) -> Path:
@@ -143,7 +149,9 @@ def _open_staging(root: Path, iteration: int) -> Path:
         try:
             root.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise WorkspaceError(f"cannot save into {root}: a file is in the way: move it away") from error
+            raise WorkspaceError(
+                f"cannot save into {root}: a file is in the way: move it away"
+            ) from error
         remove_stale(root)
         staging = root / f"{directory_name(iteration)}{STALE_SUFFIX}{secrets.token_hex(4)}"
         staging.mkdir()
@@ -249,7 +257,10 @@ class _Finisher:
     def add(self, path: Path) -> None:
         """Begin with a file, which stays as it is from here on."""
         hashing, syncing = self._pools
-        self._files[path.name] = hashing.submit(FileRecord.of, path), syncing.submit(sync_file, path)
+        self._files[path.name] = (
+            hashing.submit(FileRecord.of, path),
+            syncing.submit(sync_file, path),
+        )
 
     def records(self, progress: Callable[[], None]) -> dict[str, FileRecord]:
         """Wait for all files. Raises OSError, also for what was written before and could not be kept."""
@@ -311,7 +322,9 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
     """Mark, rename into place, point the tracker to it."""
     unmarked = {path.name for path in staging.iterdir()} - set(marker.files)
     if unmarked:
-        raise CheckpointError(f"{staging} holds files that no rank wrote: {', '.join(sorted(unmarked))}")
+        raise CheckpointError(
+            f"{staging} holds files that no rank wrote: {', '.join(sorted(unmarked))}"
+        )
     target = root / directory_name(marker.iteration)
     with workspace_errors(staging):
         sync_directory(staging)

@@ -19,7 +19,9 @@ _RESOLVED = {
     "num_decoder_layers": "decoder_layers",
 }
 """Values that may be left to follow from others, and what they are then."""
-_FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"})
+_FREE = frozenset(
+    {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+)
 """Values that matter to training alone, or to the number of rows, which is compared by itself."""
 
 
@@ -54,7 +56,8 @@ def check_same_model(checkpoint: Path, there: ModelSpec, here: ModelSpec) -> Non
     Raises CheckpointError with both sides of everything that differs.
     """
     differing = [
-        f"{name} is {_shown(theirs)} there and {_shown(ours)} here" for name, theirs, ours in _pairs(there, here)
+        f"{name} is {_shown(theirs)} there and {_shown(ours)} here"
+        for name, theirs, ours in _pairs(there, here)
     ]
     if differing:
         raise CheckpointError(
@@ -72,7 +75,11 @@ def _pairs(there: ModelSpec, here: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
     if there.vocab_size != here.vocab_size and not unpadded:
         yield "the vocabulary", f"{there.vocab_size} entries", f"{here.vocab_size} entries"
     elif there.padded_vocab_size != here.padded_vocab_size:
-        yield "the padded vocabulary", f"{there.padded_vocab_size} entries", f"{here.padded_vocab_size} entries"
+        yield (
+            "the padded vocabulary",
+            f"{there.padded_vocab_size} entries",
+            f"{here.padded_vocab_size} entries",
+        )
     free = set(_FREE)
     if here.model.position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")

@@ -45,7 +45,9 @@ class Shares:
         everyones = self._ranks.everywhere(lambda: held)
         self._own = shared_out(everyones)[self._ranks.rank]
         self._form = form_of(pieces)
-        self.total_bytes = sum({key: size for one in everyones for key, size in one.items()}.values())
+        self.total_bytes = sum(
+            {key: size for one in everyones for key, size in one.items()}.values()
+        )
 
     def own(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
         """Those of `tensors`, and of their rectangles, that this rank writes."""
@@ -125,11 +127,16 @@ class HostBuffers:
     def copy(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
         """The same tensors in host memory, valid until the next copy. Raises CheckpointError without enough memory."""
         self.fit(tensors)
-        _copy([(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()])
+        _copy(
+            [(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()]
+        )
         return {
             name: _with_pieces(
                 tensor,
-                {at: self._buffers[_key(name, at, piece)] for at, piece in pieces_of(tensor).items()},
+                {
+                    at: self._buffers[_key(name, at, piece)]
+                    for at, piece in pieces_of(tensor).items()
+                },
             )
             for name, tensor in tensors.items()
         }
@@ -160,7 +167,9 @@ class HostBuffers:
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             code = int(_cuda_runtime().cudaHostRegister(address, len(memory), 0))
             if code != 0:
-                raise CheckpointError(_too_little(size, f"CUDA error {code} while its pages were locked"))
+                raise CheckpointError(
+                    _too_little(size, f"CUDA error {code} while its pages were locked")
+                )
             self._pinned = address
         position = 0
         for key, piece in pieces.items():
