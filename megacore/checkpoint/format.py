@@ -1,17 +1,20 @@
-"""What a checkpoint looks like on disk, which one can be believed, and who may read or delete it. No torch here.
+"""The form of a checkpoint on disk, which one can be believed, and who may read or delete it.
+
+Nothing here imports torch.
 
 Below `checkpoints/`:
 
-* `latest_checkpointed_iteration.txt`: the newest iteration, as Megatron-LM writes it; a hint, never trusted alone.
-* `iter_0000400/__0_0.distcp` …: tensor slices of each rank (torch.distributed.checkpoint), in several files where
-  they are many, which are hashed at the same time.
+* `latest_checkpointed_iteration.txt`: the newest iteration, as Megatron-LM writes it; a hint, never
+  trusted alone.
+* `iter_0000400/__0_0.distcp` …: tensor slices of each rank (torch.distributed.checkpoint), in
+  several files where they are many, which are hashed at the same time.
 * `iter_0000400/.metadata`: where the slices of each global name lie.
 * `iter_0000400/state.json`: state that is no tensor.
 * `iter_0000400/complete.json`: written last, size and sha256 of every other file.
 
-Who reads a checkpoint holds a shared lock on its marker; who deletes it needs the lock alone. The kernel drops the
-locks of a process that dies. A file system without locks is named in a warning: there a checkpoint that is read may be
-deleted, and the reader is told so.
+Who reads a checkpoint holds a shared lock on its marker; who deletes it needs the lock alone. The
+kernel drops the locks of a process that dies. A file system without locks is named in a warning:
+there a checkpoint that is read may be deleted, and the reader is told so.
 """
 
 import contextlib
@@ -63,12 +66,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Marker:
-    """`complete.json`: its presence says that the checkpoint is whole, its content how to prove it."""
+    """`complete.json`: where it is, the checkpoint is whole; its content is how to prove it."""
 
     iteration: int
     """Optimizer steps done."""
     validation_loss: float | None
-    """Mean loss over the validation samples at this iteration; None when it was not measured or not finite."""
+    """Mean loss over the validation samples; None when it was not measured or is not finite."""
     files: dict[str, FileRecord]
     """Every other file, by its path below the checkpoint's directory."""
     format_version: int = FORMAT_VERSION
@@ -99,15 +102,16 @@ class Marker:
             raise CheckpointError(f"{path} is damaged ({error}): use another checkpoint") from error
         if marker.format_version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} has format_version {marker.format_version}, this version reads {FORMAT_VERSION}: "
-                "install the version of megacore that wrote it"
+                f"{path} has format_version {marker.format_version}, this version reads "
+                f"{FORMAT_VERSION}: install the version of megacore that wrote it"
             )
         return marker
 
     def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
-        """What is wrong with the files, in one clause that names the file, or None.
+        """Return what is wrong with the files, in one clause that names the file, or None.
 
-        quick compares sizes, and hashes of files that were touched after the marker; full compares every sha256.
+        quick compares sizes, and hashes of files that were touched after the marker; full compares
+        every sha256.
         """
         problem, touched = self.quick_problem(directory)
         if problem is not None:
@@ -116,7 +120,7 @@ class Marker:
         return next(iter(differing.values()), None)
 
     def quick_problem(self, directory: Path) -> tuple[str | None, list[str]]:
-        """What is wrong with the files' sizes, and the names of those that were touched after the marker."""
+        """Return what is wrong with the sizes, and the names of files touched after the marker."""
         touched = []
         try:
             marked = (directory / MARKER_NAME).stat().st_mtime_ns
@@ -139,7 +143,9 @@ class Marker:
     def differing(
         self, directory: Path, names: Collection[str], *, threads: int | None = None
     ) -> dict[str, str]:
-        """What is wrong with the content of the named files, by name, in the marker's order; several are read at once.
+        """Return what is wrong with the content of the named files, by name, in the marker's order.
+
+        Several are read at once.
 
         `threads` hash at the same time; None means one per core, at most a few.
         """
@@ -169,30 +175,33 @@ class Marker:
 
 
 def _name_within(name: str) -> str:
-    """`name` itself when it names a file in or below the checkpoint's own directory. Raises ValueError."""
+    """Return `name` if it is of a file below the checkpoint's directory. Raises ValueError."""
     if "\0" in name or any(part in {"", ".", ".."} for part in name.split("/")):
         raise ValueError(f"file name {name!r} leaves the checkpoint's directory")
     return name
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """A loss that can be compared and written as JSON, else None."""
+    """Return a loss that can be compared and written as JSON, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def directory_name(iteration: int) -> str:
-    """`iter_0000400` for iteration 400."""
+    """Return `iter_0000400` for iteration 400."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(directory: Path) -> int | None:
-    """The iteration that a checkpoint directory's name states, or None for any other directory."""
+    """Return the iteration in a checkpoint directory's name, or None for any other directory."""
     match = _DIRECTORY.fullmatch(directory.name)
     return int(match[1]) if match else None
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Every `iter_*` directory below `root`, oldest iteration first, complete or not; stale temporaries excluded."""
+    """Return every `iter_*` directory below `root`, complete or not, oldest iteration first.
+
+    Stale temporaries are left out.
+    """
     if not root.is_dir():
         return []
     found = [
@@ -205,7 +214,7 @@ def checkpoint_directories(root: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Keep a complete checkpoint from being deleted while it is read: retention passes over what is held.
+    """Keep a complete checkpoint from being deleted while it is read.
 
     Raises CheckpointError when it is not complete, or was deleted or replaced meanwhile.
     """
@@ -225,8 +234,8 @@ def reading(directory: Path) -> Iterator[None]:
 def shared_lock(file: Path) -> Iterator[None]:
     """Keep others from deleting what `file` belongs to.
 
-    Waits while somebody deletes it. Raises FileNotFoundError when it is not there, and CheckpointError when it
-    vanished or was replaced, at the beginning or while the lock was held.
+    Waits while somebody deletes it. Raises FileNotFoundError when it is not there, and
+    CheckpointError when it vanished or was replaced, at the beginning or while the lock was held.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -240,7 +249,7 @@ def shared_lock(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_lock(file: Path) -> Iterator[bool]:
-    """Whether nobody reads what `file` belongs to; while the lock is held, nobody begins to.
+    """Yield whether nobody reads what `file` belongs to; while it is held, nobody begins to.
 
     Does not wait: False where a reader holds it, or where it is gone already.
     """
@@ -278,13 +287,13 @@ def _check_same(descriptor: int, file: Path) -> None:
         there = False
     if not there:
         raise CheckpointError(
-            f"checkpoint {file.parent} was deleted or replaced while it was opened or read: use another checkpoint, or "
-            "keep more (checkpoint.keep_last)"
+            f"checkpoint {file.parent} was deleted or replaced while it was opened or "
+            "read: use another checkpoint, or keep more (checkpoint.keep_last)"
         )
 
 
 def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
-    """The marker of a checkpoint whose files are as they were written.
+    """Return the marker of a checkpoint whose files are as they were written.
 
     Raises CheckpointError naming the file that is missing or damaged.
     """
@@ -295,7 +304,7 @@ def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
 
 
 def misplaced(directory: Path, marker: Marker) -> str | None:
-    """What is wrong with a marker in this directory, or None."""
+    """Return what is wrong with a marker in this directory, or None."""
     if iteration_of(directory) not in {None, marker.iteration}:
         return f"its marker is of iteration {marker.iteration}"
     return None
@@ -316,7 +325,7 @@ def _incomplete(directory: Path) -> str:
 def complete_checkpoints(
     root: Path, mode: Literal["quick", "full"] = "quick"
 ) -> dict[Path, Marker]:
-    """Every complete checkpoint below `root` with its marker, oldest iteration first."""
+    """Return every complete checkpoint below `root` with its marker, oldest iteration first."""
     complete = {}
     for directory in checkpoint_directories(root):
         try:
@@ -327,10 +336,10 @@ def complete_checkpoints(
 
 
 def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning) -> Path | None:
-    """The newest checkpoint below `root` whose every file has the recorded size and hash, or None.
+    """Return the newest checkpoint below `root` whose every file is as recorded, or None.
 
-    Each incomplete or damaged one on the way is passed over, after `log` got a warning that names the file.
-    The tracker file is not believed: only a disagreement with what was found is logged.
+    Each incomplete or damaged one on the way is passed over, after `log` got a warning that names
+    the file. The tracker file is not believed: only a disagreement with what was found is logged.
     """
     chosen = None
     for directory in reversed(checkpoint_directories(root)):
@@ -346,7 +355,7 @@ def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning)
 
 
 def passed_over(error: CheckpointError) -> str:
-    """The warning about a checkpoint that cannot be believed."""
+    """Return the warning about a checkpoint that cannot be believed."""
     return f"{error}; passing it over for the one before"
 
 
@@ -355,12 +364,13 @@ def check_tracker(root: Path, chosen: Path | None, log: Callable[[str], None]) -
     tracked = read_tracker(root)
     if tracked is not None and not (root / directory_name(tracked)).is_dir():
         log(
-            f"{root / TRACKER_NAME} names iteration {tracked}, which is not there; using {chosen or 'none'}"
+            f"{root / TRACKER_NAME} names iteration {tracked}, which is not there; "
+            f"using {chosen or 'none'}"
         )
 
 
 def read_tracker(root: Path) -> int | None:
-    """The iteration in the tracker file, or None when there is none or it holds something else."""
+    """Return the iteration in the tracker file, or None when there is none or it is no number."""
     try:
         return int((root / TRACKER_NAME).read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -381,7 +391,7 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 
 def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
-    """The checkpoint's state that is no tensor, or another file with an object. Raises CheckpointError."""
+    """Read the state that is no tensor, or another file with an object. Raises CheckpointError."""
     path = directory / name
     try:
         state = json.loads(path.read_text(encoding="utf-8"))

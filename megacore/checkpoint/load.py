@@ -1,4 +1,4 @@
-"""Loading: names, shapes and types are compared first, then filled in place; no pickle is executed.
+"""Loading: names, shapes and types are compared, then filled in place; no pickle is executed.
 
 Each rank reads what it needs by itself, so loading needs no process group and cannot deadlock.
 """
@@ -119,20 +119,22 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint in `path` and return its state that is no tensor.
 
-    The files' hashes are not checked again: take `path` from `latest_complete`, or call `format.verify` first. The
-    checkpoint is not deleted while it is read; hold `format.reading` around several readings that belong together.
+    The files' hashes are not checked again: take `path` from `latest_complete`, or call
+    `format.verify` first. The checkpoint is not deleted while it is read; hold `format.reading`
+    around several readings that belong together.
 
     Args:
         path: of the checkpoint, whatever layout wrote it.
-        tensors: what this rank wants, by global name, with the checkpoint's global shapes and dtypes; a TensorShard
-            gets its rectangles.
+        tensors: what this rank wants, by global name, with the checkpoint's global shapes and
+            dtypes; a TensorShard gets its rectangles.
         prefix: what the names of a part of the checkpoint start with, if only that part is loaded.
-        expected: names that all ranks want together (see `names_of_all`); None means those of `tensors`.
+        expected: names that all ranks want together (see `names_of_all`); None means those of
+            `tensors`.
 
     Raises:
-        CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`, or a shape or
-            dtype differs: both sides are shown, and nothing was changed. Or a file is damaged, or holds anything but
-            tensors, or `path` is no complete checkpoint.
+        CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`,
+            or a shape or dtype differs: both sides are shown, and nothing was changed. Or a file is
+            damaged, or holds anything but tensors, or `path` is no complete checkpoint.
     """
     with reading(path):
         reader = CheckpointReader(path)
@@ -145,7 +147,7 @@ def load_checkpoint(
 
 
 def names_of_all(tensors: Iterable[str], group: dist.ProcessGroup | None = None) -> frozenset[str]:
-    """The names that the ranks of `group` (None: all ranks, or one alone) hold together. Collective."""
+    """Return the names that all ranks of `group` (None: the default group) hold. Collective."""
     own = sorted(tensors)
     return frozenset(name for names in RankGroup(group).everywhere(lambda: own) for name in names)
 
@@ -157,10 +159,10 @@ def read_tensors(
     prefix: str = "",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Whole tensors of a checkpoint on the CPU: those in `names`, or all whose name starts with `prefix`.
+    """Read whole tensors to the CPU: those in `names`, or all whose name starts with `prefix`.
 
-    `dtype` converts floating-point tensors. Needs no process group. Raises CheckpointError for a name that the
-    checkpoint has not.
+    `dtype` converts floating-point tensors. Needs no process group. Raises CheckpointError for a
+    name that the checkpoint has not.
     """
     with reading(path):
         reader = CheckpointReader(path)
@@ -184,7 +186,7 @@ def _empty(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> Tensor:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Global shape of every tensor in a checkpoint, by name. Raises CheckpointError."""
+    """Return the global shape of every tensor in a checkpoint, by name. Raises CheckpointError."""
     return {name: tuple(entry.size) for name, entry in CheckpointReader(path).tensors.items()}
 
 
@@ -193,9 +195,9 @@ def _check_names(path: Path, saved: Collection[str], wanted: Collection[str]) ->
     unexpected = sorted(set(saved) - set(wanted))
     if missing or unexpected:
         raise CheckpointError(
-            f"{path} is of another model: it lacks {_listed(missing)} of the {len(wanted)} tensors asked for, "
-            f"and has {_listed(unexpected)} among {len(saved)} that nobody asked for: load it with the configuration "
-            "it was saved with"
+            f"{path} is of another model: it lacks {_listed(missing)} of the {len(wanted)} "
+            f"tensors asked for, and has {_listed(unexpected)} among {len(saved)} that nobody "
+            "asked for: load it with the configuration it was saved with"
         )
 
 
@@ -208,7 +210,8 @@ def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wante
     ]
     if differing:
         raise CheckpointError(
-            f"{path} is of another model: {_listed(differing)}: load it with the configuration it was saved with"
+            f"{path} is of another model: {_listed(differing)}: load it with the "
+            "configuration it was saved with"
         )
 
 
@@ -217,7 +220,7 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def _listed(items: list[str]) -> str:
-    """The first few of many, or `none`."""
+    """Name the first few of many, or `none`."""
     shown = ", ".join(items[:_SHOWN]) or "none"
     return f"{shown} and {len(items) - _SHOWN} more" if len(items) > _SHOWN else shown
 
@@ -257,7 +260,7 @@ def _read(
 
 
 def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
-    """A saved slice without its data, and where these begin in the file."""
+    """Return a saved slice without its data, and where these begin in the file."""
     if place.offset + place.length > os.fstat(descriptor).st_size:
         raise CheckpointError(f"{place.relative_path} ends before a slice that its metadata names")
     window = cast(IO[bytes], io.BufferedReader(_Window(descriptor, place.offset, place.length)))
@@ -270,7 +273,7 @@ def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
 
 
 def _data_start(window: IO[bytes], size: int, place: SavedSlice) -> int:
-    """Return where the one record of `size` bytes of data begins in the archive that torch.save wrote."""
+    """Return where the `size` bytes of data begin in the archive that torch.save wrote."""
     with zipfile.ZipFile(window) as archive:
         records = [
             info for info in archive.infolist() if info.filename.partition("/")[2] == "data/0"

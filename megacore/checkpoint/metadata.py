@@ -1,8 +1,8 @@
-"""Reading torch.distributed.checkpoint's pickled `.metadata` without letting the pickle do anything.
+"""Reading torch's pickled `.metadata` without letting the pickle do anything.
 
-A pickle can only call what its `find_class` returns. Ours returns record classes made for this one reading,
-which hold attributes and nothing else, and three harmless values of torch; anything else is refused. The
-records are then checked field by field and turned into torch's own metadata.
+A pickle can only call what its `find_class` returns. Ours returns record classes made for this one
+reading, which hold attributes and nothing else, and three harmless values of torch; anything else
+is refused. The records are then checked field by field and turned into torch's own metadata.
 """
 
 import importlib
@@ -60,7 +60,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class SavedSlice:
-    """Where the archive around a saved rectangle lies."""
+    """The place of the archive around a saved rectangle."""
 
     relative_path: str
     """File below the checkpoint's directory."""
@@ -84,7 +84,10 @@ def private_name(name: str) -> Any:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read `.metadata`, executing nothing. Raises CheckpointError when it holds anything but tensors' metadata."""
+    """Read `.metadata`, executing nothing.
+
+    Raises CheckpointError when it holds anything but tensors' metadata.
+    """
     try:
         with open(path, "rb") as file:
             record = _RecordUnpickler(file).load()
@@ -99,7 +102,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Builds records of allowed names only."""
+    """A builder of records of allowed names only."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -121,7 +124,7 @@ class _RecordUnpickler(pickle.Unpickler):
 
 
 def _record_class(name: str) -> type:
-    """A class of its own for each reading: whatever a pickle does to it is forgotten with it."""
+    """Make a class for one reading: whatever a pickle does to it is forgotten with it."""
 
     def init(self: Any, *values: Any) -> None:
         self.__dict__["values"] = values
@@ -133,7 +136,7 @@ def _record_class(name: str) -> type:
 
 
 def _metadata(record: Any) -> Metadata:
-    """Torch's metadata from a record, each field checked."""
+    """Make torch's metadata from a record, each field checked."""
     fields = _fields(record, "Metadata")
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     entries |= {

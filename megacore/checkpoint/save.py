@@ -1,4 +1,7 @@
-"""Saving together: staged, synced, marked, renamed. A crash at any instruction leaves the whole checkpoint or none."""
+"""Saving together: staged, hashed, synced, marked, renamed.
+
+A crash at any instruction leaves the whole checkpoint or none.
+"""
 
 import contextlib
 import json
@@ -58,12 +61,14 @@ def save_checkpoint(
 ) -> Path:
     """Save `tensors` and `state` as `root/iter_<iteration>` and return that path, on every rank.
 
-    Collective over `group` (None: the default group, or one rank alone). Tensors are saved under their global
-    names, and each rank may have other names. What several ranks hold alike, a plain tensor or the same rectangle
-    of a TensorShard, is written by the one of them that has the least to write. `state` is JSON; the first rank's is
-    written. An existing checkpoint of this iteration is replaced.
+    Collective over `group` (None: the default group, or one rank alone). Tensors are saved under
+    their global names, and each rank may have other names. What several ranks hold alike, a plain
+    tensor or the same rectangle of a TensorShard, is written by the one of them that has the least
+    to write. `state` is JSON; the first rank's is written. An existing checkpoint of this iteration
+    is replaced.
 
-    Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is left visible.
+    Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is
+    left visible.
     """
     ranks = RankGroup(group)
 
@@ -71,7 +76,7 @@ def save_checkpoint(
         check_types(tensors)
         return encode_state(state, iteration) if ranks.rank == 0 else ""
 
-    # Apart from the writing, whose own collectives a rank that raised before them would leave waiting.
+    # Apart from the writing: a rank that raised here would leave its collectives waiting.
     text = ranks.everywhere(check)[0]
     path, _ = write_checkpoint(
         root, iteration, tensors, text, ranks, validation_loss=validation_loss
@@ -90,9 +95,10 @@ def write_checkpoint(
     staged: Callable[[Path], None] = lambda _: None,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[Path, Marker]:
-    """What `save_checkpoint` does once types are checked; returns path and marker, on every rank. Collective.
+    """Save once types are checked; return path and marker, on every rank. Collective.
 
-    A rank whose machine does not see the first rank's `root` writes beside its own, from where its files are brought.
+    A rank whose machine does not see the first rank's `root` writes beside its own, from where its
+    files are brought.
 
     Args:
         root: directory of the checkpoints.
@@ -134,7 +140,7 @@ def check_types(tensors: Tensors) -> None:
 
 
 def encode_state(state: Mapping[str, Any], iteration: int) -> str:
-    """The state as JSON. Raises CheckpointError."""
+    """Return the state as JSON. Raises CheckpointError."""
     try:
         return json.dumps(dict(state), indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:
@@ -193,12 +199,12 @@ def _first_failure() -> Iterator[None]:
 class CheckpointWriter(FileSystemWriter):
     """A writer of a rank's slices into files of similar size, whose sizes and hashes it then knows.
 
-    While a file is written, those before it are hashed and synced, by a thread each: a save takes as
-    long as the slowest of the three. The metadata names no absolute path.
+    While a file is written, those before it are hashed and synced, by a thread each: a save takes
+    as long as the slowest of the three. The metadata names no absolute path.
     """
 
     def __init__(self, directory: Path, rank: int, *, progress: Callable[[], None]) -> None:
-        """Write into `directory`; `progress` is called after each file, from the thread that writes."""
+        """Write into `directory`; `progress` is called after each file, from the same thread."""
         super().__init__(directory)
         self.records: dict[str, FileRecord] = {}
         self._directory, self._rank, self._progress = directory, rank, progress
@@ -245,7 +251,7 @@ def _write_slice(
 
 
 class _Finisher:
-    """Hashes and syncs written files, one thread for each."""
+    """Two threads, one that hashes written files and one that syncs them."""
 
     def __init__(self) -> None:
         self._pools = (
@@ -263,7 +269,7 @@ class _Finisher:
         )
 
     def records(self, progress: Callable[[], None]) -> dict[str, FileRecord]:
-        """Wait for all files. Raises OSError, also for what was written before and could not be kept."""
+        """Wait for all files. Raises OSError, also for a write before that could not be kept."""
         records = {}
         for name, (record, synced) in self._files.items():
             records[name] = record.result()
@@ -289,7 +295,7 @@ def sync_file(path: Path) -> None:
 
 
 def divided(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Slices by file, the largest first, so that little is left to hash and sync when the last is written."""
+    """Divide slices into files, the largest first: the last file leaves little to hash and sync."""
     limit = max(LEAST_FILE_BYTES, sum(map(_item_bytes, items)) // MOST_FILES)
     files: list[list[WriteItem]] = []
     room = 0
@@ -309,7 +315,7 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 def _write_state(staging: Path, state: str) -> dict[str, FileRecord]:
-    """Write the state, synced; it and the metadata, which is written by then."""
+    """Write the state, synced; return the records of it and of the metadata."""
     with workspace_errors(staging):
         with open(staging / STATE_NAME, "w", encoding="utf-8") as file:
             file.write(state)

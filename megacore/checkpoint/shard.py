@@ -1,8 +1,8 @@
 """The part of a tensor that one rank holds, and how torch.distributed.checkpoint plans to write it.
 
-A rank's part under tensor parallelism is one rectangle of the whole; a flat range of such a part, which a rank holds
-under a distributed optimizer, is a few. The checkpoint knows rectangles of whole tensors alone, so that any layout can
-read what any other wrote.
+A rank's part under tensor parallelism is one rectangle of the whole; a flat range of such a part,
+which a rank holds under a distributed optimizer, is a few. The checkpoint knows rectangles of whole
+tensors alone, so that any layout can read what any other wrote.
 """
 
 import math
@@ -38,7 +38,7 @@ class TensorShard:
     dtype: torch.dtype
     """Type of the whole tensor."""
     pieces: Mapping[torch.Size, Tensor]
-    """Rectangles by the position of their first element in the whole; none where this rank holds nothing of it."""
+    """Rectangles by the position of their first element in the whole, if this rank holds any."""
 
     @classmethod
     def of_runs(
@@ -48,10 +48,11 @@ class TensorShard:
         dtype: torch.dtype,
         partition: Partition | None = None,
     ) -> "TensorShard":
-        """Contiguous runs of the elements of a tensor-parallel part.
+        """Make the shard of contiguous runs of the elements of a tensor-parallel part.
 
         Args:
-            runs: for each, its first element's number in the flattened part, and its elements in order.
+            runs: for each, its first element's number in the flattened part, and its elements in
+                order.
             shape: of the part.
             dtype: of the elements.
             partition: which part of the whole tensor it is; None when it is all of it.
@@ -78,7 +79,7 @@ Tensors = Mapping[str, Tensor | TensorShard]
 
 
 def pieces_of(tensor: Tensor | TensorShard) -> Mapping[torch.Size, Tensor]:
-    """Return the rectangles that this rank holds, by the position of their first element in the whole."""
+    """Return the rectangles that a rank holds, by the position of their first element."""
     return (
         tensor.pieces
         if isinstance(tensor, TensorShard)
@@ -96,7 +97,7 @@ def chunks_of(tensor: Tensor | TensorShard) -> list[ChunkStorageMetadata]:
 def rectangles(
     start: int, stop: int, shape: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Offsets and sizes of the rectangles that hold elements start..stop of a tensor in row-major order.
+    """Yield offsets and sizes of the rectangles of elements start..stop in row-major order.
 
     They come in the order of their elements, each contiguous: at most 2 x dimensions - 1 of them.
     """
@@ -119,7 +120,7 @@ def rectangles(
 def _within(
     row: int, start: int, stop: int, shape: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Elements start..stop of one row."""
+    """Yield the rectangles of elements start..stop of one row."""
     for offsets, sizes in rectangles(start, stop, shape[1:]):
         yield [row, *offsets], [1, *sizes]
 
@@ -147,7 +148,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Plan to write all that this rank holds; of what several hold, the global plan keeps one."""
+        """Plan to write all that a rank holds; of what several hold, the global plan keeps one."""
         items = [
             item for name, tensor in self._tensors.items() for item in _write_items(name, tensor)
         ]

@@ -26,15 +26,15 @@ _FREE = frozenset(
 
 
 def read_spec(checkpoint: Path) -> ModelSpec:
-    """The model whose weights a checkpoint holds.
+    """Return the model whose weights a checkpoint holds.
 
     Raises CheckpointError when its state cannot be read or does not say.
     """
     state = read_state(checkpoint)
     if MODEL_KEY not in state:
         raise CheckpointError(
-            f"{checkpoint / STATE_NAME} does not say which model its weights are of: it was written by an earlier "
-            "version of megacore, which has to read it too"
+            f"{checkpoint / STATE_NAME} does not say which model its weights are of: it was "
+            "written by an earlier version of megacore, which has to read it too"
         )
     try:
         return ModelSpec.model_validate(state[MODEL_KEY])
@@ -42,16 +42,17 @@ def read_spec(checkpoint: Path) -> ModelSpec:
         first = error.errors()[0]
         where = ".".join(map(str, (MODEL_KEY, *first["loc"])))
         raise CheckpointError(
-            f"{checkpoint / STATE_NAME} holds no model that this version of megacore knows ({where}: {first['msg']}): "
-            "read it with the version that wrote it"
+            f"{checkpoint / STATE_NAME} holds no model that this version of megacore knows "
+            f"({where}: {first['msg']}): read it with the version that wrote it"
         ) from error
 
 
 def check_same_model(checkpoint: Path, there: ModelSpec, here: ModelSpec) -> None:
     """Refuse the weights of another model than the one that is here.
 
-    What matters to training alone may differ, and the length of a model without a position table. A vocabulary may
-    be smaller than one that is as large as its padded table: such a checkpoint does not tell which rows are padding.
+    What matters to training alone may differ, and the length of a model without a position table. A
+    vocabulary may be smaller than one that is as large as its padded table: such a checkpoint does
+    not tell which rows are padding.
 
     Raises CheckpointError with both sides of everything that differs.
     """
@@ -61,13 +62,13 @@ def check_same_model(checkpoint: Path, there: ModelSpec, here: ModelSpec) -> Non
     ]
     if differing:
         raise CheckpointError(
-            f"{checkpoint} is of another model: {', '.join(differing)}: use a checkpoint of this model, or change the "
-            "configuration"
+            f"{checkpoint} is of another model: {', '.join(differing)}: use a "
+            "checkpoint of this model, or change the configuration"
         )
 
 
 def _pairs(there: ModelSpec, here: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
-    """The name and both values of whatever has to be the same and is not."""
+    """Yield the name and both values of whatever has to be the same and is not."""
     if there.family != here.family:
         yield "family", there.family, here.family
         return

@@ -1,4 +1,4 @@
-"""What a rank writes of a checkpoint, and the host memory that it is copied into meanwhile."""
+"""The part of a checkpoint that a rank writes, and the host memory that it is copied into."""
 
 import ctypes
 import mmap
@@ -18,14 +18,14 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 _ALIGNMENT = 64
 _LARGE = 1 << 15
-"""Elements beyond which torch copies with all its threads, whose waiting for each other takes longer than the copy."""
+"""Elements beyond which torch copies with all threads, which wait longer than they copy."""
 _CHUNK = 16 << 20
 _THREADS = 4
 """That copy at most; they share the memory's bandwidth."""
 
 
 class Shares:
-    """Which rank writes what, decided together and anew only when what some rank holds has another form."""
+    """Which rank writes what, decided again only when some rank's tensors have another form."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self.total_bytes = 0
@@ -35,7 +35,7 @@ class Shares:
         self._own: frozenset[Key] = frozenset()
 
     def differ(self, tensors: Tensors) -> bool:
-        """Whether this rank holds tensors of another form than when the ranks last decided."""
+        """Return True if this rank's tensors have another form than when the ranks last decided."""
         return form_of(rectangles_of(tensors)) != self._form
 
     def decide(self, tensors: Tensors) -> None:
@@ -50,7 +50,7 @@ class Shares:
         )
 
     def own(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
-        """Those of `tensors`, and of their rectangles, that this rank writes."""
+        """Return those of `tensors`, and of their rectangles, that this rank writes."""
         selected: dict[str, Tensor | TensorShard] = {}
         for name, tensor in tensors.items():
             pieces = {
@@ -73,7 +73,7 @@ def rectangles_of(tensors: Tensors) -> dict[Key, Tensor]:
 
 
 def form_of(pieces: Mapping[Key, Tensor]) -> list[tuple[Key, torch.dtype, str]]:
-    """What the memory for a copy of `pieces` depends on."""
+    """Return what the memory for a copy of `pieces` depends on."""
     return [(key, piece.dtype, piece.device.type) for key, piece in pieces.items()]
 
 
@@ -92,7 +92,7 @@ def _with_pieces(
 
 
 def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
-    """What each rank writes: all that it holds alone, and of the rest as much as leaves the bytes even.
+    """Return what each rank writes: all that only it holds, the rest so that bytes are even.
 
     Args:
         held: bytes of what each rank holds.
@@ -105,7 +105,7 @@ def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
             sizes[key] = size
     load = [0] * len(held)
     own: list[set[Key]] = [set() for _ in held]
-    # What only one rank can write comes first, then the largest: the small ones fill up what is uneven.
+    # What only one rank can write comes first, then the largest; small ones even it out.
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
         rank = min(holders[key], key=lambda rank: (load[rank], rank))
         load[rank] += sizes[key]
@@ -114,9 +114,10 @@ def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
 
 
 class HostBuffers:
-    """Host memory for one rank's share, allocated at the first copy and reused while the tensors keep their form.
+    """Host memory for one rank's share, kept while the tensors keep their form.
 
-    One block: page-locked if a tensor lies on a CUDA device, so that copies from there need not wait for each other.
+    One block: page-locked if a tensor lies on a CUDA device, so that copies from there need not
+    wait for each other.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,10 @@ class HostBuffers:
         self._pinned: int | None = None
 
     def copy(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
-        """The same tensors in host memory, valid until the next copy. Raises CheckpointError without enough memory."""
+        """Copy the tensors into host memory; the copies are valid until the next copy.
+
+        Raises CheckpointError without enough memory.
+        """
         self.fit(tensors)
         _copy(
             [(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()]
@@ -142,7 +146,10 @@ class HostBuffers:
         }
 
     def fit(self, tensors: Tensors) -> None:
-        """Allocate for tensors of this form, if that is not done. Raises CheckpointError without enough memory."""
+        """Allocate for tensors of this form, if that is not done.
+
+        Raises CheckpointError without enough memory.
+        """
         pieces = rectangles_of(tensors)
         form = form_of(pieces)
         if form != self._form:
@@ -157,7 +164,7 @@ class HostBuffers:
         self._pinned, self._form, self._buffers = None, [], {}
 
     def _allocate(self, pieces: Mapping[Key, Tensor]) -> None:
-        """A storage of its own for each tensor: torch saves the whole storage that a tensor lies in."""
+        """Allocate a storage for each tensor: torch saves the whole storage of a tensor."""
         size = sum(_aligned(piece.nbytes) for piece in pieces.values())
         try:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -191,8 +198,8 @@ def _aligned(size: int) -> int:
 
 def _too_little(size: int, reason: str) -> str:
     return (
-        f"there is no host memory for {size / 2**20:,.0f} MiB of this rank's share of a checkpoint ({reason}): set "
-        "checkpoint.asynchronous to false"
+        f"there is no host memory for {size / 2**20:,.0f} MiB of this rank's share of a "
+        f"checkpoint ({reason}): set checkpoint.asynchronous to false"
     )
 
 
@@ -212,7 +219,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _copy_memory(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy byte for byte on a few threads: the C library passes the caches by, which torch does not."""
+    """Copy byte for byte on a few threads; unlike torch, the C library passes the caches by."""
     chunks = [
         (target.data_ptr() + first, source.data_ptr() + first, min(_CHUNK, source.nbytes - first))
         for target, source in pairs
