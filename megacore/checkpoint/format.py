@@ -214,37 +214,23 @@ def checkpoint_directories(root: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Keep a complete checkpoint from being deleted while it is read.
+    """Keep a complete checkpoint from being deleted while it is read; wait while it is deleted.
 
-    Raises CheckpointError when it is not complete, or was deleted or replaced meanwhile.
+    Raises CheckpointError when it is not complete, or was deleted or replaced, before or meanwhile.
     """
+    marker = directory / MARKER_NAME
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(shared_lock(directory / MARKER_NAME))
+            descriptor = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            _lock(descriptor, fcntl.LOCK_SH, marker)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(_incomplete(directory)) from error
         except OSError as error:
-            raise CheckpointError(
-                f"{directory / MARKER_NAME} cannot be read: {error.strerror}"
-            ) from error
+            raise CheckpointError(f"{marker} cannot be read: {error.strerror}") from error
+        _check_same(descriptor, marker)
         yield
-
-
-@contextlib.contextmanager
-def shared_lock(file: Path) -> Iterator[None]:
-    """Keep others from deleting what `file` belongs to.
-
-    Waits while somebody deletes it. Raises FileNotFoundError when it is not there, and
-    CheckpointError when it vanished or was replaced, at the beginning or while the lock was held.
-    """
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _lock(descriptor, fcntl.LOCK_SH, file)
-        _check_same(descriptor, file)
-        yield
-        _check_same(descriptor, file)
-    finally:
-        os.close(descriptor)
+        _check_same(descriptor, marker)
 
 
 @contextlib.contextmanager

@@ -263,7 +263,7 @@ def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
     """Return a saved slice without its data, and where these begin in the file."""
     if place.offset + place.length > os.fstat(descriptor).st_size:
         raise CheckpointError(f"{place.relative_path} ends before a slice that its metadata names")
-    window = cast(IO[bytes], io.BufferedReader(_Window(descriptor, place.offset, place.length)))
+    window = cast(IO[bytes], _Window(descriptor, place.offset, place.length))
     tensor = torch.load(window, map_location="meta", weights_only=True)
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         raise CheckpointError(
