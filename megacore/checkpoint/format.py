@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import sync_directory, workspace_errors, write_json
+from megacore.artifact.files import write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
 
@@ -365,15 +365,7 @@ def read_tracker(root: Path) -> int | None:
 
 def write_tracker(root: Path, iteration: int) -> None:
     """Replace the tracker file atomically. Raises WorkspaceError."""
-    path = root / TRACKER_NAME
-    temporary = path.with_name(f"{path.name}{STALE_SUFFIX}{os.getpid()}")
-    with workspace_errors(path):
-        with open(temporary, "w", encoding="ascii") as file:
-            file.write(f"{iteration}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(root)
+    write_json(root / TRACKER_NAME, iteration)  # a number in JSON is what Megatron-LM writes
 
 
 def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
