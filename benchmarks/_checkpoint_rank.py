@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.checkpoint.background import CheckpointSaver, SaveFinished
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, verify_together
 from megacore.checkpoint.load import load_checkpoint
-from megacore.checkpoint.staging import Shares, pieces_of
-from megacore.checkpoint.together import verify_together
+from megacore.checkpoint.staging import Shares, rectangles_of
 
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 LAYERS = 12
@@ -51,7 +50,7 @@ class Rank:
         self.state = model_state(options["hidden"], options["vocabulary"])
         shares = Shares(self.ranks)
         shares.decide(self.state)
-        self.own = pieces_of(shares.own(self.state))
+        self.own = rectangles_of(shares.own(self.state))
         self.total = shares.total_bytes
         self.savers = {
             kind: CheckpointSaver(

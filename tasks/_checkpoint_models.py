@@ -1,7 +1,7 @@
-"""Kept checkpoints as MLflow LoggedModels: "which checkpoint is best" is one sorted table.
+"""Kept checkpoints as MLflow LoggedModels: sorted by a metric, MLflow's table says which is best.
 
 A LoggedModel names a checkpoint's directory; no file is copied. When retention deletes the directory, the
-LoggedModel stays, tagged `checkpoint_state=deleted`, and leaves the table.
+LoggedModel stays, tagged `checkpoint_state=deleted`.
 """
 
 import math
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 STATE_TAG = "checkpoint_state"
 """`kept` or `deleted`."""
 MODEL_TYPE = "checkpoint"
-_PAGE = 100
 
 
 def ensure_checkpoint_model(
@@ -99,18 +98,6 @@ def log_scores(
             tracking.client.log_batch(run_id, metrics=fresh)
 
 
-def checkpoint_table(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[dict[str, Any]]:
-    """The kept checkpoints of a run, the lowest `order_by` (valid_ppl or test_ppl) first. Raises TrackingError."""
-    with tracking.errors("list the checkpoints"):
-        models = tracking.client.search_logged_models(
-            [tracking.experiment_id],
-            f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{STATE_TAG} = 'kept'",
-            order_by=[{"field_name": f"metrics.{order_by}", "ascending": True}],
-            max_results=_PAGE,
-        )
-    return [_row(model) for model in models]
-
-
 def log_model_metrics(
     tracking: Tracking,
     run_id: str,
@@ -155,15 +142,3 @@ def _link(tracking: Tracking, run_id: str, model_id: str, step: int) -> None:
     linked = {output.model_id for output in outputs.model_outputs} if outputs else set()
     if model_id not in linked:
         tracking.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
-
-
-def _row(model: "LoggedModel") -> dict[str, Any]:
-    metrics = {metric.key: metric.value for metric in model.metrics or []}
-    return {
-        "iteration": int(model.params["step"]),
-        "valid_ppl": metrics.get("valid_ppl"),
-        "test_ppl": metrics.get("test_ppl"),
-        "size_bytes": int(model.tags["size_bytes"]),
-        "path": model.tags["path"],
-        "model_id": model.model_id,
-    }

@@ -19,7 +19,7 @@ from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import Marker
 from megacore.checkpoint.retain import apply_retention
 from megacore.checkpoint.save import check_types, encode_state, write_checkpoint
-from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.checkpoint.staging import HostBuffers, Shares
 
 _POLL = 0.5
@@ -27,7 +27,7 @@ _POLL = 0.5
 _PATIENCE = 60.0
 """Seconds without progress after which `close` leaves a save to itself."""
 _TIMEOUT = timedelta(hours=6)
-"""That a rank waits for one whose disk is slower; the connection to one that died breaks at once."""
+"""Longest wait for a rank whose disk is slower; the connection to one that died breaks at once."""
 _logger = logging.getLogger(__name__)
 
 
@@ -75,10 +75,10 @@ class _Flight:
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of one run, one at a time; every rank makes the same calls in the same order.
+    """A saver of one run's checkpoints, one at a time; all ranks make the same calls in order.
 
-    What several ranks hold alike is copied and written by one of them. The writing, its collectives and the retention
-    run in a thread over a process group of their own.
+    What several ranks hold alike is copied and written by one of them. The writing, its collectives
+    and the retention run in a thread over a process group of their own.
     """
 
     def __init__(
@@ -95,18 +95,24 @@ class CheckpointSaver:
 
         Args:
             root: directory of the run's checkpoints.
-            asynchronous: whether `save` returns once the tensors are copied, else when the checkpoint is complete.
+            asynchronous: whether `save` returns once the tensors are copied, else when the
+                checkpoint is complete.
             keep_last: as for `apply_retention`.
             keep_every: likewise.
             keep_best: likewise.
-            beat: called from the thread of the caller when a save that it waits for has come further.
+            beat: called from the thread of the caller when a save that it waits for has come
+                further.
         """
         group = None
         if dist.is_available() and dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._root = root
         self._asynchronous = asynchronous
-        self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+        self._keep: dict[str, Any] = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "keep_best": keep_best,
+        }
         self._beat = beat
         self._ranks = RankGroup(group)
         self._shares = Shares(self._ranks)
@@ -116,19 +122,21 @@ class CheckpointSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` and `save` raise: ranks may agree on it where they exchange values anyway."""
+        """Whether `wait` and `save` raise: ranks may agree on it in an exchange that exists."""
         flight = self._flight
         return flight is not None and flight.failure is not None
 
     def save(
         self,
         iteration: int,
-        tensors: Mapping[str, Tensor | TensorShard],
+        tensors: Tensors,
         state: Mapping[str, Any],
         *,
         validation_loss: float | None,
     ) -> SaveStarted:
-        """Begin a checkpoint, after the one before has ended; what is passed may change once this returns. Collective.
+        """Begin a checkpoint after the one before has ended. Collective.
+
+        What is passed may change once this returns.
 
         Args:
             iteration: optimizer steps done.
@@ -137,8 +145,10 @@ class CheckpointSaver:
             validation_loss: at this iteration, if it was measured.
 
         Raises:
-            CheckpointError: `state` is not JSON, a value is no tensor, or there is no host memory for the copy.
-            MegacoreError, RuntimeError: what the save before, or this one if it is synchronous, raised.
+            CheckpointError: `state` is not JSON, a value is no tensor, or there is no host memory
+                for the copy.
+            MegacoreError, RuntimeError: what the save before, or this one if it is synchronous,
+                raised.
         """
         began = time.monotonic()
         self._land()
@@ -160,7 +170,10 @@ class CheckpointSaver:
                 self._fit(own)
             own = self._buffers.copy(own)
             flight.thread = threading.Thread(
-                target=self._run, args=(flight, own, text, validation_loss), name="checkpoint-save", daemon=True
+                target=self._run,
+                args=(flight, own, text, validation_loss),
+                name="checkpoint-save",
+                daemon=True,
             )
             self._flight = flight
             flight.stall_seconds = time.monotonic() - began
@@ -173,21 +186,22 @@ class CheckpointSaver:
         return SaveStarted(iteration, time.monotonic() - began, size)
 
     def poll(self) -> SaveFinished | None:
-        """The oldest save that ended well and was not returned before; None if there is none.
+        """Return the oldest save that ended well and was not returned before, or None.
 
-        Never raises: ranks look at different moments. What a save raised comes from `wait` or the next `save`.
+        Never raises: ranks look at different moments. What a save raised comes from `wait` or the
+        next `save`.
         """
         if self._flight is not None and self._flight.finished is not None:
             self._land()
         return self._finished.popleft() if self._finished else None
 
     def wait(self) -> SaveFinished | None:
-        """As `poll`, once nothing is in flight. Raises what the save raised."""
+        """Wait until nothing is in flight, then poll. Raises what the save raised."""
         self._land()
         return self._finished.popleft() if self._finished else None
 
     def progress(self) -> tuple[int, int] | None:
-        """On the first rank, while a save is in flight: bytes that all ranks have written, and have to write."""
+        """Return, on the first rank during a save, the bytes written by all ranks, and to write."""
         flight = self._flight
         if self._ranks.rank != 0 or flight is None or not _alive(flight):
             return None
@@ -196,20 +210,24 @@ class CheckpointSaver:
         return min(sum(_sizes(flight.staging)), total), total
 
     def close(self) -> None:
-        """Wait for a save in flight as long as it comes further, and give everything back. Raises nothing."""
+        """Wait for a save while it makes progress, and give everything back. Raises nothing."""
         flight, self._flight = self._flight, None
         if flight is not None and not self._join(flight, patience=_PATIENCE):
-            _logger.warning("the checkpoint of iteration %d did not come further and is left", flight.iteration)
+            _logger.warning(
+                "the checkpoint of iteration %d did not come further and is left", flight.iteration
+            )
             return
         if flight is not None and flight.failure is not None:
-            _logger.warning("the checkpoint of iteration %d was not saved: %s", flight.iteration, flight.failure)
+            _logger.warning(
+                "the checkpoint of iteration %d was not saved: %s", flight.iteration, flight.failure
+            )
         self._buffers.free()
         if self._ranks.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._ranks.group)
             self._ranks.group = None
 
-    def _fit(self, own: Mapping[str, Tensor | TensorShard]) -> None:
-        """Allocate host memory; where it fails on one rank alone, it is raised on all. Collective."""
+    def _fit(self, own: Tensors) -> None:
+        """Allocate host memory; a failure on one rank is raised on all. Collective."""
         try:
             self._ranks.everywhere(lambda: self._buffers.fit(own))
         except BaseException:
@@ -229,7 +247,7 @@ class CheckpointSaver:
         self._finished.append(flight.finished)
 
     def _join(self, flight: _Flight, *, patience: float | None) -> bool:
-        """Wait until a save ends, or made no progress for `patience` seconds; whether it ended."""
+        """Wait until a save ends (True) or makes no progress for `patience` seconds (False)."""
         seen, since = (_sizes(flight.staging), flight.steps), time.monotonic()
         while flight.thread is not None:
             flight.thread.join(_POLL)
@@ -244,7 +262,7 @@ class CheckpointSaver:
         return True
 
     def _run(
-        self, flight: _Flight, tensors: Mapping[str, Tensor | TensorShard], state: str, validation_loss: float | None
+        self, flight: _Flight, tensors: Tensors, state: str, validation_loss: float | None
     ) -> None:
         """Write and retain; what happens is kept in `flight`."""
 
@@ -280,13 +298,11 @@ def _alive(flight: _Flight) -> bool:
 
 
 def _bytes(tensor: Tensor | TensorShard) -> int:
-    if isinstance(tensor, Tensor):
-        return tensor.nbytes
-    return sum(piece.nbytes for piece in tensor.pieces.values())
+    return sum(piece.nbytes for piece in pieces_of(tensor).values())
 
 
 def _sizes(staging: Path | None) -> list[int]:
-    """Bytes of the files in a directory that may vanish at any time."""
+    """Return the bytes of each file in a directory that may vanish at any time."""
     sizes: list[int] = []
     if staging is not None:
         with contextlib.suppress(FileNotFoundError), os.scandir(staging) as entries:

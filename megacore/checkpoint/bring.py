@@ -1,4 +1,4 @@
-"""Files that ranks wrote on machines of their own, brought to the first rank over the process group."""
+"""Bringing files that ranks wrote on other machines to the first rank, over the process group."""
 
 import contextlib
 import hashlib
@@ -22,9 +22,10 @@ CHUNK = 64 << 20
 
 
 def own_directory(first: Path, ranks: RankGroup) -> Path:
-    """Where this rank writes: the directory that the first rank has made, where it is seen, else one of its own beside.
+    """Return where this rank writes: the first rank's directory, or one beside if it is not seen.
 
-    `first` has a new name, so that a file share has not cached it as missing. Raises WorkspaceError.
+    `first` has a new name, so that a file share has not cached it as missing. Raises
+    WorkspaceError.
     """
     if ranks.rank == 0 or first.is_dir():
         return first
@@ -35,7 +36,10 @@ def own_directory(first: Path, ranks: RankGroup) -> Path:
 
 
 def sees_first(directory: Path, ranks: RankGroup) -> bool:
-    """Whether this rank sees the first rank's `directory`, which is made. Collective. Raises WorkspaceError."""
+    """Make the first rank's `directory`; return True where it is seen. Collective.
+
+    Raises WorkspaceError.
+    """
     token = directory / f".seen{STALE_SUFFIX}{secrets.token_hex(4)}"
 
     def write() -> Path:
@@ -58,9 +62,12 @@ def bring_files(
     *,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Bring the files of ranks that write elsewhere into the first rank's directory, synced and compared. Collective.
+    """Bring the files of ranks that write elsewhere into the first rank's directory. Collective.
 
-    One rank after the other sends; a file that has arrived is deleted where it was. The group needs gloo.
+    They are synced and their hashes compared.
+
+    One rank after the other sends; a file that has arrived is deleted where it was. The group needs
+    gloo.
 
     Args:
         directory: of the first rank, where they go, each under its name once it is whole.
@@ -80,20 +87,27 @@ def bring_files(
             if ranks.rank == sender and own is not None:
                 ranks.everywhere(move.runner(move.send, own / name))
             else:
-                ranks.everywhere(move.runner(move.receive if ranks.rank == 0 else move.wait, directory / name))
+                ranks.everywhere(
+                    move.runner(move.receive if ranks.rank == 0 else move.wait, directory / name)
+                )
 
 
 class _Move:
-    """One file on its way. A rank that fails still takes part in the chunk under way; then all of them stop."""
+    """One file on its way.
 
-    def __init__(self, record: FileRecord, sender: int, ranks: RankGroup, progress: Callable[[], None]) -> None:
+    A rank that fails still takes part in the chunk under way; then all of them stop.
+    """
+
+    def __init__(
+        self, record: FileRecord, sender: int, ranks: RankGroup, progress: Callable[[], None]
+    ) -> None:
         self._record, self._sender, self._ranks, self._progress = record, sender, ranks, progress
         self._failure: Exception | None = None
         self._broken_off = False
         """Whether a rank has failed before the last chunk."""
 
     def runner(self, part: Callable[[Path], None], path: Path) -> Callable[[], None]:
-        """This rank's part, which raises in its end what it met."""
+        """Return an action that does this rank's part and raises what it met at its end."""
 
         def run() -> None:
             part(path)
@@ -139,8 +153,8 @@ class _Move:
         with self._noted(path):
             if digest.hexdigest() != self._record.sha256:
                 raise CheckpointError(
-                    f"{path} came from rank {self._sender} with another content than it was written with: look at the "
-                    "memory, disk and network of that machine"
+                    f"{path} came from rank {self._sender} with another content than "
+                    "it was written with: look at the memory, disk and network of that machine"
                 )
             os.replace(temporary, path)
 
@@ -150,7 +164,7 @@ class _Move:
             pass
 
     def _chunks(self) -> Iterator[Tensor]:
-        """Memory for one chunk after the other; between two all ranks find out whether one has failed."""
+        """Yield memory for each chunk; between two, all ranks learn whether one failed."""
         memory = torch.empty(min(CHUNK, self._record.size), dtype=torch.uint8)
         for first in range(0, self._record.size, CHUNK):
             yield memory[: min(CHUNK, self._record.size - first)]
@@ -172,7 +186,7 @@ class _Move:
 
 
 def _bytes(chunk: Tensor) -> memoryview:
-    """The memory of a chunk."""
+    """Return the memory of a chunk."""
     array: Any = chunk.numpy()
     return memoryview(array)
 
@@ -181,7 +195,9 @@ def _read_all(descriptor: int, data: memoryview, path: Path) -> None:
     while data:
         count = os.readv(descriptor, [data])
         if count == 0:
-            raise CheckpointError(f"{path} became shorter while it was sent: look at that machine's disk")
+            raise CheckpointError(
+                f"{path} became shorter while it was sent: look at that machine's disk"
+            )
         data = data[count:]
 
 

@@ -1,20 +1,41 @@
-"""Actions that all ranks take together: an error on one of them is raised on all."""
+"""Actions of all ranks together, such as choosing a checkpoint: one's error is raised on all.
 
+A rank alone, and tools without ranks, use `format` itself.
+"""
+
+import logging
+import os
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megacore.errors import ERROR_TYPES, CheckpointError, MegacoreError
+from megacore.checkpoint.format import (
+    MARKER_NAME,
+    Marker,
+    check_tracker,
+    checkpoint_directories,
+    misplaced,
+    passed_over,
+    reading,
+    refuse,
+    verify,
+)
+from megacore.errors import ERROR_TYPES, CheckpointError, LaunchError, MegacoreError
 
 T = TypeVar("T")
+_THREADS = 4
+_logger = logging.getLogger(__name__)
 
 
 class RankGroup:
     """The ranks that save together; one rank alone when torch.distributed is not initialised.
 
-    Objects are exchanged through `group` (None: the default group). A group that has only the NCCL back end
-    moves them through the current CUDA device, which each rank must have set; a gloo group needs none.
+    Objects are exchanged through `group` (None: the default group). A group that has only the NCCL
+    back end moves them through the current CUDA device, which each rank must have set; a gloo group
+    needs none.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -26,8 +47,8 @@ class RankGroup:
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return the results in rank order, on every rank.
 
-        Where it raised, the error itself is raised there; on the others the first failing rank's, as the same
-        MegacoreError or as CheckpointError. Results must be picklable.
+        Where it raised, the error itself is raised there; on the others the first failing rank's,
+        as the same MegacoreError or as CheckpointError. Results must be picklable.
         """
         value: T | None = None
         failure: Exception | None = None
@@ -48,7 +69,7 @@ class RankGroup:
         return [result for result, _ in outcomes]
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank and return its result on every rank; an error is raised on all."""
+        """Run `action` on the first rank; every rank returns its result or raises its error."""
         results: list[Any] = self.everywhere(action if self.rank == 0 else _nothing)
         return results[0]  # type: ignore[no-any-return]
 
@@ -58,7 +79,7 @@ def _nothing() -> Any:
 
 
 def _describe(error: Exception | None) -> tuple[str, str] | None:
-    """Class name (of the nearest error of ours, if it is one) and message."""
+    """Return the class name (of the nearest MegacoreError, if it is one) and the message."""
     if error is None:
         return None
     names = [base.__name__ for base in type(error).__mro__]
@@ -66,7 +87,76 @@ def _describe(error: Exception | None) -> tuple[str, str] | None:
 
 
 def _restored(rank: int, name: str, message: str) -> MegacoreError:
-    """The error of another rank, from its class name and message."""
+    """Make another rank's error from its class name and message."""
     if name in ERROR_TYPES:
         return ERROR_TYPES[name](message)
     return CheckpointError(f"rank {rank} failed: {name}: {message}")
+
+
+def latest_complete_together(
+    root: Path, ranks: RankGroup, *, log: Callable[[str], None] = _logger.warning
+) -> Path | None:
+    """Choose as `format.latest_complete`; `log` is called on the first rank. Collective."""
+    chosen = None
+    for directory in reversed(ranks.on_first(lambda: checkpoint_directories(root))):
+        try:
+            verify_together(directory, ranks)
+        except CheckpointError as error:
+            if ranks.rank == 0:
+                log(passed_over(error))
+            continue
+        chosen = directory
+        break
+    if ranks.rank == 0:
+        check_tracker(root, chosen, log)
+    return chosen
+
+
+def verify_together(directory: Path, ranks: RankGroup) -> Marker:
+    """Compare every hash, as `format.verify`; return the marker on every rank. Collective.
+
+    Raises CheckpointError naming the file that is missing or damaged, and LaunchError where another
+    machine than the first rank's has it not at all, although it is whole: passing it over would
+    throw work away.
+    """
+
+    def look() -> tuple[Marker, str | None]:
+        with reading(directory):
+            marker = Marker.read(directory)
+            return marker, misplaced(directory, marker) or marker.quick_problem(directory)[0]
+
+    marker, problem = ranks.on_first(look)
+    refuse(directory, problem)
+    absent = [host for host in ranks.everywhere(lambda: _without(directory)) if host is not None]
+    if absent:  # damaged files are on no other machine where each has a workspace of its own
+        ranks.on_first(lambda: verify(directory))
+        raise LaunchError(
+            f"{directory} is not on host {absent[0]}, though the first rank's host has it: "
+            "mount the same file system on every host, or set launch.data_placement to node_local"
+        )
+    own = shares(marker, ranks.size)[ranks.rank]
+    threads = max(1, min(_THREADS, (os.cpu_count() or 1) // ranks.size))
+
+    def compare() -> dict[str, str]:
+        with reading(directory):
+            return marker.differing(directory, own, threads=threads)
+
+    found = {name: problem for each in ranks.everywhere(compare) for name, problem in each.items()}
+    refuse(directory, next((found[name] for name in marker.files if name in found), None))
+    return marker
+
+
+def _without(directory: Path) -> str | None:
+    """Return the name of this rank's machine if it does not have the checkpoint."""
+    return None if (directory / MARKER_NAME).exists() else socket.gethostname()
+
+
+def shares(marker: Marker, size: int) -> list[list[str]]:
+    """Return the names of the files that each of `size` ranks hashes: about the same bytes."""
+    load = [0] * size
+    names: list[list[str]] = [[] for _ in range(size)]
+    for name, record in sorted(marker.files.items(), key=lambda item: (-item[1].size, item[0])):
+        least = load.index(min(load))
+        load[least] += record.size
+        names[least].append(name)
+    return names

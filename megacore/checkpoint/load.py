@@ -1,104 +1,193 @@
-"""Loading: names, shapes and types are compared first, then filled in place; no pickle is executed.
+"""Loading: names, shapes and types are compared, then filled in place; no pickle is executed.
 
 Each rank reads what it needs by itself, so loading needs no process group and cannot deadlock.
 """
 
-import warnings
+import ctypes
+import io
+import os
+import zipfile
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.format import latest_complete, read_state, reading
-from megacore.checkpoint.metadata import SafeFileSystemReader
-from megacore.checkpoint.shard import ShardLoadPlanner, TensorShard
+from megacore.checkpoint.format import METADATA_NAME, latest_complete, read_state, reading
+from megacore.checkpoint.metadata import SavedSlice, read_metadata
+from megacore.checkpoint.shard import Tensors, chunks_of, pieces_of
 from megacore.errors import CheckpointError
 
-__all__ = ["latest_complete", "load_checkpoint", "names_of_all", "read_state", "read_tensors", "tensor_shapes"]
+__all__ = [
+    "latest_complete",
+    "load_checkpoint",
+    "names_of_all",
+    "read_state",
+    "read_tensors",
+    "tensor_shapes",
+]
 
 _SHOWN = 4
+_BLOCK = 4 << 20
+"""Bytes that are read at once where a tensor's memory cannot be read into."""
+_THREADS = 4
+"""That read at most; a disk is not faster with more."""
+_LOCAL_HEADER = 30
+"""Bytes before the name of a record in a zip archive; the last four hold two lengths."""
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint: `.metadata` is read once, and executes nothing.
+
+    Raises CheckpointError when it is not that of a checkpoint of tensors.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.metadata = read_metadata(directory / METADATA_NAME)
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shape and dtype of every tensor, by global name."""
+        entries: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
+        return entries
+
+    def fill(self, tensors: Tensors) -> None:
+        """Read the slices that lie in `tensors`, several at once, into their memory.
+
+        Values of another dtype are converted in small blocks. Torch reads the archive around each
+        slice with `weights_only`, without its data; they follow from the file. Raises
+        CheckpointError for a damaged or foreign file.
+        """
+        try:
+            self._fill(tensors)
+        except Exception as error:
+            # Without torch's advice to execute the file.
+            reason = " ".join(str(error).split()).partition(". ")[0][:300]
+            raise CheckpointError(
+                f"{self.directory} cannot be read: {type(error).__name__}: {reason}: "
+                "use another checkpoint"
+            ) from error
+
+    def _fill(self, tensors: Tensors) -> None:
+        items = [
+            item
+            for name, tensor in tensors.items()
+            for item in create_read_items_for_chunk_list(
+                name, self.tensors[name], chunks_of(tensor)
+            )
+        ]
+        storage: dict[MetadataIndex, SavedSlice] = self.metadata.storage_data
+        with ExitStack() as stack:
+            files = {
+                name: stack.enter_context(open(self.directory / name, "rb", buffering=0))
+                for name in {storage[item.storage_index].relative_path for item in items}
+            }
+
+            def read(item: ReadItem) -> None:
+                place, pieces = storage[item.storage_index], pieces_of(tensors[item.dest_index.fqn])
+                assert item.dest_index.offset is not None, "every rectangle has a position"
+                target = pieces[item.dest_index.offset].detach()
+                target = _narrowed(target, item.dest_offsets, item.lengths)
+                dtype = self.tensors[item.dest_index.fqn].properties.dtype
+                _read(files[place.relative_path].fileno(), place, item, dtype, target)
+
+            threads = min(_THREADS, torch.get_num_threads(), len(items))
+            if threads <= 1:
+                for item in items:
+                    read(item)
+                return
+            with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
+                for _ in pool.map(read, items):
+                    pass
 
 
 def load_checkpoint(
     path: Path,
-    tensors: Mapping[str, torch.Tensor | TensorShard],
+    tensors: Tensors,
     *,
     prefix: str = "",
     expected: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint in `path` and return its state that is no tensor.
 
-    The files' hashes are not checked again: take `path` from `latest_complete`, or call `format.verify` first. The
-    checkpoint is not deleted while it is read; hold `format.reading` around several readings that belong together.
+    The files' hashes are not checked again: take `path` from `latest_complete`, or call
+    `format.verify` first. The checkpoint is not deleted while it is read; hold `format.reading`
+    around several readings that belong together.
 
     Args:
         path: of the checkpoint, whatever layout wrote it.
-        tensors: what this rank wants, by global name, with the checkpoint's global shapes and dtypes; a TensorShard
-            gets its rectangles.
+        tensors: what this rank wants, by global name, with the checkpoint's global shapes and
+            dtypes; a TensorShard gets its rectangles.
         prefix: what the names of a part of the checkpoint start with, if only that part is loaded.
-        expected: names that all ranks want together (see `names_of_all`); None means those of `tensors`.
+        expected: names that all ranks want together (see `names_of_all`); None means those of
+            `tensors`.
 
     Raises:
-        CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`, or a shape or
-            dtype differs: both sides are shown, and nothing was changed. Or a file is damaged, or holds anything but
-            tensors, or `path` is no complete checkpoint.
+        CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`,
+            or a shape or dtype differs: both sides are shown, and nothing was changed. Or a file is
+            damaged, or holds anything but tensors, or `path` is no complete checkpoint.
     """
     with reading(path):
-        reader = SafeFileSystemReader(path)
+        reader = CheckpointReader(path)
         state = read_state(path)
         saved = {name: entry for name, entry in reader.tensors.items() if name.startswith(prefix)}
         _check_names(path, saved, {*tensors, *(expected or ())})
         _check_entries(path, saved, tensors)
-        _fill(reader, tensors, path)
+        reader.fill(tensors)
         return state
 
 
 def names_of_all(tensors: Iterable[str], group: dist.ProcessGroup | None = None) -> frozenset[str]:
-    """The names that the ranks of `group` (None: all ranks, or one alone) hold together. Collective."""
+    """Return the names that all ranks of `group` (None: the default group) hold. Collective."""
     own = sorted(tensors)
     return frozenset(name for names in RankGroup(group).everywhere(lambda: own) for name in names)
 
 
 def read_tensors(
-    path: Path, names: Iterable[str] | None = None, *, prefix: str = "", dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint on the CPU: those in `names`, or all whose name starts with `prefix`.
+    path: Path,
+    names: Iterable[str] | None = None,
+    *,
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Read whole tensors to the CPU: those in `names`, or all whose name starts with `prefix`.
 
-    `dtype` converts floating-point tensors. Needs no process group. Raises CheckpointError for a name that the
-    checkpoint has not.
+    `dtype` converts floating-point tensors. Needs no process group. Raises CheckpointError for a
+    name that the checkpoint has not.
     """
     with reading(path):
-        tensors = _read_whole(SafeFileSystemReader(path), path, names, prefix)
-    return {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+        reader = CheckpointReader(path)
+        entries = reader.tensors
+        chosen = (
+            [name for name in entries if name.startswith(prefix)] if names is None else list(names)
+        )
+        missing = [name for name in chosen if name not in entries]
+        if missing or not chosen:
+            asked = _listed(missing) if missing else f"any name that starts with {prefix!r}"
+            raise CheckpointError(f"{path} has no tensor {asked}: it has {_listed(list(entries))}")
+        tensors = {name: _empty(entries[name], dtype) for name in chosen}
+        reader.fill(tensors)
+        return tensors
 
 
-def _read_whole(
-    reader: SafeFileSystemReader, path: Path, names: Iterable[str] | None, prefix: str
-) -> dict[str, torch.Tensor]:
-    wanted = list(names) if names is not None else [name for name in reader.tensors if name.startswith(prefix)]
-    missing = [name for name in wanted if name not in reader.tensors]
-    if missing or not wanted:
-        asked = _listed(missing) if missing else f"any name that starts with {prefix!r}"
-        raise CheckpointError(f"{path} has no tensor {asked}: it has {_listed(list(reader.tensors))}")
-    tensors = {
-        name: torch.empty(reader.tensors[name].size, dtype=reader.tensors[name].properties.dtype) for name in wanted
-    }
-    _fill(reader, tensors, path)
-    return tensors
+def _empty(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> Tensor:
+    """Return memory for a saved tensor, of `dtype` if that is given and the tensor is of floats."""
+    saved = entry.properties.dtype
+    return torch.empty(entry.size, dtype=dtype if dtype and saved.is_floating_point else saved)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Global shape of every tensor in a checkpoint, by name. Raises CheckpointError."""
-    return {name: tuple(entry.size) for name, entry in SafeFileSystemReader(path).tensors.items()}
+    """Return the global shape of every tensor in a checkpoint, by name. Raises CheckpointError."""
+    return {name: tuple(entry.size) for name, entry in CheckpointReader(path).tensors.items()}
 
 
 def _check_names(path: Path, saved: Collection[str], wanted: Collection[str]) -> None:
@@ -106,15 +195,13 @@ def _check_names(path: Path, saved: Collection[str], wanted: Collection[str]) ->
     unexpected = sorted(set(saved) - set(wanted))
     if missing or unexpected:
         raise CheckpointError(
-            f"{path} is of another model: it lacks {_listed(missing)} of the {len(wanted)} tensors asked for, "
-            f"and has {_listed(unexpected)} among {len(saved)} that nobody asked for: load it with the configuration "
-            "it was saved with"
+            f"{path} is of another model: it lacks {_listed(missing)} of the {len(wanted)} "
+            f"tensors asked for, and has {_listed(unexpected)} among {len(saved)} that nobody "
+            "asked for: load it with the configuration it was saved with"
         )
 
 
-def _check_entries(
-    path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Mapping[str, torch.Tensor | TensorShard]
-) -> None:
+def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Tensors) -> None:
     differing = [
         f"{name} is {_form(saved[name].size, saved[name].properties.dtype)} there and "
         f"{_form(tensor.shape, tensor.dtype)} here"
@@ -123,22 +210,9 @@ def _check_entries(
     ]
     if differing:
         raise CheckpointError(
-            f"{path} is of another model: {_listed(differing)}: load it with the configuration it was saved with"
+            f"{path} is of another model: {_listed(differing)}: load it with the "
+            "configuration it was saved with"
         )
-
-
-def _fill(reader: SafeFileSystemReader, tensors: Mapping[str, torch.Tensor | TensorShard], path: Path) -> None:
-    """Read the slices of `tensors` from the files."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(tensors), storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        _, (cause, _) = next(iter(error.failures.items()))
-        reason = " ".join(str(cause).split()).partition(". ")[0][:300]  # without torch's advice to execute it
-        raise CheckpointError(
-            f"{path} cannot be read: {type(cause).__name__}: {reason}: use another checkpoint"
-        ) from error
 
 
 def _form(shape: torch.Size, dtype: torch.dtype) -> str:
@@ -146,6 +220,122 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def _listed(items: list[str]) -> str:
-    """The first few of many, or `none`."""
+    """Name the first few of many, or `none`."""
     shown = ", ".join(items[:_SHOWN]) or "none"
     return f"{shown} and {len(items) - _SHOWN} more" if len(items) > _SHOWN else shown
+
+
+def _read(
+    descriptor: int, place: SavedSlice, item: ReadItem, dtype: torch.dtype, target: Tensor
+) -> None:
+    """Fill `target` from the part of a saved slice of `dtype` that `item` describes."""
+    whole, start = _saved(descriptor, place)
+    part = _narrowed(whole, item.storage_offsets, item.lengths)
+    if part.dtype != dtype:
+        raise CheckpointError(
+            f"{place.relative_path} holds {list(part.shape)} {part.dtype} of "
+            f"{item.storage_index.fqn}, and its metadata says {dtype}"
+        )
+    if part.numel() == 0:
+        return
+    start += int(part.storage_offset()) * part.element_size()
+    if not part.is_contiguous():
+        # Its elements lie apart: what lies between them is read with them.
+        pairs = zip(part.shape, part.stride(), strict=True)
+        scratch = torch.empty(1 + sum((size - 1) * stride for size, stride in pairs), dtype=dtype)
+        _pread(descriptor, scratch, start, place.relative_path)
+        target.copy_(scratch.as_strided(part.shape, part.stride()))
+    elif target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype:
+        _pread(descriptor, target, start, place.relative_path)
+    else:
+        rows = target if target.dim() else target[None]
+        row_bytes = part.nbytes // len(rows)
+        scratch = torch.empty(max(1, _BLOCK // row_bytes), *rows.shape[1:], dtype=dtype)
+        for first in range(0, len(rows), len(scratch)):
+            block = rows[first : first + len(scratch)]
+            _pread(
+                descriptor, scratch[: len(block)], start + first * row_bytes, place.relative_path
+            )
+            block.copy_(scratch[: len(block)])
+
+
+def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
+    """Return a saved slice without its data, and where these begin in the file."""
+    if place.offset + place.length > os.fstat(descriptor).st_size:
+        raise CheckpointError(f"{place.relative_path} ends before a slice that its metadata names")
+    window = cast(IO[bytes], _Window(descriptor, place.offset, place.length))
+    tensor = torch.load(window, map_location="meta", weights_only=True)
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{place.relative_path} holds {type(tensor).__name__} where a tensor belongs"
+        )
+    return tensor, place.offset + _data_start(window, tensor.untyped_storage().nbytes(), place)
+
+
+def _data_start(window: IO[bytes], size: int, place: SavedSlice) -> int:
+    """Return where the `size` bytes of data begin in the archive that torch.save wrote."""
+    with zipfile.ZipFile(window) as archive:
+        records = [
+            info for info in archive.infolist() if info.filename.partition("/")[2] == "data/0"
+        ]
+    if len(records) == 1 and records[0].compress_type == zipfile.ZIP_STORED:
+        window.seek(records[0].header_offset)
+        header = window.read(_LOCAL_HEADER)
+        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        start = records[0].header_offset + _LOCAL_HEADER + name + extra
+        if records[0].file_size == size and start + size <= place.length:
+            return start
+    raise CheckpointError(
+        f"{place.relative_path} does not hold the data of a slice that it describes"
+    )
+
+
+def _narrowed(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+    """Return the view of a rectangle in a tensor."""
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+class _Window(io.RawIOBase):
+    """A range of a file with a position of its own, so that threads can share the file."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = min(len(buffer), max(0, self._length - self._position))
+        count = os.preadv(
+            self._descriptor, [memoryview(buffer)[:wanted]], self._offset + self._position
+        )
+        self._position += count
+        return count
+
+
+def _pread(descriptor: int, target: Tensor, offset: int, name: str) -> None:
+    """Read the file into the memory of a contiguous CPU tensor."""
+    memory = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], offset + done)
+        if count == 0:
+            raise CheckpointError(f"{name} ends before the data that its metadata names")
+        done += count

@@ -1,16 +1,17 @@
-"""Reading torch.distributed.checkpoint's pickled `.metadata` without letting the pickle do anything.
+"""Reading torch's pickled `.metadata` without letting the pickle do anything.
 
-A pickle can only call what its `find_class` returns. Ours returns record classes made for this one reading,
-which hold attributes and nothing else, and three harmless values of torch; anything else is refused. The
-records are then checked field by field and turned into torch's own metadata.
+A pickle can only call what its `find_class` returns. Ours returns record classes made for this one
+reading, which hold attributes and nothing else, and three harmless values of torch; anything else
+is refused. The records are then checked field by field and turned into torch's own metadata.
 """
 
+import importlib
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,13 +21,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
-from megacore.checkpoint.format import METADATA_NAME
-from megacore.checkpoint.slices import read_slices
 from megacore.errors import CheckpointError
 
+PRIVATE_NAMES = {
+    "torch.distributed.checkpoint.filesystem._StorageInfo": (
+        "save.py",
+        "the place of a saved slice: torch's own reader expects it under this name in .metadata",
+    ),
+}
+"""Every private name of torch that this package uses: the file that does, and what for."""
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = {
     (f"{_DCP}.metadata", "Metadata"),
@@ -54,37 +58,36 @@ _DTYPES = {
 }
 
 
-class SafeFileSystemReader(FileSystemReader):
-    """A FileSystemReader that executes nothing: `.metadata` is read here, once, when it is made.
+@dataclass(frozen=True)
+class SavedSlice:
+    """The place of the archive around a saved rectangle."""
 
-    Slices go through `torch.load(weights_only=True)` as in torch itself, but their data straight into the tensors that
-    are filled; entries that are no tensor, which torch would unpickle, are refused. Raises CheckpointError.
-    """
+    relative_path: str
+    """File below the checkpoint's directory."""
+    offset: int
+    """Of the archive in the file, in bytes."""
+    length: int
+    """Of the archive, in bytes."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.metadata = read_metadata(directory / METADATA_NAME)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata that was read and checked."""
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors."""
-        read_slices(Path(self.path), plan.items, self.storage_data, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shape and dtype of every tensor in the checkpoint, by global name."""
-        entries: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
-        return entries
+def private_name(name: str) -> Any:
+    """Import one of PRIVATE_NAMES. Raises CheckpointError when this torch has it no more."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        file, purpose = PRIVATE_NAMES[name]
+        raise CheckpointError(
+            f"torch {torch.__version__} moved {name}, which megacore/checkpoint/{file} uses for "
+            f"{purpose}: install the version that constraints.txt names"
+        ) from error
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read `.metadata`, executing nothing. Raises CheckpointError when it holds anything but tensors' metadata."""
+    """Read `.metadata`, executing nothing.
+
+    Raises CheckpointError when it holds anything but tensors' metadata.
+    """
     try:
         with open(path, "rb") as file:
             record = _RecordUnpickler(file).load()
@@ -93,11 +96,13 @@ def read_metadata(path: Path) -> Metadata:
         raise CheckpointError(f"{path} is refused: {error}: use another checkpoint") from error
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} cannot be read ({reason}): use another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({reason}): use another checkpoint"
+        ) from error
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Builds records of allowed names only."""
+    """A builder of records of allowed names only."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -119,7 +124,7 @@ class _RecordUnpickler(pickle.Unpickler):
 
 
 def _record_class(name: str) -> type:
-    """A class of its own for each reading: whatever a pickle does to it is forgotten with it."""
+    """Make a class for one reading: whatever a pickle does to it is forgotten with it."""
 
     def init(self: Any, *values: Any) -> None:
         self.__dict__["values"] = values
@@ -131,25 +136,36 @@ def _record_class(name: str) -> type:
 
 
 def _metadata(record: Any) -> Metadata:
-    """Torch's metadata from a record, each field checked."""
+    """Make torch's metadata from a record, each field checked."""
     fields = _fields(record, "Metadata")
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    entries |= {_text(name): _tensor(entry) for name, entry in _dictionary(fields["state_dict_metadata"]).items()}
-    storage = {_index(index): _storage(info) for index, info in _dictionary(fields["storage_data"]).items()}
+    entries |= {
+        _text(name): _tensor(entry)
+        for name, entry in _dictionary(fields["state_dict_metadata"]).items()
+    }
+    storage = {
+        _index(index): _storage(info) for index, info in _dictionary(fields["storage_data"]).items()
+    }
     planner_data = {name: (name,) for name in entries}
     version = fields.get("version")
-    return Metadata(entries, planner_data, storage, StorageMeta(), None if version is None else _text(version))
+    return Metadata(
+        entries, planner_data, storage, StorageMeta(), None if version is None else _text(version)
+    )
 
 
 def _tensor(record: Any) -> TensorStorageMetadata:
     if type(record).__name__ != "TensorStorageMetadata":
-        raise CheckpointError(f"it holds an entry of type {type(record).__name__} that is no tensor")
+        raise CheckpointError(
+            f"it holds an entry of type {type(record).__name__} that is no tensor"
+        )
     fields = _fields(record, "TensorStorageMetadata")
     properties = _fields(fields["properties"], "TensorProperties")["state"]
     if not isinstance(properties, tuple) or not isinstance(properties[0], torch.dtype):
         raise CheckpointError(f"it holds tensor properties {properties!r} without a dtype")
     chunks = [_chunk(chunk) for chunk in fields["chunks"]]
-    return TensorStorageMetadata(TensorProperties(dtype=properties[0]), _size(fields["size"]), chunks)
+    return TensorStorageMetadata(
+        TensorProperties(dtype=properties[0]), _size(fields["size"]), chunks
+    )
 
 
 def _chunk(record: Any) -> ChunkStorageMetadata:
@@ -160,17 +176,19 @@ def _chunk(record: Any) -> ChunkStorageMetadata:
 def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     hint = fields.get("index")
-    return MetadataIndex(_text(fields["fqn"]), _size(fields["offset"]), None if hint is None else _integer(hint))
+    return MetadataIndex(
+        _text(fields["fqn"]), _size(fields["offset"]), None if hint is None else _integer(hint)
+    )
 
 
-def _storage(record: Any) -> _StorageInfo:
+def _storage(record: Any) -> SavedSlice:
     fields = _fields(record, "_StorageInfo")
     name = _text(fields["relative_path"])
     if name in {"", ".", ".."} or "/" in name or "\0" in name:
         raise CheckpointError(f"it points to the file {name!r} outside the checkpoint")
     if fields.get("transform_descriptors"):
         raise CheckpointError(f"it asks for transforms {fields['transform_descriptors']!r}")
-    return _StorageInfo(name, _integer(fields["offset"]), _integer(fields["length"]))
+    return SavedSlice(name, _integer(fields["offset"]), _integer(fields["length"]))
 
 
 def _fields(record: Any, name: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from megacore.checkpoint.format import (
     STALE_SUFFIX,
     TRACKER_NAME,
     complete_checkpoints,
+    exclusive_lock,
     iteration_of,
 )
-from megacore.checkpoint.lock import exclusive_lock
 
 
 def apply_retention(
@@ -24,12 +24,13 @@ def apply_retention(
     keep_best: bool = True,
     in_use: Path | None = None,
 ) -> list[Path]:
-    """Delete the complete checkpoints below `root` that no rule keeps; return their paths, oldest first.
+    """Delete the complete checkpoints below `root` that no rule keeps; return them, oldest first.
 
-    Kept are the newest `keep_last`, those at multiples of `keep_every` iterations, the one with the lowest
-    validation loss (the older on a tie) if `keep_best`, the one `in_use`, and for this time those that somebody reads
-    (`format.reading`). The newest is always kept, so the only complete one is never deleted. Incomplete ones are left
-    alone. Call it on one rank, while no save is under way. Raises WorkspaceError.
+    Kept are the newest `keep_last`, those at multiples of `keep_every` iterations, the one with the
+    lowest validation loss (the older on a tie) if `keep_best`, the one `in_use`, and for this time
+    those that somebody reads (`format.reading`). The newest is always kept, so the only complete
+    one is never deleted. Incomplete ones are left alone. Call it on one rank, while no save is
+    under way. Raises WorkspaceError.
     """
     markers = complete_checkpoints(root)
     newest_first = sorted(markers, key=lambda path: markers[path].iteration, reverse=True)
@@ -38,17 +39,21 @@ def apply_retention(
         kept |= {path for path in markers if markers[path].iteration % keep_every == 0}
     measured = [path for path in markers if markers[path].validation_loss is not None]
     if keep_best and measured:
-        kept.add(min(measured, key=lambda path: (markers[path].validation_loss, markers[path].iteration)))
+        kept.add(
+            min(measured, key=lambda path: (markers[path].validation_loss, markers[path].iteration))
+        )
     if in_use is not None:
         kept.add(root / in_use.name)
     with workspace_errors(root):
-        return [path for path in reversed(newest_first) if path not in kept and _remove_unread(path)]
+        return [
+            path for path in reversed(newest_first) if path not in kept and _remove_unread(path)
+        ]
 
 
 def _remove_unread(directory: Path) -> bool:
-    """Delete a checkpoint unless somebody reads it; whether it was deleted."""
+    """Delete a checkpoint unless somebody reads it; return True if it was deleted."""
     with exclusive_lock(directory / MARKER_NAME) as unread:
-        # A reader that opened the marker before waits for the lock, and then finds that the marker has moved.
+        # A reader that opened the marker before waits, and then finds that it has moved.
         doomed = rename_away(directory) if unread else None
     if doomed is not None:
         shutil.rmtree(doomed)

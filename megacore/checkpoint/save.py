@@ -1,18 +1,29 @@
-"""Saving together: staged, synced, marked, renamed. A crash at any instruction leaves the whole checkpoint or none."""
+"""Saving together: staged, hashed, synced, marked, renamed.
+
+A crash at any instruction leaves the whole checkpoint or none.
+"""
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from megacore.artifact.files import sync_directory, workspace_errors
 from megacore.checkpoint.bring import bring_files, own_directory
@@ -27,16 +38,22 @@ from megacore.checkpoint.format import (
     finite_or_none,
     write_tracker,
 )
+from megacore.checkpoint.metadata import private_name
 from megacore.checkpoint.retain import remove_stale, rename_away
-from megacore.checkpoint.shard import ShardSavePlanner, TensorShard
-from megacore.checkpoint.write import CheckpointWriter
+from megacore.checkpoint.shard import ShardSavePlanner, Tensors, TensorShard
 from megacore.errors import CheckpointError, WorkspaceError
+
+LEAST_FILE_BYTES = 64 << 20
+"""A rank's slices go into one file up to this size."""
+MOST_FILES = 16
+"""Per rank, about: as many as keep the hashing of the last one short beside the whole."""
+_StorageInfo = private_name("torch.distributed.checkpoint.filesystem._StorageInfo")
 
 
 def save_checkpoint(
     root: Path,
     iteration: int,
-    tensors: Mapping[str, torch.Tensor | TensorShard],
+    tensors: Tensors,
     state: Mapping[str, Any],
     *,
     validation_loss: float | None = None,
@@ -44,12 +61,14 @@ def save_checkpoint(
 ) -> Path:
     """Save `tensors` and `state` as `root/iter_<iteration>` and return that path, on every rank.
 
-    Collective over `group` (None: the default group, or one rank alone). Tensors are saved under their global
-    names, and each rank may have other names. What several ranks hold alike, a plain tensor or the same rectangle
-    of a TensorShard, is written by the one of them that has the least to write. `state` is JSON; the first rank's is
-    written. An existing checkpoint of this iteration is replaced.
+    Collective over `group` (None: the default group, or one rank alone). Tensors are saved under
+    their global names, and each rank may have other names. What several ranks hold alike, a plain
+    tensor or the same rectangle of a TensorShard, is written by the one of them that has the least
+    to write. `state` is JSON; the first rank's is written. An existing checkpoint of this iteration
+    is replaced.
 
-    Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is left visible.
+    Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is
+    left visible.
     """
     ranks = RankGroup(group)
 
@@ -57,16 +76,18 @@ def save_checkpoint(
         check_types(tensors)
         return encode_state(state, iteration) if ranks.rank == 0 else ""
 
-    # Apart from the writing, whose own collectives a rank that raised before them would leave waiting.
+    # Apart from the writing: a rank that raised here would leave its collectives waiting.
     text = ranks.everywhere(check)[0]
-    path, _ = write_checkpoint(root, iteration, tensors, text, ranks, validation_loss=validation_loss)
+    path, _ = write_checkpoint(
+        root, iteration, tensors, text, ranks, validation_loss=validation_loss
+    )
     return path
 
 
 def write_checkpoint(
     root: Path,
     iteration: int,
-    tensors: Mapping[str, torch.Tensor | TensorShard],
+    tensors: Tensors,
     state: str,
     ranks: RankGroup,
     *,
@@ -74,9 +95,10 @@ def write_checkpoint(
     staged: Callable[[Path], None] = lambda _: None,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[Path, Marker]:
-    """What `save_checkpoint` does once types are checked; returns path and marker, on every rank. Collective.
+    """Save once types are checked; return path and marker, on every rank. Collective.
 
-    A rank whose machine does not see the first rank's `root` writes beside its own, from where its files are brought.
+    A rank whose machine does not see the first rank's `root` writes beside its own, from where its
+    files are brought.
 
     Args:
         root: directory of the checkpoints.
@@ -108,19 +130,23 @@ def write_checkpoint(
             shutil.rmtree(own, ignore_errors=True)
 
 
-def check_types(tensors: Mapping[str, torch.Tensor | TensorShard]) -> None:
+def check_types(tensors: Tensors) -> None:
     """Raise CheckpointError for a value that is no tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor | TensorShard):
-            raise CheckpointError(f"{name} is {type(tensor).__name__}, not a tensor: put it into the state")
+            raise CheckpointError(
+                f"{name} is {type(tensor).__name__}, not a tensor: put it into the state"
+            )
 
 
 def encode_state(state: Mapping[str, Any], iteration: int) -> str:
-    """The state as JSON. Raises CheckpointError."""
+    """Return the state as JSON. Raises CheckpointError."""
     try:
         return json.dumps(dict(state), indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the state of {directory_name(iteration)} is not JSON: {error}") from error
+        raise CheckpointError(
+            f"the state of {directory_name(iteration)} is not JSON: {error}"
+        ) from error
 
 
 def _open_staging(root: Path, iteration: int) -> Path:
@@ -129,7 +155,9 @@ def _open_staging(root: Path, iteration: int) -> Path:
         try:
             root.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise WorkspaceError(f"cannot save into {root}: a file is in the way: move it away") from error
+            raise WorkspaceError(
+                f"cannot save into {root}: a file is in the way: move it away"
+            ) from error
         remove_stale(root)
         staging = root / f"{directory_name(iteration)}{STALE_SUFFIX}{secrets.token_hex(4)}"
         staging.mkdir()
@@ -137,16 +165,17 @@ def _open_staging(root: Path, iteration: int) -> Path:
 
 
 def _write_tensors(
-    staging: Path, tensors: Mapping[str, torch.Tensor | TensorShard], ranks: RankGroup, progress: Callable[[], None]
+    staging: Path, tensors: Tensors, ranks: RankGroup, progress: Callable[[], None]
 ) -> dict[str, FileRecord]:
-    """Write every rank's slices and `.metadata`, synced; this rank's files of slices. Collective."""
-    writer = CheckpointWriter(staging, progress=progress)
+    """Write every rank's slices and `.metadata`, synced; return this rank's files. Collective."""
+    writer = CheckpointWriter(staging, ranks.rank, progress=progress)
+    # For good: a filter for a while would be one for all threads. A rank by itself is meant here.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with workspace_errors(staging), _first_failure():
-        # Beneath torch's `save`, whose warning about a single process could only be silenced for all threads at once.
-        _save_state_dict(
-            dict(tensors),
+        save(
+            {},
             storage_writer=writer,
-            planner=ShardSavePlanner(),
+            planner=ShardSavePlanner(tensors),
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )
@@ -162,11 +191,131 @@ def _first_failure() -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         if isinstance(cause, OSError | KeyboardInterrupt):
             raise cause from error
-        raise CheckpointError(f"rank {rank} could not save its tensors: {type(cause).__name__}: {cause}") from error
+        raise CheckpointError(
+            f"rank {rank} could not save its tensors: {type(cause).__name__}: {cause}"
+        ) from error
+
+
+class CheckpointWriter(FileSystemWriter):
+    """A writer of a rank's slices into files of similar size, whose sizes and hashes it then knows.
+
+    While a file is written, those before it are hashed and synced, by a thread each: a save takes
+    as long as the slowest of the three. The metadata names no absolute path.
+    """
+
+    def __init__(self, directory: Path, rank: int, *, progress: Callable[[], None]) -> None:
+        """Write into `directory`; `progress` is called after each file, from the same thread."""
+        super().__init__(directory)
+        self.records: dict[str, FileRecord] = {}
+        self._directory, self._rank, self._progress = directory, rank, progress
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return nothing: a checkpoint may be moved."""
+        return None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write, hash and sync this rank's slices."""
+        results = []
+        with _Finisher() as finisher:
+            for number, items in enumerate(divided(plan.items)):
+                path = self._directory / f"__{self._rank}_{number}.distcp"
+                with open(path, "wb") as stream:
+                    results += [_write_slice(stream, path.name, item, planner) for item in items]
+                finisher.add(path)
+                self._progress()
+            self.records = finisher.records(self._progress)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _write_slice(
+    stream: IO[bytes], name: str, item: WriteItem, planner: SavePlanner
+) -> WriteResult:
+    """Append a slice to a file. Raises the OSError that torch's zip writer hides."""
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor), f"{item.index.fqn} is no tensor"
+    tensor = tensor.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()  # torch saves the whole storage that a tensor lies in
+    start = stream.tell()
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        # The context does not survive the way to the other ranks: raise the cause itself.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    length = stream.tell() - start
+    return WriteResult(item.index, length, _StorageInfo(name, start, length))
+
+
+class _Finisher:
+    """Two threads, one that hashes written files and one that syncs them."""
+
+    def __init__(self) -> None:
+        self._pools = (
+            futures.ThreadPoolExecutor(1, "checkpoint-hash"),
+            futures.ThreadPoolExecutor(1, "checkpoint-sync"),
+        )
+        self._files: dict[str, tuple[futures.Future[FileRecord], futures.Future[None]]] = {}
+
+    def add(self, path: Path) -> None:
+        """Begin with a file, which stays as it is from here on."""
+        hashing, syncing = self._pools
+        self._files[path.name] = (
+            hashing.submit(FileRecord.of, path),
+            syncing.submit(sync_file, path),
+        )
+
+    def records(self, progress: Callable[[], None]) -> dict[str, FileRecord]:
+        """Wait for all files. Raises OSError, also for a write before that could not be kept."""
+        records = {}
+        for name, (record, synced) in self._files.items():
+            records[name] = record.result()
+            synced.result()
+            progress()
+        return records
+
+    def __enter__(self) -> "_Finisher":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def divided(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Divide slices into files, the largest first: the last file leaves little to hash and sync."""
+    limit = max(LEAST_FILE_BYTES, sum(map(_item_bytes, items)) // MOST_FILES)
+    files: list[list[WriteItem]] = []
+    room = 0
+    for item in sorted(items, key=_item_bytes, reverse=True):
+        if not files or _item_bytes(item) > room:
+            files.append([])
+            room = limit
+        files[-1].append(item)
+        room -= _item_bytes(item)
+    return files
+
+
+def _item_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    assert data is not None, f"{item.index.fqn} is no tensor"
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _write_state(staging: Path, state: str) -> dict[str, FileRecord]:
-    """Write the state, synced; it and the metadata, which is written by then."""
+    """Write the state, synced; return the records of it and of the metadata."""
     with workspace_errors(staging):
         with open(staging / STATE_NAME, "w", encoding="utf-8") as file:
             file.write(state)
@@ -179,7 +328,9 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
     """Mark, rename into place, point the tracker to it."""
     unmarked = {path.name for path in staging.iterdir()} - set(marker.files)
     if unmarked:
-        raise CheckpointError(f"{staging} holds files that no rank wrote: {', '.join(sorted(unmarked))}")
+        raise CheckpointError(
+            f"{staging} holds files that no rank wrote: {', '.join(sorted(unmarked))}"
+        )
     target = root / directory_name(marker.iteration)
     with workspace_errors(staging):
         sync_directory(staging)

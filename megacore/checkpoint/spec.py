@@ -19,20 +19,22 @@ _RESOLVED = {
     "num_decoder_layers": "decoder_layers",
 }
 """Values that may be left to follow from others, and what they are then."""
-_FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"})
+_FREE = frozenset(
+    {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+)
 """Values that matter to training alone, or to the number of rows, which is compared by itself."""
 
 
 def read_spec(checkpoint: Path) -> ModelSpec:
-    """The model whose weights a checkpoint holds.
+    """Return the model whose weights a checkpoint holds.
 
     Raises CheckpointError when its state cannot be read or does not say.
     """
     state = read_state(checkpoint)
     if MODEL_KEY not in state:
         raise CheckpointError(
-            f"{checkpoint / STATE_NAME} does not say which model its weights are of: it was written by an earlier "
-            "version of megacore, which has to read it too"
+            f"{checkpoint / STATE_NAME} does not say which model its weights are of: it was "
+            "written by an earlier version of megacore, which has to read it too"
         )
     try:
         return ModelSpec.model_validate(state[MODEL_KEY])
@@ -40,31 +42,33 @@ def read_spec(checkpoint: Path) -> ModelSpec:
         first = error.errors()[0]
         where = ".".join(map(str, (MODEL_KEY, *first["loc"])))
         raise CheckpointError(
-            f"{checkpoint / STATE_NAME} holds no model that this version of megacore knows ({where}: {first['msg']}): "
-            "read it with the version that wrote it"
+            f"{checkpoint / STATE_NAME} holds no model that this version of megacore knows "
+            f"({where}: {first['msg']}): read it with the version that wrote it"
         ) from error
 
 
 def check_same_model(checkpoint: Path, there: ModelSpec, here: ModelSpec) -> None:
     """Refuse the weights of another model than the one that is here.
 
-    What matters to training alone may differ, and the length of a model without a position table. A vocabulary may
-    be smaller than one that is as large as its padded table: such a checkpoint does not tell which rows are padding.
+    What matters to training alone may differ, and the length of a model without a position table. A
+    vocabulary may be smaller than one that is as large as its padded table: such a checkpoint does
+    not tell which rows are padding.
 
     Raises CheckpointError with both sides of everything that differs.
     """
     differing = [
-        f"{name} is {_shown(theirs)} there and {_shown(ours)} here" for name, theirs, ours in _pairs(there, here)
+        f"{name} is {_shown(theirs)} there and {_shown(ours)} here"
+        for name, theirs, ours in _pairs(there, here)
     ]
     if differing:
         raise CheckpointError(
-            f"{checkpoint} is of another model: {', '.join(differing)}: use a checkpoint of this model, or change the "
-            "configuration"
+            f"{checkpoint} is of another model: {', '.join(differing)}: use a "
+            "checkpoint of this model, or change the configuration"
         )
 
 
 def _pairs(there: ModelSpec, here: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
-    """The name and both values of whatever has to be the same and is not."""
+    """Yield the name and both values of whatever has to be the same and is not."""
     if there.family != here.family:
         yield "family", there.family, here.family
         return
@@ -72,7 +76,11 @@ def _pairs(there: ModelSpec, here: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
     if there.vocab_size != here.vocab_size and not unpadded:
         yield "the vocabulary", f"{there.vocab_size} entries", f"{here.vocab_size} entries"
     elif there.padded_vocab_size != here.padded_vocab_size:
-        yield "the padded vocabulary", f"{there.padded_vocab_size} entries", f"{here.padded_vocab_size} entries"
+        yield (
+            "the padded vocabulary",
+            f"{there.padded_vocab_size} entries",
+            f"{here.padded_vocab_size} entries",
+        )
     free = set(_FREE)
     if here.model.position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")

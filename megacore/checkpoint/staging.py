@@ -1,4 +1,4 @@
-"""What a rank writes of a checkpoint, and the host memory that it is copied into meanwhile."""
+"""The part of a checkpoint that a rank writes, and the host memory that it is copied into."""
 
 import ctypes
 import mmap
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.errors import CheckpointError
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -18,14 +18,14 @@ Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 _ALIGNMENT = 64
 _LARGE = 1 << 15
-"""Elements beyond which torch copies with all its threads, whose waiting for each other takes longer than the copy."""
+"""Elements beyond which torch copies with all threads, which wait longer than they copy."""
 _CHUNK = 16 << 20
 _THREADS = 4
 """That copy at most; they share the memory's bandwidth."""
 
 
 class Shares:
-    """Which rank writes what, decided together and anew only when what some rank holds has another form."""
+    """Which rank writes what, decided again only when some rank's tensors have another form."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self.total_bytes = 0
@@ -34,54 +34,65 @@ class Shares:
         self._form: list[tuple[Key, torch.dtype, str]] | None = None
         self._own: frozenset[Key] = frozenset()
 
-    def differ(self, tensors: Mapping[str, Tensor | TensorShard]) -> bool:
-        """Whether this rank holds tensors of another form than when the ranks last decided."""
-        return form_of(pieces_of(tensors)) != self._form
+    def differ(self, tensors: Tensors) -> bool:
+        """Return True if this rank's tensors have another form than when the ranks last decided."""
+        return form_of(rectangles_of(tensors)) != self._form
 
-    def decide(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
+    def decide(self, tensors: Tensors) -> None:
         """Share out what the ranks hold. Collective."""
-        pieces = pieces_of(tensors)
+        pieces = rectangles_of(tensors)
         held = {key: piece.nbytes for key, piece in pieces.items()}
         everyones = self._ranks.everywhere(lambda: held)
         self._own = shared_out(everyones)[self._ranks.rank]
         self._form = form_of(pieces)
-        self.total_bytes = sum({key: size for one in everyones for key, size in one.items()}.values())
+        self.total_bytes = sum(
+            {key: size for one in everyones for key, size in one.items()}.values()
+        )
 
-    def own(self, tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
-        """Those of `tensors`, and of their rectangles, that this rank writes."""
+    def own(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
+        """Return those of `tensors`, and of their rectangles, that this rank writes."""
         selected: dict[str, Tensor | TensorShard] = {}
         for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor):
-                if _key(name, None, tensor) in self._own:
-                    selected[name] = tensor
-                continue
-            pieces = {at: piece for at, piece in tensor.pieces.items() if _key(name, at, piece) in self._own}
+            pieces = {
+                at: piece
+                for at, piece in pieces_of(tensor).items()
+                if _key(name, at, piece) in self._own
+            }
             if pieces:
-                selected[name] = TensorShard(tensor.shape, tensor.dtype, pieces)
+                selected[name] = _with_pieces(tensor, pieces)
         return selected
 
 
-def pieces_of(tensors: Mapping[str, Tensor | TensorShard]) -> dict[Key, Tensor]:
-    """Every rectangle that a rank holds."""
-    found = {}
-    for name, tensor in tensors.items():
-        pieces = {None: tensor} if isinstance(tensor, Tensor) else tensor.pieces
-        for offsets, piece in pieces.items():
-            found[_key(name, offsets, piece)] = piece
-    return found
+def rectangles_of(tensors: Tensors) -> dict[Key, Tensor]:
+    """Return every rectangle that a rank holds."""
+    return {
+        _key(name, offsets, piece): piece
+        for name, tensor in tensors.items()
+        for offsets, piece in pieces_of(tensor).items()
+    }
 
 
 def form_of(pieces: Mapping[Key, Tensor]) -> list[tuple[Key, torch.dtype, str]]:
-    """What the memory for a copy of `pieces` depends on."""
+    """Return what the memory for a copy of `pieces` depends on."""
     return [(key, piece.dtype, piece.device.type) for key, piece in pieces.items()]
 
 
-def _key(name: str, offsets: torch.Size | None, piece: Tensor) -> Key:
-    return name, (0,) * piece.dim() if offsets is None else tuple(offsets), tuple(piece.shape)
+def _key(name: str, offsets: torch.Size, piece: Tensor) -> Key:
+    return name, tuple(offsets), tuple(piece.shape)
+
+
+def _with_pieces(
+    tensor: Tensor | TensorShard, pieces: dict[torch.Size, Tensor]
+) -> Tensor | TensorShard:
+    """Return the same tensor with other pieces."""
+    if isinstance(tensor, TensorShard):
+        return TensorShard(tensor.shape, tensor.dtype, pieces)
+    (whole,) = pieces.values()
+    return whole
 
 
 def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
-    """What each rank writes: all that it holds alone, and of the rest as much as leaves the bytes even.
+    """Return what each rank writes: all that only it holds, the rest so that bytes are even.
 
     Args:
         held: bytes of what each rank holds.
@@ -94,7 +105,7 @@ def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
             sizes[key] = size
     load = [0] * len(held)
     own: list[set[Key]] = [set() for _ in held]
-    # What only one rank can write comes first, then the largest: the small ones fill up what is uneven.
+    # What only one rank can write comes first, then the largest; small ones even it out.
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
         rank = min(holders[key], key=lambda rank: (load[rank], rank))
         load[rank] += sizes[key]
@@ -103,9 +114,10 @@ def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
 
 
 class HostBuffers:
-    """Host memory for one rank's share, allocated at the first copy and reused while the tensors keep their form.
+    """Host memory for one rank's share, kept while the tensors keep their form.
 
-    One block: page-locked if a tensor lies on a CUDA device, so that copies from there need not wait for each other.
+    One block: page-locked if a tensor lies on a CUDA device, so that copies from there need not
+    wait for each other.
     """
 
     def __init__(self) -> None:
@@ -113,15 +125,32 @@ class HostBuffers:
         self._buffers: dict[Key, Tensor] = {}
         self._pinned: int | None = None
 
-    def copy(self, tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
-        """The same tensors in host memory, valid until the next copy. Raises CheckpointError without enough memory."""
-        self.fit(tensors)
-        _copy([(self._buffers[key], piece.detach()) for key, piece in pieces_of(tensors).items()])
-        return {name: self._buffered(name, tensor) for name, tensor in tensors.items()}
+    def copy(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
+        """Copy the tensors into host memory; the copies are valid until the next copy.
 
-    def fit(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
-        """Allocate for tensors of this form, if that is not done. Raises CheckpointError without enough memory."""
-        pieces = pieces_of(tensors)
+        Raises CheckpointError without enough memory.
+        """
+        self.fit(tensors)
+        _copy(
+            [(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()]
+        )
+        return {
+            name: _with_pieces(
+                tensor,
+                {
+                    at: self._buffers[_key(name, at, piece)]
+                    for at, piece in pieces_of(tensor).items()
+                },
+            )
+            for name, tensor in tensors.items()
+        }
+
+    def fit(self, tensors: Tensors) -> None:
+        """Allocate for tensors of this form, if that is not done.
+
+        Raises CheckpointError without enough memory.
+        """
+        pieces = rectangles_of(tensors)
         form = form_of(pieces)
         if form != self._form:
             self.free()
@@ -134,14 +163,8 @@ class HostBuffers:
             _cuda_runtime().cudaHostUnregister(self._pinned)
         self._pinned, self._form, self._buffers = None, [], {}
 
-    def _buffered(self, name: str, tensor: Tensor | TensorShard) -> Tensor | TensorShard:
-        if isinstance(tensor, Tensor):
-            return self._buffers[_key(name, None, tensor)]
-        pieces = {at: self._buffers[_key(name, at, piece)] for at, piece in tensor.pieces.items()}
-        return TensorShard(tensor.shape, tensor.dtype, pieces)
-
     def _allocate(self, pieces: Mapping[Key, Tensor]) -> None:
-        """A storage of its own for each tensor: torch saves the whole storage that a tensor lies in."""
+        """Allocate a storage for each tensor: torch saves the whole storage of a tensor."""
         size = sum(_aligned(piece.nbytes) for piece in pieces.values())
         try:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -151,7 +174,9 @@ class HostBuffers:
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             code = int(_cuda_runtime().cudaHostRegister(address, len(memory), 0))
             if code != 0:
-                raise CheckpointError(_too_little(size, f"CUDA error {code} while its pages were locked"))
+                raise CheckpointError(
+                    _too_little(size, f"CUDA error {code} while its pages were locked")
+                )
             self._pinned = address
         position = 0
         for key, piece in pieces.items():
@@ -173,8 +198,8 @@ def _aligned(size: int) -> int:
 
 def _too_little(size: int, reason: str) -> str:
     return (
-        f"there is no host memory for {size / 2**20:,.0f} MiB of this rank's share of a checkpoint ({reason}): set "
-        "checkpoint.asynchronous to false"
+        f"there is no host memory for {size / 2**20:,.0f} MiB of this rank's share of a "
+        f"checkpoint ({reason}): set checkpoint.asynchronous to false"
     )
 
 
@@ -185,16 +210,16 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         plain = source.device.type == "cpu" and source.is_contiguous() and source.numel() >= _LARGE
         (large if plain else others).append((target, source))
-    with torch.no_grad():
-        if others:  # those on a device are on their way while the large ones are copied here
-            torch._foreach_copy_([target for target, _ in others], [source for _, source in others], non_blocking=True)
+    with torch.no_grad():  # those on a device are on their way while the large ones are copied here
+        for target, source in others:
+            target.copy_(source, non_blocking=True)
     _copy_memory(large)
     for device in {source.device for _, source in others if source.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def _copy_memory(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy byte for byte on a few threads: the C library passes the caches by, which torch does not."""
+    """Copy byte for byte on a few threads; unlike torch, the C library passes the caches by."""
     chunks = [
         (target.data_ptr() + first, source.data_ptr() + first, min(_CHUNK, source.nbytes - first))
         for target, source in pairs

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megacore.artifact.files import write_json
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, latest_complete_together
 from megacore.checkpoint.format import Marker, complete_checkpoints, directory_name, iteration_of, read_state, reading
 from megacore.checkpoint.retain import apply_retention, remove_stale
-from megacore.checkpoint.together import latest_complete_together
 from megacore.errors import CheckpointError
 from megacore.finetune.files import Beat, WholeDirectory, barrier, silent, writing
 from megacore.finetune.progress import PROGRESS_NAME, Progress

@@ -12,7 +12,7 @@ from megacore.artifact.files import sync_directory, sync_tree, workspace_errors
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import STALE_SUFFIX, FileRecord, Marker, directory_name, finite_or_none
 from megacore.checkpoint.retain import rename_away
-from megacore.checkpoint.write import sync_file
+from megacore.checkpoint.save import sync_file
 from megacore.errors import WorkspaceError
 
 _TORN = ("pytorchstreamwriter failed", "unexpected pos", "os error", "i/o error")

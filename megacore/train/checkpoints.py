@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.background import CheckpointSaver, SaveFinished
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, latest_complete_together, verify_together
 from megacore.checkpoint.format import (
     Marker,
     complete_checkpoints,
@@ -19,7 +19,6 @@ from megacore.checkpoint.format import (
 from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
-from megacore.checkpoint.together import latest_complete_together, verify_together
 from megacore.config.difference import Change, changes_of, check_resume
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec

@@ -9,11 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, verify_together
 from megacore.checkpoint.format import reading
 from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.shard import TensorShard
-from megacore.checkpoint.together import verify_together
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import Dataset
 from megacore.data.unigram import UnigramModel

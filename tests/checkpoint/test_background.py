@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore.checkpoint import background
 from megacore.checkpoint.background import CheckpointSaver
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, latest_complete_together
 from megacore.checkpoint.format import (
     Marker,
     checkpoint_directories,
@@ -27,9 +27,8 @@ from megacore.checkpoint.format import (
     read_tracker,
 )
 from megacore.checkpoint.load import read_tensors
+from megacore.checkpoint.save import CheckpointWriter
 from megacore.checkpoint.shard import TensorShard
-from megacore.checkpoint.together import latest_complete_together
-from megacore.checkpoint.write import CheckpointWriter
 from megacore.errors import CheckpointError, WorkspaceError
 from tests._dist import DistributedError, run_distributed
 from tests.checkpoint._examples import assert_equal, example

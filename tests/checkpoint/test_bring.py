@@ -14,11 +14,10 @@ import torch
 from megacore.checkpoint import bring, save
 from megacore.checkpoint.background import CheckpointSaver
 from megacore.checkpoint.bring import bring_files, sees_first
-from megacore.checkpoint.collective import RankGroup
+from megacore.checkpoint.collective import RankGroup, latest_complete_together
 from megacore.checkpoint.format import FileRecord, latest_complete, verify
 from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.shard import TensorShard
-from megacore.checkpoint.together import latest_complete_together
 from megacore.errors import LaunchError
 from tests._dist import DistributedError, run_distributed
 
@@ -199,13 +198,13 @@ def test_any_files_are_brought(tmp_path: Path) -> None:
 
 def resume_from(root: Path) -> str:
     """Rank 1 is on a machine that has nothing of it."""
-    from megacore.checkpoint import together
+    from megacore.checkpoint import collective
 
     ranks = RankGroup(None)
 
-    without = together._without
+    without = collective._without
     if ranks.rank == 1:
-        together._without = lambda directory: without(directory / "elsewhere")
+        collective._without = lambda directory: without(directory / "elsewhere")
     try:
         latest_complete_together(root, ranks)
     except LaunchError as error:

@@ -15,10 +15,10 @@ from megacore.checkpoint.format import (
     Marker,
     checkpoint_directories,
     directory_name,
+    exclusive_lock,
     iteration_of,
     reading,
 )
-from megacore.checkpoint.lock import exclusive_lock
 from megacore.checkpoint.retain import apply_retention, remove_stale, rename_away
 from megacore.errors import CheckpointError
 

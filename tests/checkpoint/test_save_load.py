@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megacore.checkpoint.format import Marker, latest_complete, read_tracker, verify
 from megacore.checkpoint.load import load_checkpoint, names_of_all, read_tensors, tensor_shapes
-from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.save import CheckpointWriter, save_checkpoint
 from megacore.checkpoint.shard import TensorShard
-from megacore.checkpoint.write import CheckpointWriter
 from megacore.errors import CheckpointError, WorkspaceError
 from tests._dist import run_distributed
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.checkpoint.format import Marker
-from megacore.checkpoint.load import load_checkpoint, read_state, read_tensors
-from megacore.checkpoint.metadata import SafeFileSystemReader
+from megacore.checkpoint.load import CheckpointReader, load_checkpoint, read_state, read_tensors
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import TensorShard, rectangles
 from megacore.errors import CheckpointError
@@ -84,7 +83,7 @@ def test_checkpoints_are_whole_tensors_written_once(written: tuple[Path, list[di
     assert tensors.keys() == wanted.keys()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, wanted[name]), name
-    for name, entry in SafeFileSystemReader(path).tensors.items():
+    for name, entry in CheckpointReader(path).tensors.items():
         assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == wanted[name].numel()
     assert read_state(path) == {"writer": layout}
     assert {f"__{rank}_0.distcp" for rank in range(4)} <= set(Marker.read(path).files)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megacore.checkpoint import write
+from megacore.checkpoint import save
 from megacore.checkpoint.format import Marker, verify
 from megacore.checkpoint.load import load_checkpoint, read_tensors
 from megacore.checkpoint.save import save_checkpoint
@@ -36,11 +36,11 @@ def test_any_part_of_any_form_into_any_form(tmp_path: Path, threads: int) -> Non
 
 
 def test_a_large_share_is_divided_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "LEAST_FILE_BYTES", 4000)
+    monkeypatch.setattr(save, "LEAST_FILE_BYTES", 4000)
     tensors = {f"model.{n}": torch.full((10 * n,), float(n)) for n in range(1, 31)}
     path = save_checkpoint(tmp_path, 1, tensors, {})
     sizes = [record.size for name, record in Marker.read(path).files.items() if name.endswith(".distcp")]
-    assert 5 <= len(sizes) <= write.MOST_FILES
+    assert 5 <= len(sizes) <= save.MOST_FILES
     assert verify(path).iteration == 1
     read = read_tensors(path)
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())

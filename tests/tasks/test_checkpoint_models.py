@@ -4,9 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mlflow.entities import LoggedModel
 
 from megacore.config import RunConfig
-from tasks._checkpoint_models import checkpoint_table, log_test_perplexities
+from tasks._checkpoint_models import log_test_perplexities
 from tasks._forward import OFFSET_FILE, Forwarder
 from tasks._mlflow import RunFacts, Tracking
 from tests.tasks.events import EventLog
@@ -18,21 +19,43 @@ def forward(tracking: Tracking, run_directory: Path, config: RunConfig, facts: R
     return lambda: Forwarder(tracking, run_directory, config, facts).flush()
 
 
+def kept(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[LoggedModel]:
+    """Return the LoggedModels of a run's kept checkpoints, the lowest metric first."""
+    return list(
+        tracking.client.search_logged_models(
+            [tracking.experiment_id],
+            f"source_run_id = '{run_id}' AND model_type = 'checkpoint' "
+            "AND tags.checkpoint_state = 'kept'",
+            order_by=[{"field_name": f"metrics.{order_by}", "ascending": True}],
+        )
+    )
+
+
+def iterations(models: list[LoggedModel]) -> list[int]:
+    return [int(model.params["step"]) for model in models]
+
+
+def metric(model: LoggedModel, name: str) -> float:
+    (value,) = (metric.value for metric in model.metrics if metric.key == name)
+    return float(value)
+
+
 def test_the_best_checkpoint_is_the_first_row(
     tracking: Tracking, log: EventLog, forward: Callable[[], str], run_directory: Path
 ) -> None:
     for iteration, loss in ((100, 3.0), (200, 1.0), (300, 2.0)):
         log.checkpoint(iteration, loss)
     run_id = forward()
-    table = checkpoint_table(tracking, run_id)
-    assert [row["iteration"] for row in table] == [200, 300, 100]
-    assert table[0]["valid_ppl"] == pytest.approx(2.71828, abs=1e-4)
-    assert table[0]["path"] == str(run_directory / "checkpoints" / "iter_0000200")
-    assert table[0]["size_bytes"] == 1200
+    table = kept(tracking, run_id)
+    assert iterations(table) == [200, 300, 100]
+    assert metric(table[0], "valid_ppl") == pytest.approx(2.71828, abs=1e-4)
+    assert table[0].tags["path"] == str(run_directory / "checkpoints" / "iter_0000200")
+    assert table[0].tags["size_bytes"] == "1200"
     log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}, timestamp_ms=1)
     log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0}, timestamp_ms=2)
-    by_test = checkpoint_table(tracking, run_id, "test_ppl")
-    assert [(row["iteration"], row["test_ppl"]) for row in by_test] == [(100, 5.0), (300, 6.0), (200, 7.0)]
+    by_test = kept(tracking, run_id, "test_ppl")
+    assert iterations(by_test) == [100, 300, 200]
+    assert [metric(model, "test_ppl") for model in by_test] == [5.0, 6.0, 7.0]
     assert len(tracking.client.get_metric_history(run_id, "test_ppl")) == 3
     outputs = tracking.client.get_run(run_id).outputs.model_outputs
     assert sorted(output.step for output in outputs) == [100, 200, 300]
@@ -62,11 +85,11 @@ def test_deleted_checkpoints_leave_the_table_and_come_back_when_saved_again(
     log.checkpoint(200, loss=2.0)
     log.deleted(100)
     run_id = forward()
-    assert [row["iteration"] for row in checkpoint_table(tracking, run_id)] == [200]
+    assert iterations(kept(tracking, run_id)) == [200]
     log.attempt = 2
     log.checkpoint(100, loss=1.0)
     assert forward() == run_id
-    assert [row["iteration"] for row in checkpoint_table(tracking, run_id)] == [100, 200]
+    assert iterations(kept(tracking, run_id)) == [100, 200]
 
 
 def test_no_checkpoint_file_is_copied(

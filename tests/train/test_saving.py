@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megacore.checkpoint import background
-from megacore.checkpoint.write import CheckpointWriter
+from megacore.checkpoint.save import CheckpointWriter
 from megacore.errors import WorkspaceError
 from megacore.observe.recorder import Recorder
 from tests._dist import run_distributed
