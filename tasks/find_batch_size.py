@@ -5,7 +5,7 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
@@ -24,7 +24,7 @@ from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
 from tasks._pipeline import Pipeline
 
-STAGE = "find-batch-size"
+STAGE: Final = "find-batch-size"
 REPORT = "report.json"
 RUNS = "runs"
 """Folder of an artifact with the logs of each probe and the events of the epoch."""

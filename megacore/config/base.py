@@ -86,7 +86,7 @@ def keyed(
             this, and whose default changes nothing, leaves the artifacts that are there valid.
         constraints: of pydantic's `Field`.
     """
-    extra = {STAGES: _names(key), RESOLVED: _names(resolved), OMIT_DEFAULT: omit_default}
+    extra: dict[str, Any] = {STAGES: _names(key), RESOLVED: _names(resolved), OMIT_DEFAULT: omit_default}
     return Field(default, json_schema_extra=extra, **constraints)
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import FinetuneConfig, RunConfig, load_config
-from megacore.config.base import Section
+from megacore.config.base import FinetuneStage, PretrainStage, Section
 from megacore.config.load import parse_finetune_config
 from megacore.corpus.segments import Segment
 from megacore.data.members import write_members
@@ -355,6 +355,7 @@ def test_fields_of_a_pretraining_change_the_keys_that_they_declare(files: Files)
         return computed(pretrain_keys(RunConfig.model_validate(values), files))
 
     for config, sections in pretrain_bases(files):
+        assert set(pretrain_keys(config, files)) == set(get_args(PretrainStage))
         sweep(config, sections, keys_of, files, effects)
     check(RunConfig, effects)
 
@@ -366,5 +367,6 @@ def test_fields_of_a_fine_tuning_change_the_keys_that_they_declare(files: Files)
         return computed(finetune_keys(FinetuneConfig.model_validate(values), files))
 
     for config, sections in finetune_bases(files):
+        assert set(finetune_keys(config, files)) == set(get_args(FinetuneStage))
         sweep(config, sections, keys_of, files, effects)
     check(FinetuneConfig, effects, without=("FinetuneLaunchConfig.data_placement", "TrackingConfig.tensorboard"))
