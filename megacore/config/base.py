@@ -19,7 +19,7 @@ PretrainStage = Literal[
     "convert",
     "publish",
 ]
-"""The stages of the flow pretrain, and `run`, the directory in which a training goes on when it resumes."""
+"""The stages of the flow pretrain, and `run`: the directory of a training, which resumes there."""
 FinetuneStage = Literal[
     "pretrained",
     "dataset",
@@ -43,7 +43,11 @@ class Section(BaseModel):
     """A frozen group of values; unknown names are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
     @model_validator(mode="before")
@@ -59,7 +63,9 @@ class Section(BaseModel):
             if not isinstance(value, bool) or not kinds or bool in kinds:
                 continue
             if not {"on", "off"} <= set(map(str, kinds)):
-                raise ValueError(f"{name} is {str(value).lower()}: give a value of its type, not true or false")
+                raise ValueError(
+                    f"{name} is {str(value).lower()}: give a value of its type, not true or false"
+                )
             found[name] = "on" if value else "off"
         return found
 
@@ -86,12 +92,16 @@ def keyed(
             this, and whose default changes nothing, leaves the artifacts that are there valid.
         constraints: of pydantic's `Field`.
     """
-    extra: dict[str, Any] = {STAGES: _names(key), RESOLVED: _names(resolved), OMIT_DEFAULT: omit_default}
+    extra: dict[str, Any] = {
+        STAGES: _names(key),
+        RESOLVED: _names(resolved),
+        OMIT_DEFAULT: omit_default,
+    }
     return Field(default, json_schema_extra=extra, **constraints)
 
 
 def unkeyed(default: Any = ..., **constraints: Any) -> Any:
-    """Declare a field that enters no key: it changes only how a stage runs (workers, intervals, paths of output)."""
+    """Declare a field that enters no key: it changes only how a stage runs (workers, intervals)."""
     return Field(default, json_schema_extra={STAGES: None}, **constraints)
 
 

@@ -13,7 +13,7 @@ from megacore.errors import ConfigError
 from megacore.redact import redact_values
 
 _TOKENS: frozenset[Stage] = frozenset(["collect", "tokenizer", "punkt", "tokenize", "tokenize-shard", "blend"])
-"""Stages that tokens come from: within a run they are the same, since its key holds their identity."""
+"""What tokens come from: within a run they are the same, since its key holds their identity."""
 _TRAINING = _TOKENS | {"run"}
 """Whose output a training computes with, and its own."""
 _LATER: frozenset[Stage] = frozenset(["evaluate", "zeroshot", "convert", "publish"])
@@ -106,9 +106,10 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _stages(config: RunConfig, field: str) -> tuple[frozenset[Stage], frozenset[Stage]]:
-    """Return the stages whose keys a dotted name enters, and those of the nearest section that names some.
+    """Return the stages whose keys a value enters, and those of the nearest section around it.
 
-    What is below a null, and a field that is gone, count as their section; of no section, as part of every key.
+    What is below a null, and a field that is gone, count as their section does; where that names
+    no stage, as part of every key.
     """
     section: Any = config
     declared: Declaration | None = None

@@ -1,4 +1,4 @@
-"""Which values of a configuration enter the key of which stage, derived from what each field declares."""
+"""Which values of a configuration enter the key of which stage, as their fields declare."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ PLACES: Mapping[Stage, Mapping[str, str]] = {
     "finetune": {"launch": "", "launch.deepspeed_config": "deepspeed"},
     "find-batch-size": {"launch": "", "find_batch_size": "search"},
 }
-"""Where a key has the values of a section or a field, when not under their own dotted names. The longest name holds.
-To move a value is to change every key of the stage."""
+"""Where a key has the values of a section or a field, when not under their own dotted names. The
+longest name holds. To move a value is to change every key of the stage."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Declaration:
         return named | {CONTAINED[stage] for stage in named if stage in CONTAINED}
 
 
-def declaration(section: type[BaseModel], name: str, inherited: Declaration | None) -> Declaration | None:
+def declaration(
+    section: type[BaseModel], name: str, inherited: Declaration | None
+) -> Declaration | None:
     """Return what a field declares, or what its section declares for it.
 
     Args:
@@ -63,8 +65,8 @@ def declaration(section: type[BaseModel], name: str, inherited: Declaration | No
     extra = section.model_fields[name].json_schema_extra
     if not isinstance(extra, dict) or STAGES not in extra:
         raise TypeError(
-            f"{section.__name__}.{name} is neither keyed() nor unkeyed(): declare it as keyed(key=...) with the stages "
-            "whose output it changes, or as unkeyed()"
+            f"{section.__name__}.{name} is neither keyed() nor unkeyed(): declare it as "
+            "keyed(key=...) with the stages whose output it changes, or as unkeyed()"
         )
     stages: Any = extra[STAGES]
     if stages is None:
@@ -78,12 +80,16 @@ def declaration(section: type[BaseModel], name: str, inherited: Declaration | No
     return Declaration(inherited.key, inherited.resolved, omit_default)
 
 
-def key_parameters(section: BaseModel, stage: Stage, resolved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the parameters of a stage's key as JSON: the values that declare the stage, and resolved ones.
+def key_parameters(
+    section: BaseModel, stage: Stage, resolved: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the parameters of a stage's key as JSON.
+
+    They are the values of the fields that name the stage, and those that the stage resolved.
 
     Args:
-        section: the configuration; or a section of it that the stage reads by itself, as one of several sources, whose
-            fields belong to the stage when they name none.
+        section: the configuration; or a section of it that the stage reads by itself, such as one
+            of several sources. The fields of the latter belong to the stage when they name none.
         stage: whose key it is.
         resolved: what the key has beside plain values, by dotted name.
     """
@@ -101,7 +107,9 @@ def _tree(entries: Iterable[tuple[str, Any]], stage: Stage) -> dict[str, Any]:
         for parent in parents:
             target = target.setdefault(parent, {})
         if leaf in target:
-            raise ValueError(f"the key of {stage} has two values named {path}: give one of them another place")
+            raise ValueError(
+                f"the key of {stage} has two values named {path}: give one of them another place"
+            )
         target[leaf] = value
     return tree
 
@@ -120,7 +128,9 @@ def _entries(
             if any(elements):
                 yield f"{prefix}{name}", elements
         elif declared is not None and stage in declared.key:
-            if declared.omit_default and value == field.get_default(call_default_factory=True, validated_data={}):
+            if declared.omit_default and value == field.get_default(
+                call_default_factory=True, validated_data={}
+            ):
                 continue
             yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
 

@@ -38,7 +38,7 @@ def sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def fields(section: type[BaseModel], within: Declaration | None = None) -> Iterator[Field]:
-    """Every field of a section, and of the sections in it. Raises TypeError for one that declares nothing."""
+    """Yield every field of a section and of those in it; TypeError for one that declares nothing."""
     for name, info in section.model_fields.items():
         inner = list(sections(info.annotation))
         declared = declaration(section, name, within)
@@ -61,13 +61,29 @@ def all_sections(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from all_sections(info.annotation)
 
 
-SECTIONS = sorted({*all_sections(RunConfig), *all_sections(FinetuneConfig)}, key=lambda section: section.__name__)
+SECTIONS = sorted(
+    {*all_sections(RunConfig), *all_sections(FinetuneConfig)}, key=lambda section: section.__name__
+)
 
 
 def test_every_section_is_found() -> None:
     names = {section.__name__ for section in SECTIONS}
-    assert {"RunConfig", "HubSource", "PrefixSource", "Gpt2BpeTokenizer", "LossScaleConfig", "TrackingConfig"} <= names
-    assert {"FinetuneConfig", "HubRows", "FileRows", "Seq2SeqConfig", "CausalLmConfig", "FinetuneLaunchConfig"} <= names
+    assert {
+        "RunConfig",
+        "HubSource",
+        "PrefixSource",
+        "Gpt2BpeTokenizer",
+        "LossScaleConfig",
+        "TrackingConfig",
+    } <= names
+    assert {
+        "FinetuneConfig",
+        "HubRows",
+        "FileRows",
+        "Seq2SeqConfig",
+        "CausalLmConfig",
+        "FinetuneLaunchConfig",
+    } <= names
     assert len(names) == len(SECTIONS)  # each name says which section is meant
 
 
@@ -90,13 +106,23 @@ def test_job_fields_are_documented() -> None:
 
 
 def test_fields_say_whose_keys_they_enter() -> None:
-    silent = [str(field) for field in all_fields() if field.declared is None and not field.holds_sections]
-    assert not silent, f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
+    silent = [
+        str(field) for field in all_fields() if field.declared is None and not field.holds_sections
+    ]
+    assert not silent, (
+        f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
+    )
     nothing = Declaration(frozenset())
     for field in all_fields():
         said = field.section.model_fields[field.name].json_schema_extra
-        bare = field.within == nothing and field.declared == nothing and said != unkeyed().json_schema_extra
-        assert not bare, f"{field} is keyed() in a section that is unkeyed(): name its stages, or make it unkeyed()"
+        bare = (
+            field.within == nothing
+            and field.declared == nothing
+            and said != unkeyed().json_schema_extra
+        )
+        assert not bare, (
+            f"{field} is keyed() in a section that is unkeyed(): name its stages, or say unkeyed()"
+        )
 
 
 def stages_of(section: str) -> dict[str, frozenset[str]]:
@@ -111,26 +137,71 @@ def stages_of(section: str) -> dict[str, frozenset[str]]:
 RANKS = {"hostfile", "include", "exclude", "nnodes", "nproc_per_node"}
 """Of how many ranks a fine-tuning's checkpoints are depends on these."""
 MAY_CHANGE = {
-    "RunConfig": {"name", "verify", "engine", "parallel", "deepspeed", "launch", "checkpoint", "evaluate", "export"}
+    "RunConfig": {
+        "name",
+        "verify",
+        "engine",
+        "parallel",
+        "deepspeed",
+        "launch",
+        "checkpoint",
+        "evaluate",
+        "export",
+    }
     | {"resume", "tracking"},
     "HubSource": {"streaming"},
     "DataConfig": {"workers", "shard_mb", "shard_runner", "shard_workers", "dask_address"},
-    "TrainConfig": {"micro_batch_size", "train_iters", "skip_samples", "kernels", "compile", "recompute"}
-    | {"recompute_num_layers", "loss_spike_factor", "loss_spike_action", "exit_interval", "exit_duration_minutes"}
+    "TrainConfig": {
+        "micro_batch_size",
+        "train_iters",
+        "skip_samples",
+        "kernels",
+        "compile",
+        "recompute",
+    }
+    | {
+        "recompute_num_layers",
+        "loss_spike_factor",
+        "loss_spike_action",
+        "exit_interval",
+        "exit_duration_minutes",
+    }
     | {"log_interval", "eval_interval", "eval_iters", "profile"},
     "ResumeConfig": {"override"},
     "FinetuneConfig": {"name", "verify", "checkpoint", "launch", "find_batch_size", "tracking"},
     "FinetuneDataConfig": {"workers"},
-    "FinetuneTrainConfig": {"eval_batch_size", "gradient_checkpointing", "log_interval", "exit_duration_minutes"},
+    "FinetuneTrainConfig": {
+        "eval_batch_size",
+        "gradient_checkpointing",
+        "log_interval",
+        "exit_duration_minutes",
+    },
 }
-"""Fields of sections that a run is made by, which may change when it resumes. A new one is added here by decision."""
+"""What may change when a run resumes, of sections that decide what it computes."""
 ALL_MAY_CHANGE = (
-    *("ParallelConfig", "DeepSpeedConfig", "LaunchConfig", "SlurmConfig", "KubernetesConfig", "CheckpointConfig"),
+    *(
+        "ParallelConfig",
+        "DeepSpeedConfig",
+        "LaunchConfig",
+        "SlurmConfig",
+        "KubernetesConfig",
+        "CheckpointConfig",
+    ),
     *("ProfileConfig", "EvaluateConfig", "ZeroShotConfig", "ExportConfig", "TrackingConfig"),
     *("FinetuneLaunchConfig", "FinetuneCheckpointConfig", "FindBatchSizeConfig"),
 )
 RUN_AND_INPUTS = frozenset(
-    ["collect", "tokenizer", "punkt", "tokenize", "run", "pretrained", "dataset", "examples", "finetune"]
+    [
+        "collect",
+        "tokenizer",
+        "punkt",
+        "tokenize",
+        "run",
+        "pretrained",
+        "dataset",
+        "examples",
+        "finetune",
+    ]
 )
 """The runs, and the stages that make what they read."""
 
@@ -140,7 +211,10 @@ def test_what_may_change_on_resume_is_named_here(section: type[BaseModel]) -> No
     name, stages = section.__name__, stages_of(section.__name__)
     free = {field for field, entered in stages.items() if not entered & RUN_AND_INPUTS}
     if name in ALL_MAY_CHANGE:
-        launched = {"FinetuneLaunchConfig": RANKS | {"distributed", "deepspeed_config"}, "LaunchConfig": RANKS}
+        launched = {
+            "FinetuneLaunchConfig": RANKS | {"distributed", "deepspeed_config"},
+            "LaunchConfig": RANKS,
+        }
         assert free == set(stages) - launched.get(name, set())
     else:
         assert free == MAY_CHANGE.get(name, set())
@@ -148,7 +222,13 @@ def test_what_may_change_on_resume_is_named_here(section: type[BaseModel]) -> No
 
 def test_what_a_fine_tuning_computes_is_in_its_runs_key() -> None:
     everything = ("ClassificationConfig", "Seq2SeqConfig", "CausalLmConfig", "FinetuneOptimConfig")
-    schedule = ("num_epochs", "max_steps", "micro_batch_size", "gradient_accumulation_steps", "precision")
+    schedule = (
+        "num_epochs",
+        "max_steps",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "precision",
+    )
     for section, names in {
         **dict.fromkeys(everything, ()),
         "FinetuneTrainConfig": schedule,

@@ -71,7 +71,10 @@ def test_a_value_has_the_place_of_its_section(monkeypatch: pytest.MonkeyPatch) -
     places: dict[Stage, dict[str, str]] = {"run": {"inner": "", "inner.width": "deep.wide"}}
     monkeypatch.setattr("megacore.config.keys.PLACES", {**PLACES, **places})
     values = Outer(inner=Inner(later=2))
-    assert key_parameters(values, "run", {"deep.path": 1}) == {"deep": {"wide": 3, "path": 1}, "later": 2}
+    assert key_parameters(values, "run", {"deep.path": 1}) == {
+        "deep": {"wide": 3, "path": 1},
+        "later": 2,
+    }
 
 
 def test_two_values_of_one_name_are_refused() -> None:
@@ -81,7 +84,10 @@ def test_two_values_of_one_name_are_refused() -> None:
 
 def test_what_enters_a_key_enters_those_that_hold_it() -> None:
     assert Declaration(frozenset(["run"])).stages == {"run", "train"}
-    assert Declaration(frozenset(), frozenset(["tokenize"])).stages == {"tokenize", "tokenize-shard"}
+    assert Declaration(frozenset(), frozenset(["tokenize"])).stages == {
+        "tokenize",
+        "tokenize-shard",
+    }
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,9 @@ def test_a_field_declares_its_stages_or_takes_its_sections(
 
 
 def test_a_field_must_declare_whether_it_enters_a_key() -> None:
-    message = r"Silent\.value is neither keyed\(\) nor unkeyed\(\): declare it as keyed\(key=\.\.\.\) with the stages"
+    message = (
+        r"Silent\.value is neither keyed\(\) nor unkeyed\(\): declare it as keyed\(key=\.\.\.\)"
+    )
     with pytest.raises(TypeError, match=message):
         key_parameters(Silent(), "run")
     assert declaration(Inner, "width", None) is None  # neither it nor its section names a stage

@@ -1,4 +1,4 @@
-"""Every field of a configuration changes the keys of exactly those stages that it declares, and no other."""
+"""Every field of a configuration changes the keys of exactly those stages that it declares."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ CONTAINERS = {"DataConfig.source", "DataConfig.blend", "DataConfig.split_blends"
 
 @dataclass
 class Files:
-    """Files that values name, two of each kind with different content, and the artifacts of earlier stages."""
+    """Files that values name, two of each kind that differ, and the artifacts of earlier stages."""
 
     directory: Path
     tokens: list[Path] = field(default_factory=list)
@@ -51,16 +51,28 @@ class Files:
     def __post_init__(self) -> None:
         rows = '{"text": "a", "label": 0}\n'
         for name in "ab":
-            for file in ("rows.jsonl", "words.txt", "vocab.json", "checkpoint/complete.json", "tree/code.py", "hosts"):
+            for file in (
+                "rows.jsonl",
+                "words.txt",
+                "vocab.json",
+                "checkpoint/complete.json",
+                "tree/code.py",
+                "hosts",
+            ):
                 self.write(f"{name}/{file}", rows * (1 + "ab".index(name)))
             self.write(f"{name}/tree/note.txt", name)
             for file in ("config.json", "tokenizer.json", "model.safetensors"):
                 self.write(f"{name}/pretrained/{file}", f'{{"name": "{name}"}}')
-            self.write(f"{name}/hosts", "one slots=1\ntwo slots=2\n" if name == "a" else "one slots=4\ntwo slots=1\n")
+            self.write(
+                f"{name}/hosts",
+                "one slots=1\ntwo slots=2\n" if name == "a" else "one slots=4\ntwo slots=1\n",
+            )
         for name in "abcd":
             prefix = self.directory / name / "tokens" / "tokens_text_document"
             prefix.parent.mkdir(parents=True)
-            write_lengths(prefix, [[4, 5, 3, 6, 2], [7, 8], [], [3, 3, 3]] * (12 + "abcd".index(name)))
+            write_lengths(
+                prefix, [[4, 5, 3, 6, 2], [7, 8], [], [3, 3, 3]] * (12 + "abcd".index(name))
+            )
             self.tokens.append(prefix.parent)
 
     def blend(self, members: int) -> Path:
@@ -82,14 +94,26 @@ class Files:
 
     def artifact(self, stage: str, directory: Path | None = None, **counts: Any) -> Artifact:
         """An artifact of an earlier stage, always the same one."""
-        return Artifact(stage=stage, key=stage, path=str(directory or self.directory), digest=stage, counts=counts)
+        return Artifact(
+            stage=stage,
+            key=stage,
+            path=str(directory or self.directory),
+            digest=stage,
+            counts=counts,
+        )
 
 
 def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any]]:
-    """The key of each stage, by the functions that the tasks call; of a stage for each source those of all."""
+    """Return what computes the key of each stage: the functions that the tasks call."""
     sources, artifact = config.data.sources, files.artifact
-    tokens = artifact("tokenize", files.tokens[0] if len(sources) == 1 else files.blend(len(sources)))
-    corpus, tokenizer, index = artifact("collect"), artifact("tokenizer", vocab_size=512), artifact("index")
+    tokens = artifact(
+        "tokenize", files.tokens[0] if len(sources) == 1 else files.blend(len(sources))
+    )
+    corpus, tokenizer, index = (
+        artifact("collect"),
+        artifact("tokenizer", vocab_size=512),
+        artifact("index"),
+    )
     trained, evaluation = artifact("train"), artifact("evaluate", best="iter_0000001")
     data = (tokens, tokenizer, index)
     shard = (Segment(str(Path(corpus.path, "a.jsonl")), "text", 0, 100),)
@@ -111,7 +135,7 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
 
 
 def finetune_keys(config: FinetuneConfig, files: Files) -> dict[str, Callable[[], Any]]:
-    """As `pretrain_keys`, of a fine-tuning; `ddp` stands for the methods that the search compares."""
+    """Return the same for a fine-tuning, with two of the methods that the search compares."""
     pretrained, rows, samples = map(files.artifact, ("pretrained", "dataset", "examples"))
     tuned, exported = files.artifact("finetune", best="best/1"), files.artifact("finetune-export")
     return {
@@ -120,15 +144,18 @@ def finetune_keys(config: FinetuneConfig, files: Files) -> dict[str, Callable[[]
         "examples": lambda: examples_key(config, pretrained, rows),
         "finetune": lambda: finetune_key(config, pretrained, samples),
         "finetune-export": lambda: finetune_export.export_key(config, tuned, pretrained, samples),
-        "finetune-publish": lambda: finetune_publish.publish_key(config, pretrained, samples, tuned, exported),
+        "finetune-publish": lambda: finetune_publish.publish_key(
+            config, pretrained, samples, tuned, exported
+        ),
         "find-batch-size": lambda: [
-            find_batch_size_key(config, method, pretrained, samples).key for method in ("ddp", "zero2")
+            find_batch_size_key(config, method, pretrained, samples).key
+            for method in ("ddp", "zero2")
         ],
     }
 
 
 def computed(functions: Mapping[str, Callable[[], Any]]) -> Keys:
-    """The keys, in hex digits."""
+    """Return the keys, in hex digits."""
     return {
         stage: key.key if isinstance(key, StageKey) else key
         for stage, key in ((stage, function()) for stage, function in functions.items())
@@ -162,7 +189,10 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "ResumeConfig.override": [["optim.lr"]],
         "ZeroShotConfig.wikitext": [words],
         "ZeroShotConfig.lambada": [words],
-        **{f"{name}.hostfile": [files("b/hosts")] for name in ("LaunchConfig", "FinetuneLaunchConfig")},
+        **{
+            f"{name}.hostfile": [files("b/hosts")]
+            for name in ("LaunchConfig", "FinetuneLaunchConfig")
+        },
         **{
             f"{name}.{field}": [["two"]]
             for name in ("LaunchConfig", "FinetuneLaunchConfig")
@@ -174,7 +204,9 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "FileRows.test": [[rows]],
         "ClassificationConfig.labels": [["no", "yes"]],
         "FinetuneTrainConfig.best_metric": ["loss"],
-        "FinetuneLaunchConfig.accelerate_config": [{"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}],
+        "FinetuneLaunchConfig.accelerate_config": [
+            {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+        ],
         "FindBatchSizeConfig.methods": [["ddp"]],
     }
 
@@ -195,43 +227,6 @@ def kinds(files: Files) -> list[dict[str, Any]]:
     ]
 
 
-def sweep(
-    config: Section,
-    sections: str,
-    keys_of: Callable[[dict[str, Any]], Keys],
-    files: Files,
-    effects: dict[str, "Effect"],
-) -> None:
-    """Change each field of some sections by itself, and note whose keys change; none may that it does not declare."""
-    values = config.model_dump(mode="json")
-    before, special = keys_of(values), special_values(files)
-    for place in places(config):
-        if place.field in CONTAINERS or (sections and place.path[0] not in sections.split()):
-            continue
-        present = values_at(values, place.path)
-        path, others = place.path, special.get(place.field) or other_values(place.annotation, present)
-        if get_args(place.annotation) == (present,):  # which of several sections this is
-            path, others = path[:-1], [other for other in kinds(files) if other["kind"] != present]
-        assert place.declared is not None, (
-            f"{place.field} is keyed() and neither it nor its section names a stage: give it key=..."
-        )
-        effect = effects.setdefault(place.field, Effect(place.declared.stages & before.keys()))
-        for other in others:
-            try:
-                after = keys_of(changed(values, path, other))
-            except (ValidationError, MegacoreError):
-                continue  # not a valid configuration, or not one whose inputs are here
-            differing = {stage for stage in before if before[stage] != after[stage]}
-            assert differing <= effect.declared, (
-                f"{place.field} declares {sorted(effect.declared)}, and another value ({present!r} -> {other!r}) "
-                f"changes the keys of {sorted(differing)}"
-            )
-            effect.differing |= differing
-            effect.tried = True
-            if differing == effect.declared:
-                break
-
-
 @dataclass
 class Effect:
     """What became of keys when a field changed."""
@@ -241,7 +236,50 @@ class Effect:
     tried: bool = False
 
 
-def check(schema: type[Section], effects: Mapping[str, Effect], without: tuple[str, ...] = ()) -> None:
+def sweep(
+    config: Section,
+    sections: str,
+    keys_of: Callable[[dict[str, Any]], Keys],
+    files: Files,
+    effects: dict[str, Effect],
+) -> None:
+    """Change each field of some sections (none named: all) by itself, and note whose keys change.
+
+    None may change that the field does not declare.
+    """
+    values = config.model_dump(mode="json")
+    before, special = keys_of(values), special_values(files)
+    for place in places(config):
+        if place.field in CONTAINERS or (sections and place.path[0] not in sections.split()):
+            continue
+        present = values_at(values, place.path)
+        path = place.path
+        others = special.get(place.field) or other_values(place.annotation, present)
+        if get_args(place.annotation) == (present,):  # which of several sections this is
+            path, others = path[:-1], [other for other in kinds(files) if other["kind"] != present]
+        assert place.declared is not None, (
+            f"{place.field} is keyed(), and neither it nor its section names a stage: give key=..."
+        )
+        effect = effects.setdefault(place.field, Effect(place.declared.stages & before.keys()))
+        for other in others:
+            try:
+                after = keys_of(changed(values, path, other))
+            except (ValidationError, MegacoreError):
+                continue  # not a valid configuration, or not one whose inputs are here
+            differing = {stage for stage in before if before[stage] != after[stage]}
+            assert differing <= effect.declared, (
+                f"{place.field} declares {sorted(effect.declared)}, and {present!r} -> {other!r} "
+                f"changes the keys of {sorted(differing)}"
+            )
+            effect.differing |= differing
+            effect.tried = True
+            if differing == effect.declared:
+                break
+
+
+def check(
+    schema: type[Section], effects: Mapping[str, Effect], without: tuple[str, ...] = ()
+) -> None:
     """Refuse fields that were not changed, and those that declare a stage whose key stays.
 
     Those in `without` have a single valid value.
@@ -252,9 +290,11 @@ def check(schema: type[Section], effects: Mapping[str, Effect], without: tuple[s
         for name, info in section.model_fields.items()
         if not any(True for _ in section_classes(info.annotation))
     }
-    untried = sorted(name for name in fields | effects.keys() if name not in effects or not effects[name].tried)
+    untried = sorted(
+        name for name in fields | effects.keys() if name not in effects or not effects[name].tried
+    )
     assert untried == sorted(without), (
-        f"no other valid value is known of {untried}: give one in special_values, or a base that has it"
+        f"no other valid value is known of {untried}: give one in special_values, or add a base"
     )
     wrong = {
         name: f"declares {sorted(effect.declared)}, changes {sorted(effect.differing)}"
@@ -272,17 +312,27 @@ def values_at(values: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
-    """Configurations in which, taken together, each field has an effect; and the sections to change there."""
-    rows, tree = {"kind": "jsonl", "files": [files("a/rows.jsonl")]}, {"kind": "source_tree", "path": files("a/tree")}
+    """Configurations that together give each field an effect, and the sections to change there."""
+    rows, tree = (
+        {"kind": "jsonl", "files": [files("a/rows.jsonl")]},
+        {"kind": "source_tree", "path": files("a/tree")},
+    )
     hub = {"kind": "hub", "dataset": "some/texts", "config": "c"}
     http = {"kind": "http", "files": [{"url": "https://host/a.jsonl"}]}
-    members = [{"weight": weight, "source": source} for weight, source in ((1, rows), (2, http), (3, tree), (4, hub))]
+    members = [
+        {"weight": weight, "source": source}
+        for weight, source in ((1, rows), (2, http), (3, tree), (4, hub))
+    ]
     by_split = {"train": members[:2], "valid": members[2:3], "test": members[3:]}
     prefix = {"kind": "prefix", "prefix": files("a/tokens/tokens_text_document")}
     parquet = {"kind": "parquet", "files": [files("a/rows.jsonl")]}
     fim = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<x>"]
     bpe = {"kind": "train-bpe", "special_tokens": fim}
-    files_of_bpe = {"kind": "gpt2-bpe", "vocab_file": files("a/vocab.json"), "merge_file": files("a/words.txt")}
+    files_of_bpe = {
+        "kind": "gpt2-bpe",
+        "vocab_file": files("a/vocab.json"),
+        "merge_file": files("a/words.txt"),
+    }
     words = {"kind": "bert-wordpiece", "vocab_file": files("a/words.txt")}
     piece = {"kind": "sentencepiece", "model_file": files("a/vocab.json")}
     named, checkpoint = {"kind": "hf", "name": "some/tokenizer"}, files("a/checkpoint")
@@ -290,21 +340,43 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
     rampup = {"start": 4, "increment": 4, "samples": 60}
 
     def base(name: str, **changes: Any) -> RunConfig:
-        small = {"data.source": rows, "data.split": "2,1,1", "launch.nproc_per_node": 1, "train.micro_batch_size": 2}
-        return load_config(name, small | {key.replace("__", "."): value for key, value in changes.items()})
+        small = {
+            "data.source": rows,
+            "data.split": "2,1,1",
+            "launch.nproc_per_node": 1,
+            "train.micro_batch_size": 2,
+        }
+        return load_config(
+            name, small | {key.replace("__", "."): value for key, value in changes.items()}
+        )
 
     yield base("gpt2-tiny", data__tokenizer=bpe, evaluate__zero_shot=texts), ""
-    yield base("gpt2-tiny", data__tokenizer=bpe, data__fim={}, launch__hostfile=files("a/hosts")), "data launch"
     yield (
-        base("gpt2-tiny", data__source=hub, data__tokenizer=named, data__split_sentences=True, data__append_eod=False),
+        base("gpt2-tiny", data__tokenizer=bpe, data__fim={}, launch__hostfile=files("a/hosts")),
+        "data launch",
+    )
+    yield (
+        base(
+            "gpt2-tiny",
+            data__source=hub,
+            data__tokenizer=named,
+            data__split_sentences=True,
+            data__append_eod=False,
+        ),
         "family data",
     )
-    yield base("gpt2-tiny", data__source=None, data__blend=members[:2], data__tokenizer=files_of_bpe), "data"
+    yield (
+        base("gpt2-tiny", data__source=None, data__blend=members[:2], data__tokenizer=files_of_bpe),
+        "data",
+    )
     by_split_only = {"data__source": None, "data__split": None, "data__split_blends": by_split}
     yield base("gpt2-tiny", data__tokenizer=piece, **by_split_only), "data"
     yield base("gpt2-tiny", data__source=prefix, data__shard_runner="dask"), "data"
     yield base("gpt2-tiny", data__source=parquet, train__profile={"from": 1, "to": 3}), "data train"
-    yield base("gpt2-tiny", train__rampup_batch_size=rampup, train__pretrained_checkpoint=checkpoint), "train"
+    yield (
+        base("gpt2-tiny", train__rampup_batch_size=rampup, train__pretrained_checkpoint=checkpoint),
+        "train",
+    )
     yield base("gpt2-tiny", resume__checkpoint=checkpoint, train__recompute="full"), "resume train"
     parts = {"launch__nproc_per_node": 4, "parallel__pipeline_model_parallel_size": 2}
     yield base("gpt2-tiny", **parts, parallel__tensor_model_parallel_size=2), "parallel"
@@ -318,17 +390,34 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
         {"lr_warmup_fraction": None, "lr_warmup_iters": 4},
         {"lr_warmup_fraction": None, "lr_warmup_samples": 64},
     ):
-        yield base("gpt2-tiny", **{f"optim__{name}": value for name, value in changes.items()}), "optim"
+        yield (
+            base("gpt2-tiny", **{f"optim__{name}": value for name, value in changes.items()}),
+            "optim",
+        )
 
 
 def finetune_bases(files: Files) -> Iterator[tuple[FinetuneConfig, str]]:
     """As `pretrain_bases`, of fine-tunings."""
     local = {"path": files("a/pretrained")}
     classes = {"kind": "classification", "sentence1_column": "text"}
-    pairs = {"kind": "seq2seq", "source_column": "text", "target_column": "label", "metrics": ["rougeLsum"]}
+    pairs = {
+        "kind": "seq2seq",
+        "source_column": "text",
+        "target_column": "label",
+        "metrics": ["rougeLsum"],
+    }
     held_out = {"source": {"kind": "files", "train": [files("a/rows.jsonl")]}}
-    rows = {"source": {"kind": "files", **{split: [files("a/rows.jsonl")] for split in ("train", "valid", "test")}}}
-    zero2 = {"distributed": "zero2", "deepspeed_config": {"zero_optimization": {"stage": 2}}, "allow_cpu": True}
+    rows = {
+        "source": {
+            "kind": "files",
+            **{split: [files("a/rows.jsonl")] for split in ("train", "valid", "test")},
+        }
+    }
+    zero2 = {
+        "distributed": "zero2",
+        "deepspeed_config": {"zero_optimization": {"stage": 2}},
+        "allow_cpu": True,
+    }
     for sections, names in (
         ({"model": local, "data": held_out, "task": classes}, ""),
         ({"model": local, "data": rows, "task": pairs, "launch": zero2}, "data task launch"),
@@ -369,4 +458,8 @@ def test_fields_of_a_fine_tuning_change_the_keys_that_they_declare(files: Files)
     for config, sections in finetune_bases(files):
         assert set(finetune_keys(config, files)) == set(get_args(FinetuneStage))
         sweep(config, sections, keys_of, files, effects)
-    check(FinetuneConfig, effects, without=("FinetuneLaunchConfig.data_placement", "TrackingConfig.tensorboard"))
+    check(
+        FinetuneConfig,
+        effects,
+        without=("FinetuneLaunchConfig.data_placement", "TrackingConfig.tensorboard"),
+    )
