@@ -88,8 +88,8 @@ def keyed(
         key: stages whose key holds the value as it is.
         resolved: stages whose key holds what the stage makes of the value: the content of the file
             that it names, the default that null stands for, one value of several fields.
-        omit_default: whether the default stays out of the key. A field that is added to a stage with
-            this, and whose default changes nothing, leaves the artifacts that are there valid.
+        omit_default: whether the default stays out of the key. A field that is added to a stage
+            with this, and whose default changes nothing, leaves the artifacts that are there valid.
         constraints: of pydantic's `Field`.
     """
     extra: dict[str, Any] = {

@@ -38,7 +38,7 @@ def sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def fields(section: type[BaseModel], within: Declaration | None = None) -> Iterator[Field]:
-    """Yield every field of a section and of those in it; TypeError for one that declares nothing."""
+    """Yield every field of a section and of those in it. Raises TypeError for a silent one."""
     for name, info in section.model_fields.items():
         inner = list(sections(info.annotation))
         declared = declaration(section, name, within)
