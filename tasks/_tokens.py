@@ -1,9 +1,10 @@
 """What decides the tokens of a corpus: shared by the stages that write them whole and in shards."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
+from megacore.config.keys import key_parameters
 
 if TYPE_CHECKING:
     from megacore.tokenizer.tokenize import TokenizeOptions
@@ -13,14 +14,10 @@ def tokenize_key(config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt
     """The key of one source's token files; they do not depend on how the work was divided."""
     from megacore.tokenizer.tokenize import VERSION
 
-    data = config.data
-    parameters: dict[str, Any] = {
-        "append_eod": data.append_eod,
-        "shuffle_seed": config.seed if data.shuffle_documents else None,
-        "on_bad_line": data.on_bad_line,
-    }
-    if data.split_sentences:
-        parameters["sentences"] = {"splitter": data.sentence_splitter, "keep_newlines": data.keep_newlines}
+    resolved = {"shuffle_seed": config.seed if config.data.shuffle_documents else None}
+    parameters = key_parameters(config, "tokenize", resolved)
+    if not config.data.split_sentences:
+        del parameters["sentences"]
     inputs = {"corpus": corpus, "tokenizer": tokenizer} | ({} if punkt is None else {"punkt": punkt})
     return StageKey.of("tokenize", VERSION, parameters, **inputs)
 

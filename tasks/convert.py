@@ -5,7 +5,7 @@ from typing import Any
 
 from megacore.artifact import Artifact, StageKey, lock
 from megacore.config import RunConfig
-from megacore.config.base import key_parameters
+from megacore.config.keys import key_parameters
 from megacore.launch import stages
 from megacore.launch.job import ConvertJob
 from megacore.plan.hardware import Hardware
@@ -23,7 +23,7 @@ def convert_key(
     index: Artifact,
 ) -> StageKey:
     """The key of the exported model."""
-    parameters = key_parameters(config.export) | {"checkpoint": evaluation.counts["best"], "name": config.name}
+    parameters = key_parameters(config, "convert", {"checkpoint": evaluation.counts["best"]})
     return StageKey.of(
         "convert", stages.CONVERT_VERSION, parameters, trained=trained, evaluation=evaluation, tokenizer=tokenizer
     )

@@ -6,6 +6,7 @@ from typing import Any
 from megacore.artifact import StageKey, Workspace
 from megacore.artifact.workspace import DOWNLOADS
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.keys import key_parameters
 from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
 
@@ -14,7 +15,8 @@ def dataset_key(config: FinetuneConfig) -> StageKey:
     """The key of the rows: what their source holds. Raises DataFormatError for a source that is not there."""
     from megacore.finetune.dataset import DATASET_VERSION, dataset_fingerprint
 
-    return StageKey.of("dataset", DATASET_VERSION, dataset_fingerprint(config.data, config.seed))
+    parameters = key_parameters(config, "dataset", dataset_fingerprint(config.data, config.seed))
+    return StageKey.of("dataset", DATASET_VERSION, parameters)
 
 
 @stage_task("dataset", dataset_key)

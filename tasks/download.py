@@ -5,6 +5,7 @@ from typing import Any
 
 from megacore.artifact import StageKey
 from megacore.config import RunConfig
+from megacore.config.keys import key_parameters
 from megacore.config.source import Source, holds_tokens
 from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
@@ -44,7 +45,7 @@ def punkt_key(config: RunConfig) -> StageKey:
     """The key of a language's Punkt model."""
     from megacore.tokenizer.sentences import VERSION
 
-    return StageKey.of("punkt", VERSION, {"language": config.data.language})
+    return StageKey.of("punkt", VERSION, key_parameters(config, "punkt"))
 
 
 @stage_task("punkt", punkt_key)

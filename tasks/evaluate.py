@@ -8,7 +8,7 @@ from typing import Any
 from megacore.artifact import Artifact, StageKey, lock
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
-from megacore.config.base import key_parameters
+from megacore.config.keys import key_parameters
 from megacore.launch import stages
 from megacore.launch.job import EvaluateJob
 from tasks._cache import StageResult, build, stage_task
@@ -22,8 +22,7 @@ def evaluate_key(
     config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageKey:
     """The key of the perplexities."""
-    parameters = key_parameters(config.evaluate)
-    del parameters["zero_shot"]  # of a stage of its own
+    parameters = key_parameters(config, "evaluate")
     return StageKey.of("evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index)
 
 

@@ -4,23 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey
-from megacore.config.base import key_parameters
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, build, stage_task
-
-_LIMITS = ("max_train_samples", "max_valid_samples", "max_test_samples")
 
 
 def examples_key(config: FinetuneConfig, pretrained: Artifact, dataset: Artifact) -> StageKey:
     """The key of the samples: rows, tokenizer, and what is learned."""
     from megacore.finetune.examples import EXAMPLES_VERSION
 
-    parameters = {
-        "limits": {name: getattr(config.data, name) for name in _LIMITS},
-        "task": key_parameters(config.task),
-        "pad_token": config.model.pad_token,
-        "new_head": config.model.new_head,  # without it a head that does not fit is refused in this stage
-    }
+    parameters = key_parameters(config, "examples")
     return StageKey.of("examples", EXAMPLES_VERSION, parameters, dataset=dataset, pretrained=pretrained)
 
 

@@ -5,15 +5,15 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
 
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.files import workspace_errors, write_json
-from megacore.config.base import key_parameters
 from megacore.config.finetune import Distribution, FinetuneConfig
+from megacore.config.keys import key_parameters
 from megacore.finetune.batch_size import Answer, Fits
 from megacore.finetune.batch_table import as_markdown, gigabytes, notes, table_rows, train_seconds
 from megacore.finetune.resolve import resolve_ranks
@@ -24,12 +24,14 @@ from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
 from tasks._pipeline import Pipeline
 
-STAGE = "find-batch-size"
+STAGE: Final = "find-batch-size"
 REPORT = "report.json"
 RUNS = "runs"
 """Folder of an artifact with the logs of each probe and the events of the epoch."""
 _PACKAGES = ("torch", "accelerate", "transformers", "deepspeed")
 """Whose versions shape memory and time."""
+_FIXED = {"train.micro_batch_size": 1, "train.num_epochs": 1, "train.max_steps": None}
+"""What the search sets by itself: of the size that it looks for nothing is in the key."""
 
 
 def check_find_batch_size(config: FinetuneConfig) -> None:
@@ -41,27 +43,19 @@ def find_batch_size_key(
     config: FinetuneConfig, method: Distribution, pretrained: Artifact, examples: Artifact
 ) -> StageKey:
     """The key of one method's row: everything that memory, time and metrics depend on, and the machine."""
-    hardware, search = Hardware.detect(), config.find_batch_size
+    hardware = Hardware.detect()
     ranks, threads = resolve_ranks(config, hardware)
-    searched = method_config(config, method, 1)  # of the size that is looked for nothing is in the key
-    parameters: dict[str, Any] = {
+    searched = method_config(config, method, 1)
+    resolved: dict[str, Any] = {
         "method": method,
-        "model": key_parameters(searched.model),
-        "task": key_parameters(searched.task),
-        "optim": key_parameters(searched.optim),
-        "train": key_parameters(searched.train)
-        | {
-            "eval_batch_size": searched.train.eval_batch_size,
-            "gradient_checkpointing": searched.train.gradient_checkpointing,
-        },
-        "seed": config.seed,
+        **_FIXED,
         "precision": hardware.resolve_precision(config.train.precision),
-        "deepspeed_config": searched.launch.deepspeed_config,
         "ranks": [ranks, threads, *hosts_of(config.launch).values()],
         "machine": [*(gpu.name for gpu in hardware.gpus), hardware.cores, *_gigabytes(hardware)],
-        "search": [search.memory_limit_gb, search.max_batch, search.steps],
         "versions": {name: _version(name) for name in _PACKAGES if name != "deepspeed" or method != "ddp"},
     }
+    parameters = key_parameters(searched, STAGE, resolved)
+    parameters["search"] = list(parameters["search"].values())
     return StageKey.of(STAGE, FIND_BATCH_SIZE_VERSION, parameters, pretrained=pretrained, examples=examples)
 
 

@@ -14,8 +14,8 @@ from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
-from megacore.config.base import key_parameters
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.keys import key_parameters
 from megacore.errors import CheckpointError
 from megacore.finetune.job import FinetuneJob
 from megacore.finetune.resolve import resolve_ranks
@@ -43,17 +43,11 @@ def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifac
     Raises ParallelLayoutError, ConfigError.
     """
     hardware = Hardware.detect()
-    parameters: dict[str, Any] = {
-        "model": key_parameters(config.model),
-        "task": key_parameters(config.task),
-        "optim": key_parameters(config.optim),
-        "train": key_parameters(config.train),
-        "seed": config.seed,
-        "distributed": config.launch.distributed,
+    resolved = {
         "ranks": resolve_ranks(config, hardware)[0],
         "precision": hardware.resolve_precision(config.train.precision),
-        "deepspeed": config.launch.deepspeed_config,
     }
+    parameters = key_parameters(config, "finetune", resolved)
     return StageKey.of(
         "finetune", finetune_stages.FINETUNE_VERSION, parameters, examples=examples, pretrained=pretrained
     )

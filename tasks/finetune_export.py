@@ -5,6 +5,7 @@ from typing import Any
 
 from megacore.artifact import Artifact, StageKey, lock
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.keys import key_parameters
 from megacore.finetune.job import FinetuneExportJob
 from megacore.launch import finetune_stages
 from megacore.plan.hardware import Hardware
@@ -17,7 +18,8 @@ from tasks.finetune import make_job
 
 def export_key(config: FinetuneConfig, finetuned: Artifact, pretrained: Artifact, examples: Artifact) -> StageKey:
     """The key of the exported model, whose card names its parent."""
-    parameters = {"name": config.name, "best": finetuned.counts["best"], "parent": parent_of(config).tags()}
+    resolved = {"best": finetuned.counts["best"], "parent": parent_of(config).tags()}
+    parameters = key_parameters(config, "finetune-export", resolved)
     return StageKey.of(
         "finetune-export",
         finetune_stages.FINETUNE_EXPORT_VERSION,

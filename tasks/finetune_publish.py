@@ -4,6 +4,7 @@ from typing import Any
 
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, stage_task
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run
@@ -18,7 +19,8 @@ def publish_key(
     config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
 ) -> StageKey:
     """The key of a publication: what is published, under which name, as whose child."""
-    parameters = {"registered_model": config.registered_model, "parent": parent_of(config).tags()}
+    resolved = {"registered_model": config.registered_model, "parent": parent_of(config).tags()}
+    parameters = key_parameters(config, "finetune-publish", resolved)
     return StageKey.of(
         "finetune-publish",
         VERSION,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
-from megacore.config.base import key_parameters
+from megacore.config.keys import key_parameters
 from megacore.config.source import WeightedSource
 from megacore.data.members import token_prefixes
 from megacore.train.batch_schedule import BatchSchedule
@@ -13,6 +13,9 @@ from tasks._cache import StageResult, build, stage_task
 
 if TYPE_CHECKING:
     from megacore.data.index_maps import IndexOptions, Mixture
+
+SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
+"""Sections of `data` that one family's samples are made by: another's keys do not have them."""
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
@@ -62,29 +65,25 @@ def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
     return Mixture.single(*prefixes.values())
 
 
-def sample_parameters(config: RunConfig) -> dict[str, Any]:
-    """What decides which samples a run sees in which order, beside its tokens and the number of samples."""
+def resolved_samples(config: RunConfig) -> dict[str, Any]:
+    """Return what decides a run's samples beside plain values of the configuration: splits, weights, segments."""
     data = config.data
-    parameters: dict[str, Any] = {
-        "split": index_split(config),
-        "seq_length": data.seq_length,
-        "seed": config.seed,
-        "index_style": data.index_style,
-        "packing": data.packing,
-        "add_extra_token": data.add_extra_token,
-        "drop_last_partial": data.drop_last_partial,
-    }
+    resolved: dict[str, Any] = {"split": index_split(config)}
     if config.family == "bert":
-        parameters["masked_lm"] = key_parameters(data.masked_lm) | {"pairs": config.model.bert_binary_head}
-    elif config.family == "t5":
-        parameters["span_corruption"] = key_parameters(data.span_corruption)
+        resolved["masked_lm.pairs"] = config.model.bert_binary_head
     if data.split_blends is not None:
         blends = data.split_blends
         by_split = {"train": blends.train, "valid": blends.valid, "test": blends.test}
-        parameters["weights"] = {name: _weights(config, blend) for name, blend in by_split.items()}
+        resolved["weights"] = {name: _weights(config, blend) for name, blend in by_split.items()}
     elif data.blend is not None:
-        parameters["weights"] = _weights(config, data.blend)
-    return parameters
+        resolved["weights"] = _weights(config, data.blend)
+    return resolved
+
+
+def without_other_families(config: RunConfig, samples: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of samples without those sections that another family's samples are made by."""
+    other = {name for name, family in SAMPLES_OF.items() if family != config.family}
+    return {name: value for name, value in samples.items() if name not in other}
 
 
 def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[float]]:
@@ -99,7 +98,8 @@ def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
 
     plan_of = index_plan if config.family == "gpt" else sentence_plan
     plan = plan_of(mixture(config, tokens), index_options(config), wanted_samples(config))
-    return StageKey.of("index", VERSION, sample_parameters(config) | {"plan": plan}, tokens=tokens)
+    parameters = key_parameters(config, "index", resolved_samples(config) | {"plan": plan})
+    return StageKey.of("index", VERSION, without_other_families(config, parameters), tokens=tokens)
 
 
 @stage_task("index", index_key)

@@ -6,6 +6,7 @@ from typing import Any
 from megacore.artifact import StageKey, Workspace
 from megacore.artifact.workspace import DOWNLOADS
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.keys import key_parameters
 from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
 from tasks._parent import note_parent, parent_directory, parent_of
@@ -19,13 +20,14 @@ def pretrained_key(config: FinetuneConfig) -> StageKey:
     from megacore.finetune.pretrained import PRETRAINED_VERSION, pretrained_digests
 
     model, local = config.model, parent_directory(config)
-    parameters: dict[str, Any] = (
+    content: dict[str, Any] = (
         {"name": model.path, "revision": model.revision}
         if local is None
         else {"files": pretrained_digests(local, weights=not model.random_weights)}
     )
     # Said in any case: a directory without weights has the same files either way, and is refused where they are wanted.
-    return StageKey.of("pretrained", PRETRAINED_VERSION, parameters | {"weights": not model.random_weights})
+    parameters = key_parameters(config, "pretrained", content | {"weights": not model.random_weights})
+    return StageKey.of("pretrained", PRETRAINED_VERSION, parameters)
 
 
 @stage_task("pretrained", pretrained_key)

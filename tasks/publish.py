@@ -8,6 +8,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.config import RunConfig
+from megacore.config.keys import key_parameters
 from megacore.data.members import token_prefixes
 from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_test_perplexities
@@ -42,7 +43,7 @@ def publish_key(
     index: Artifact,
 ) -> StageKey:
     """The key of a publication: what is published, and under which name."""
-    parameters = {"registered_model": config.registered_model}
+    parameters = key_parameters(config, "publish", {"registered_model": config.registered_model})
     return StageKey.of(
         "publish", VERSION, parameters, trained=trained, evaluation=evaluation, export=export, tokens=tokens
     )

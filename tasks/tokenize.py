@@ -8,6 +8,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
+from megacore.config.keys import key_parameters
 from megacore.data.members import token_prefixes
 from tasks._cache import StageResult, build, stage_task
 from tasks._tokens import tokenize_key, tokenize_options
@@ -87,7 +88,8 @@ def blend_key(config: RunConfig, members: tuple[Artifact, ...]) -> StageKey:
     """The key of several sources' token files taken together; weights belong to the index maps."""
     from megacore.data.members import VERSION
 
-    return StageKey.of("blend", VERSION, {}, **{f"member_{number}": one for number, one in enumerate(members)})
+    inputs = {f"member_{number}": one for number, one in enumerate(members)}
+    return StageKey.of("blend", VERSION, key_parameters(config, "blend"), **inputs)
 
 
 @stage_task("blend", blend_key)

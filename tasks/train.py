@@ -15,7 +15,7 @@ from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, file_digest
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
-from megacore.config.base import key_parameters
+from megacore.config.keys import key_parameters
 from megacore.data.members import token_prefixes
 from megacore.errors import ConfigError, MegacoreError
 from megacore.launch import stages
@@ -29,7 +29,7 @@ from tasks._launch import TrainingMonitor
 from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, training_may_pass
-from tasks.index import sample_parameters
+from tasks.index import resolved_samples, without_other_families
 
 SEALED = "checkpoints/*/complete.json"
 """A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
@@ -39,16 +39,13 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
     """Identity of the run: it leaves out what may change on resume, train_iters among it."""
     from megacore.plan.hardware import Hardware
 
-    parameters: dict[str, Any] = {
-        "family": config.family,
-        "samples": sample_parameters(config) | reading_parameters(config),
-        "model": key_parameters(config.model),
-        "optim": key_parameters(config.optim),
-        "train": key_parameters(config.train) | {"pretrained_checkpoint": pretrained_digest(config)},
-        "precision": Hardware.detect().resolve_precision(config.train.precision),
-    }
+    resolved: dict[str, Any] = {f"samples.{name}": value for name, value in resolved_samples(config).items()}
+    resolved["train.pretrained_checkpoint"] = pretrained_digest(config)
+    resolved["precision"] = Hardware.detect().resolve_precision(config.train.precision)
     if config.resume.checkpoint is not None:
-        parameters["resume"] = resumed_digest(config)
+        resolved["resume"] = resumed_digest(config)
+    parameters = key_parameters(config, "run", resolved)
+    parameters["samples"] = without_other_families(config, parameters["samples"])
     return StageKey.of("train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer)
 
 
@@ -85,24 +82,12 @@ def check_pretrained(config: RunConfig) -> None:
     check_same_model(path, there, ModelSpec.of(config, there.vocab_size))
 
 
-def reading_parameters(config: RunConfig) -> dict[str, Any]:
-    """What is made of a sample once it is read."""
-    data = config.data
-    return {
-        "reset_position_ids": data.reset_position_ids,
-        "reset_attention_mask": data.reset_attention_mask,
-        "eod_mask_loss": data.eod_mask_loss,
-        "fim": None if data.fim is None else key_parameters(data.fim),
-    }
-
-
 def train_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageKey:
     """Identity of the run trained so far, and of what it passed over on the way."""
     run = run_key(config, tokens, tokenizer)
-    parameters = run.parameters | {"train_iters": config.train.train_iters}
-    if config.train.skip_samples:
-        parameters["skip_samples"] = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
-    return StageKey("train", run.version, parameters, run.inputs)
+    skipped = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
+    parameters = key_parameters(config, "train", {"skip_samples": skipped} if skipped else None)
+    return StageKey("train", run.version, run.parameters | parameters, run.inputs)
 
 
 def run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> Path:

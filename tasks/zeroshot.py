@@ -9,6 +9,7 @@ from megacore.artifact import Artifact, StageKey, Workspace, file_digest, lock
 from megacore.artifact.files import write_json
 from megacore.checkpoint.spec import read_spec
 from megacore.config import RunConfig
+from megacore.config.keys import key_parameters
 from megacore.errors import ConfigError
 from megacore.launch import zeroshot as entry
 from megacore.launch.hosts.elastic import choose_hosts
@@ -31,12 +32,8 @@ def zeroshot_key(
     config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageKey:
     """The key of the scores. Raises ConfigError when a text is not there."""
-    parameters = {
-        **text_digests(config),
-        "overlapping_eval": config.evaluate.zero_shot.overlapping_eval,
-        "seq_length": config.data.seq_length,
-        "checkpoint": evaluation.counts["best"],
-    }
+    resolved = text_digests(config) | {"checkpoint": evaluation.counts["best"]}
+    parameters = key_parameters(config, "zeroshot", resolved)
     return StageKey.of("zeroshot", VERSION, parameters, trained=trained, tokenizer=tokenizer)
 
 

@@ -1,17 +1,53 @@
 """What every section of the configuration shares: frozen, strict, and explicit about cache keys."""
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_IN_KEY = "in_key"
+PretrainStage = Literal[
+    "collect",
+    "tokenizer",
+    "punkt",
+    "tokenize",
+    "tokenize-shard",
+    "blend",
+    "index",
+    "run",
+    "train",
+    "evaluate",
+    "zeroshot",
+    "convert",
+    "publish",
+]
+"""The stages of the flow pretrain, and `run`: the directory of a training, which resumes there."""
+FinetuneStage = Literal[
+    "pretrained",
+    "dataset",
+    "examples",
+    "finetune",
+    "finetune-export",
+    "finetune-publish",
+    "find-batch-size",
+]
+"""The stages of the flow finetune."""
+Stage = PretrainStage | FinetuneStage
+Stages = Stage | tuple[Stage, ...]
+
+STAGES = "stages"
+RESOLVED = "resolved"
+OMIT_DEFAULT = "omit_default"
+"""Names in a field's `json_schema_extra`; `megacore.config.keys` reads them."""
 
 
 class Section(BaseModel):
     """A frozen group of values; unknown names are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
     @model_validator(mode="before")
@@ -27,40 +63,47 @@ class Section(BaseModel):
             if not isinstance(value, bool) or not kinds or bool in kinds:
                 continue
             if not {"on", "off"} <= set(map(str, kinds)):
-                raise ValueError(f"{name} is {str(value).lower()}: give a value of its type, not true or false")
+                raise ValueError(
+                    f"{name} is {str(value).lower()}: give a value of its type, not true or false"
+                )
             found[name] = "on" if value else "off"
         return found
 
 
-def keyed(default: Any = ..., **constraints: Any) -> Any:
-    """A field that changes what a stage produces: it is part of that stage's key."""
-    return Field(default, json_schema_extra={_IN_KEY: True}, **constraints)
+def keyed(
+    default: Any = ...,
+    *,
+    key: Stages = (),
+    resolved: Stages = (),
+    omit_default: bool = False,
+    **constraints: Any,
+) -> Any:
+    """Declare a field that changes what a stage produces, so that it enters that stage's key.
+
+    A field that names no stage enters the keys that its section enters. One that holds a section
+    declares this for the section's fields.
+
+    Args:
+        default: value of a field that is not given.
+        key: stages whose key holds the value as it is.
+        resolved: stages whose key holds what the stage makes of the value: the content of the file
+            that it names, the default that null stands for, one value of several fields.
+        omit_default: whether the default stays out of the key. A field that is added to a stage
+            with this, and whose default changes nothing, leaves the artifacts that are there valid.
+        constraints: of pydantic's `Field`.
+    """
+    extra: dict[str, Any] = {
+        STAGES: _names(key),
+        RESOLVED: _names(resolved),
+        OMIT_DEFAULT: omit_default,
+    }
+    return Field(default, json_schema_extra=extra, **constraints)
 
 
 def unkeyed(default: Any = ..., **constraints: Any) -> Any:
-    """A field that changes only how a stage runs (workers, intervals, paths of output)."""
-    return Field(default, json_schema_extra={_IN_KEY: False}, **constraints)
+    """Declare a field that enters no key: it changes only how a stage runs (workers, intervals)."""
+    return Field(default, json_schema_extra={STAGES: None}, **constraints)
 
 
-def is_keyed(section: type[BaseModel], name: str) -> bool:
-    """Whether field `name` is part of a key. Raises KeyError when the field does not say."""
-    extra = section.model_fields[name].json_schema_extra
-    if not isinstance(extra, dict) or _IN_KEY not in extra:
-        raise KeyError(f"{section.__name__}.{name} says neither keyed() nor unkeyed()")
-    return bool(extra[_IN_KEY])
-
-
-def key_parameters(section: BaseModel) -> dict[str, Any]:
-    """The keyed fields of a section as plain JSON values, nested sections included."""
-    parameters: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        if not is_keyed(type(section), name):
-            continue
-        parameters[name] = _plain(getattr(section, name))
-    return parameters
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return key_parameters(value)
-    return [_plain(element) for element in value] if isinstance(value, tuple) else value
+def _names(stages: Stages) -> list[Any]:
+    return [stages] if isinstance(stages, str) else list(stages)

@@ -58,51 +58,51 @@ class SpanCorruptionConfig(Section):
 class DataConfig(Section):
     """From documents to samples. One of `source`, `blend` and `split_blends` says where the documents come from."""
 
-    source: Source | None = keyed(None)
+    source: Source | None = keyed(None, key="collect")
     """A single source."""
-    blend: tuple[WeightedSource, ...] | None = keyed(None, min_length=1)
+    blend: tuple[WeightedSource, ...] | None = keyed(None, key="collect", min_length=1)
     """Several sources with weights; each is divided by `split`."""
-    split_blends: SplitBlends | None = keyed(None)
+    split_blends: SplitBlends | None = keyed(None, key="collect")
     """Sources for each split by itself."""
-    tokenizer: TokenizerChoice = keyed()
+    tokenizer: TokenizerChoice = keyed(key="tokenizer")
     """How text becomes tokens."""
-    split: str | None = keyed(None)
+    split: str | None = keyed(None, resolved=("index", "run"))
     """Weights of the train, validation and test split; null means 969,30,1, or no division with `split_blends`."""
-    seq_length: int = keyed(gt=0)
+    seq_length: int = keyed(key=("index", "run", "zeroshot"), gt=0)
     """Tokens per sample (s); of T5, the encoder's."""
-    masked_lm: MaskedLmConfig = keyed(MaskedLmConfig())
+    masked_lm: MaskedLmConfig = keyed(MaskedLmConfig(), key=("index", "run"))
     """How BERT's samples are made; used with family bert only."""
-    span_corruption: SpanCorruptionConfig = keyed(SpanCorruptionConfig())
+    span_corruption: SpanCorruptionConfig = keyed(SpanCorruptionConfig(), key=("index", "run"))
     """How T5's samples are made; used with family t5 only."""
-    append_eod: bool = keyed(True)
+    append_eod: bool = keyed(True, key="tokenize")
     """Whether <|endoftext|> is added after each document."""
-    shuffle_documents: bool = keyed(True)
+    shuffle_documents: bool = keyed(True, resolved="tokenize")
     """Whether documents are permuted by the seed once they are tokenized: splits are contiguous."""
-    on_bad_line: Literal["stop", "skip"] = keyed("stop")
+    on_bad_line: Literal["stop", "skip"] = keyed("stop", key="tokenize")
     """What a line does that holds no document (blank, not JSON, without the key): end the stage, or be counted."""
-    split_sentences: bool = keyed(False)
+    split_sentences: bool = keyed(False, resolved="tokenize")
     """Whether each sentence becomes a sequence of its own, as BERT's sentence pairs need."""
-    keep_newlines: bool = keyed(False)
+    keep_newlines: bool = keyed(False, key="tokenize")
     """Whether sentences keep the line breaks between them."""
-    sentence_splitter: Literal["punkt", "rules"] = keyed("punkt")
+    sentence_splitter: Literal["punkt", "rules"] = keyed("punkt", key="tokenize")
     """nltk's Punkt model of `language`, downloaded once, or plain rules that need no download."""
-    language: str = keyed("english", pattern=r"^[a-z_]+$")
+    language: str = keyed("english", key="punkt", pattern=r"^[a-z_]+$")
     """Whose Punkt model divides sentences."""
-    packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed("packed")
+    packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed("packed", key=("index", "run"))
     """Samples cut from documents end to end; of whole documents as long as they fit; or of one document each."""
-    index_style: Literal["megatron", "neox"] = keyed("megatron")
+    index_style: Literal["megatron", "neox"] = keyed("megatron", key=("index", "run"))
     """Whose order of samples: GPT-NeoX has no separate final epoch, so that a run of it can be continued."""
-    add_extra_token: bool = keyed(True)
+    add_extra_token: bool = keyed(True, key=("index", "run"))
     """Whether a sample reads one token beyond seq_length as its last label."""
-    drop_last_partial: bool = keyed(True)
+    drop_last_partial: bool = keyed(True, key=("index", "run"))
     """Whether the validation split loses its last sample when that is shorter than the others."""
-    reset_position_ids: bool = keyed(False)
+    reset_position_ids: bool = keyed(False, key="run")
     """Whether positions count from 0 again after each <|endoftext|>."""
-    reset_attention_mask: bool = keyed(False)
+    reset_attention_mask: bool = keyed(False, key="run")
     """Whether a token sees only its own document."""
-    eod_mask_loss: bool = keyed(False)
+    eod_mask_loss: bool = keyed(False, key="run")
     """Whether what follows an <|endoftext|> is not learnt."""
-    fim: FimConfig | None = keyed(None)
+    fim: FimConfig | None = keyed(None, key="run")
     """Fill-in-the-middle of the training split; null leaves documents as they are."""
     workers: int | None = unkeyed(None, gt=0)
     """Threads that tokenize one shard; null means one per core."""

@@ -2,21 +2,24 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from megacore.config.base import is_keyed
+from megacore.config.base import PretrainStage, Stage
+from megacore.config.keys import Declaration, declaration
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 from megacore.redact import redact_values
 
-_LATER_STAGES = ("evaluate", "export")
-"""Sections that are keyed for the stages after training and mean nothing to it."""
-_EARLIER_STAGES = ("data.source", "data.blend", "data.split_blends", "data.tokenizer")
-"""Where tokens come from: within a run they are the same, since its key holds their identity."""
-_OWN_CHECKS = ("train.pretrained_checkpoint", "resume", "name")
-"""What says where weights came from or is only a name."""
+_TOKENS: frozenset[Stage] = frozenset(["collect", "tokenizer", "punkt", "tokenize", "tokenize-shard", "blend"])
+"""What tokens come from: within a run they are the same, since its key holds their identity."""
+_TRAINING = _TOKENS | {"run"}
+"""Whose output a training computes with, and its own."""
+_LATER: frozenset[Stage] = frozenset(["evaluate", "zeroshot", "convert", "publish"])
+"""Stages after the training; their values mean nothing to it."""
+_OWN_CHECKS = ("train.pretrained_checkpoint", "resume")
+"""What says where weights came from."""
 _ABSENT = "absent"
 
 
@@ -55,17 +58,19 @@ def changes_of(before: Mapping[str, Any], now: RunConfig, *, another_run: bool =
     """
     # A checkpoint holds no credentials: without them the two can be compared.
     old, new = (dict(_leaves(redact_values(values))) for values in (before, now.model_dump(mode="json")))
-    ignored = (*_LATER_STAGES, *_OWN_CHECKS, *(() if another_run else _EARLIER_STAGES))
-    found = []
+    ignored = _LATER if another_run else _LATER | _TOKENS
+    changes = []
     for field in sorted(old.keys() | new.keys()):
-        if any(field == name or field.startswith(f"{name}.") for name in ignored):
+        if any(field == name or field.startswith(f"{name}.") for name in _OWN_CHECKS):
             continue
         if field not in old and new[field] == _default(now, field):
             continue  # a field that came later, as if it had not
         one, other = old.get(field, _ABSENT), new.get(field, _ABSENT)
-        if one != other:
-            found.append(Change(field, one, other, _is_keyed(now, field)))
-    return found
+        stages, section_stages = _stages(now, field)
+        read_by = stages or section_stages
+        if one != other and not (read_by and read_by <= ignored):
+            changes.append(Change(field, one, other, bool(stages & _TRAINING)))
+    return changes
 
 
 def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
@@ -100,16 +105,27 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _is_keyed(config: RunConfig, field: str) -> bool:
-    """Whether a dotted name is keyed on every level; what this configuration does not have counts as keyed."""
+def _stages(config: RunConfig, field: str) -> tuple[frozenset[Stage], frozenset[Stage]]:
+    """Return the stages whose keys a value enters, and those of the nearest section around it.
+
+    What is below a null, and a field that is gone, count as their section does; where that names
+    no stage, as part of every key.
+    """
     section: Any = config
+    declared: Declaration | None = None
+    section_stages: frozenset[Stage] = frozenset()
     for name in field.split("."):
         if not isinstance(section, BaseModel) or name not in type(section).model_fields:
-            return True  # below a value that was null, or of a field that is gone
-        if not is_keyed(type(section), name):
-            return False
+            break
+        section_stages = _pretraining(declared) or section_stages
+        declared = declaration(type(section), name, declared)
         section = getattr(section, name)
-    return True
+    stages = frozenset(get_args(PretrainStage)) if declared is None else _pretraining(declared)
+    return stages, section_stages
+
+
+def _pretraining(declared: Declaration | None) -> frozenset[Stage]:
+    return frozenset() if declared is None else declared.stages.intersection(get_args(PretrainStage))
 
 
 def _default(config: RunConfig, field: str) -> Any:

@@ -16,17 +16,21 @@ DISTRIBUTIONS: tuple[Distribution, ...] = ("ddp", "zero2", "zero3", "zero3-offlo
 class PretrainedConfig(Section):
     """The model that the fine-tuning begins with."""
 
-    path: str = unkeyed(min_length=1)
+    path: str = keyed(resolved=("pretrained", "finetune-export", "finetune-publish"), min_length=1)
     """Directory of a transformers model, as an export's `model`; `models:/NAME@candidate` or `models:/NAME/3` of
     MLflow's registry; or a name on the Hugging Face hub. Its content is part of the key, not its name."""
-    revision: str | None = unkeyed(None, min_length=1)
+    revision: str | None = keyed(None, resolved=("pretrained", "finetune-export", "finetune-publish"), min_length=1)
     """Commit, tag or branch on the hub; pin a commit to make the run reproducible."""
-    random_weights: bool = keyed(False)
+    random_weights: bool = keyed(
+        False,
+        key=("finetune", "find-batch-size"),
+        resolved=("pretrained", "finetune-export", "finetune-publish"),
+    )
     """Whether the weights are drawn from the seed, and only architecture and tokenizer are taken."""
-    new_head: bool = keyed(False)
+    new_head: bool = keyed(False, key=("examples", "finetune", "find-batch-size"))
     """Whether a classifier's trained head of another number of outputs gives way to a new one, as where a model that
     learned MNLI's three classes is to learn two; a head that has as many outputs as the data stays."""
-    pad_token: str | None = keyed(None, min_length=1)
+    pad_token: str | None = keyed(None, key=("examples", "finetune", "find-batch-size"), min_length=1)
     """Token that pads, for a tokenizer that has none, as `<|endoftext|>` for GPT-2; null takes the tokenizer's own."""
 
 
@@ -65,15 +69,15 @@ class HubRows(Section):
 class FinetuneDataConfig(Section):
     """Rows of the three splits."""
 
-    source: Annotated[FileRows | HubRows, Field(discriminator="kind")] = keyed()
+    source: Annotated[FileRows | HubRows, Field(discriminator="kind")] = keyed(resolved="dataset")
     """Where the rows come from."""
-    valid_share: float = keyed(0.05, gt=0, lt=1)
+    valid_share: float = keyed(0.05, resolved="dataset", gt=0, lt=1)
     """Share of the training split that is held out for validation where the source has no such split."""
-    max_train_samples: int | None = keyed(None, gt=0)
+    max_train_samples: int | None = keyed(None, key="examples", gt=0)
     """Rows of the training split, its first ones; null means all."""
-    max_valid_samples: int | None = keyed(None, gt=0)
+    max_valid_samples: int | None = keyed(None, key="examples", gt=0)
     """Rows of the validation split, its first ones; null means all."""
-    max_test_samples: int | None = keyed(None, gt=0)
+    max_test_samples: int | None = keyed(None, key="examples", gt=0)
     """Rows of the test split, its first ones; null means all."""
     workers: PositiveInt | Literal["auto"] = unkeyed("auto")
     """Processes that tokenize; auto takes one per core."""
@@ -103,19 +107,19 @@ class FinetuneOptimConfig(Section):
 class FinetuneTrainConfig(Section):
     """The training loop."""
 
-    num_epochs: int = keyed(3, gt=0)
+    num_epochs: int = keyed(3, key="finetune", gt=0)
     """Passes over the training split."""
-    max_steps: int | None = keyed(None, gt=0)
+    max_steps: int | None = keyed(None, key="finetune", gt=0)
     """Optimizer steps after which training ends, within or beyond num_epochs; null means num_epochs."""
-    micro_batch_size: int = keyed(8, gt=0)
+    micro_batch_size: int = keyed(8, key="finetune", gt=0)
     """Samples per rank and forward pass."""
-    eval_batch_size: int = unkeyed(8, gt=0)
+    eval_batch_size: int = keyed(8, key="find-batch-size", gt=0)
     """Samples per rank and forward pass of evaluations."""
     gradient_accumulation_steps: int = keyed(1, gt=0)
     """Forward passes per optimizer step."""
     precision: Precision = keyed("auto")
     """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
-    gradient_checkpointing: bool = unkeyed(False)
+    gradient_checkpointing: bool = keyed(False, key="find-batch-size")
     """Whether activations are computed again in the backward pass instead of kept."""
     best_metric: str | None = keyed(None, min_length=1)
     """Which metric of the validation tells the best model: one of the task's, or loss; null means the task's first."""
@@ -137,14 +141,14 @@ class FinetuneCheckpointConfig(Section):
 class FinetuneLaunchConfig(LaunchConfig):
     """Processes, their supervision, and what the ranks divide among them."""
 
-    distributed: Distribution = unkeyed("ddp")
+    distributed: Distribution = keyed("ddp", key="finetune")
     """ddp: each rank holds everything; zero2: optimizer state and gradients are divided; zero3: weights too;
     zero3-offload: and all of it lies in main memory. ZeRO (Rajbhandari et al. 2020) is DeepSpeed's. It is part of the
     run's key: one's checkpoints cannot be read by another."""
     accelerate_config: str | dict[str, Any] | None = unkeyed(None)
     """YAML that `accelerate config` wrote, a path or its content: ranks, distribution and precision are taken from it;
     null means none."""
-    deepspeed_config: str | dict[str, Any] | None = unkeyed(None)
+    deepspeed_config: str | dict[str, Any] | None = keyed(None, key=("finetune", "find-batch-size"))
     """DeepSpeed's own JSON for zero2 and zero3, a path or its content; "auto" is filled with the values of this
     configuration, an optimizer or a scheduler in it is honoured. Null means the project's own settings."""
 
@@ -154,12 +158,12 @@ class FindBatchSizeConfig(Section):
 
     methods: tuple[Distribution, ...] = unkeyed(DISTRIBUTIONS, min_length=1)
     """Which values of launch.distributed are compared."""
-    memory_limit_gb: float | None = unkeyed(None, gt=0)
+    memory_limit_gb: float | None = keyed(None, gt=0)
     """Memory of each rank in GB (10^9 bytes), its GPU's or without one main memory; null means 95 % of the GPU, without
     one 80 % of what is free on this machine, divided by its ranks."""
-    max_batch: int = unkeyed(4096, gt=0)
+    max_batch: int = keyed(4096, gt=0)
     """Largest micro batch that is tried; never more than the samples that a rank has in an epoch."""
-    steps: int = unkeyed(3, gt=1)
+    steps: int = keyed(3, gt=1)
     """Optimizer steps after which a micro batch counts as fitting; the first ones allocate the optimizer's state."""
 
     @field_validator("methods")
@@ -174,27 +178,27 @@ class FindBatchSizeConfig(Section):
 class FinetuneConfig(Section):
     """Everything that one deployment of the flow finetune says."""
 
-    name: str = unkeyed(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    name: str = keyed(key="finetune-export", resolved="finetune-publish", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """Name of the run and of the fine-tuned model: lower case, digits, dots and dashes."""
-    seed: int = keyed(42, ge=0, lt=2**32)
+    seed: int = keyed(42, key=("finetune", "find-batch-size"), resolved="dataset", ge=0, lt=2**32)
     """Seeds the order of samples, the head's first weights and dropout."""
     verify: Literal["quick", "full"] = unkeyed("quick")
     """How a cached artifact is checked: sizes (and hashes where a file was touched), or every hash."""
-    model: PretrainedConfig = keyed()
+    model: PretrainedConfig = keyed(key=("finetune", "find-batch-size"))
     """What is fine-tuned."""
     data: FinetuneDataConfig = keyed()
     """Rows."""
-    task: TaskConfig = keyed()
+    task: TaskConfig = keyed(key=("examples", "finetune", "find-batch-size"))
     """What is learned from them, and how that is measured."""
-    optim: FinetuneOptimConfig = keyed()
+    optim: FinetuneOptimConfig = keyed(key=("finetune", "find-batch-size"))
     """The optimizer and its schedule."""
-    train: FinetuneTrainConfig = keyed(FinetuneTrainConfig())
+    train: FinetuneTrainConfig = keyed(FinetuneTrainConfig(), key=("finetune", "find-batch-size"))
     """The training loop."""
     checkpoint: FinetuneCheckpointConfig = unkeyed(FinetuneCheckpointConfig())
     """When to save and what to keep."""
     launch: FinetuneLaunchConfig = unkeyed(FinetuneLaunchConfig())
     """Processes and their supervision."""
-    find_batch_size: FindBatchSizeConfig = unkeyed(FindBatchSizeConfig())
+    find_batch_size: FindBatchSizeConfig = keyed(FindBatchSizeConfig(), key="find-batch-size")
     """The comparison of distributions."""
     tracking: TrackingConfig = unkeyed(TrackingConfig(experiment="finetune"))
     """MLflow."""

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import NonNegativeInt, field_validator, model_validator
 
-from megacore.config.base import Section, unkeyed
+from megacore.config.base import Section, keyed, unkeyed
 
 LaunchKind = Literal["torchrun", "deepspeed", "slurm", "kubernetes"]
 
@@ -68,17 +68,17 @@ class LaunchConfig(Section):
 
     kind: LaunchKind = unkeyed("torchrun")
     """What starts the ranks, with either engine; a single rank on this machine needs neither torchrun nor deepspeed."""
-    hostfile: str | None = unkeyed(None, min_length=1)
+    hostfile: str | None = keyed(None, resolved=("finetune", "find-batch-size"), min_length=1)
     """File with a line `host slots=ranks` for each machine, reached through ssh; null means this machine alone, and
     with slurm and kubernetes the machines that those give."""
-    include: tuple[str, ...] = unkeyed(())
+    include: tuple[str, ...] = keyed((), resolved=("finetune", "find-batch-size"))
     """Hosts of the hostfile that take part, as `worker-1` or, with slots by number, `worker-1:0,2`; [] takes all."""
-    exclude: tuple[str, ...] = unkeyed(())
+    exclude: tuple[str, ...] = keyed((), resolved=("finetune", "find-batch-size"))
     """Hosts, or slots of a host, that do not take part, in the same form; not together with include."""
-    nnodes: int | str | None = unkeyed(None)
+    nnodes: int | str | None = keyed(None, resolved=("finetune", "find-batch-size"))
     """Machines of the job: a number, or `min:max`, by which a run goes on with those that are left when some are lost,
     down to min; null takes every host of the hostfile, else one."""
-    nproc_per_node: int | Literal["auto"] = unkeyed("auto")
+    nproc_per_node: int | Literal["auto"] = keyed("auto", resolved=("finetune", "find-batch-size"))
     """Ranks on each machine; auto means the hostfile's slots, else one per GPU, without a GPU one replica's (tensor x
     pipeline)."""
     rdzv_endpoint: str | None = unkeyed(None, min_length=1)
@@ -105,7 +105,7 @@ class LaunchConfig(Section):
     """Slurm's batch job."""
     kubernetes: KubernetesConfig = unkeyed(KubernetesConfig())
     """Kubernetes' JobSet."""
-    threads_per_rank: int | None = unkeyed(None, gt=0)
+    threads_per_rank: int | None = keyed(None, resolved="find-batch-size", gt=0)
     """CPU threads of each rank; null divides the cores evenly."""
     allow_cpu: bool = unkeyed(False)
     """Whether a job that is sized for GPUs may start without one."""

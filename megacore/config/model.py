@@ -57,7 +57,7 @@ class ModelConfig(Section):
     """Whether linear layers have biases."""
     untie_embeddings_and_output_weights: bool = keyed(False)
     """Whether the output layer has weights of its own, instead of the token embeddings (Press and Wolf 2017)."""
-    bert_binary_head: bool = keyed(True)
+    bert_binary_head: bool = keyed(True, key="run", resolved="index")
     """Whether BERT has a pooler and predicts how its two segments belong together."""
     max_position_embeddings: int | None = keyed(None, gt=0)
     """Longest sequence in tokens, and rows of the learned position table; null means data.seq_length."""

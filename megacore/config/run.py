@@ -27,21 +27,21 @@ from megacore.train.batch_schedule import BatchSchedule
 class RunConfig(Section):
     """Everything that one deployment says."""
 
-    name: str = unkeyed(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    name: str = keyed(key="convert", resolved="publish", pattern=r"^[a-z0-9][a-z0-9.-]*$")
     """Name of the run and of the exported model: lower case, digits, dots and dashes."""
-    family: Family = keyed("gpt")
+    family: Family = keyed("gpt", key="run", resolved="index")
     """Kind of model: a causal decoder, BERT's encoder, or T5's encoder and decoder."""
-    seed: int = keyed(1234, ge=0, lt=2**32)
+    seed: int = keyed(1234, key=("index", "run"), resolved="tokenize", ge=0, lt=2**32)
     """Seeds the order of documents and samples, the initial weights and dropout."""
     verify: Literal["quick", "full"] = unkeyed("quick")
     """How a cached artifact is checked: sizes (and hashes where a file was touched), or every hash."""
     data: DataConfig = keyed()
     """From documents to samples."""
-    model: ModelConfig = keyed()
+    model: ModelConfig = keyed(key="run")
     """The architecture."""
-    optim: OptimConfig = keyed()
+    optim: OptimConfig = keyed(key="run")
     """The optimizer and its schedule."""
-    train: TrainConfig = keyed()
+    train: TrainConfig = keyed(key="run")
     """The training loop."""
     checkpoint: CheckpointConfig = unkeyed()
     """When to save and what to keep."""
@@ -55,9 +55,9 @@ class RunConfig(Section):
     """What the engine deepspeed is told beside the rest; the engine native leaves it alone."""
     launch: LaunchConfig = unkeyed(LaunchConfig())
     """Processes and their supervision."""
-    evaluate: EvaluateConfig = keyed(EvaluateConfig())
+    evaluate: EvaluateConfig = keyed(EvaluateConfig(), key="evaluate")
     """Perplexity of the test split."""
-    export: ExportConfig = keyed(ExportConfig())
+    export: ExportConfig = keyed(ExportConfig(), key="convert")
     """Conversion to transformers and its gate."""
     tracking: TrackingConfig = unkeyed(TrackingConfig())
     """MLflow and TensorBoard."""

@@ -12,9 +12,9 @@ class SourceTreeSource(Section):
 
     kind: Literal["source_tree"] = keyed()
     """Which source this is."""
-    path: str | None = keyed(None)
+    path: str | None = keyed(None, resolved="collect")
     """The directory; null means the running Python's standard library."""
-    pattern: str = keyed("*.py")
+    pattern: str = keyed("*.py", resolved="collect")
     """Glob that a file's name must match, or, with a slash in it, its path below the directory, as in docs/**/*.md."""
 
 
@@ -23,7 +23,7 @@ class JsonlSource(Section):
 
     kind: Literal["jsonl"] = keyed()
     """Which source this is."""
-    files: tuple[str, ...] = keyed(min_length=1)
+    files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
     """Paths or globs, taken in this order."""
     key: str = keyed("text")
     """The field of each line that holds the document."""
@@ -34,7 +34,7 @@ class ParquetSource(Section):
 
     kind: Literal["parquet"] = keyed()
     """Which source this is."""
-    files: tuple[str, ...] = keyed(min_length=1)
+    files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
     """Paths or globs, taken in this order."""
     key: str = keyed("text")
     """The column that holds the document."""
@@ -54,7 +54,7 @@ class HttpSource(Section):
 
     kind: Literal["http"] = keyed()
     """Which source this is."""
-    files: tuple[RemoteFile, ...] = keyed(min_length=1)
+    files: tuple[RemoteFile, ...] = keyed(resolved="collect", min_length=1)
     """What to download, in the order of the documents."""
     key: str = keyed("text")
     """The field or column that holds the document; token files have none."""
@@ -84,7 +84,7 @@ class PrefixSource(Section):
 
     kind: Literal["prefix"] = keyed()
     """Which source this is."""
-    prefix: str = keyed(min_length=1)
+    prefix: str = keyed(resolved="collect", min_length=1)
     """Path without .bin/.idx."""
 
 
@@ -103,7 +103,7 @@ def holds_tokens(source: Source) -> bool:
 class WeightedSource(Section):
     """A member of a blend."""
 
-    weight: float = keyed(gt=0)
+    weight: float = keyed(resolved=("index", "run"), gt=0)
     """Share of the samples; the weights of a blend need not add up to anything."""
     source: Source = keyed()
     """Where its documents come from."""

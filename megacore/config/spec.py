@@ -2,7 +2,9 @@
 
 from typing import Self
 
-from megacore.config.base import Section, keyed, unkeyed
+from pydantic import Field
+
+from megacore.config.base import Section
 from megacore.config.model import Family, ModelConfig
 from megacore.config.run import RunConfig
 
@@ -10,34 +12,34 @@ from megacore.config.run import RunConfig
 class SpecialTokens(Section):
     """Ids of the tokens that have a role; null where the vocabulary has none for it."""
 
-    eod: int | None = keyed(None, ge=0)
+    eod: int | None = Field(None, ge=0)
     """Ends a document."""
-    pad: int | None = keyed(None, ge=0)
+    pad: int | None = Field(None, ge=0)
     """Fills what is left of a sequence; T5's decoder begins with it."""
-    cls: int | None = keyed(None, ge=0)
+    cls: int | None = Field(None, ge=0)
     """Begins BERT's sequence."""
-    sep: int | None = keyed(None, ge=0)
+    sep: int | None = Field(None, ge=0)
     """Ends a segment of BERT's sequence, or a sequence of T5's."""
-    mask: int | None = keyed(None, ge=0)
+    mask: int | None = Field(None, ge=0)
     """Stands for a token that BERT predicts."""
-    unk: int | None = keyed(None, ge=0)
+    unk: int | None = Field(None, ge=0)
     """Stands for what the vocabulary cannot spell."""
-    sentinels: tuple[int, ...] = keyed(())
+    sentinels: tuple[int, ...] = ()
     """Stand for T5's spans, the first span's first."""
 
 
 class ModelSpec(Section):
     """Everything that is needed to build a model and to read its weights from a checkpoint of any layout."""
 
-    family: Family = keyed()
+    family: Family
     """Kind of model."""
-    model: ModelConfig = keyed()
+    model: ModelConfig
     """The architecture; max_position_embeddings is given."""
-    vocab_size: int = keyed(gt=0)
+    vocab_size: int = Field(gt=0)
     """Entries of the vocabulary, before padding."""
-    special_tokens: SpecialTokens = keyed(SpecialTokens())
+    special_tokens: SpecialTokens = SpecialTokens()
     """Ids of the tokens that have a role."""
-    tokenizer_directory: str | None = unkeyed(None)
+    tokenizer_directory: str | None = None
     """Where the tokenizer was when the checkpoint was written; null where it came without one."""
 
     @classmethod

@@ -11,7 +11,7 @@ from megacore.config.base import Section, keyed
 class _Vocabulary(Section):
     """What every tokenizer may have."""
 
-    vocab_extra_ids: int = keyed(0, ge=0)
+    vocab_extra_ids: int = keyed(0, omit_default=True, ge=0)
     """Sentinels <extra_id_0>, <extra_id_1>, … to add at the end of the vocabulary, as T5 needs them."""
 
 
@@ -22,7 +22,7 @@ class TrainBpeTokenizer(_Vocabulary):
     """Which tokenizer this is."""
     vocab_size: int = keyed(8192, gt=256)
     """Entries of the vocabulary, special tokens included, sentinels not."""
-    special_tokens: tuple[str, ...] = keyed(())
+    special_tokens: tuple[str, ...] = keyed((), omit_default=True)
     """Tokens beside <|endoftext|> that text is never divided into, as those of fill-in-the-middle."""
 
 
@@ -31,9 +31,9 @@ class Gpt2BpeTokenizer(_Vocabulary):
 
     kind: Literal["gpt2-bpe"] = keyed()
     """Which tokenizer this is."""
-    vocab_file: str = keyed(min_length=1)
+    vocab_file: str = keyed(resolved="tokenizer", min_length=1)
     """Path of vocab.json; its content, not its name, is part of the key."""
-    merge_file: str = keyed(min_length=1)
+    merge_file: str = keyed(resolved="tokenizer", min_length=1)
     """Path of merges.txt; its content, not its name, is part of the key."""
 
 
@@ -42,7 +42,7 @@ class BertWordPieceTokenizer(_Vocabulary):
 
     kind: Literal["bert-wordpiece"] = keyed()
     """Which tokenizer this is."""
-    vocab_file: str = keyed(min_length=1)
+    vocab_file: str = keyed(resolved="tokenizer", min_length=1)
     """Path of vocab.txt; its content, not its name, is part of the key."""
     lower_case: bool = keyed(True)
     """Whether text is lower-cased and stripped of accents, as for the uncased vocabularies."""
@@ -64,7 +64,7 @@ class SentencePieceTokenizer(_Vocabulary):
 
     kind: Literal["sentencepiece"] = keyed()
     """Which tokenizer this is."""
-    model_file: str = keyed(min_length=1)
+    model_file: str = keyed(resolved="tokenizer", min_length=1)
     """Path of the .model; its content, not its name, is part of the key."""
 
 
@@ -73,9 +73,9 @@ class HfTokenizer(_Vocabulary):
 
     kind: Literal["hf"] = keyed()
     """Which tokenizer this is."""
-    name: str = keyed(min_length=1)
+    name: str = keyed(resolved="tokenizer", min_length=1)
     """Path of a tokenizer.json (or of its directory), or a repository name on the hub."""
-    revision: str | None = keyed(None)
+    revision: str | None = keyed(None, resolved="tokenizer")
     """Commit, tag or branch on the hub."""
     eod_token: str = keyed("<|endoftext|>")
     """The token that ends a document; it must be in the vocabulary."""

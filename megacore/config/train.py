@@ -37,9 +37,9 @@ class TrainConfig(Section):
 
     micro_batch_size: int = unkeyed(gt=0)
     """Samples per rank and forward pass (b)."""
-    global_batch_size: int = keyed(gt=0)
+    global_batch_size: int = keyed(key="run", resolved="index", gt=0)
     """Samples per optimizer step over all ranks; a multiple of micro_batch_size x data-parallel size."""
-    train_iters: int = unkeyed(gt=0)
+    train_iters: int = keyed(key="train", resolved="index", gt=0)
     """Optimizer steps; raising it extends a finished run."""
     precision: Precision = keyed("auto")
     """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
@@ -52,9 +52,9 @@ class TrainConfig(Section):
     attention computes between q, k, v and its output (Korthikanti et al. 2022)."""
     recompute_num_layers: int | None = unkeyed(None, gt=0)
     """Layers of each pipeline chunk that recompute, the first ones; null means all."""
-    pretrained_checkpoint: str | None = keyed(None)
+    pretrained_checkpoint: str | None = keyed(None, resolved="run")
     """Checkpoint directory (iter_*) whose weights the run begins with; null draws initial weights."""
-    rampup_batch_size: RampupBatchSize | None = keyed(None)
+    rampup_batch_size: RampupBatchSize | None = keyed(None, key="run", resolved="index")
     """Grows the batch from a smaller one to global_batch_size; null means it is global_batch_size from the start."""
     label_smoothing: float = keyed(0.0, ge=0.0, lt=1.0)
     """Share of the target's probability that is spread evenly over the vocabulary (Szegedy et al. 2016)."""
@@ -64,7 +64,7 @@ class TrainConfig(Section):
     """A micro batch whose loss exceeds this multiple of the recent mean is a spike; null does not look."""
     loss_spike_action: Literal["warn", "stop"] = unkeyed("warn")
     """What a spike does: a warning that names rank, iteration and samples, or the same as the run's end."""
-    skip_samples: tuple[str, ...] = unkeyed(())
+    skip_samples: tuple[str, ...] = keyed((), resolved="train")
     """Samples in the run's order, as "4096" or "4096-4127": a global batch that holds one of them is passed over."""
     exit_interval: int | None = unkeyed(None, gt=0)
     """Iterations after whose multiples the run saves and ends, to be gone on with; null means never."""
@@ -74,7 +74,7 @@ class TrainConfig(Section):
     """Iterations between log lines and step events."""
     eval_interval: int = unkeyed(100, gt=0)
     """Iterations between validations; one more follows the last iteration."""
-    eval_iters: int = unkeyed(10, gt=0)
+    eval_iters: int = keyed(10, resolved="index", gt=0)
     """Global batches per validation, the same ones each time."""
     profile: ProfileConfig | None = unkeyed(None)
     """Iterations {from, to} that are profiled, their trace and memory timeline stored with the run; null means none."""
@@ -124,7 +124,7 @@ class CheckpointConfig(Section):
 class ResumeConfig(Section):
     """Going on from another run's checkpoint, and what may differ from it."""
 
-    checkpoint: str | None = unkeyed(None, min_length=1)
+    checkpoint: str | None = keyed(None, resolved="run", min_length=1)
     """Checkpoint directory (iter_*) of another run to go on from, with its optimizer and data position; null goes on
     from the run's own newest one. Its content is part of the run's key, not its path."""
     override: tuple[str, ...] = unkeyed(())
@@ -134,9 +134,9 @@ class ResumeConfig(Section):
 class ZeroShotConfig(Section):
     """Scores of the best checkpoint on texts that it was not trained for; with family gpt alone."""
 
-    wikitext: str | None = keyed(None, min_length=1)
+    wikitext: str | None = keyed(None, resolved="zeroshot", min_length=1)
     """Path of WikiText's test split, words divided by spaces; its content, not its name, is part of the key."""
-    lambada: str | None = keyed(None, min_length=1)
+    lambada: str | None = keyed(None, resolved="zeroshot", min_length=1)
     """Path of LAMBADA's test split, JSON Lines with the key text; its content, not its name, is part of the key."""
     overlapping_eval: int | None = keyed(None, gt=0)
     """Tokens between the starts of WikiText's windows of seq_length tokens; null lets them not overlap."""
@@ -154,7 +154,7 @@ class EvaluateConfig(Section):
     """Samples per forward pass and rank."""
     max_samples: int | None = keyed(None, gt=0)
     """Samples of each split that are scored, in the shuffled order; null means all."""
-    zero_shot: ZeroShotConfig = keyed(ZeroShotConfig())
+    zero_shot: ZeroShotConfig = keyed(ZeroShotConfig(), key="zeroshot")
     """Texts that the model was not trained for."""
 
 
@@ -180,7 +180,7 @@ class TrackingConfig(Section):
 
     experiment: str = unkeyed("pretrain")
     """MLflow experiment."""
-    registered_model: str | None = unkeyed(None)
+    registered_model: str | None = keyed(None, resolved=("publish", "finetune-publish"))
     """Name in the model registry; null means the run's name."""
     tensorboard: bool = unkeyed(False)
     """Whether TensorBoard event files are written beside the run."""

@@ -9,28 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import workspace_errors
+from megacore.config.keys import key_parameters
 from megacore.config.source import HubSource
 from megacore.corpus.documents import CorpusWriter, SourceFile
 from megacore.errors import DataFormatError, DownloadError
 
 
 def fingerprint(source: HubSource) -> dict[str, Any]:
-    """Name, configuration, split, revision and column; of a local directory also its files' sizes and times.
+    """Return name, configuration, split, revision and column; of a local directory also its files' sizes and times.
 
     Without a revision the hub's content may move under the same name: pin a commit where that matters.
     """
-    identity: dict[str, Any] = {
-        "kind": source.kind,
-        "dataset": source.dataset,
-        "config": source.config,
-        "split": source.split,
-        "revision": source.revision,
-        "key": source.key,
-    }
-    if Path(source.dataset).is_dir():
-        files = sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
-        identity["files"] = [[file.path, file.size, file.mtime_ns] for file in map(SourceFile.of, files)]
-    return identity
+    if not Path(source.dataset).is_dir():
+        return key_parameters(source, "collect")
+    files = sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+    identities = [[file.path, file.size, file.mtime_ns] for file in map(SourceFile.of, files)]
+    return key_parameters(source, "collect", {"files": identities})
 
 
 def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, int]:

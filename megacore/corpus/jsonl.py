@@ -4,6 +4,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
+from megacore.config.keys import key_parameters
 from megacore.config.source import JsonlSource, ParquetSource
 from megacore.corpus import parquet
 from megacore.corpus.documents import SourceFile, write_sources
@@ -12,9 +13,9 @@ from megacore.errors import DataFormatError
 
 
 def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
-    """Absolute path, size and modification time of every file, in order, and the key."""
+    """Return absolute path, size and modification time of every file, in order, and the key."""
     files = [[file.path, file.size, file.mtime_ns] for file in list_files(source)]
-    return {"kind": source.kind, "key": source.key, "files": files}
+    return key_parameters(source, "collect", {"files": files})
 
 
 def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, int]:

@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.manifest import file_digest
+from megacore.config.keys import key_parameters
 from megacore.config.source import PrefixSource
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 
 def fingerprint(source: PrefixSource) -> dict[str, Any]:
-    """Absolute paths, sizes and modification times of both files, and the sha256 of the index."""
+    """Return absolute paths, sizes and modification times of both files, and the sha256 of the index."""
     files = [[file.path, file.size, file.mtime_ns] for file in _files(source)]
-    return {"kind": source.kind, "files": files, "idx_sha256": file_digest(idx_path(source.prefix))}
+    return key_parameters(source, "collect", {"files": files, "idx_sha256": file_digest(idx_path(source.prefix))})
 
 
 def collect(source: PrefixSource, directory: Path) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megacore.artifact.files import workspace_errors
+from megacore.config.keys import key_parameters
 from megacore.config.source import HttpSource, RemoteFile
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.fetch import fetch, forget, shown
@@ -41,16 +42,13 @@ class _Planned:
 
 
 def fingerprint(source: HttpSource) -> dict[str, Any]:
-    """Addresses, without a password or a token, and digests in order, and the key.
+    """Return addresses, without a password or a token, and digests in order, and the key.
 
     Without a digest the content may change under the same address. Raises DataFormatError for names of no known form.
     """
     _plan(source)
-    return {
-        "kind": source.kind,
-        "key": source.key,
-        "files": [[address_identity(remote.url), remote.sha256] for remote in source.files],
-    }
+    files = [[address_identity(remote.url), remote.sha256] for remote in source.files]
+    return key_parameters(source, "collect", {"files": files})
 
 
 def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[str, int]:

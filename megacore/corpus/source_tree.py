@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import canonical_json
+from megacore.config.keys import key_parameters
 from megacore.config.source import SourceTreeSource
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError
@@ -24,14 +25,11 @@ def root_of(source: SourceTreeSource) -> Path:
 
 
 def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
-    """One sha256 over every (relative path, sha256 of content) in order, and their number."""
+    """Return one sha256 over every (relative path, sha256 of content) in order, and their number."""
     root = root_of(source)
     entries = [[name, hashlib.sha256(_read(root / name)).hexdigest()] for name in list_files(root, source.pattern)]
-    return {
-        "kind": source.kind,
-        "files": len(entries),
-        "sha256": hashlib.sha256(canonical_json(entries)).hexdigest(),
-    }
+    content = {"files": len(entries), "sha256": hashlib.sha256(canonical_json(entries)).hexdigest()}
+    return key_parameters(source, "collect", content)
 
 
 def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:

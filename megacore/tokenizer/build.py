@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megacore.artifact.manifest import file_digest
+from megacore.config.keys import key_parameters
 from megacore.config.tokenizer import (
     BertWordPieceTokenizer,
     Gpt2BpeTokenizer,
@@ -38,32 +39,25 @@ _GPT2_ROLES = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
 
 
 def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
-    """What decides the tokenizer beside the corpus: contents of files rather than their names.
+    """Return what decides the tokenizer beside the corpus: contents of files rather than their names.
 
     A repository of the hub is known by its name and revision. Raises DataFormatError for a missing file.
     """
-    identity: dict[str, Any] = {"kind": choice.kind}
-    if choice.vocab_extra_ids:
-        identity["vocab_extra_ids"] = choice.vocab_extra_ids
+    content: dict[str, Any]
     match choice:
-        case TrainBpeTokenizer():
-            special = {"special_tokens": list(choice.special_tokens)} if choice.special_tokens else {}
-            return {**identity, "vocab_size": choice.vocab_size, **special}
-        case TrainWordPieceTokenizer():
-            return {**identity, "vocab_size": choice.vocab_size, "lower_case": choice.lower_case}
         case Gpt2BpeTokenizer():
-            files = {"vocab": Path(choice.vocab_file), "merges": Path(choice.merge_file)}
-            return {**identity, **{role: _digest(path) for role, path in files.items()}}
+            content = {"vocab": _digest(Path(choice.vocab_file)), "merges": _digest(Path(choice.merge_file))}
         case BertWordPieceTokenizer():
-            return {**identity, "vocab": _digest(Path(choice.vocab_file)), "lower_case": choice.lower_case}
+            content = {"vocab": _digest(Path(choice.vocab_file))}
         case SentencePieceTokenizer():
-            return {**identity, "model": _digest(Path(choice.model_file))}
+            content = {"model": _digest(Path(choice.model_file))}
+        case HfTokenizer() if choice.local_file is not None:
+            content = {"tokenizer": _digest(choice.local_file)}
         case HfTokenizer():
-            identity["eod_token"] = choice.eod_token
-            path = choice.local_file
-            if path is None:
-                return {**identity, "name": choice.name, "revision": choice.revision}
-            return {**identity, "tokenizer": _digest(path)}
+            content = {"name": choice.name, "revision": choice.revision}
+        case _:
+            content = {}
+    return key_parameters(choice, "tokenizer", content)
 
 
 def build_tokenizer(

@@ -1,44 +1,99 @@
-"""Every configuration value says what it is, in which unit, and whether it is part of a stage's key."""
+"""Every configuration value says what it is, in which unit, and whose keys it enters."""
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 from pydantic import BaseModel
 
 from megacore.config import FinetuneConfig, RunConfig
-from megacore.config.base import Section, is_keyed
+from megacore.config.base import Section, unkeyed
+from megacore.config.keys import Declaration, declaration
 from megacore.finetune import job as finetune_job
 from megacore.launch import job
 
 
+class Field(NamedTuple):
+    """A field at its place in a configuration."""
+
+    section: type[BaseModel]
+    name: str
+    declared: Declaration | None
+    """What enters a key; None where neither the field nor a section around it names a stage."""
+    holds_sections: bool
+    within: Declaration | None
+    """Declaration of the field around it."""
+
+    def __str__(self) -> str:
+        return f"{self.section.__name__}.{self.name}"
+
+
 def sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a type mentions, without those within."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-        for field in annotation.model_fields.values():
-            yield from sections(field.annotation)
     for part in getattr(annotation, "__args__", ()):
         yield from sections(part)
 
 
-SECTIONS = sorted({*sections(RunConfig), *sections(FinetuneConfig)}, key=lambda section: section.__name__)
+def fields(section: type[BaseModel], within: Declaration | None = None) -> Iterator[Field]:
+    """Yield every field of a section and of those in it. Raises TypeError for a silent one."""
+    for name, info in section.model_fields.items():
+        inner = list(sections(info.annotation))
+        declared = declaration(section, name, within)
+        yield Field(section, name, declared, bool(inner), within)
+        for one in inner:
+            yield from fields(one, declared)
+
+
+@cache
+def all_fields() -> list[Field]:
+    """Every field of both configurations."""
+    return [*fields(RunConfig), *fields(FinetuneConfig)]
+
+
+def all_sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a type mentions, and those within."""
+    for section in sections(annotation):
+        yield section
+        for info in section.model_fields.values():
+            yield from all_sections(info.annotation)
+
+
+SECTIONS = sorted(
+    {*all_sections(RunConfig), *all_sections(FinetuneConfig)}, key=lambda section: section.__name__
+)
 
 
 def test_every_section_is_found() -> None:
     names = {section.__name__ for section in SECTIONS}
-    assert {"RunConfig", "HubSource", "PrefixSource", "Gpt2BpeTokenizer", "LossScaleConfig", "TrackingConfig"} <= names
-    assert {"FinetuneConfig", "HubRows", "FileRows", "Seq2SeqConfig", "CausalLmConfig", "FinetuneLaunchConfig"} <= names
+    assert {
+        "RunConfig",
+        "HubSource",
+        "PrefixSource",
+        "Gpt2BpeTokenizer",
+        "LossScaleConfig",
+        "TrackingConfig",
+    } <= names
+    assert {
+        "FinetuneConfig",
+        "HubRows",
+        "FileRows",
+        "Seq2SeqConfig",
+        "CausalLmConfig",
+        "FinetuneLaunchConfig",
+    } <= names
     assert len(names) == len(SECTIONS)  # each name says which section is meant
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_fields_say_whether_they_are_keyed_and_what_they_are(section: type[BaseModel]) -> None:
+def test_fields_say_what_they_are(section: type[BaseModel]) -> None:
     assert issubclass(section, Section)
     assert section.model_config["frozen"]
     assert section.model_config["extra"] == "forbid"
     assert section.__doc__
     for name, field in section.model_fields.items():
-        assert is_keyed(section, name) in (True, False)
         assert field.description, f"{section.__name__}.{name} has no docstring"
         assert field.description.endswith("."), f"{section.__name__}.{name}: {field.description!r}"
 
@@ -50,40 +105,148 @@ def test_job_fields_are_documented() -> None:
             assert field.description, f"{section.__name__}.{name} has no docstring"
 
 
-def test_what_may_change_on_resume_is_not_keyed() -> None:
-    sections_by_name = {section.__name__: section for section in SECTIONS}
-    for name, fields in {
-        "TrainConfig": ("train_iters", "recompute", "log_interval", "eval_interval", "eval_iters"),
-        "DataConfig": ("workers",),
-        "LaunchConfig": tuple(sections_by_name["LaunchConfig"].model_fields),
-        "ParallelConfig": tuple(sections_by_name["ParallelConfig"].model_fields),
-        "CheckpointConfig": tuple(sections_by_name["CheckpointConfig"].model_fields),
-        "TrackingConfig": tuple(sections_by_name["TrackingConfig"].model_fields),
-        "FinetuneTrainConfig": ("eval_batch_size", "gradient_checkpointing", "log_interval", "exit_duration_minutes"),
-        "FinetuneDataConfig": ("workers",),
-        "FinetuneCheckpointConfig": tuple(sections_by_name["FinetuneCheckpointConfig"].model_fields),
-        # What the ranks divide is added to the key by itself: it follows from files too.
-        "FinetuneLaunchConfig": tuple(sections_by_name["FinetuneLaunchConfig"].model_fields),
-        "FindBatchSizeConfig": tuple(sections_by_name["FindBatchSizeConfig"].model_fields),
-    }.items():
-        for field in fields:
-            assert not is_keyed(sections_by_name[name], field), f"{name}.{field}"
+def test_fields_say_whose_keys_they_enter() -> None:
+    silent = [
+        str(field) for field in all_fields() if field.declared is None and not field.holds_sections
+    ]
+    assert not silent, (
+        f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
+    )
+    nothing = Declaration(frozenset())
+    for field in all_fields():
+        said = field.section.model_fields[field.name].json_schema_extra
+        bare = (
+            field.within == nothing
+            and field.declared == nothing
+            and said != unkeyed().json_schema_extra
+        )
+        assert not bare, (
+            f"{field} is keyed() in a section that is unkeyed(): name its stages, or say unkeyed()"
+        )
 
 
-def test_what_a_fine_tuning_computes_is_keyed() -> None:
-    sections_by_name = {section.__name__: section for section in SECTIONS}
+def stages_of(section: str) -> dict[str, frozenset[str]]:
+    """The stages that each field of a section enters, wherever the section is."""
+    return {
+        field.name: frozenset(field.declared.stages)
+        for field in all_fields()
+        if field.section.__name__ == section and field.declared is not None
+    }
+
+
+RANKS = {"hostfile", "include", "exclude", "nnodes", "nproc_per_node"}
+"""Of how many ranks a fine-tuning's checkpoints are depends on these."""
+MAY_CHANGE = {
+    "RunConfig": {
+        "name",
+        "verify",
+        "engine",
+        "parallel",
+        "deepspeed",
+        "launch",
+        "checkpoint",
+        "evaluate",
+        "export",
+    }
+    | {"resume", "tracking"},
+    "HubSource": {"streaming"},
+    "DataConfig": {"workers", "shard_mb", "shard_runner", "shard_workers", "dask_address"},
+    "TrainConfig": {
+        "micro_batch_size",
+        "train_iters",
+        "skip_samples",
+        "kernels",
+        "compile",
+        "recompute",
+    }
+    | {
+        "recompute_num_layers",
+        "loss_spike_factor",
+        "loss_spike_action",
+        "exit_interval",
+        "exit_duration_minutes",
+    }
+    | {"log_interval", "eval_interval", "eval_iters", "profile"},
+    "ResumeConfig": {"override"},
+    "FinetuneConfig": {"name", "verify", "checkpoint", "launch", "find_batch_size", "tracking"},
+    "FinetuneDataConfig": {"workers"},
+    "FinetuneTrainConfig": {
+        "eval_batch_size",
+        "gradient_checkpointing",
+        "log_interval",
+        "exit_duration_minutes",
+    },
+}
+"""What may change when a run resumes, of sections that decide what it computes."""
+ALL_MAY_CHANGE = (
+    *(
+        "ParallelConfig",
+        "DeepSpeedConfig",
+        "LaunchConfig",
+        "SlurmConfig",
+        "KubernetesConfig",
+        "CheckpointConfig",
+    ),
+    *("ProfileConfig", "EvaluateConfig", "ZeroShotConfig", "ExportConfig", "TrackingConfig"),
+    *("FinetuneLaunchConfig", "FinetuneCheckpointConfig", "FindBatchSizeConfig"),
+)
+RUN_AND_INPUTS = frozenset(
+    [
+        "collect",
+        "tokenizer",
+        "punkt",
+        "tokenize",
+        "run",
+        "pretrained",
+        "dataset",
+        "examples",
+        "finetune",
+    ]
+)
+"""The runs, and the stages that make what they read."""
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_what_may_change_on_resume_is_named_here(section: type[BaseModel]) -> None:
+    name, stages = section.__name__, stages_of(section.__name__)
+    free = {field for field, entered in stages.items() if not entered & RUN_AND_INPUTS}
+    if name in ALL_MAY_CHANGE:
+        launched = {
+            "FinetuneLaunchConfig": RANKS | {"distributed", "deepspeed_config"},
+            "LaunchConfig": RANKS,
+        }
+        assert free == set(stages) - launched.get(name, set())
+    else:
+        assert free == MAY_CHANGE.get(name, set())
+
+
+def test_what_a_fine_tuning_computes_is_in_its_runs_key() -> None:
     everything = ("ClassificationConfig", "Seq2SeqConfig", "CausalLmConfig", "FinetuneOptimConfig")
-    for name, fields in {
-        **{name: tuple(sections_by_name[name].model_fields) for name in everything},
-        "FinetuneTrainConfig": (
-            "num_epochs",
-            "max_steps",
-            "micro_batch_size",
-            "gradient_accumulation_steps",
-            "precision",
-        ),
+    schedule = (
+        "num_epochs",
+        "max_steps",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "precision",
+    )
+    for section, names in {
+        **dict.fromkeys(everything, ()),
+        "FinetuneTrainConfig": schedule,
         "PretrainedConfig": ("random_weights", "pad_token"),
         "FinetuneConfig": ("seed",),
+        "FinetuneLaunchConfig": ("distributed", "deepspeed_config", *RANKS),
     }.items():
-        for field in fields:
-            assert is_keyed(sections_by_name[name], field), f"{name}.{field}"
+        found = stages_of(section)
+        for name in names or found:
+            assert "finetune" in found[name], f"{section}.{name}"
+
+
+def test_a_field_that_declares_nothing_is_refused() -> None:
+    class Silent(Section):
+        """A section whose field does not say."""
+
+        value: int = 1
+        """Declares nothing."""
+
+    with pytest.raises(TypeError, match=r"Silent\.value is neither keyed\(\) nor unkeyed\(\)"):
+        list(fields(Silent))

@@ -72,7 +72,20 @@ def test_where_tokens_come_from_matters_to_another_run_alone() -> None:
 
 
 def test_later_stages_and_names_are_left_out() -> None:
-    assert fields(changed(evaluate={"max_samples": 3}, export={"dtype": "bfloat16"}, top={"name": "other"})) == []
+    now = changed(
+        evaluate={"max_samples": 3, "micro_batch_size": 2, "zero_shot": {"wikitext": "text"}},
+        export={"dtype": "bfloat16"},
+        tracking={"registered_model": "one"},
+        top={"name": "other"},
+    )
+    assert fields(now) == []
+    assert fields(now, another_run=True) == []
+
+
+def test_what_makes_the_tokens_counts_as_what_is_declared() -> None:
+    now = changed(data={"append_eod": False, "workers": 3}, train={"eval_iters": 7})
+    assert fields(now) == ["data.workers", "train.eval_iters"]
+    assert fields(now, another_run=True, keyed=True) == ["data.append_eod"]
 
 
 def test_a_field_that_came_later_counts_as_its_default() -> None:

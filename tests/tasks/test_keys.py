@@ -1,0 +1,465 @@
+"""Every field of a configuration changes the keys of exactly those stages that it declares."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from megacore.artifact import Artifact, StageKey
+from megacore.config import FinetuneConfig, RunConfig, load_config
+from megacore.config.base import FinetuneStage, PretrainStage, Section
+from megacore.config.load import parse_finetune_config
+from megacore.corpus.segments import Segment
+from megacore.data.members import write_members
+from megacore.errors import MegacoreError
+from megacore.plan.hardware import Hardware
+from tasks import finetune_export, finetune_publish
+from tasks._tokens import tokenize_key
+from tasks.convert import convert_key
+from tasks.dataset import dataset_key
+from tasks.download import collect_key, punkt_key
+from tasks.evaluate import evaluate_key
+from tasks.examples import examples_key
+from tasks.find_batch_size import find_batch_size_key
+from tasks.finetune import finetune_key
+from tasks.index import index_key
+from tasks.pretrained import pretrained_key
+from tasks.publish import publish_key
+from tasks.shards import shard_key
+from tasks.tokenize import blend_key, tokenizer_key
+from tasks.train import run_key, train_key
+from tasks.zeroshot import zeroshot_key
+from tests.config._finetune import minimal
+from tests.data._sentences import write_lengths
+from tests.tasks._other_values import changed, other_values, places, section_classes
+
+Keys = dict[str, Any]
+CONTAINERS = {"DataConfig.source", "DataConfig.blend", "DataConfig.split_blends"}
+"""One of the three says where documents come from; it is changed through its fields."""
+
+
+@dataclass
+class Files:
+    """Files that values name, two of each kind that differ, and the artifacts of earlier stages."""
+
+    directory: Path
+    tokens: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rows = '{"text": "a", "label": 0}\n'
+        for name in "ab":
+            for file in (
+                "rows.jsonl",
+                "words.txt",
+                "vocab.json",
+                "checkpoint/complete.json",
+                "tree/code.py",
+                "hosts",
+            ):
+                self.write(f"{name}/{file}", rows * (1 + "ab".index(name)))
+            self.write(f"{name}/tree/note.txt", name)
+            for file in ("config.json", "tokenizer.json", "model.safetensors"):
+                self.write(f"{name}/pretrained/{file}", f'{{"name": "{name}"}}')
+            self.write(
+                f"{name}/hosts",
+                "one slots=1\ntwo slots=2\n" if name == "a" else "one slots=4\ntwo slots=1\n",
+            )
+        for name in "abcd":
+            prefix = self.directory / name / "tokens" / "tokens_text_document"
+            prefix.parent.mkdir(parents=True)
+            write_lengths(
+                prefix, [[4, 5, 3, 6, 2], [7, 8], [], [3, 3, 3]] * (12 + "abcd".index(name))
+            )
+            self.tokens.append(prefix.parent)
+
+    def blend(self, members: int) -> Path:
+        """A directory with the token files of several sources."""
+        directory = self.directory / f"blend-{members}"
+        directory.mkdir(exist_ok=True)
+        write_members(directory, self.tokens[:members])
+        return directory
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file below the directory."""
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def __call__(self, name: str) -> str:
+        """Path of a file."""
+        return str(self.directory / name)
+
+    def artifact(self, stage: str, directory: Path | None = None, **counts: Any) -> Artifact:
+        """An artifact of an earlier stage, always the same one."""
+        return Artifact(
+            stage=stage,
+            key=stage,
+            path=str(directory or self.directory),
+            digest=stage,
+            counts=counts,
+        )
+
+
+def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any]]:
+    """Return what computes the key of each stage: the functions that the tasks call."""
+    sources, artifact = config.data.sources, files.artifact
+    tokens = artifact(
+        "tokenize", files.tokens[0] if len(sources) == 1 else files.blend(len(sources))
+    )
+    corpus, tokenizer, index = (
+        artifact("collect"),
+        artifact("tokenizer", vocab_size=512),
+        artifact("index"),
+    )
+    trained, evaluation = artifact("train"), artifact("evaluate", best="iter_0000001")
+    data = (tokens, tokenizer, index)
+    shard = (Segment(str(Path(corpus.path, "a.jsonl")), "text", 0, 100),)
+    return {
+        "collect": lambda: [collect_key(config, source).key for source in sources],
+        "tokenizer": lambda: tokenizer_key(config, (corpus,)),
+        "punkt": lambda: punkt_key(config),
+        "tokenize": lambda: tokenize_key(config, corpus, tokenizer),
+        "tokenize-shard": lambda: shard_key(config, corpus, tokenizer, None, shard),
+        "blend": lambda: blend_key(config, (tokens, tokens)),
+        "index": lambda: index_key(config, tokens),
+        "run": lambda: run_key(config, tokens, tokenizer),
+        "train": lambda: train_key(config, *data),
+        "evaluate": lambda: evaluate_key(config, trained, *data),
+        "zeroshot": lambda: zeroshot_key(config, trained, evaluation, *data),
+        "convert": lambda: convert_key(config, trained, evaluation, *data),
+        "publish": lambda: publish_key(config, trained, evaluation, artifact("convert"), *data),
+    }
+
+
+def finetune_keys(config: FinetuneConfig, files: Files) -> dict[str, Callable[[], Any]]:
+    """Return the same for a fine-tuning, with two of the methods that the search compares."""
+    pretrained, rows, samples = map(files.artifact, ("pretrained", "dataset", "examples"))
+    tuned, exported = files.artifact("finetune", best="best/1"), files.artifact("finetune-export")
+    return {
+        "pretrained": lambda: pretrained_key(config),
+        "dataset": lambda: dataset_key(config),
+        "examples": lambda: examples_key(config, pretrained, rows),
+        "finetune": lambda: finetune_key(config, pretrained, samples),
+        "finetune-export": lambda: finetune_export.export_key(config, tuned, pretrained, samples),
+        "finetune-publish": lambda: finetune_publish.publish_key(
+            config, pretrained, samples, tuned, exported
+        ),
+        "find-batch-size": lambda: [
+            find_batch_size_key(config, method, pretrained, samples).key
+            for method in ("ddp", "zero2")
+        ],
+    }
+
+
+def computed(functions: Mapping[str, Callable[[], Any]]) -> Keys:
+    """Return the keys, in hex digits."""
+    return {
+        stage: key.key if isinstance(key, StageKey) else key
+        for stage, key in ((stage, function()) for stage, function in functions.items())
+    }
+
+
+def special_values(files: Files) -> dict[str, list[Any]]:
+    """Other values of fields for which those of their type do not do."""
+    rows, words = files("b/rows.jsonl"), files("b/words.txt")
+    return {
+        "JsonlSource.files": [[rows]],
+        "ParquetSource.files": [[rows]],
+        "RemoteFile.url": ["https://host/b.jsonl"],
+        "RemoteFile.sha256": ["0" * 64],
+        "SourceTreeSource.path": [files("b/tree")],
+        "SourceTreeSource.pattern": ["*.txt"],
+        "PrefixSource.prefix": [files("b/tokens/tokens_text_document")],
+        "Gpt2BpeTokenizer.vocab_file": [words],
+        "Gpt2BpeTokenizer.merge_file": [rows],
+        "BertWordPieceTokenizer.vocab_file": [words],
+        "SentencePieceTokenizer.model_file": [words],
+        "DataConfig.split": ["5,3,2"],
+        "DataConfig.fim": [{"rate": 0.3}],
+        "ModelConfig.max_position_embeddings": [4096],
+        **{f"FimConfig.{name}_token": ["<x>"] for name in ("prefix", "middle", "suffix")},
+        "TrainConfig.pretrained_checkpoint": [files("b/checkpoint")],
+        "TrainConfig.profile": [{"from": 1, "to": 2}],
+        "TrainConfig.rampup_batch_size": [{"start": 4, "increment": 4, "samples": 60}],
+        "TrainConfig.skip_samples": [["4"]],
+        "ResumeConfig.checkpoint": [files("b/checkpoint")],
+        "ResumeConfig.override": [["optim.lr"]],
+        "ZeroShotConfig.wikitext": [words],
+        "ZeroShotConfig.lambada": [words],
+        **{
+            f"{name}.hostfile": [files("b/hosts")]
+            for name in ("LaunchConfig", "FinetuneLaunchConfig")
+        },
+        **{
+            f"{name}.{field}": [["two"]]
+            for name in ("LaunchConfig", "FinetuneLaunchConfig")
+            for field in ("include", "exclude")
+        },
+        "PretrainedConfig.path": [files("b/pretrained"), "some/other"],
+        "FileRows.train": [[rows]],
+        "FileRows.valid": [[rows], []],
+        "FileRows.test": [[rows]],
+        "ClassificationConfig.labels": [["no", "yes"]],
+        "FinetuneTrainConfig.best_metric": ["loss"],
+        "FinetuneLaunchConfig.accelerate_config": [
+            {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+        ],
+        "FindBatchSizeConfig.methods": [["ddp"]],
+    }
+
+
+def kinds(files: Files) -> list[dict[str, Any]]:
+    """A section of each kind, for fields that hold one of several."""
+    rows = [files("b/rows.jsonl")]
+    return [
+        {"kind": "jsonl", "files": rows},
+        {"kind": "http", "files": [{"url": "https://host/b.jsonl"}]},
+        {"kind": "train-wordpiece"},
+        {"kind": "train-wordpiece", "vocab_extra_ids": 200},
+        {"kind": "hf", "name": "some/other"},
+        {"kind": "files", "train": rows},
+        {"kind": "hub", "dataset": "some/others"},
+        {"kind": "causal_lm"},
+        {"kind": "seq2seq", "source_column": "a", "target_column": "b"},
+    ]
+
+
+@dataclass
+class Effect:
+    """What became of keys when a field changed."""
+
+    declared: set[str]
+    differing: set[str] = field(default_factory=set)
+    tried: bool = False
+
+
+def sweep(
+    config: Section,
+    sections: str,
+    keys_of: Callable[[dict[str, Any]], Keys],
+    files: Files,
+    effects: dict[str, Effect],
+) -> None:
+    """Change each field of some sections (none named: all) by itself, and note whose keys change.
+
+    None may change that the field does not declare.
+    """
+    values = config.model_dump(mode="json")
+    before, special = keys_of(values), special_values(files)
+    for place in places(config):
+        if place.field in CONTAINERS or (sections and place.path[0] not in sections.split()):
+            continue
+        present = values_at(values, place.path)
+        path = place.path
+        others = special.get(place.field) or other_values(place.annotation, present)
+        if get_args(place.annotation) == (present,):  # which of several sections this is
+            path, others = path[:-1], [other for other in kinds(files) if other["kind"] != present]
+        assert place.declared is not None, (
+            f"{place.field} is keyed(), and neither it nor its section names a stage: give key=..."
+        )
+        effect = effects.setdefault(place.field, Effect(place.declared.stages & before.keys()))
+        for other in others:
+            try:
+                after = keys_of(changed(values, path, other))
+            except (ValidationError, MegacoreError):
+                continue  # not a valid configuration, or not one whose inputs are here
+            differing = {stage for stage in before if before[stage] != after[stage]}
+            assert differing <= effect.declared, (
+                f"{place.field} declares {sorted(effect.declared)}, and {present!r} -> {other!r} "
+                f"changes the keys of {sorted(differing)}"
+            )
+            effect.differing |= differing
+            effect.tried = True
+            if differing == effect.declared:
+                break
+
+
+def check(
+    schema: type[Section], effects: Mapping[str, Effect], without: tuple[str, ...] = ()
+) -> None:
+    """Refuse fields that were not changed, and those that declare a stage whose key stays.
+
+    Those in `without` have a single valid value.
+    """
+    fields = {
+        f"{section.__name__}.{name}"
+        for section in section_classes(schema)
+        for name, info in section.model_fields.items()
+        if not any(True for _ in section_classes(info.annotation))
+    }
+    untried = sorted(
+        name for name in fields | effects.keys() if name not in effects or not effects[name].tried
+    )
+    assert untried == sorted(without), (
+        f"no other valid value is known of {untried}: give one in special_values, or add a base"
+    )
+    wrong = {
+        name: f"declares {sorted(effect.declared)}, changes {sorted(effect.differing)}"
+        for name, effect in effects.items()
+        if effect.differing != effect.declared and name not in without
+    }
+    assert not wrong, "\n".join(f"{name} {what}" for name, what in wrong.items())
+
+
+def values_at(values: Any, path: tuple[str | int, ...]) -> Any:
+    """The plain value at a path."""
+    for part in path:
+        values = values[part]
+    return values
+
+
+def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
+    """Configurations that together give each field an effect, and the sections to change there."""
+    rows, tree = (
+        {"kind": "jsonl", "files": [files("a/rows.jsonl")]},
+        {"kind": "source_tree", "path": files("a/tree")},
+    )
+    hub = {"kind": "hub", "dataset": "some/texts", "config": "c"}
+    http = {"kind": "http", "files": [{"url": "https://host/a.jsonl"}]}
+    members = [
+        {"weight": weight, "source": source}
+        for weight, source in ((1, rows), (2, http), (3, tree), (4, hub))
+    ]
+    by_split = {"train": members[:2], "valid": members[2:3], "test": members[3:]}
+    prefix = {"kind": "prefix", "prefix": files("a/tokens/tokens_text_document")}
+    parquet = {"kind": "parquet", "files": [files("a/rows.jsonl")]}
+    fim = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<x>"]
+    bpe = {"kind": "train-bpe", "special_tokens": fim}
+    files_of_bpe = {
+        "kind": "gpt2-bpe",
+        "vocab_file": files("a/vocab.json"),
+        "merge_file": files("a/words.txt"),
+    }
+    words = {"kind": "bert-wordpiece", "vocab_file": files("a/words.txt")}
+    piece = {"kind": "sentencepiece", "model_file": files("a/vocab.json")}
+    named, checkpoint = {"kind": "hf", "name": "some/tokenizer"}, files("a/checkpoint")
+    texts = {"wikitext": files("a/words.txt"), "lambada": files("a/words.txt")}
+    rampup = {"start": 4, "increment": 4, "samples": 60}
+
+    def base(name: str, **changes: Any) -> RunConfig:
+        small = {
+            "data.source": rows,
+            "data.split": "2,1,1",
+            "launch.nproc_per_node": 1,
+            "train.micro_batch_size": 2,
+        }
+        return load_config(
+            name, small | {key.replace("__", "."): value for key, value in changes.items()}
+        )
+
+    yield base("gpt2-tiny", data__tokenizer=bpe, evaluate__zero_shot=texts), ""
+    yield (
+        base("gpt2-tiny", data__tokenizer=bpe, data__fim={}, launch__hostfile=files("a/hosts")),
+        "data launch",
+    )
+    yield (
+        base(
+            "gpt2-tiny",
+            data__source=hub,
+            data__tokenizer=named,
+            data__split_sentences=True,
+            data__append_eod=False,
+        ),
+        "family data",
+    )
+    yield (
+        base("gpt2-tiny", data__source=None, data__blend=members[:2], data__tokenizer=files_of_bpe),
+        "data",
+    )
+    by_split_only = {"data__source": None, "data__split": None, "data__split_blends": by_split}
+    yield base("gpt2-tiny", data__tokenizer=piece, **by_split_only), "data"
+    yield base("gpt2-tiny", data__source=prefix, data__shard_runner="dask"), "data"
+    yield base("gpt2-tiny", data__source=parquet, train__profile={"from": 1, "to": 3}), "data train"
+    yield (
+        base("gpt2-tiny", train__rampup_batch_size=rampup, train__pretrained_checkpoint=checkpoint),
+        "train",
+    )
+    yield base("gpt2-tiny", resume__checkpoint=checkpoint, train__recompute="full"), "resume train"
+    parts = {"launch__nproc_per_node": 4, "parallel__pipeline_model_parallel_size": 2}
+    yield base("gpt2-tiny", **parts, parallel__tensor_model_parallel_size=2), "parallel"
+    yield base("llama-tiny"), "model"
+    yield base("bert-tiny", data__tokenizer=words), "model data"
+    yield base("bert-tiny", data__tokenizer={"kind": "train-wordpiece"}), "data"
+    yield base("t5-tiny", data__tokenizer__vocab_extra_ids=100, **parts), "model data parallel"
+    for changes in (
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2},
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 10},
+        {"lr_warmup_fraction": None, "lr_warmup_iters": 4},
+        {"lr_warmup_fraction": None, "lr_warmup_samples": 64},
+    ):
+        yield (
+            base("gpt2-tiny", **{f"optim__{name}": value for name, value in changes.items()}),
+            "optim",
+        )
+
+
+def finetune_bases(files: Files) -> Iterator[tuple[FinetuneConfig, str]]:
+    """As `pretrain_bases`, of fine-tunings."""
+    local = {"path": files("a/pretrained")}
+    classes = {"kind": "classification", "sentence1_column": "text"}
+    pairs = {
+        "kind": "seq2seq",
+        "source_column": "text",
+        "target_column": "label",
+        "metrics": ["rougeLsum"],
+    }
+    held_out = {"source": {"kind": "files", "train": [files("a/rows.jsonl")]}}
+    rows = {
+        "source": {
+            "kind": "files",
+            **{split: [files("a/rows.jsonl")] for split in ("train", "valid", "test")},
+        }
+    }
+    zero2 = {
+        "distributed": "zero2",
+        "deepspeed_config": {"zero_optimization": {"stage": 2}},
+        "allow_cpu": True,
+    }
+    for sections, names in (
+        ({"model": local, "data": held_out, "task": classes}, ""),
+        ({"model": local, "data": rows, "task": pairs, "launch": zero2}, "data task launch"),
+        ({"data": {"source": {"kind": "hub", "dataset": "some/rows"}}}, "model data task"),
+        ({"data": held_out, "launch": {"hostfile": files("a/hosts")}}, "launch"),
+    ):
+        yield parse_finetune_config(minimal() | sections, origin="test"), names
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    """Files for all tests here, on a machine that is always the same one."""
+    directory = tmp_path_factory.mktemp("keys")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(4, 2**33)))
+        patch.setenv("MEGACORE_WORKSPACE", str(directory / "workspace"))
+        yield Files(directory)
+
+
+def test_fields_of_a_pretraining_change_the_keys_that_they_declare(files: Files) -> None:
+    effects: dict[str, Effect] = {}
+
+    def keys_of(values: dict[str, Any]) -> Keys:
+        return computed(pretrain_keys(RunConfig.model_validate(values), files))
+
+    for config, sections in pretrain_bases(files):
+        assert set(pretrain_keys(config, files)) == set(get_args(PretrainStage))
+        sweep(config, sections, keys_of, files, effects)
+    check(RunConfig, effects)
+
+
+def test_fields_of_a_fine_tuning_change_the_keys_that_they_declare(files: Files) -> None:
+    effects: dict[str, Effect] = {}
+
+    def keys_of(values: dict[str, Any]) -> Keys:
+        return computed(finetune_keys(FinetuneConfig.model_validate(values), files))
+
+    for config, sections in finetune_bases(files):
+        assert set(finetune_keys(config, files)) == set(get_args(FinetuneStage))
+        sweep(config, sections, keys_of, files, effects)
+    check(
+        FinetuneConfig,
+        effects,
+        without=("FinetuneLaunchConfig.data_placement", "TrackingConfig.tensorboard"),
+    )
