@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from megacore.finetune.accelerator import build_accelerator
+from megacore.finetune.distribution import build_accelerator
 from megacore.finetune.job import FinetuneJob
 from megacore.launch.process import set_up_arithmetic
 

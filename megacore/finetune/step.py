@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError, LossError
-from megacore.finetune.accelerator import build_accelerator
+from megacore.finetune.distribution import build_accelerator
 from megacore.finetune.optimizer import build_optimizer
 from megacore.finetune.schedule import Schedule
 from megacore.finetune.scoring import rows_of, token_count

@@ -73,7 +73,7 @@ def finetune(job: FinetuneJob) -> None:
     with joined_ranks(job) as (rank, device, heartbeat):
         from megacore.engine.precision import resolve_precision
         from megacore.finetune.build import build_task
-        from megacore.finetune.loop import Finetuner
+        from megacore.finetune.trainer import Finetuner
         from megacore.finetune.memory import finetune_memory_errors
         from megacore.finetune.step import prepare
         from megacore.observe.recorder import Recorder

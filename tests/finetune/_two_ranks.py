@@ -126,7 +126,7 @@ def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
 
 def _divided(root: Path) -> dict[str, Any]:
     """Numbers of a model that is read under ZeRO-3: those that this rank holds, and all."""
-    from megacore.finetune.accelerator import build_accelerator
+    from megacore.finetune.distribution import build_accelerator
 
     accelerator = build_accelerator(
         config(launch={"distributed": "zero3"}), precision="fp32", device=torch.device("cpu"), total_steps=1

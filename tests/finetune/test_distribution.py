@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError, LaunchError
-from megacore.finetune.accelerator import build_accelerator, check_precision
+from megacore.finetune.distribution import build_accelerator, check_precision
 from megacore.finetune.deepspeed_json import deepspeed_json
 from megacore.finetune.optimizer import parameter_groups
 from tests.finetune._tiny_task import config
