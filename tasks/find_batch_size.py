@@ -14,8 +14,7 @@ from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.base import key_parameters
 from megacore.config.finetune import Distribution, FinetuneConfig
-from megacore.finetune.batch_size import Answer, Fits
-from megacore.finetune.batch_table import as_markdown, gigabytes, notes, table_rows, train_seconds
+from megacore.finetune.batch_size import Answer, Fits, as_markdown, gigabytes, notes, table_rows, train_seconds
 from megacore.finetune.resolve import resolve_ranks
 from megacore.launch.finetune_search import FIND_BATCH_SIZE_VERSION, Watch, check_methods, compare, method_config
 from megacore.launch.hosts.hostfile import hosts_of

@@ -14,8 +14,7 @@ from megacore.artifact import Artifact, Workspace
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ConfigError, MegacoreError
-from megacore.finetune.resolve import resolve_ranks
-from megacore.finetune.schedule import Schedule
+from megacore.finetune.resolve import Schedule, resolve_ranks
 from megacore.launch.job import RankJob
 from megacore.launch.start import check_launcher, shown_commands
 from megacore.plan.hardware import Hardware

@@ -3,54 +3,28 @@
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from megacore.config.finetune import FinetuneConfig
-from megacore.finetune.gate import AUTO_CLASSES
+from megacore.convert.model_card import render_card
 from megacore.redact import redact
 
-_CARD = """\
----
-{header}---
-
-# {name}
-
-{kind}: {architecture} of {parameters:,} parameters, fine-tuned by megacore {version}.
-
-## How to use
-
-```python
-{usage}
-```
-
-## Facts
-
-| | |
-| --- | --- |
-{facts}
-
-## Metrics
-
+AUTO_CLASSES = {
+    "classification": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "causal_lm": "AutoModelForCausalLM",
+}
+"""Class of transformers that loads the model, by `task.kind`."""
+_METRICS = """\
 Before the first step and of this model (step {iteration}, chosen by {metric} of the validation split).
 
 | metric | validation, before | validation | test |
 | --- | --- | --- | --- |
-{metrics}
-
-## Training
-
-{training}
-
-## Parity
-
-Before it was published this directory was loaded with transformers: its loss on {samples} validation samples is \
-{after:.6g}, where the trained model had {before:.6g} in {precision} (a difference of {difference:.1e}, {tolerance:g} \
-is allowed).
-
-## Limits
-
-It was fine-tuned from another model and repeats what that and its data hold, mistakes and biases included.
-"""
+{metrics}"""
+_PARITY = (
+    "Before it was published this directory was loaded with transformers: its loss on {samples} validation samples is "
+    "{after:.6g}, where the trained model had {before:.6g} in {precision} (a difference of {difference:.1e}, "
+    "{tolerance:g} is allowed)."
+)
+_LIMITS = "It was fine-tuned from another model and repeats what that and its data hold, mistakes and biases included."
 _KINDS = {
     "classification": "A classifier of texts",
     "seq2seq": "A model that writes a text for a text",
@@ -99,31 +73,32 @@ def finetuned_card(
         facts: data, lineage, one row each.
     """
     kind = config.task.kind
-    header = {
-        "model_name": config.name,
-        "library_name": "transformers",
-        "pipeline_tag": _TAGS[kind],
-        "tags": ["megacore", "fine-tuned", model.config.model_type],
-    }
-    return _CARD.format(
-        header=yaml.safe_dump(header, sort_keys=False),
-        name=config.name,
-        kind=_KINDS[kind],
-        architecture=f"{type(model).__name__} ({AUTO_CLASSES[kind]})",
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        version=version,
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    rows = {"Fine-tuned from": config.model.path, "Task": _task(config)} | _labels(config, model) | dict(facts)
+    return render_card(
+        config.name,
+        f"{_KINDS[kind]}: {type(model).__name__} ({AUTO_CLASSES[kind]}) of {parameters:,} parameters, fine-tuned by "
+        f"megacore {version}.",
+        pipeline_tag=_TAGS[kind],
+        tags=["megacore", "fine-tuned", model.config.model_type],
+        auto_class=AUTO_CLASSES[kind],
         usage=_usage(config),
-        facts=_rows({"Fine-tuned from": config.model.path, "Task": _task(config), **_labels(config, model), **facts}),
-        iteration=recorded["iteration"],
-        metric=recorded["metric"],
-        metrics=_metrics(recorded),
-        training=_training(config, recorded),
-        samples=report["samples"],
-        after=report["loss_recomputed"],
-        before=report["loss_recorded"],
-        precision=recorded["precision"],
-        difference=report["relative_difference"],
-        tolerance=report["tolerance"],
+        facts={title: redact(value) for title, value in rows.items()},
+        sections={
+            "Metrics": _METRICS.format(
+                iteration=recorded["iteration"], metric=recorded["metric"], metrics=_metrics(recorded)
+            ),
+            "Training": _training(config, recorded),
+            "Parity": _PARITY.format(
+                samples=report["samples"],
+                after=report["loss_recomputed"],
+                before=report["loss_recorded"],
+                precision=recorded["precision"],
+                difference=report["relative_difference"],
+                tolerance=report["tolerance"],
+            ),
+            "Limits": _LIMITS,
+        },
     )
 
 
@@ -170,11 +145,3 @@ def _training(config: FinetuneConfig, recorded: Mapping[str, Any]) -> str:
         f"{train.gradient_accumulation_steps}, peak learning rate {optim.lr:g} ({optim.lr_scheduler}), seed "
         f"{config.seed}, in {recorded['precision']} with {recorded['distributed']}."
     )
-
-
-def _rows(facts: Mapping[str, str]) -> str:
-    return "\n".join(f"| {_cell(title)} | {_cell(value)} |" for title, value in facts.items())
-
-
-def _cell(text: str) -> str:
-    return " ".join(redact(text).replace("|", "\\|").split())

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megacore.errors import ConfigError, LossError
-from megacore.finetune.build import build_task
 from megacore.finetune.job import ProbeJob
-from megacore.finetune.step import MOST_SKIPPED, Stepper, prepare
-from megacore.finetune.task import FinetuneTask, Scorer, Split
+from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
+from megacore.finetune.trainer import MOST_SKIPPED, Stepper, prepare
 from megacore.plan.hardware import Hardware
 from megacore.train.memory import reworded
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megacore.finetune.progress import Progress
-from megacore.finetune.schedule import Schedule
+from megacore.finetune.checkpoints import Progress
+from megacore.finetune.resolve import Schedule
 from megacore.train.report import peak_memory_mb
 
 

@@ -72,10 +72,8 @@ def finetune(job: FinetuneJob) -> None:
     started = time.monotonic()
     with joined_ranks(job) as (rank, device, heartbeat):
         from megacore.engine.precision import resolve_precision
-        from megacore.finetune.build import build_task
-        from megacore.finetune.trainer import Finetuner
-        from megacore.finetune.memory import finetune_memory_errors
-        from megacore.finetune.step import prepare
+        from megacore.finetune.task import build_task
+        from megacore.finetune.trainer import Finetuner, finetune_memory_errors, prepare
         from megacore.observe.recorder import Recorder
 
         config, run_directory = job.config, Path(job.run_directory)

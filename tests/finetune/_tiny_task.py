@@ -175,8 +175,7 @@ class Run:
 def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> Run:
     """Run the loop on this rank, as `megacore.launch.finetune` does once the ranks have joined."""
     from megacore.errors import TrainingStoppedError
-    from megacore.finetune.trainer import Finetuner
-    from megacore.finetune.step import prepare
+    from megacore.finetune.trainer import Finetuner, prepare
     from megacore.observe.recorder import EVENTS_NAME, Recorder
 
     rank = int(os.environ.get("RANK", "0"))

@@ -112,7 +112,7 @@ def _resumed(root: Path, kind: str) -> dict[str, Any]:
 
 def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
     """A real task on the artifacts that `write_real` has made, evaluated with everything it has."""
-    from megacore.finetune.build import build_task
+    from megacore.finetune.task import build_task
 
     values = real_config(root, model).model_dump(mode="json")
     values["launch"]["distributed"] = distributed

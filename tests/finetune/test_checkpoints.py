@@ -9,7 +9,7 @@ import torch
 
 from megacore.checkpoint.format import Marker, verify
 from megacore.errors import CheckpointError
-from megacore.finetune.progress import Progress
+from megacore.finetune.checkpoints import Progress
 from megacore.train.names import STOP_FILE
 from tests.finetune._tiny_task import Run, TinyTask, config, run, weights
 
@@ -134,17 +134,17 @@ def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
 ) -> None:
     from accelerate import Accelerator
 
-    from megacore.finetune import checkpoints, files
+    from megacore.finetune import checkpoints
 
     class CrashError(Exception):
         pass
 
     places: dict[str, tuple[Any, str]] = {
-        "stage": (files.secrets, "token_hex"),
+        "stage": (checkpoints.secrets, "token_hex"),
         "state": (Accelerator, "save_state"),
-        "measure": (files, "sync_file"),
+        "measure": (checkpoints, "sync_file"),
         "mark": (Marker, "write"),
-        "rename": (files, "sync_directory"),
+        "rename": (checkpoints, "sync_directory"),
         "retain": (checkpoints, "apply_retention"),
     }
     made = config(train=TRAIN | {"max_steps": 6}, checkpoint={"save_interval": 1})

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError, LaunchError
-from megacore.finetune.distribution import build_accelerator, check_precision
-from megacore.finetune.deepspeed_json import deepspeed_json
-from megacore.finetune.optimizer import parameter_groups
+from megacore.finetune.distribution import build_accelerator, check_precision, deepspeed_json
+from megacore.finetune.trainer import parameter_groups
 from tests.finetune._tiny_task import config
 from tests.finetune._two_ranks import ADAMW, DECAY
 
