@@ -59,7 +59,7 @@ def find_batch_size_key(
         "ranks": [ranks, threads, *hosts_of(config.launch).values()],
         "machine": [*(gpu.name for gpu in hardware.gpus), hardware.cores, *_gigabytes(hardware)],
         "search": [search.memory_limit_gb, search.max_batch, search.steps],
-        "versions": {name: _version(name) for name in _PACKAGES if name != "deepspeed" or method != "ddp"},
+        "versions": {name: _version(name) for name in _PACKAGES if name != "deepspeed" or method.startswith("zero")},
     }
     return StageKey.of(STAGE, FIND_BATCH_SIZE_VERSION, parameters, pretrained=pretrained, examples=examples)
 

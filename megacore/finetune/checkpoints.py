@@ -1,11 +1,11 @@
-"""The checkpoints of a fine-tuning: Accelerate's states, believed only with their marker.
+"""The checkpoints of a fine-tuning: the Trainer's, believed only with their marker.
 
-`checkpoints/iter_0000120/` holds what `Accelerator.save_state` writes (of DDP model.safetensors, optimizer.bin and
-scheduler.bin, of DeepSpeed `pytorch_model/*.pt`, and each rank's random numbers), `progress.json` with the position,
-and `complete.json`, written last, with size and sha256 of every other file. It is for one way to divide the model and
-one number of ranks.
+`checkpoints/iter_0000120/` holds `checkpoint-120/`, which transformers' Trainer writes (of DDP model.safetensors,
+optimizer.pt and scheduler.pt, of DeepSpeed `global_step120/*.pt`, and each rank's random numbers), `progress.json` with
+the position, and `complete.json`, written last, with size and sha256 of every other file. It is for one way to divide
+the model and one number of ranks.
 
-Only files of the run's own directory are read, and those after their hashes were compared. Accelerate reads them with
+Only files of the run's own directory are read, and those after their hashes were compared. The Trainer reads them with
 `weights_only`; DeepSpeed unpickles its own, which can execute code: never take a checkpoint from elsewhere.
 """
 
@@ -43,8 +43,6 @@ from megacore.observe.logging import logger
 from megacore.train.names import CHECKPOINTS_NAME
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from megacore.observe.recorder import Recorder
 
 _TORN = ("pytorchstreamwriter failed", "unexpected pos", "os error", "i/o error")
@@ -138,7 +136,8 @@ Beat = Callable[[str], None]
 
 
 PROGRESS_NAME = "progress.json"
-_VERSION = 1
+_VERSION = 2
+"""Version 1 lay beside files of Accelerate's save_state."""
 
 
 @dataclass
@@ -202,7 +201,7 @@ class FinetuneCheckpoints:
 
     def __init__(
         self,
-        accelerator: "Accelerator",
+        write_state: Callable[[Path], None],
         recorder: "Recorder",
         run_directory: Path,
         *,
@@ -212,7 +211,7 @@ class FinetuneCheckpoints:
         """Nothing is read or written yet.
 
         Args:
-            accelerator: of the job, with model, optimizer and scheduler prepared.
+            write_state: writes what training goes on from below a directory; collective.
             recorder: where the account of checkpoints goes.
             run_directory: below which they lie.
             keep_last: the newest ones that are kept.
@@ -220,17 +219,18 @@ class FinetuneCheckpoints:
         """
         self.root = run_directory / CHECKPOINTS_NAME
         self._run_directory = run_directory
-        self._accelerator, self._recorder, self._keep_last, self._beat = accelerator, recorder, keep_last, beat
+        self._write_state, self._recorder, self._keep_last, self._beat = write_state, recorder, keep_last, beat
         self._ranks = RankGroup(None)
+        self._random_state: tuple[Path, str] | None = None
         self._directory = WholeDirectory(self.root, self._ranks)
 
     def resume(self) -> tuple[Progress, Path | None]:
-        """Go on from the newest complete checkpoint; the beginning, and None, where there is none. Collective.
+        """Choose the newest complete checkpoint; the beginning, and None, where there is none. Collective.
 
         Incomplete and damaged ones are passed over, with a warning that is also an event.
 
         Raises:
-            CheckpointError: it is of another number of ranks, or its random numbers cannot be taken up.
+            CheckpointError: it is of another number of ranks, or of another version.
         """
         self._beat("load")
         self._ranks.on_first(self._take_stock)
@@ -245,11 +245,9 @@ class FinetuneCheckpoints:
                     f"{path} is of {len(random_state)} ranks and the job has {self._ranks.size}: start it with as many "
                     "ranks as before"
                 )
-            self._accelerator.load_state(str(path))
-            # Accelerate goes on without them when it cannot take them up.
-            self._ranks.everywhere(partial(_check_random_state, path, random_state[self._ranks.rank]))
-        self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
         progress = Progress.from_json(values)
+        self._random_state = path, random_state[self._ranks.rank]
+        self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
         logger.info("resumed from %s at step %d", path, progress.iteration)
         return progress, path
 
@@ -261,7 +259,7 @@ class FinetuneCheckpoints:
         self._beat("save")
         staged = self._directory.stage(progress.iteration)
         with writing(staged):
-            self._accelerator.save_state(str(staged))
+            self._write_state(staged)
         digests = self._ranks.everywhere(_random_digest)
         values = progress.to_json() | {"random_state": digests}
         self._ranks.on_first(lambda: write_json(staged / PROGRESS_NAME, values))
@@ -271,6 +269,15 @@ class FinetuneCheckpoints:
         self._report(path, marker, progress)
         logger.info("saved checkpoint %s", path)
         self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
+
+    def state_of(self, path: Path) -> Path:
+        """Where the Trainer's own files lie below a checkpoint."""
+        return path / f"checkpoint-{iteration_of(path)}"
+
+    def check_random_state(self) -> None:
+        """Raise CheckpointError unless this rank's random numbers are those of the checkpoint. Collective."""
+        assert self._random_state is not None
+        self._ranks.everywhere(partial(_check_random_state, *self._random_state))
 
     def path_of(self, iteration: int) -> Path:
         """Where the checkpoint of an iteration lies."""

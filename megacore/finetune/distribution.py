@@ -1,10 +1,11 @@
-"""The Accelerator of a fine-tuning: what the ranks divide, in which precision they compute, and nothing by accident."""
+"""How ranks divide the work: the Trainer's arguments, DeepSpeed's settings, and nothing by accident."""
 
 import copy
 import importlib.util
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,7 @@ from megacore.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-"""Accelerate's words for ours."""
+    from transformers import TrainingArguments
 
 
 def check_precision(config: FinetuneConfig, precision: str, device_type: str) -> None:
@@ -31,10 +30,10 @@ def check_precision(config: FinetuneConfig, precision: str, device_type: str) ->
         )
 
 
-def build_accelerator(
-    config: FinetuneConfig, *, precision: str, device: torch.device, total_steps: int
-) -> "Accelerator":
-    """The Accelerator for `launch.distributed` among the ranks that have joined, proven to be that and nothing else.
+def training_arguments(
+    config: FinetuneConfig, *, precision: str, device: torch.device, total_steps: int, directory: Path
+) -> "TrainingArguments":
+    """The Trainer's arguments for `launch.distributed` among the ranks that have joined.
 
     With ZeRO-3 a model that is read by `from_pretrained` from here on, while this object lives, is divided among the
     ranks as it is read, so that no rank need hold all of it.
@@ -44,42 +43,72 @@ def build_accelerator(
         precision: fp32, bf16 or fp16, resolved.
         device: this rank's.
         total_steps: optimizer steps of the whole run.
+        directory: of the run; the Trainer by itself writes nothing there.
 
     Raises:
         ConfigError: fp16 without a GPU, or a DeepSpeed JSON that contradicts the configuration.
-        LaunchError: Accelerate came to another kind of distribution.
     """
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration, DistributedType
-
     check_precision(config, precision, device.type)
     if importlib.util.find_spec("deepspeed") is not None:
         import_deepspeed()  # transformers and Accelerate import it where it is installed, and not as quietly
+    from transformers import TrainingArguments
+
     _forget()
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    arguments: dict[str, Any] = {"cpu": device.type == "cpu", "kwargs_handlers": [_ddp_arguments()]}
-    if config.launch.distributed == "ddp":
-        if not dist.is_initialized():
-            os.environ.pop("LOCAL_RANK", None)  # else Accelerate makes a group of its own, on GPUs of NCCL alone
-    else:
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ConfigError(
-                f"launch.distributed is {config.launch.distributed}, which needs DeepSpeed, and that is not installed: "
-                "pip install megacore[deepspeed], or set launch.distributed to ddp"
-            )
-        settings = deepspeed_json(
-            config, precision=precision, device_type=device.type, ranks=ranks, total_steps=total_steps
-        )
-        arguments = _deepspeed_arguments(settings, device)
-        ranks = dist.get_world_size()
-    accelerator = Accelerator(
-        mixed_precision=MIXED_PRECISION[precision],
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=config.seed),
-        step_scheduler_with_optimizer=False,
-        **arguments,
+    train, optim = config.train, config.optim
+    deepspeed, fsdp = config.launch.distributed in STAGES, config.launch.distributed == "fsdp"
+    if deepspeed:
+        _join_deepspeed(config, device)
+    elif fsdp:
+        _join_fsdp(config, precision, device)
+    elif not dist.is_initialized():
+        os.environ.pop("LOCAL_RANK", None)  # else Accelerate makes a group of its own, on GPUs of NCCL alone
+    arguments = TrainingArguments(
+        output_dir=str(directory),
+        per_device_train_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        max_steps=total_steps,
+        learning_rate=optim.lr,
+        lr_scheduler_type=optim.lr_scheduler,
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.clip_grad,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        seed=config.seed,
+        data_seed=config.seed,
+        use_cpu=device.type == "cpu" and not deepspeed,
+        accelerator_config={"use_configured_state": deepspeed or fsdp},
+        fsdp=fsdp or None,
+        fsdp_config=_fsdp_settings(config) if fsdp else None,
+        # XLNet's weights for masks have no gradient; where all have one, a line in the log says so.
+        ddp_find_unused_parameters=True,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
     )
+    if not dist.is_initialized():
+        arguments._n_gpu = min(1, arguments.n_gpu)  # else the Trainer takes all GPUs that it sees
+    if deepspeed:
+        ranks = dist.get_world_size()
+        _use_settings(
+            arguments,
+            deepspeed_json(config, precision=precision, device_type=device.type, ranks=ranks, total_steps=total_steps),
+        )
+    return arguments
+
+
+def check_distribution(accelerator: "Accelerator", config: FinetuneConfig, device: torch.device) -> None:
+    """Raise LaunchError for an Accelerator of another kind or of other ranks than were asked for."""
+    from accelerate.utils import DistributedType
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     wanted = {DistributedType.DEEPSPEED}
+    if config.launch.distributed == "fsdp":
+        wanted = {DistributedType.FSDP}
     if config.launch.distributed == "ddp":
         several = DistributedType.MULTI_GPU if device.type == "cuda" else DistributedType.MULTI_CPU
         wanted = {several} if ranks > 1 else {DistributedType.NO, several}
@@ -89,34 +118,77 @@ def build_accelerator(
             f"{accelerator.distributed_type.value} on {accelerator.num_processes}: unset environment variables of "
             "other launchers"
         )
-    return accelerator
 
 
-def _ddp_arguments() -> Any:
-    """Let DDP look for weights that a loss does not depend on, as XLNet's for masks, and not wait for their gradients.
-
-    Where it finds none, a line in the log says so.
-    """
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    return DistributedDataParallelKwargs(find_unused_parameters=True)
-
-
-def _deepspeed_arguments(settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """For the Accelerator, once DeepSpeed knows the ranks: it looks at the environment, and on CPUs at little else."""
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+def _join_deepspeed(config: FinetuneConfig, device: torch.device) -> None:
+    """Let DeepSpeed know the ranks; it looks at the environment, and on CPUs at little else."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"launch.distributed is {config.launch.distributed}, which needs DeepSpeed, and that is not installed: "
+            "pip install megacore[deepspeed], or set launch.distributed to ddp"
+        )
+    from accelerate import PartialState
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if device.type == "cpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         os.environ["DS_ACCELERATOR"] = "cpu"
     join_ranks()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return {
-        "cpu": False,  # else Accelerate takes no notice of the plugin
-        "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=settings),
-        "kwargs_handlers": [InitProcessGroupKwargs(backend=backend)],
-    }
+    PartialState(backend="nccl" if device.type == "cuda" else "gloo")
+
+
+def _join_fsdp(config: FinetuneConfig, precision: str, device: torch.device) -> None:
+    """Let Accelerate use torch's FSDP, which it otherwise takes for GPUs only; torch's runs on gloo ranks, too."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    if precision == "fp16":
+        raise ConfigError(
+            "launch.distributed is fsdp and train.precision fp16, which are untested together: set train.precision to "
+            "bf16 or fp32, or launch.distributed to zero3"
+        )
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise ConfigError(
+            "launch.distributed is fsdp, which divides a model among ranks, and there is one rank: raise "
+            "launch.nproc_per_node, or set launch.distributed to ddp"
+        )
+    state = PartialState(cpu=device.type == "cpu", backend="nccl" if device.type == "cuda" else "gloo")
+    state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
+    """The Trainer's settings of FSDP 2, with what an Accelerate YAML says of it.
+
+    Each rank saves its own part, whatever `fsdp_state_dict_type` says: a run goes on with the same ranks.
+    """
+    yaml = config.launch.accelerate_config
+    given = yaml.get("fsdp_config") if isinstance(yaml, dict) else None
+    block = given if isinstance(given, dict) else {}
+    settings: dict[str, Any] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    for name, key in _FSDP_KEYS.items():
+        if key in block:
+            settings[name] = block[key]
+    classes = settings.get("transformer_layer_cls_to_wrap")
+    if isinstance(classes, str):
+        settings["transformer_layer_cls_to_wrap"] = [name.strip() for name in classes.split(",")]
+    return settings
+
+
+def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> None:
+    """Let the Trainer make DeepSpeed's engine with settings that are complete and were checked."""
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    class Settings(HfTrainerDeepSpeedConfig):
+        """Fills in what depends on the model, and compares nothing: a JSON may differ from the arguments."""
+
+        def fill_match(self, *values: Any, **named: Any) -> None: ...
+
+    made: Any = Settings(settings)
+    made.trainer_config_process(arguments)
+    arguments.deepspeed = settings
+    arguments.hf_deepspeed_config = made
+    arguments.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=made)
 
 
 def _forget() -> None:
@@ -132,6 +204,14 @@ def _forget() -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
+_FSDP_KEYS = {
+    "reshard_after_forward": "fsdp_reshard_after_forward",
+    "cpu_offload": "fsdp_offload_params",
+    "auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "min_num_params": "fsdp_min_num_params",
+}
+"""What an Accelerate YAML may say of FSDP, by the Trainer's name for it."""
 STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
 """ZeRO stage by `launch.distributed`."""
 _SETTING = "launch.deepspeed_config"

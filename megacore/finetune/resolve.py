@@ -65,7 +65,7 @@ def memory_advice(config: FinetuneConfig) -> str:
         )
     if not train.gradient_checkpointing:
         advice.append("set train.gradient_checkpointing to true")
-    further = DISTRIBUTIONS[DISTRIBUTIONS.index(distributed) + 1 :]
+    further = DISTRIBUTIONS[DISTRIBUTIONS.index(distributed) + 1 :] if distributed in DISTRIBUTIONS else ()
     if further:
         advice.append(f"set launch.distributed (now {distributed}) to {' or '.join(further)}")
     if train.eval_batch_size > 1:
