@@ -65,7 +65,8 @@ def check_here(config: FinetuneConfig) -> None:
             raise ConfigError(f"a fine-tuning needs {package}, which is not installed: pip install megacore[finetune]")
     launch, hardware = config.launch, Hardware.detect()
     asking = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
-    if (launch.distributed.startswith("zero") or launch.kind == "deepspeed") and importlib.util.find_spec("deepspeed") is None:
+    needed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
+    if needed and importlib.util.find_spec("deepspeed") is None:
         value = launch.kind if asking == "launch.kind" else launch.distributed
         raise ConfigError(
             f"{asking} is {value}, which needs deepspeed, and that is not installed: pip install megacore[deepspeed], "

@@ -56,10 +56,12 @@ def training_arguments(
     _forget()
     train, optim = config.train, config.optim
     deepspeed, fsdp = config.launch.distributed in STAGES, config.launch.distributed == "fsdp"
+    divided: dict[str, Any] = {"accelerator_config": {"use_configured_state": deepspeed or fsdp}}
     if deepspeed:
         _join_deepspeed(config, device)
     elif fsdp:
         _join_fsdp(config, precision, device)
+        divided |= {"fsdp": True, "fsdp_config": _fsdp_settings(config)}
     elif not dist.is_initialized():
         os.environ.pop("LOCAL_RANK", None)  # else Accelerate makes a group of its own, on GPUs of NCCL alone
     arguments = TrainingArguments(
@@ -76,9 +78,7 @@ def training_arguments(
         seed=config.seed,
         data_seed=config.seed,
         use_cpu=device.type == "cpu" and not deepspeed,
-        accelerator_config={"use_configured_state": deepspeed or fsdp},
-        fsdp=fsdp or None,
-        fsdp_config=_fsdp_settings(config) if fsdp else None,
+        **divided,
         # XLNet's weights for masks have no gradient; where all have one, a line in the log says so.
         ddp_find_unused_parameters=True,
         logging_steps=1,
@@ -184,7 +184,7 @@ def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> N
 
         def fill_match(self, *values: Any, **named: Any) -> None: ...
 
-    made: Any = Settings(settings)
+    made: Any = Settings(settings)  # type: ignore[no-untyped-call]
     made.trainer_config_process(arguments)
     arguments.deepspeed = settings
     arguments.hf_deepspeed_config = made

@@ -58,8 +58,7 @@ def run_probe(job: ProbeJob, device: torch.device, beat: Callable[[int], None] =
 
 def _import_libraries(job: ProbeJob) -> None:
     """What a rank has before the model: nothing of it is to fail for want of memory."""
-    import accelerate  # noqa: F401
-    import transformers  # noqa: F401
+    from transformers import Trainer, TrainingArguments  # noqa: F401
 
     if job.config.launch.distributed.startswith("zero"):
         from megacore.engine.deepspeed_setup import import_deepspeed

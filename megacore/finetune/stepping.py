@@ -97,7 +97,8 @@ class StepTrainer(Trainer):
             return None
         if self.accelerator.scaler is not None:
             return float(self.accelerator.scaler.get_scale())
-        return float(self.model_wrapped.optimizer.loss_scale)
+        engine: Any = self.model_wrapped
+        return float(engine.optimizer.loss_scale)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make AdamW, or give the optimizer of a DeepSpeed JSON the groups that do not decay."""
@@ -115,12 +116,13 @@ class StepTrainer(Trainer):
             )
         return self.optimizer
 
-    def training_step(self, model: Any, inputs: Mapping[str, Any], *values: Any, **named: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict[str, Any], *values: Any, **named: Any) -> torch.Tensor:
         """Take a forward and backward pass, and count what it read."""
         if self._resumed:
             raise CheckpointError("the random numbers of the checkpoint were not taken up: use another checkpoint")
         # Read before the step, which with a schedule of DeepSpeed's own changes it.
-        self._lr = float(self.optimizer.param_groups[0]["lr"])
+        optimizer: Any = self.optimizer
+        self._lr = float(optimizer.param_groups[0]["lr"])
         self._batches += 1
         self._samples += len(inputs["input_ids"])
         self._tokens.append(token_count(inputs))
