@@ -16,8 +16,7 @@ from megacore.errors import CheckpointError, ConfigError, LossError
 from megacore.finetune.distribution import check_distribution, training_arguments
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.resolve import Schedule
-from megacore.finetune.scoring import rows_of, token_count
-from megacore.finetune.task import FinetuneTask
+from megacore.finetune.task import FinetuneTask, rows_of, token_count
 
 if TYPE_CHECKING:
     from transformers import Trainer
