@@ -77,7 +77,7 @@ def training_arguments(
         fp16=precision == "fp16",
         seed=config.seed,
         data_seed=config.seed,
-        use_cpu=device.type == "cpu" and not deepspeed,
+        use_cpu=device.type == "cpu",
         **divided,
         # XLNet's weights for masks have no gradient; where all have one, a line in the log says so.
         ddp_find_unused_parameters=True,

@@ -180,7 +180,7 @@ def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> R
     from megacore.observe.recorder import EVENTS_NAME, Recorder
 
     rank = int(os.environ.get("RANK", "0"))
-    trainer = prepare(made, task, precision="fp32", device=torch.device("cpu"), directory=directory)
+    trainer = prepare(made, task, precision=made.train.precision, device=torch.device("cpu"), directory=directory)
     stopped = None
     with Recorder(directory, attempt=attempt, rank=rank, tensorboard=False) as recorder:
         try:

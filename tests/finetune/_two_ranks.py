@@ -66,6 +66,8 @@ def cases(root: Path) -> dict[str, Any]:
         found[kind] = _case(root, kind, kind)
     for kind in ("ddp", "zero2", "fsdp"):
         found[f"{kind} accumulated"] = _case(root, f"{kind}-acc", kind, train={"gradient_accumulation_steps": 2})
+    for kind in ("ddp", "zero2", "zero3", "fsdp"):
+        found[f"{kind} bf16"] = _case(root, f"{kind}-bf16", kind, train={"precision": "bf16", "max_steps": 2})
     found["json optimizer"] = _case(root, "json", "zero2", launch={"deepspeed_config": ADAMW})
     found["json both"] = _case(root, "json-both", "zero2", launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}})
     for kind in ("ddp", "zero2", "zero3", "fsdp"):

@@ -33,6 +33,14 @@ def test_each_distribution_learns_what_ddp_does(two: list[dict[str, Any]], kind:
     assert ddp["losses"][-1] < ddp["losses"][0] - 0.1
 
 
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp"])
+def test_bf16_learns_what_fp32_does(two: list[dict[str, Any]], kind: str) -> None:
+    whole, rounded = two[0]["ddp"], two[0][f"{kind} bf16"]
+    assert rounded["losses"] == pytest.approx(whole["losses"][:2], rel=5e-3)
+    assert rounded["losses"] != whole["losses"][:2]
+    assert all(weight.dtype == torch.float32 for weight in rounded["weights"].values())
+
+
 @pytest.mark.parametrize(
     ("model", "kind"),
     [("deberta", "zero2"), ("deberta", "zero3"), ("deberta", "fsdp"), ("blenderbot", "zero2"), ("blenderbot", "zero3")],
