@@ -7,15 +7,8 @@ from megacore.config.finetune import FinetuneConfig
 from tasks._cache import StageResult, stage_task
 from tasks._mlflow import Tracking
 from tasks._parent import Parent, parent_of
-from tasks._registry import (
-    build_publication,
-    places,
-    publish_model,
-    receipt_problem,
-    run_url,
-    shown_by,
-    tracking_of,
-)
+from tasks._publication import build_publication, places, receipt_problem, run_url, shown_by, tracking_of
+from tasks._registry import publish_model
 from tasks.finetune import run_facts
 
 VERSION = 1

@@ -13,7 +13,8 @@ from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_test_perplexities
 from tasks._mlflow import Tracking
 from tasks._pipeline import numbered
-from tasks._registry import build_publication, places, publish_model, receipt_problem, tracking_of
+from tasks._publication import build_publication, places, receipt_problem, tracking_of
+from tasks._registry import publish_model
 from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
 from tasks.train import run_facts
 
