@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from megacore.finetune.accelerator import build_accelerator
+from megacore.finetune.distribution import training_arguments
 from megacore.finetune.job import FinetuneJob
 from megacore.launch.process import set_up_arithmetic
 
@@ -33,6 +33,7 @@ def collator(tokenizer: Any, kind: str) -> Any:
 
 def main() -> None:
     """Train as often as the job says, and write the seconds."""
+    import accelerate
     import transformers
     from datasets import load_from_disk
 
@@ -52,7 +53,14 @@ def main() -> None:
     )
     steps = len(loader) // job.ranks * train.num_epochs
     # DeepSpeed on CPUs needs what this sets up; nothing of it runs in the loop.
-    accelerator = build_accelerator(config, precision="fp32", device=torch.device("cpu"), total_steps=steps)
+    arguments = training_arguments(
+        config,
+        precision="fp32",
+        device=torch.device("cpu"),
+        total_steps=steps,
+        directory=Path(job.run_directory),
+    )
+    accelerator = accelerate.Accelerator(cpu=arguments.use_cpu, deepspeed_plugin=arguments.deepspeed_plugin)
     head = "CausalLM" if kind == "causal_lm" else "SequenceClassification"
     torch.manual_seed(config.seed)
     model: Any = getattr(transformers, f"AutoModelFor{head}").from_pretrained(source)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from benchmarks import _zero_census as census
 from benchmarks._zero_variants import SIZES, VARIANTS, Work
-from megacore.config.spec import SpecialTokens
 from megacore.config.deepspeed import zero_of
+from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
 from megacore.engine.build import build_engine
 from megacore.engine.native import DTYPES

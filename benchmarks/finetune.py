@@ -27,8 +27,7 @@ from benchmarks._turns import progress
 from benchmarks._verdict import Check, table, verdict
 from megacore.config.finetune import DISTRIBUTIONS
 from megacore.engine.deepspeed_setup import import_deepspeed
-from megacore.finetune.batch_size import Answer, Fits
-from megacore.finetune.batch_table import as_markdown, notes, table_rows
+from megacore.finetune.batch_size import Answer, Fits, as_markdown, notes, table_rows
 from megacore.finetune.job import FinetuneJob
 from megacore.launch import torchrun
 from megacore.launch.finetune_search import Watch, compare, method_config

@@ -14,8 +14,7 @@ from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import DOWNLOADS
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ArtifactError, ConfigError
-from megacore.finetune.models import CONFIG_NAME, MODEL_DIRECTORY
-from megacore.finetune.pretrained import local_directory
+from megacore.finetune.pretrained import CONFIG_NAME, MODEL_DIRECTORY, local_directory
 from megacore.redact import redact
 from tasks._mlflow import Tracking
 

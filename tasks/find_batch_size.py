@@ -14,8 +14,7 @@ from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.keys import key_parameters
-from megacore.finetune.batch_size import Answer, Fits
-from megacore.finetune.batch_table import as_markdown, gigabytes, notes, table_rows, train_seconds
+from megacore.finetune.batch_size import Answer, Fits, as_markdown, gigabytes, notes, table_rows, train_seconds
 from megacore.finetune.resolve import resolve_ranks
 from megacore.launch.finetune_search import FIND_BATCH_SIZE_VERSION, Watch, check_methods, compare, method_config
 from megacore.launch.hosts.hostfile import hosts_of
@@ -52,7 +51,7 @@ def find_batch_size_key(
         "precision": hardware.resolve_precision(config.train.precision),
         "ranks": [ranks, threads, *hosts_of(config.launch).values()],
         "machine": [*(gpu.name for gpu in hardware.gpus), hardware.cores, *_gigabytes(hardware)],
-        "versions": {name: _version(name) for name in _PACKAGES if name != "deepspeed" or method != "ddp"},
+        "versions": {name: _version(name) for name in _PACKAGES if name != "deepspeed" or method.startswith("zero")},
     }
     parameters = key_parameters(searched, STAGE, resolved)
     parameters["search"] = list(parameters["search"].values())

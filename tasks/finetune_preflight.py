@@ -14,8 +14,7 @@ from megacore.artifact import Artifact, Workspace
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ConfigError, MegacoreError
-from megacore.finetune.resolve import resolve_ranks
-from megacore.finetune.schedule import Schedule
+from megacore.finetune.resolve import Schedule, resolve_ranks
 from megacore.launch.job import RankJob
 from megacore.launch.start import check_launcher, shown_commands
 from megacore.plan.hardware import Hardware
@@ -66,7 +65,8 @@ def check_here(config: FinetuneConfig) -> None:
             raise ConfigError(f"a fine-tuning needs {package}, which is not installed: pip install megacore[finetune]")
     launch, hardware = config.launch, Hardware.detect()
     asking = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
-    if (launch.distributed != "ddp" or launch.kind == "deepspeed") and importlib.util.find_spec("deepspeed") is None:
+    needed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
+    if needed and importlib.util.find_spec("deepspeed") is None:
         value = launch.kind if asking == "launch.kind" else launch.distributed
         raise ConfigError(
             f"{asking} is {value}, which needs deepspeed, and that is not installed: pip install megacore[deepspeed], "

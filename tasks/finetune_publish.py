@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from megacore.artifact import Artifact, StageKey, Workspace
+from megacore.artifact import Artifact, StageKey
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, stage_task
-from tasks._forward import Forwarder
-from tasks._mlflow import Tracking, end_run
+from tasks._mlflow import Tracking
 from tasks._parent import Parent, parent_of
-from tasks._receipt import build_publication, mlflow_places, read_receipt, receipt_problem, run_url, shown_by
+from tasks._publication import build_publication, places, receipt_problem, run_url, shown_by, tracking_of
+from tasks._registry import publish_model
 from tasks.finetune import run_facts
 
 VERSION = 1
@@ -34,7 +34,7 @@ def publish_key(
 
 def publication_problem(config: FinetuneConfig, *inputs: Artifact, **named: Artifact) -> str | None:
     """Why the model must be published (again); None when the registry still has what the receipt says."""
-    return receipt_problem(config, publish_key(config, *inputs, **named), _tracking(config))
+    return receipt_problem(config, publish_key(config, *inputs, **named))
 
 
 @stage_task("finetune-publish", publish_key, check=publication_problem)
@@ -42,22 +42,10 @@ def finetune_publish(
     config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
 ) -> StageResult:
     """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
-    inputs = (pretrained, examples, finetuned, exported)
-    key = publish_key(config, *inputs)
-    return build_publication(config, key, _tracking(config), lambda: _publish(config, *inputs))
+    directory, counts = finetuned.directory, finetuned.counts
 
-
-def _publish(
-    config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
-) -> dict[str, str]:
-    from tasks import _registry
-
-    tracking, directory = _tracking(config), finetuned.directory
-    forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
-    run_id = forwarder.flush()
-    try:
-        counts = finetuned.counts
-        return _registry.publish_model(
+    def send(tracking: Tracking, run_id: str) -> dict[str, str]:
+        return publish_model(
             tracking,
             run_id,
             exported.directory,
@@ -76,19 +64,14 @@ def _publish(
                 **parent_of(config).tags(),
             },
         )
-    finally:
-        # The training is finished whatever becomes of its publication.
-        end_run(tracking, run_id)
 
-
-def _tracking(config: FinetuneConfig) -> Tracking:
-    return Tracking(Workspace.of(), config.tracking.experiment)
+    key = publish_key(config, pretrained, examples, finetuned, exported)
+    return build_publication(config, key, directory, lambda: run_facts(config, directory.name, examples), send)
 
 
 def outcome(config: FinetuneConfig, finetuned: Artifact, exported: Artifact, published: Artifact) -> str:
     """The markdown at the end: each metric before and after, which epoch was best, and where things are."""
     counts, parent = finetuned.counts, parent_of(config)
-    receipt = read_receipt(published.directory)
     name = counts["metric"]
     before, after = counts["start_metrics"], counts["metrics"]
     tested = counts["test_metrics"] or {}
@@ -108,10 +91,7 @@ def outcome(config: FinetuneConfig, finetuned: Artifact, exported: Artifact, pub
         f"{counts['iterations']}.",
         "",
         f"- begun with: {_begun_with(config, parent)}",
-        f"- transformers model: `{exported.directory / 'model'}`",
-        f"- run: `{finetuned.directory}`",
-        *mlflow_places(_tracking(config), receipt),
-        "",
+        *places(tracking_of(config), finetuned.directory, exported.directory, published.directory),
     ]
     return "\n".join(lines)
 
@@ -128,7 +108,7 @@ def _begun_with(config: FinetuneConfig, parent: Parent) -> str:
         text = f"random weights, shape and tokenizer of {text}"
     if parent.run_id is None:
         return text
-    tracking = _tracking(config)
+    tracking = tracking_of(config)
     server = shown_by(tracking)
     run = parent.run_id if server is None else f"[{parent.run_id}]({run_url(tracking, server, parent.run_id)})"
     return f"{text} of MLflow run {run}"

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from prefect import get_run_logger
 
-from megacore.artifact import Artifact, StageKey, Workspace
+from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.data.members import token_prefixes
 from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_test_perplexities
-from tasks._forward import Forwarder
-from tasks._mlflow import Tracking, end_run
+from tasks._mlflow import Tracking
 from tasks._pipeline import numbered
-from tasks._receipt import build_publication, mlflow_places, read_receipt, receipt_problem
+from tasks._publication import build_publication, places, receipt_problem, tracking_of
+from tasks._registry import publish_model
 from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
 from tasks.train import run_facts
 
@@ -51,7 +51,7 @@ def publish_key(
 
 def publication_problem(config: RunConfig, *inputs: Artifact, **named: Artifact) -> str | None:
     """Why the model must be published (again); None when the registry still has what the receipt says."""
-    return receipt_problem(config, publish_key(config, *inputs, **named), _tracking(config))
+    return receipt_problem(config, publish_key(config, *inputs, **named))
 
 
 @stage_task("publish", publish_key, check=publication_problem)
@@ -65,24 +65,14 @@ def publish(
     index: Artifact,
 ) -> StageResult:
     """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
-    inputs = (trained, evaluation, export, tokens, tokenizer, index)
-    key = publish_key(config, *inputs)
+    key = publish_key(config, trained, evaluation, export, tokens, tokenizer, index)
     return build_publication(
-        config, key, _tracking(config), lambda: _publish(config, trained, evaluation, export, tokens)
+        config,
+        key,
+        trained.directory,
+        lambda: run_facts(config, trained.directory.name, tokens),
+        lambda tracking, run_id: _send(config, tracking, run_id, trained, evaluation, export, tokens),
     )
-
-
-def _publish(
-    config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, tokens: Artifact
-) -> dict[str, str]:
-    tracking = _tracking(config)
-    forwarder = Forwarder(tracking, trained.directory, config, run_facts(config, trained.directory.name, tokens))
-    run_id = forwarder.flush()
-    try:
-        return _send(config, tracking, run_id, trained, evaluation, export, tokens)
-    finally:
-        # The training is finished whatever becomes of its publication.
-        end_run(tracking, run_id)
 
 
 def _send(
@@ -94,7 +84,6 @@ def _send(
     export: Artifact,
     tokens: Artifact,
 ) -> dict[str, str]:
-    from tasks import _registry
     from tasks._plots import plot_run
 
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
@@ -106,7 +95,7 @@ def _send(
     perplexities = {int(row["iteration"]): float(row["test_ppl"]) for row in rows}
     log_test_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
     counts = evaluation.counts
-    return _registry.publish_model(
+    return publish_model(
         tracking,
         run_id,
         export.directory,
@@ -132,10 +121,6 @@ def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
     return copies
 
 
-def _tracking(config: RunConfig) -> Tracking:
-    return Tracking(Workspace.of(), config.tracking.experiment)
-
-
 def outcome(config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, published: Artifact) -> str:
     """The markdown at the end: perplexities, a sample of what the model writes, and where things are."""
     counts = evaluation.counts
@@ -152,9 +137,6 @@ def outcome(config: RunConfig, trained: Artifact, evaluation: Artifact, export: 
         sample.rstrip(),
         "```",
         "",
-        f"- transformers model: `{export.directory / 'model'}`",
-        f"- run: `{trained.directory}`",
-        *mlflow_places(_tracking(config), read_receipt(published.directory)),
-        "",
+        *places(tracking_of(config), trained.directory, export.directory, published.directory),
     ]
     return "\n".join(lines)

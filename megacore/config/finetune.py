@@ -9,8 +9,9 @@ from megacore.config.finetune_task import TaskConfig
 from megacore.config.launch import LaunchConfig
 from megacore.config.train import Precision, TrackingConfig
 
-Distribution = Literal["ddp", "zero2", "zero3", "zero3-offload"]
+Distribution = Literal["ddp", "zero2", "zero3", "zero3-offload", "fsdp"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("ddp", "zero2", "zero3", "zero3-offload")
+"""Those that are compared unless others are named, in the order of what each rank holds."""
 
 
 class PretrainedConfig(Section):
@@ -143,7 +144,8 @@ class FinetuneLaunchConfig(LaunchConfig):
 
     distributed: Distribution = keyed("ddp", key="finetune")
     """ddp: each rank holds everything; zero2: optimizer state and gradients are divided; zero3: weights too;
-    zero3-offload: and all of it lies in main memory. ZeRO (Rajbhandari et al. 2020) is DeepSpeed's. It is part of the
+    zero3-offload: and all of it lies in main memory. ZeRO (Rajbhandari et al. 2020) is DeepSpeed's.
+    fsdp: as zero3, by torch's FSDP 2, for classification and causal_lm. It is part of the
     run's key: one's checkpoints cannot be read by another."""
     accelerate_config: str | dict[str, Any] | None = unkeyed(None)
     """YAML that `accelerate config` wrote, a path or its content: ranks, distribution and precision are taken from it;

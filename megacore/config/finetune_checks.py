@@ -108,6 +108,11 @@ def _check_task(config: "FinetuneConfig") -> None:
             f"model.pad_token is {config.model.pad_token} but task.kind is causal_lm, whose blocks are all of one "
             "length: remove it"
         )
+    if isinstance(task, Seq2SeqConfig) and config.launch.distributed == "fsdp":
+        raise ValueError(
+            "launch.distributed is fsdp and task.kind seq2seq, whose models share an embedding between encoder and "
+            "decoder, which torch's FSDP 2 refuses: set launch.distributed to zero3"
+        )
     try:
         best_metric(config)
     except ConfigError as error:

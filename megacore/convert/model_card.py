@@ -1,6 +1,6 @@
 """`README.md` of an export: what a hub page and a stranger need to know."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import yaml
 
@@ -16,15 +16,23 @@ _CARD = """\
 
 # {name}
 
-{kind} of {parameters:,} parameters ({layers}, hidden size {hidden}, {heads} heads, {positions} \
-positions, vocabulary {vocab_size}), written by megacore {version}.
+{summary}
 
 ## How to use
 
 ```python
 {usage}
 ```
+{publish}
+## Facts
 
+| | |
+| --- | --- |
+{facts}
+
+{sections}
+"""
+_PUBLISH = """
 To publish it under your name on the Hugging Face hub:
 
 ```python
@@ -33,29 +41,11 @@ from transformers import {auto_class}, AutoTokenizer
 for part in ({auto_class}, AutoTokenizer):
     part.from_pretrained("path/to/this/directory").push_to_hub("your-name/{name}")
 ```
-
-## Facts
-
-| | |
-| --- | --- |
-{facts}
-
-## Training
-
-{training}
-
-## Weights
-
-{weights} Rows that padded the vocabulary are cut; the output head {head} the token embedding.
-
-## Parity
-
-{parity}
-
-## Limits
-
-{limits}
 """
+_SUMMARY = (
+    "{kind} of {parameters:,} parameters ({layers}, hidden size {hidden}, {heads} heads, "
+    "{positions} positions, vocabulary {vocab_size}), written by megacore {version}."
+)
 _KINDS: dict[Family, str] = {
     "gpt": "A {class_name} language model",
     "bert": "A {class_name} encoder, trained to predict masked tokens and how two segments belong together,",
@@ -193,35 +183,72 @@ def _card(
 ) -> str:
     family, model = spec.family, spec.model
     decoder = f" + {model.decoder_layers}" if family == "t5" else ""
-    return _CARD.format(
-        header=yaml.safe_dump(_header(name, found), sort_keys=False),
-        name=name,
-        kind=_KINDS[family].format(class_name=_NAMES.get(found.architecture, found.architecture)),
-        version=version,
-        parameters=parameters,
-        layers=f"{model.num_layers}{decoder} layers",
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        positions=spec.max_position_embeddings,
-        vocab_size=spec.vocab_size,
-        usage=_USAGE[family].replace("PROMPT", repr(prompt)),
+    head = "is apart from" if model.untie_embeddings_and_output_weights else "is tied to"
+    return render_card(
+        name,
+        _SUMMARY.format(
+            kind=_KINDS[family].format(class_name=_NAMES.get(found.architecture, found.architecture)),
+            version=version,
+            parameters=parameters,
+            layers=f"{model.num_layers}{decoder} layers",
+            hidden=model.hidden_size,
+            heads=model.num_attention_heads,
+            positions=spec.max_position_embeddings,
+            vocab_size=spec.vocab_size,
+        ),
+        pipeline_tag=_TAGS[found.family],
+        tags=[*found.tags, "megacore", "pretraining"],
         auto_class=_AUTO_CLASSES[family],
-        facts="\n".join(f"| {_cell(title)} | {_cell(value)} |" for title, value in facts.items()),
-        training=training,
-        weights=_WEIGHTS[dtype],
-        head="is apart from" if model.untie_embeddings_and_output_weights else "is tied to",
-        parity=parity,
-        limits=_LIMITS[family],
+        usage=_USAGE[family].replace("PROMPT", repr(prompt)),
+        facts=facts,
+        sections={
+            "Training": training,
+            "Weights": f"{_WEIGHTS[dtype]} Rows that padded the vocabulary are cut; the output head {head} "
+            "the token embedding.",
+            "Parity": parity,
+            "Limits": _LIMITS[family],
+        },
     )
 
 
-def _header(name: str, found: Counterpart) -> dict[str, object]:
-    return {
+def render_card(
+    name: str,
+    summary: str,
+    *,
+    pipeline_tag: str,
+    tags: Sequence[str],
+    usage: str,
+    facts: Mapping[str, str],
+    sections: Mapping[str, str],
+    auto_class: str,
+) -> str:
+    """Write a model's card as Markdown with a YAML header.
+
+    Args:
+        name: of the model.
+        summary: one sentence that says what it is.
+        pipeline_tag: what the hub calls its task.
+        tags: words the hub finds it by.
+        usage: Python code that loads it.
+        facts: rows of a table.
+        sections: further text, by title.
+        auto_class: class of transformers that loads it.
+    """
+    header = {
         "model_name": name,
         "library_name": "transformers",
-        "pipeline_tag": _TAGS[found.family],
-        "tags": [*found.tags, "megacore", "pretraining"],
+        "pipeline_tag": pipeline_tag,
+        "tags": list(tags),
     }
+    return _CARD.format(
+        header=yaml.safe_dump(header, sort_keys=False),
+        name=name,
+        summary=summary,
+        usage=usage,
+        publish=_PUBLISH.format(auto_class=auto_class, name=name),
+        facts="\n".join(f"| {_cell(title)} | {_cell(value)} |" for title, value in facts.items()),
+        sections="\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items()),
+    )
 
 
 def _cell(text: str) -> str:

@@ -19,8 +19,8 @@ from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import checkpoint_directories, directory_name, read_state, verify
 from megacore.checkpoint.retain import remove_stale, rename_away
 from megacore.errors import CheckpointError, TrainingError
-from megacore.finetune.files import WholeDirectory, barrier, writing
-from megacore.finetune.models import quiet
+from megacore.finetune.checkpoints import WholeDirectory, barrier, writing
+from megacore.finetune.pretrained import quiet
 from megacore.finetune.task import FinetuneTask
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ import torch
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import CausalLmConfig
 from megacore.errors import ConfigError, DataFormatError
-from megacore.finetune.base import TransformersTask, padded, token_losses, without_labels
-from megacore.finetune.encode import IDS, LABELS, Mapper, Rows, check_columns, token_counts
+from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, token_counts
 from megacore.finetune.metrics import LOSS, perplexity
-from megacore.finetune.task import Batch
+from megacore.finetune.task import Batch, TransformersTask, padded, token_losses, without_labels
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -1,22 +1,342 @@
 """The stage `examples`: rows to tokenized samples. Whatever is wrong with data or model is refused here."""
 
+import difflib
 import json
+import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
-from megacore.errors import DataFormatError
+from megacore.errors import ConfigError, DataFormatError, WorkerLostError
 from megacore.finetune.dataset import SPLITS, open_split, save_split
-from megacore.finetune.encode import Mapper, token_counts, workers_of
-from megacore.finetune.fit import check_fit
-from megacore.finetune.metrics import check_installed
-from megacore.finetune.models import quiet, read_model_config, read_tokenizer
+from megacore.finetune.metrics import check_installed, classification_settings
+from megacore.finetune.pretrained import quiet, read_model_config, read_tokenizer
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+IDS = "input_ids"
+SEGMENTS = "token_type_ids"
+LABELS = "labels"
+_ROWS_PER_READ = 10_000
+_ROWS_PER_WORKER = 5_000
+"""A process for fewer takes longer to start than to run."""
+
+Rows = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Mapper:
+    """How `datasets` maps: with how many processes, and where it may keep its files."""
+
+    workers: int
+    scratch: Path
+
+    def __call__(
+        self, rows: "Dataset", split: str, encode: Callable[[Rows], dict[str, Any]], columns: Sequence[str]
+    ) -> "Dataset":
+        """`encode` applied to batches of rows, whose `columns` are dropped; other columns stay.
+
+        Raises WorkerLostError, WorkspaceError.
+        """
+        count = max(1, min(self.workers, len(rows) // _ROWS_PER_WORKER))
+        try:
+            with workspace_errors(self.scratch):
+                return rows.map(
+                    encode,
+                    batched=True,
+                    remove_columns=list(columns),
+                    num_proc=count if count > 1 else None,
+                    load_from_cache_file=False,
+                    cache_file_name=str(self.scratch / f"{split}.arrow"),
+                    new_fingerprint=f"encoded-{split}",
+                )
+        except RuntimeError as error:
+            if "abruptly died" not in str(error):
+                raise
+            raise WorkerLostError(
+                "a process that tokenized was killed, perhaps for want of memory: set data.workers to fewer, or free "
+                "memory"
+            ) from error
+
+
+def workers_of(choice: int | str) -> int:
+    """How many processes `data.workers` means."""
+    return choice if isinstance(choice, int) else len(os.sched_getaffinity(0))
+
+
+def token_counts(rows: "Dataset", column: str = IDS) -> "npt.NDArray[np.int64]":
+    """The number of ids in each row."""
+    import pyarrow.compute as pc
+
+    batches = rows.select_columns([column]).with_format("arrow").iter(_ROWS_PER_READ)
+    counts = [pc.list_value_length(batch[column]).to_numpy() for batch in batches]
+    return np.concatenate(counts).astype(np.int64)
+
+
+def check_columns(
+    rows: "Dataset", split: str, texts: Mapping[str, str], others: Mapping[str, str] | None = None
+) -> None:
+    """Raise DataFormatError unless every column is there, and those of texts hold text in every row.
+
+    Args:
+        rows: of one split.
+        split: its name.
+        texts: names of columns with text, by the field of `task` that says them.
+        others: those with anything else.
+    """
+    for field, column in {**texts, **(others or {})}.items():
+        if column not in rows.column_names:
+            close = difflib.get_close_matches(column, rows.column_names, n=1, cutoff=0.5)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise DataFormatError(
+                f"task.{field} is {column!r}, but the {split} split has the columns {', '.join(rows.column_names)}"
+                f"{hint}: name one of them"
+            )
+    for field, column in texts.items():
+        _check_text(rows, split, field, column)
+
+
+def _check_text(rows: "Dataset", split: str, field: str, column: str) -> None:
+    feature = rows.features[column]
+    kind = getattr(feature, "dtype", type(feature).__name__)
+    if kind not in ("string", "large_string", "null"):
+        raise DataFormatError(
+            f"task.{field} is {column!r}, which holds {kind} in the {split} split instead of text: name another"
+        )
+    empty = True
+    for number, text in enumerate(rows[column]):
+        if text is None:
+            raise DataFormatError(
+                f"row {number} of the {split} split has no text in column {column!r} (task.{field}): fill or remove it"
+            )
+        empty = empty and not text.strip()
+    if empty:
+        raise DataFormatError(
+            f"column {column!r} (task.{field}) is empty in every row of the {split} split: name another, or repair it"
+        )
+
+
+def encode_texts(
+    rows: Rows,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    first: str,
+    second: str | None,
+    max_length: int,
+    segments: bool,
+    end: int | None,
+) -> dict[str, Any]:
+    """Ids of each text or pair, cut to `max_length`.
+
+    Where the tokenizer puts nothing between the two of a pair, a line break divides them. `end` is put after each
+    where it is given.
+    """
+    pairs = None if second is None else list(rows[second])
+    if pairs is not None and not tokenizer.num_special_tokens_to_add(pair=True):
+        pairs = [f"\n{text}" for text in pairs]
+    found = tokenizer(
+        list(rows[first]),
+        pairs,
+        truncation=True,
+        max_length=max_length if end is None else max_length - 1,
+        return_attention_mask=False,
+        return_token_type_ids=segments,
+    )
+    after = [] if end is None else [end]
+    encoded: dict[str, Any] = {IDS: [[*ids, *after] for ids in found[IDS]]}
+    if segments:
+        encoded[SEGMENTS] = [[*kinds, *(kinds[-1:] if after else [])] for kinds in found[SEGMENTS]]
+    return encoded
+
+
+def text_encoder(
+    tokenizer: "PreTrainedTokenizerBase", model: Any, *, first: str, second: str | None, max_length: int
+) -> Callable[[Rows], dict[str, Any]]:
+    """What encodes the texts of a classification by a model, of which `model` is transformers' configuration."""
+    return partial(
+        encode_texts,
+        tokenizer=tokenizer,
+        first=first,
+        second=second,
+        max_length=max_length,
+        segments=getattr(model, "type_vocab_size", 0) > 1,
+        end=missing_end(tokenizer, model) if getattr(model, "is_encoder_decoder", False) else None,
+    )
+
+
+def missing_end(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
+    """The id that ends a text, where the model has one and its tokenizer does not write it."""
+    end = end_id(tokenizer, model)
+    return None if end is None or tokenizer("a")[IDS][-1:] == [end] else end
+
+
+def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
+    """The id that ends a text, by the model's configuration or else by its tokenizer."""
+    end = getattr(model, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    return tokenizer.eos_token_id if end is None else int(end)
+
+
+_HEAD = "ForSequenceClassification"
+_UNNAMED = "LABEL_"
+"""What transformers calls the classes of a head without names."""
+_AFTER_PADDING = frozenset(
+    {"camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"}
+    | {"xlm-roberta", "xlm-roberta-xl", "xmod"}
+)
+"""Models whose positions are counted from the padding's id: so many entries of their table are no position."""
+
+
+def check_fit(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ConfigError for a model, of which `model` is transformers' configuration, that cannot learn the task."""
+    _check_class(config, model)
+    _check_vocabulary(config.model.path, model, tokenizer)
+    if not isinstance(config.task, CausalLmConfig) and tokenizer.pad_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of model.path {config.model.path} has no padding token, which task.kind "
+            f"{config.task.kind} needs: name one of its tokens as model.pad_token"
+            + (f", such as {tokenizer.eos_token!r}" if tokenizer.eos_token else "")
+        )
+    _check_positions(config, model)
+    _check_room(config, model, tokenizer)
+
+
+def _check_class(config: FinetuneConfig, model: Any) -> None:
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
+
+    kind = type(model)
+    both = bool(getattr(model, "is_encoder_decoder", False))
+    # XLNet's language model does not learn the next token: it takes labels as they are.
+    masked = kind in MODEL_FOR_MASKED_LM_MAPPING or model.model_type == "xlnet"
+    encoder = masked and not both and not getattr(model, "is_decoder", False)
+    match config.task:
+        case ClassificationConfig():
+            fits = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+            wanted = (
+                "a model that transformers has a class …ForSequenceClassification of, such as BERT, DeBERTa or GPT-2"
+            )
+        case Seq2SeqConfig():
+            fits = both and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+            wanted = "an encoder-decoder, such as T5, BART or Blenderbot"
+        case CausalLmConfig():
+            fits = not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING
+            wanted = "a decoder, such as GPT-2 or Llama"
+    if fits:
+        return
+    form = "an encoder-decoder" if both else "an encoder" if encoder else "a decoder"
+    others = {"seq2seq": both, "causal_lm": not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+    others["classification"] = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    possible = [name for name, fitting in others.items() if fitting and name != config.task.kind]
+    raise ConfigError(
+        f"model.path {config.model.path} is {_architecture(model)}, {form}, but task.kind {config.task.kind} takes "
+        f"{wanted}: give such a model" + (f", or set task.kind to {' or '.join(possible)}" if possible else "")
+    )
+
+
+def _architecture(model: Any) -> str:
+    names = getattr(model, "architectures", None) or [model.model_type]
+    return str(names[0])
+
+
+def _check_vocabulary(path: str, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
+    largest = max(tokenizer.get_vocab().values())
+    size = getattr(model, "vocab_size", None)
+    if size is not None and largest >= size:
+        raise ConfigError(
+            f"the tokenizer of model.path {path} has ids up to {largest}, but the model's vocabulary has "
+            f"{size} entries: give the tokenizer that it was trained with"
+        )
+
+
+def positions(model: Any) -> int | None:
+    """Tokens of the longest sequence that a model has positions for; None where nothing limits them."""
+    found = getattr(model, "max_position_embeddings", None)
+    if not isinstance(found, int) or found <= 0:
+        return None
+    if getattr(model, "relative_attention", False) and not getattr(model, "position_biased_input", True):
+        return None
+    padding = getattr(model, "pad_token_id", None)
+    if model.model_type in _AFTER_PADDING and padding is not None:
+        return found - int(padding) - 1
+    return found
+
+
+def _check_positions(config: FinetuneConfig, model: Any) -> None:
+    limit = positions(model)
+    lengths: Mapping[str, int]
+    match config.task:
+        case ClassificationConfig():
+            lengths = {"max_length": config.task.max_length}
+        case Seq2SeqConfig():
+            task = config.task
+            lengths = {"max_source_length": task.max_source_length, "max_target_length": task.max_target_length}
+        case CausalLmConfig():
+            lengths = {"block_size": config.task.block_size}
+    for name, length in lengths.items():
+        if limit is not None and length > limit:
+            raise ConfigError(
+                f"task.{name} is {length}, but model.path {config.model.path} has {limit} positions: lower it to "
+                f"{limit} or less"
+            )
+
+
+def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ConfigError for a length that special tokens fill: no text would be left, or more than the length."""
+    own = 1 if getattr(model, "is_encoder_decoder", False) and missing_end(tokenizer, model) is not None else 0
+    single, needed = tokenizer.num_special_tokens_to_add(), dict[str, tuple[int, int]]()
+    match config.task:
+        case ClassificationConfig() as task:
+            pair = classification_settings(task).sentence2 is not None
+            least = tokenizer.num_special_tokens_to_add(pair=pair) + own + 1 + pair
+            needed = {"max_length": (task.max_length, least)}
+        case Seq2SeqConfig() as task:
+            needed = {"max_source_length": (task.max_source_length, single + 1)}
+            needed["max_target_length"] = (task.max_target_length, single + own + 1)
+    for name, (length, least) in needed.items():
+        if length < least:
+            raise ConfigError(
+                f"task.{name} is {length}, which the special tokens of model.path {config.model.path} leave no room in "
+                f"for text: raise it to {least} or more"
+            )
+
+
+def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None) -> None:
+    """Raise ConfigError for a checkpoint that has a trained head for other labels; `names` is None for numbers."""
+    if config.model.random_weights or not _architecture(model).endswith(_HEAD):
+        return
+    own, needed = int(model.num_labels), 1 if names is None else len(names)
+    labels = "a number" if names is None else f"{needed} classes ({', '.join(names[:10])})"
+    own_names = tuple(str(model.id2label[number]) for number in range(own))
+    if own != needed:
+        if config.model.new_head:
+            return
+        raise ConfigError(
+            f"model.path {config.model.path} has a trained head of {own} outputs ({', '.join(own_names[:10])}), but "
+            f"the data has {labels}: set model.new_head to true, or give data with as many labels"
+        )
+    known = not any(name.startswith(_UNNAMED) for name in own_names)
+    if names is not None and known and own_names != names and set(own_names) == set(names):
+        raise ConfigError(
+            f"model.path {config.model.path} has a trained head with the classes {', '.join(own_names)}, but the data "
+            f"numbers them {', '.join(names)}: set task.labels to [{', '.join(own_names)}] and label rows by name"
+        )
+
 
 EXAMPLES_VERSION = 1
 """Of the stage; raised when it produces something else."""

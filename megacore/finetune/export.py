@@ -1,7 +1,8 @@
 """The stage: the best model of a fine-tuning as a transformers directory that has passed the gate."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,357 @@ import torch
 
 import megacore
 from megacore.artifact.files import workspace_errors, write_json
+from megacore.config.finetune import FinetuneConfig
+from megacore.convert.model_card import render_card
 from megacore.errors import ConversionError
 from megacore.finetune.best import MODEL_NAME, read_best
-from megacore.finetune.build import build_task
-from megacore.finetune.card import finetuned_card
-from megacore.finetune.gate import compare_losses, compare_tokenizers, load_exported
 from megacore.finetune.job import FinetuneExportJob
-from megacore.finetune.samples import sample_text
-from megacore.finetune.task import FinetuneTask
+from megacore.finetune.pretrained import quiet
+from megacore.finetune.seq2seq import Seq2SeqTask
+from megacore.finetune.task import FinetuneTask, build_task, rows_of, sample_losses
+from megacore.redact import redact
+
+AUTO_CLASSES = {
+    "classification": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "causal_lm": "AutoModelForCausalLM",
+}
+"""Class of transformers that loads the model, by `task.kind`."""
+_METRICS = """\
+Before the first step and of this model (step {iteration}, chosen by {metric} of the validation split).
+
+| metric | validation, before | validation | test |
+| --- | --- | --- | --- |
+{metrics}"""
+_PARITY = (
+    "Before it was published this directory was loaded with transformers: its loss on {samples} validation samples is "
+    "{after:.6g}, where the trained model had {before:.6g} in {precision} (a difference of {difference:.1e}, "
+    "{tolerance:g} is allowed)."
+)
+_LIMITS = "It was fine-tuned from another model and repeats what that and its data hold, mistakes and biases included."
+_KINDS = {
+    "classification": "A classifier of texts",
+    "seq2seq": "A model that writes a text for a text",
+    "causal_lm": "A language model",
+}
+_TAGS = {"classification": "text-classification", "seq2seq": "text2text-generation", "causal_lm": "text-generation"}
+_USAGE = {
+    "classification": """\
+from transformers import pipeline
+
+classifier = pipeline("text-classification", "path/to/this/directory")
+print(classifier({example}))""",
+    "seq2seq": """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/directory")
+inputs = tokenizer({example}, return_tensors="pt")
+written = model.generate(**inputs, max_new_tokens={length}, num_beams={beams})
+print(tokenizer.decode(written[0], skip_special_tokens=True))""",
+    "causal_lm": """\
+from transformers import pipeline
+
+generator = pipeline("text-generation", "path/to/this/directory")
+print(generator("Once upon a time", max_new_tokens=64)[0]["generated_text"])""",
+}
+
+
+def finetuned_card(
+    config: FinetuneConfig,
+    model: Any,
+    *,
+    version: str,
+    recorded: Mapping[str, Any],
+    report: Mapping[str, Any],
+    facts: Mapping[str, str],
+) -> str:
+    """The card as Markdown with a YAML header.
+
+    Args:
+        config: the fine-tuning.
+        model: the loaded model.
+        version: of this package.
+        recorded: `metrics.json` of the best model.
+        report: what the gate measured.
+        facts: data, lineage, one row each.
+    """
+    kind = config.task.kind
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    rows = {"Fine-tuned from": config.model.path, "Task": _task(config)} | _labels(config, model) | dict(facts)
+    return render_card(
+        config.name,
+        f"{_KINDS[kind]}: {type(model).__name__} ({AUTO_CLASSES[kind]}) of {parameters:,} parameters, fine-tuned by "
+        f"megacore {version}.",
+        pipeline_tag=_TAGS[kind],
+        tags=["megacore", "fine-tuned", model.config.model_type],
+        auto_class=AUTO_CLASSES[kind],
+        usage=_usage(config),
+        facts={title: redact(value) for title, value in rows.items()},
+        sections={
+            "Metrics": _METRICS.format(
+                iteration=recorded["iteration"], metric=recorded["metric"], metrics=_metrics(recorded)
+            ),
+            "Training": _training(config, recorded),
+            "Parity": _PARITY.format(
+                samples=report["samples"],
+                after=report["loss_recomputed"],
+                before=report["loss_recorded"],
+                precision=recorded["precision"],
+                difference=report["relative_difference"],
+                tolerance=report["tolerance"],
+            ),
+            "Limits": _LIMITS,
+        },
+    )
+
+
+def _usage(config: FinetuneConfig) -> str:
+    task = config.task
+    if task.kind == "classification":
+        pair = task.sentence2_column is not None or task.glue not in (None, "cola", "sst2")
+        example = '{"text": "A text.", "text_pair": "Another one."}' if pair else '"A text."'
+        return _USAGE[task.kind].replace("{example}", example)
+    if task.kind == "seq2seq":
+        used = _USAGE[task.kind].replace("{example}", repr(f"{task.source_prefix}A text to read."))
+        return used.replace("{length}", str(task.max_target_length)).replace("{beams}", str(task.num_beams))
+    return _USAGE[task.kind]
+
+
+def _task(config: FinetuneConfig) -> str:
+    task = config.task
+    if task.kind == "classification":
+        return f"GLUE's {task.glue}" if task.glue else f"{task.label_column} of {task.sentence1_column}"
+    if task.kind == "seq2seq":
+        return f"{task.target_column} of {task.source_column}"
+    return f"the next token, in blocks of {task.block_size}"
+
+
+def _labels(config: FinetuneConfig, model: Any) -> dict[str, str]:
+    if config.task.kind != "classification" or model.config.num_labels < 2:
+        return {}
+    return {"Labels": ", ".join(str(model.config.id2label[number]) for number in range(model.config.num_labels))}
+
+
+def _metrics(recorded: Mapping[str, Any]) -> str:
+    columns = (recorded["start_metrics"] or {}, recorded["metrics"], recorded["test_metrics"] or {})
+    lines = []
+    for name in sorted(recorded["metrics"]):
+        cells = [f"{column[name]:.4f}" if name in column else "-" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _training(config: FinetuneConfig, recorded: Mapping[str, Any]) -> str:
+    train, optim = config.train, config.optim
+    return (
+        f"{recorded['iteration']} optimizer steps with micro batches of {train.micro_batch_size} x "
+        f"{train.gradient_accumulation_steps}, peak learning rate {optim.lr:g} ({optim.lr_scheduler}), seed "
+        f"{config.seed}, in {recorded['precision']} with {recorded['distributed']}."
+    )
+
+
+TOLERANCES = {"fp32": (1e-3, 0.01), "bf16": (0.05, 1.0), "fp16": (0.05, 1.0)}
+"""By the precision that the recorded losses were computed in: what the mean may differ by, relative to the recorded
+mean or, where that is smaller, to the second number. A type of 16 bits rounds each logit by up to 1/256 of it."""
+_TEXTS = 8
+"""Validation samples whose text both tokenizers take apart."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A directory as transformers has loaded it."""
+
+    model: Any
+    """In fp32, for evaluation."""
+    tokenizer: Any
+
+
+def load_exported(directory: Path, kind: str) -> Exported:
+    """Load a transformers directory with the class for a kind of task; nothing may be missing, empty or not finite.
+
+    Raises ConversionError naming what is wrong.
+    """
+    import transformers
+
+    auto = getattr(transformers, AUTO_CLASSES[kind])
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with quiet():
+            model, info = auto.from_pretrained(
+                directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
+    except MemoryError:
+        raise
+    except Exception as error:  # safetensors and transformers raise plain ones
+        raise ConversionError(
+            f"the export {directory} cannot be loaded as {AUTO_CLASSES[kind]}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            names = sorted(map(str, info[what]))
+            raise ConversionError(
+                f"the export {directory} has {len(names)} {what.replace('_', ' ')}, {names[0]} first: its weights are "
+                "not those of its config.json"
+            )
+    for name, tensor in model.state_dict().items():
+        if tensor.numel() == 0:
+            raise ConversionError(
+                f"the export {directory} has an empty tensor {name}: the ranks' parts were not put together"
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ConversionError(f"the export {directory} has values in {name} that are not finite: train again")
+    _check_tied(directory, model)
+    return Exported(model.eval(), tokenizer)
+
+
+def _check_tied(directory: Path, model: Any) -> None:
+    """A head that the configuration ties to the embedding must be that one."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(model.config, "tie_word_embeddings", False) and getattr(model, "_tied_weights_keys", None)
+    if not tied or head is None or embedding is None or head.weight.shape != embedding.weight.shape:
+        return
+    if not torch.equal(head.weight, embedding.weight):
+        raise ConversionError(f"the export {directory} says that its head is tied to its embedding, and they differ")
+
+
+def compare_tokenizers(exported: Exported, task: FinetuneTask, directory: Path) -> int:
+    """Prove that the export's tokenizer is the one that made the samples; the number of texts that were compared.
+
+    Raises ConversionError with the first difference.
+    """
+    theirs, ours = exported.tokenizer, task.tokenizer
+    for name in ("pad_token_id", "eos_token_id"):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise ConversionError(
+                f"the tokenizer of the export {directory} has {name} {getattr(theirs, name)} and that of the training "
+                f"{getattr(ours, name)}"
+            )
+    if theirs.get_vocab() != ours.get_vocab():
+        raise ConversionError(
+            f"the tokenizer of the export {directory} has {len(theirs.get_vocab())} entries, and not those of the "
+            f"training's ({len(ours.get_vocab())})"
+        )
+    rows = rows_of(task, "valid")
+    count = min(_TEXTS, len(rows))
+    for number in range(count):
+        text = ours.decode(rows[number]["input_ids"], skip_special_tokens=True)
+        if theirs(text)["input_ids"] != ours(text)["input_ids"]:
+            raise ConversionError(
+                f"the tokenizer of the export {directory} takes {text[:60]!r} apart otherwise than the training's"
+            )
+    embedded = exported.model.get_input_embeddings().weight.shape[0]
+    if max(theirs.get_vocab().values()) >= embedded:
+        raise ConversionError(
+            f"the tokenizer of the export {directory} has ids up to {max(theirs.get_vocab().values())} and the model "
+            f"embeds {embedded}"
+        )
+    return count
+
+
+def compare_losses(
+    exported: Exported,
+    task: FinetuneTask,
+    recorded: Mapping[str, Any],
+    directory: Path,
+    beat: Callable[[str], None] = lambda phase: None,
+) -> dict[str, Any]:
+    """Compute the recorded losses of validation samples again with the loaded model, in fp32.
+
+    Args:
+        exported: the loaded directory.
+        task: whose samples these are.
+        recorded: `metrics.json` of the best model.
+        directory: of the export, for the message.
+        beat: is told each sample.
+
+    Raises ConversionError when the mean differs by more than the precision explains.
+    """
+    before = [float(loss) for loss in recorded["sample_losses"]]
+    device = next(exported.model.parameters()).device
+    after = sample_losses(task, exported.model, device, len(before), beat)
+    mean_before, mean_after = sum(before) / len(before), sum(after) / len(after)
+    tolerance, least = TOLERANCES[recorded["precision"]]
+    difference = abs(mean_after - mean_before) / max(abs(mean_before), least)
+    report = {
+        "samples": len(before),
+        "loss_recorded": mean_before,
+        "loss_recomputed": mean_after,
+        "relative_difference": difference,
+        "tolerance": tolerance,
+    }
+    if not difference <= tolerance or len(after) != len(before):
+        raise ConversionError(
+            f"the export {directory} has a loss of {mean_after:.6g} on {len(after)} validation samples, and the model "
+            f"that was trained had {mean_before:.6g} on {len(before)}, in {recorded['precision']}: a difference of "
+            f"{difference:.2g}, beyond the {tolerance:g} that precision explains"
+        )
+    return report
+
+
+_COUNT = 5
+_TOKENS = 32
+"""New tokens of a continuation."""
+
+
+def sample_text(config: FinetuneConfig, task: FinetuneTask, exported: Exported) -> str:
+    """Input, target and prediction of the first validation samples."""
+    rows = rows_of(task, "valid")
+    parts = []
+    for number in range(min(_COUNT, len(rows))):
+        lines = _lines(config, task, exported, rows[number])
+        parts.append("\n".join(f"{name}: {' '.join(text.split())}" for name, text in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(config: FinetuneConfig, task: FinetuneTask, exported: Exported, row: Any) -> Iterator[tuple[str, str]]:
+    model, tokenizer = exported.model, exported.tokenizer
+    device = next(model.parameters()).device
+    batch = {name: tensor.to(device) for name, tensor in task.collate([row]).items()}
+    labels = batch.pop("labels")[0]
+
+    def text(ids: torch.Tensor) -> str:
+        kept = ids[ids >= 0]
+        return str(tokenizer.decode(kept, skip_special_tokens=True))
+
+    with torch.no_grad():
+        match config.task.kind:
+            case "classification":
+                yield "text", text(batch["input_ids"][0])
+                logits = model(**batch).logits[0].float()
+                names = model.config.id2label
+                if config.task.regression or len(logits) == 1:
+                    yield "label", f"{float(labels):g}"
+                    yield "prediction", f"{float(logits[0]):.3f}"
+                else:
+                    chosen = int(logits.argmax())
+                    yield "label", str(names[int(labels)])
+                    yield "prediction", f"{names[chosen]} ({float(logits.softmax(0)[chosen]):.2f})"
+            case "seq2seq":
+                ids = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+                assert isinstance(task, Seq2SeqTask)
+                written = model.generate(**ids, generation_config=task.generation(model))  # as its scores were made
+                yield "source", text(batch["input_ids"][0])
+                yield "target", text(labels)
+                yield "prediction", text(written[0])
+            case "causal_lm":
+                half = max(1, batch["input_ids"].shape[1] // 2)
+                begun = batch["input_ids"][:, :half]
+                rest = batch["input_ids"][0, half:][:_TOKENS]
+                written = model.generate(
+                    begun,
+                    attention_mask=torch.ones_like(begun),
+                    max_new_tokens=max(1, len(rest)),
+                    do_sample=False,
+                    pad_token_id=tokenizer.pad_token_id
+                    if tokenizer.pad_token_id is not None
+                    else tokenizer.eos_token_id,
+                )
+                yield "text", text(begun[0])
+                yield "target", text(rest)
+                yield "prediction", text(written[0, half:])
+
 
 REPORT_NAME = "parity.json"
 SAMPLE_NAME = "sample.txt"

@@ -1,23 +1,134 @@
 """The stage `pretrained`: a model's files, from a local directory or the Hugging Face hub, and where they come from."""
 
 import fnmatch
+import json
 import os
+import pickle
 import shutil
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
-from megacore.errors import ArtifactError, ConfigError
-from megacore.finetune.models import CONFIG_NAME, MODEL_DIRECTORY, refuse_remote_code
-from megacore.finetune.torch_weights import TORCH_INDEX_NAME, TORCH_NAME, convert_torch_weights
+from megacore.corpus.hub import broken_connections, disk_errors, first_sentence
+from megacore.errors import ArtifactError, ConfigError, DownloadError
 from megacore.redact import redact
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MODEL_DIRECTORY = "model"
+"""The transformers directory, below the artifact of the stage `pretrained`."""
+CONFIG_NAME = "config.json"
+
+T = TypeVar("T")
+
+
+def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> Any:
+    """The transformers configuration of a collected model. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    directory = pretrained_directory / MODEL_DIRECTORY
+    refuse_remote_code(model.path, directory)
+    return _loaded(model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **_OWN_CODE))
+
+
+def refuse_remote_code(path: str, directory: Path) -> None:
+    """Raise ConfigError for a model whose class transformers does not have; `path` is what errors call it."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        values = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path} has no readable {CONFIG_NAME} ({error}): give a directory that save_pretrained wrote"
+        ) from error
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind in CONFIG_MAPPING:
+        return
+    if isinstance(values, dict) and "auto_map" in values:
+        raise ConfigError(
+            f"model.path {path} is of model_type {kind!r} and needs code of its own, which is never run here: give a "
+            "model whose class transformers has"
+        )
+    raise ConfigError(
+        f"model.path {path} has model_type {kind!r} in its {CONFIG_NAME}, which transformers does not know: give a "
+        "model whose class it has"
+    )
+
+
+def read_tokenizer(model: PretrainedConfig, pretrained_directory: Path) -> "PreTrainedTokenizerBase":
+    """Its tokenizer, with `model.pad_token` as padding where that is given.
+
+    Raises ConfigError when transformers refuses it, or the padding token is not in its vocabulary.
+    """
+    from transformers import AutoTokenizer
+
+    directory = pretrained_directory / MODEL_DIRECTORY
+    load: Callable[[], Any] = lambda: AutoTokenizer.from_pretrained(directory, **_OWN_CODE)  # noqa: E731
+    tokenizer = _loaded(model.path, "tokenizer", load)
+    if not len(tokenizer):
+        raise ConfigError(f"model.path {model.path} has no tokenizer: copy its tokenizer.json beside config.json")
+    token = model.pad_token
+    if token is not None:
+        if token not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"model.pad_token is {token!r}, which the tokenizer of {model.path} lacks: name one of its "
+                f"{len(tokenizer)} tokens, such as its end of text {tokenizer.eos_token!r}"
+            )
+        tokenizer.pad_token = token
+    result: PreTrainedTokenizerBase = tokenizer
+    return result
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and tables of transformers and datasets: what matters of them is checked here."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging  # it has no types
+
+    bars = (logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled())
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars[0]:
+            logging.enable_progress_bar()
+        if bars[1]:
+            datasets.enable_progress_bars()
+
+
+_OWN_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is downloaded, and no code that comes with a model is run."""
+
+
+def _loaded(path: str, part: str, load: Callable[[], T]) -> T:
+    try:
+        with quiet():
+            return load()
+    except MemoryError:
+        raise
+    except Exception as error:  # safetensors and tokenizers raise plain Exception
+        raise ConfigError(
+            f"transformers cannot load the {part} of model.path {path}: {' '.join(str(error).split())[:300]}"
+        ) from error
+
 
 PRETRAINED_VERSION = 1
 """Of the stage; raised when it produces something else."""
 LINEAGE_NAME = "lineage.json"
+TORCH_NAME = "pytorch_model.bin"
+TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 _TORCH_WEIGHTS = (TORCH_NAME, "pytorch_model-*.bin", TORCH_INDEX_NAME)
 _FOREIGN = ("*.ckpt", "*.h5", "*.msgpack")
@@ -115,8 +226,6 @@ def collect_pretrained(
     weights = not model.random_weights
     lineage: dict[str, Any] = {"path": redact(model.path), "random_weights": model.random_weights}
     if local is None:
-        from megacore.finetune.hub_model import download_model
-
         source, commit = download_model(model, cache_directory)
         lineage |= {"revision": model.revision, "commit": commit}
     else:
@@ -181,3 +290,139 @@ def _manifest_beside(directory: Path) -> Manifest | None:
         return Manifest.read(directory.parent)
     except ArtifactError as error:
         raise ConfigError(f"model.path names a damaged export: {error}") from error
+
+
+def convert_torch_weights(path: str, source: Path, files: Sequence[str], target: Path) -> None:
+    """Write the weights of torch's files into `target` as safetensors, in bf16 where all of them are, else in fp32.
+
+    Values that are no weights (whole numbers, such as positions that are counted) are left out; tensors that share
+    memory are written once for each name.
+
+    Args:
+        path: how the user named the model.
+        source: directory of the files.
+        files: `pytorch_model.bin`, or several and their index.
+        target: directory to write into.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or holds more than tensors.
+        WorkspaceError: the disk refuses.
+    """
+    import torch
+
+    from megacore.convert.safetensors_stream import write_safetensors
+
+    shapes, kinds = dict[str, tuple[int, ...]](), set[torch.dtype]()
+    names = _parts(path, source, files)
+    for name, tensor in _tensors(path, source, names):
+        shapes[name] = tuple(tensor.shape)
+        kinds.add(tensor.dtype)
+    if not shapes:
+        raise ConfigError(f"model.path {path} has no weights in {', '.join(names)}: give a whole model")
+    dtype = "bfloat16" if kinds == {torch.bfloat16} else "float32"
+    write_safetensors(target, shapes, _tensors(path, source, names), dtype=dtype)  # type: ignore[arg-type]
+
+
+def _parts(path: str, source: Path, files: Sequence[str]) -> list[str]:
+    """The files that hold tensors, those of an index in its order."""
+    if TORCH_INDEX_NAME not in files:
+        if TORCH_NAME not in files:
+            raise ConfigError(
+                f"model.path {path} has {files[0]} and lacks {TORCH_INDEX_NAME}, which names all parts: get the model "
+                "again"
+            )
+        return [TORCH_NAME]
+    try:
+        index = json.loads((source / TORCH_INDEX_NAME).read_text(encoding="utf-8"))
+        names = list(dict.fromkeys(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"model.path {path}: {TORCH_INDEX_NAME} is damaged ({error}): get the model again") from error
+    missing = [name for name in names if name not in files]
+    if missing:
+        raise ConfigError(f"model.path {path} lacks {missing[0]}, which {TORCH_INDEX_NAME} names: get the model again")
+    return names
+
+
+def _tensors(path: str, source: Path, names: Sequence[str]) -> "Iterator[tuple[str, Any]]":
+    """Every weight with its name, of one file after another; a name that comes twice counts once."""
+    seen = set[str]()
+    for name in names:
+        for key, tensor in _read(path, source / name).items():
+            if tensor.is_floating_point() and key not in seen:
+                seen.add(key)
+                yield key, tensor
+
+
+def _read(path: str, file: Path) -> "Mapping[str, Any]":
+    import torch
+
+    try:
+        # Mapped, so that a weight is in memory only while it is written; files older than torch 1.6 cannot be.
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"model.path {path}: {file.name} holds more than tensors, which could run code and is never read: save the "
+            "model as safetensors, which save_pretrained does"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle has many ways to fail
+        raise ConfigError(
+            f"model.path {path}: {file.name} is damaged ({' '.join(str(error).split())[:200]}): get the model again"
+        ) from error
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    ):
+        raise ConfigError(f"model.path {path}: {file.name} is no mapping of names to weights: give a whole model")
+    return found
+
+
+def download_model(model: PretrainedConfig, cache_directory: Path) -> tuple[Path, str]:
+    """The directory with the files of a model that are used, and its commit.
+
+    Raises ConfigError for a model that does not exist, is closed to us, or has no weights that torch reads;
+    DownloadError for a lost connection.
+    """
+    # Imported here: only a model of the hub needs it.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    lost: tuple[type[Exception], ...] = (LocalEntryNotFoundError, HfHubHTTPError, *broken_connections())
+    name = model.path if model.revision is None else f"{model.path} at {model.revision}"
+    try:
+        with disk_errors(cache_directory):
+            found = HfApi().model_info(model.path, revision=model.revision)
+            names = [file.rfilename for file in found.siblings or ()]
+            if not model.random_weights:
+                require_weights(model.path, names)
+            commit = str(found.sha)
+            used = used_files(names, weights=not model.random_weights)
+            directory = snapshot_download(
+                model.path, revision=commit, allow_patterns=used, cache_dir=str(cache_directory)
+            )
+        return Path(directory), commit
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.path {name} is closed on the hub: accept its terms there and set HF_TOKEN, or give a local "
+            "directory"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"model.revision {model.revision} is none of model.path {model.path} on the hub") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigError(
+            f"model.path {name} is neither a local directory nor a model on the hub (or it is private: set HF_TOKEN)"
+        ) from error
+    except lost as error:
+        raise DownloadError(
+            f"model.path {name} cannot be downloaded: {first_sentence(error)}: check the network, or give a local "
+            "directory"
+        ) from error
+    except OSError as error:
+        raise DownloadError(f"model.path {name} cannot be downloaded: {first_sentence(error)}: try again") from error

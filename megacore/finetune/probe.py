@@ -3,7 +3,7 @@
 import re
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megacore.errors import ConfigError, LossError
-from megacore.finetune.build import build_task
 from megacore.finetune.job import ProbeJob
-from megacore.finetune.step import MOST_SKIPPED, Stepper, prepare
-from megacore.finetune.task import FinetuneTask, Scorer, Split
+from megacore.finetune.stepping import MOST_SKIPPED, Step, prepare
+from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
 from megacore.plan.hardware import Hardware
 from megacore.train.memory import reworded
 
@@ -59,10 +58,9 @@ def run_probe(job: ProbeJob, device: torch.device, beat: Callable[[int], None] =
 
 def _import_libraries(job: ProbeJob) -> None:
     """What a rank has before the model: nothing of it is to fail for want of memory."""
-    import accelerate  # noqa: F401
-    import transformers  # noqa: F401
+    from transformers import Trainer, TrainingArguments  # noqa: F401
 
-    if job.config.launch.distributed != "ddp":
+    if job.config.launch.distributed.startswith("zero"):
         from megacore.engine.deepspeed_setup import import_deepspeed
 
         import_deepspeed()
@@ -76,21 +74,32 @@ def take_steps(job: ProbeJob, task: FinetuneTask, device: torch.device, beat: Ca
     """
     train = job.config.train
     precision = Hardware.detect().resolve_precision(train.precision)
-    batches = job.ranks * train.gradient_accumulation_steps * job.steps
-    prepared = prepare(job.config, Longest(task, train.micro_batch_size, batches), precision=precision, device=device)
-    stepper = Stepper(job.config, prepared)
-    taken = skipped = epoch = 0
-    while taken < job.steps:
-        for step in stepper.steps(epoch, 0, tuple):
-            beat(taken)
-            skipped = skipped + 1 if step.skipped else 0
-            taken += not step.skipped
-            if skipped == MOST_SKIPPED:
-                raise LossError(
-                    f"fp16 has skipped {skipped} steps in a row for gradients that overflow: set train.precision to "
-                    "bf16 or fp32"
-                )
-        epoch += 1
+    steps = job.steps * (MOST_SKIPPED if precision == "fp16" else 1)  # what fp16 skips is taken again
+    batches = job.ranks * train.gradient_accumulation_steps * steps
+    directory = Path(job.run_directory)
+    longest = Longest(task, train.micro_batch_size, batches)
+    trainer = prepare(job.config, longest, precision=precision, device=device, directory=directory)
+    taken = skipped = 0
+
+    def count(step: Step) -> None:
+        nonlocal taken, skipped
+        skipped = skipped + 1 if step.skipped else 0
+        taken += not step.skipped
+        if skipped == MOST_SKIPPED:
+            raise LossError(
+                f"fp16 has skipped {skipped} steps in a row for gradients that overflow: set train.precision to "
+                "bf16 or fp32"
+            )
+        if taken == job.steps:
+            raise _EnoughError
+
+    trainer.before_step, trainer.after_step = lambda: beat(taken), count
+    with suppress(_EnoughError):
+        trainer.train_from(None, lambda: None)
+
+
+class _EnoughError(Exception):
+    """Raised through the Trainer's loop to leave it."""
 
 
 class Longest:

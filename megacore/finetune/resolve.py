@@ -1,6 +1,9 @@
 """How many processes a fine-tuning has; imports no torch."""
 
-from megacore.config.finetune import FinetuneConfig
+import math
+from dataclasses import dataclass
+
+from megacore.config.finetune import DISTRIBUTIONS, FinetuneConfig, FinetuneTrainConfig
 from megacore.errors import ConfigError
 from megacore.foreign.accelerate import asks_for_cpu
 from megacore.plan.hardware import Hardware
@@ -24,3 +27,47 @@ def resolve_ranks(config: FinetuneConfig, hardware: Hardware) -> tuple[int, int]
             "set CUDA_VISIBLE_DEVICES to -1, or use_cpu to false and distributed_type to another one than MULTI_CPU"
         )
     return launched_ranks(config.launch, hardware)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The run's length."""
+
+    batches_per_epoch: int
+    """Forward passes of each rank; the last ones of an epoch are filled up with its first samples."""
+    steps_per_epoch: int
+    """Optimizer steps; the last one may be of fewer forward passes than the others."""
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+    @classmethod
+    def of(cls, train: FinetuneTrainConfig, samples: int, ranks: int) -> "Schedule":
+        """The course of a training split of `samples` (at least one) on `ranks`."""
+        batches = math.ceil(math.ceil(samples / train.micro_batch_size) / ranks)
+        steps = math.ceil(batches / train.gradient_accumulation_steps)
+        return cls(batches, steps, train.max_steps or steps * train.num_epochs)
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the training split, a last one that is cut short included."""
+        return math.ceil(self.total_steps / self.steps_per_epoch)
+
+
+def memory_advice(config: FinetuneConfig) -> str:
+    """What to change, what costs least first."""
+    train, distributed = config.train, config.launch.distributed
+    advice = []
+    if train.micro_batch_size > 1:
+        half = train.micro_batch_size // 2
+        advice.append(
+            f"lower train.micro_batch_size (now {train.micro_batch_size}; {half} with "
+            f"train.gradient_accumulation_steps {2 * train.gradient_accumulation_steps} learns as much per step)"
+        )
+    if not train.gradient_checkpointing:
+        advice.append("set train.gradient_checkpointing to true")
+    further = DISTRIBUTIONS[DISTRIBUTIONS.index(distributed) + 1 :] if distributed in DISTRIBUTIONS else ()
+    if further:
+        advice.append(f"set launch.distributed (now {distributed}) to {' or '.join(further)}")
+    if train.eval_batch_size > 1:
+        advice.append(f"lower train.eval_batch_size (now {train.eval_batch_size}) if it was an evaluation")
+    return f"{'; '.join([*advice, '--find-batch-size tells what fits'])}"

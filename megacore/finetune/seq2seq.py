@@ -1,26 +1,53 @@
 """A target text for a source text."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from megacore.artifact.files import workspace_errors
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import Seq2SeqConfig
-from megacore.errors import ConfigError, DataFormatError
-from megacore.finetune.base import IGNORED, TransformersTask, mask_of, padded, token_losses
-from megacore.finetune.encode import IDS, LABELS, Mapper, Rows, check_columns, end_id, token_counts
+from megacore.errors import ConfigError, DataFormatError, DownloadError
+from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, end_id, token_counts
 from megacore.finetune.metrics import LOSS, text_metrics
-from megacore.finetune.sentences import PUNKT, sentence_splitter, store_punkt
-from megacore.finetune.task import Batch
+from megacore.finetune.task import IGNORED, Batch, TransformersTask, mask_of, padded, token_losses
+from megacore.tokenizer.sentences import SplitterChoice, download_punkt, find_punkt, make_splitter, model_directory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from datasets import Dataset
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+PUNKT = "punkt"
+"""Directory of nltk's models, below the artifact of the stage `examples`: no rank downloads anything."""
+_LANGUAGE = "english"
+
+
+def sentence_splitter(kind: Literal["punkt", "rules"], punkt: Path) -> Callable[[str], list[str]]:
+    """What divides a text; `punkt` holds nltk's models. Raises DataFormatError when they are damaged."""
+    return make_splitter(SplitterChoice(kind, _LANGUAGE, data=str(punkt)))
+
+
+def store_punkt(directory: Path) -> None:
+    """Fill the new `directory` with nltk's models, of this machine or downloaded. Raises DownloadError."""
+    found = find_punkt(_LANGUAGE)
+    with workspace_errors(directory):
+        directory.mkdir()
+        if found is not None:
+            source = model_directory(found, _LANGUAGE)
+            shutil.copytree(source, directory / source.relative_to(found))
+            return
+    try:
+        download_punkt(directory, _LANGUAGE)
+    except DownloadError as error:
+        raise DownloadError(
+            f"task.sentence_splitter is punkt: {str(error).replace('data.sentence_splitter', 'task.sentence_splitter')}"
+        ) from error
 
 
 def encode_seq2seq(

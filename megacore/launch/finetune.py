@@ -72,19 +72,18 @@ def finetune(job: FinetuneJob) -> None:
     started = time.monotonic()
     with joined_ranks(job) as (rank, device, heartbeat):
         from megacore.engine.precision import resolve_precision
-        from megacore.finetune.build import build_task
-        from megacore.finetune.loop import Finetuner
-        from megacore.finetune.memory import finetune_memory_errors
-        from megacore.finetune.step import prepare
+        from megacore.finetune.stepping import prepare
+        from megacore.finetune.task import build_task
+        from megacore.finetune.trainer import Finetuner, finetune_memory_errors
         from megacore.observe.recorder import Recorder
 
         config, run_directory = job.config, Path(job.run_directory)
         precision = resolve_precision(config.train.precision, device.type)
         with finetune_memory_errors(config, rank):
             task = build_task(config, Path(job.examples_directory), Path(job.pretrained_directory))
-            prepared = prepare(config, task, precision=precision, device=device)
+            trainer = prepare(config, task, precision=precision, device=device, directory=run_directory)
         with Recorder(run_directory, attempt=job.attempt, rank=rank, tensorboard=False) as recorder:
-            Finetuner(config, task, prepared, recorder, run_directory, heartbeat=heartbeat, started=started).run()
+            Finetuner(config, task, trainer, recorder, run_directory, heartbeat=heartbeat, started=started).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

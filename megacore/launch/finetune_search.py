@@ -69,7 +69,7 @@ def check_methods(config: FinetuneConfig, hardware: Hardware) -> None:
             beyond the memory that there is.
     """
     for method in config.find_batch_size.methods:
-        if method != "ddp" and importlib.util.find_spec("deepspeed") is None:
+        if method.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
                 f"find_batch_size.methods has {method}, which is DeepSpeed's, and deepspeed is not installed: "
                 "pip install megacore[deepspeed], or set find_batch_size.methods to [ddp]"

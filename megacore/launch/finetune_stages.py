@@ -7,8 +7,8 @@ from typing import Any
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import MemoryExhaustedError
-from megacore.finetune.advice import memory_advice
 from megacore.finetune.job import FinetuneExportJob, FinetuneJob
+from megacore.finetune.resolve import memory_advice
 from megacore.launch.exit_reason import read_reasons
 from megacore.launch.hosts.hostfile import hosts_of, is_only_here
 from megacore.launch.hosts.ssh import check_ssh

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megacore.config.deepspeed import asked_of
-from megacore.config.deepspeed_checks import SAME, SAME_IN_FP16, is_compared, is_compared
+from megacore.config.deepspeed_checks import SAME, SAME_IN_FP16, is_compared
 from megacore.config.load import parse_config
 from megacore.foreign.deepspeed_keys import definitions
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal

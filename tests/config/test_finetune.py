@@ -88,7 +88,7 @@ def test_the_tutorials_settings() -> None:
         ({"task.kind": "translation"}, "'translation'"),
         ({"task.block_size": 1}, "task.block_size is 1"),
         ({"data.source.kind": "hub"}, "data.source.dataset is missing: give it a value"),
-        ({"launch.distributed": "fsdp"}, "launch.distributed is 'fsdp'"),
+        ({"launch.distributed": "zero1"}, "launch.distributed is 'zero1'"),
         ({"launch.nproc_per_node": [1]}, "launch.nproc_per_node is [1]: give an integer above 0 or auto"),
         ({"launch.nnodes": [1]}, "launch.nnodes is [1]: give a number of machines, as 2, or a range"),
         ({"launch.nproc_per_node": 0}, "launch.nproc_per_node is 0: a fine-tuning needs at least one rank"),

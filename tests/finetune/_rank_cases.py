@@ -34,7 +34,7 @@ def run(root: Path) -> dict[str, Any]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from megacore.finetune.build import build_task
+    from megacore.finetune.task import build_task
 
     accelerator = Accelerator(cpu=True)
     found: dict[str, Any] = {}

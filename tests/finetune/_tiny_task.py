@@ -175,16 +175,16 @@ class Run:
 def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> Run:
     """Run the loop on this rank, as `megacore.launch.finetune` does once the ranks have joined."""
     from megacore.errors import TrainingStoppedError
-    from megacore.finetune.loop import Finetuner
-    from megacore.finetune.step import prepare
+    from megacore.finetune.stepping import prepare
+    from megacore.finetune.trainer import Finetuner
     from megacore.observe.recorder import EVENTS_NAME, Recorder
 
     rank = int(os.environ.get("RANK", "0"))
-    prepared = prepare(made, task, precision="fp32", device=torch.device("cpu"))
+    trainer = prepare(made, task, precision=made.train.precision, device=torch.device("cpu"), directory=directory)
     stopped = None
     with Recorder(directory, attempt=attempt, rank=rank, tensorboard=False) as recorder:
         try:
-            Finetuner(made, task, prepared, recorder, directory).run()
+            Finetuner(made, task, trainer, recorder, directory).run()
         except TrainingStoppedError as error:
             stopped = f"{type(error).__name__}: {error}"
     if torch.distributed.is_initialized():

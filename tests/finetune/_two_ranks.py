@@ -30,7 +30,7 @@ DECAY["params"] |= {"total_num_steps": "auto", "warmup_type": "linear"}
 
 
 DISTRIBUTED = {
-    "deberta": ("ddp", "zero2", "zero3"),
+    "deberta": ("ddp", "zero2", "zero3", "fsdp"),
     "blenderbot": ("ddp", "zero2", "zero3"),
     "xlnet": ("ddp", "zero2"),
     "head": ("ddp", "zero3"),
@@ -62,13 +62,15 @@ def write_real(root: Path, model: str) -> None:
 def cases(root: Path) -> dict[str, Any]:
     """Each case by its name; this rank's account of it."""
     found: dict[str, Any] = {}
-    for kind in ("ddp", "zero2", "zero3", "zero3-offload"):
+    for kind in ("ddp", "zero2", "zero3", "zero3-offload", "fsdp"):
         found[kind] = _case(root, kind, kind)
-    for kind in ("ddp", "zero2"):
+    for kind in ("ddp", "zero2", "fsdp"):
         found[f"{kind} accumulated"] = _case(root, f"{kind}-acc", kind, train={"gradient_accumulation_steps": 2})
+    for kind in ("ddp", "zero2", "zero3", "fsdp"):
+        found[f"{kind} bf16"] = _case(root, f"{kind}-bf16", kind, train={"precision": "bf16", "max_steps": 2})
     found["json optimizer"] = _case(root, "json", "zero2", launch={"deepspeed_config": ADAMW})
     found["json both"] = _case(root, "json-both", "zero2", launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}})
-    for kind in ("ddp", "zero2", "zero3"):
+    for kind in ("ddp", "zero2", "zero3", "fsdp"):
         found[f"{kind} resumed"] = _resumed(root, kind)
     for model, kinds in DISTRIBUTED.items():
         for distributed in kinds:
@@ -112,7 +114,7 @@ def _resumed(root: Path, kind: str) -> dict[str, Any]:
 
 def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
     """A real task on the artifacts that `write_real` has made, evaluated with everything it has."""
-    from megacore.finetune.build import build_task
+    from megacore.finetune.task import build_task
 
     values = real_config(root, model).model_dump(mode="json")
     values["launch"]["distributed"] = distributed
@@ -126,15 +128,14 @@ def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
 
 def _divided(root: Path) -> dict[str, Any]:
     """Numbers of a model that is read under ZeRO-3: those that this rank holds, and all."""
-    from megacore.finetune.accelerator import build_accelerator
+    from megacore.finetune.distribution import training_arguments
 
-    accelerator = build_accelerator(
-        config(launch={"distributed": "zero3"}), precision="fp32", device=torch.device("cpu"), total_steps=1
-    )
+    made = config(launch={"distributed": "zero3"})
+    arguments = training_arguments(made, precision="fp32", device=torch.device("cpu"), total_steps=1, directory=root)
     parameters = list(TinyTask(root / "model").build_model().parameters())
     held = sum(parameter.ds_tensor.numel() for parameter in parameters)
     return {
-        "kind": accelerator.distributed_type.value,
+        "kind": arguments.distributed_state.distributed_type.value,
         "whole": sum(parameter.numel() for parameter in parameters),
         "held": held,
         "all": sum(parameter.ds_numel for parameter in parameters),

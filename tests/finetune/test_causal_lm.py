@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError
-from megacore.finetune.build import build_task
+from megacore.finetune.task import build_task
 from tests.finetune._tiny_models import learn, prepare, scores, tiny_config, write_data, write_export, write_model
 
 

@@ -9,14 +9,14 @@ import torch
 
 from megacore.checkpoint.format import Marker, verify
 from megacore.errors import CheckpointError
-from megacore.finetune.progress import Progress
+from megacore.finetune.checkpoints import Progress
 from megacore.train.names import STOP_FILE
 from tests.finetune._tiny_task import Run, TinyTask, config, run, weights
 
 TRAIN = {"micro_batch_size": 8}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp"])
 def test_two_ranks_go_on_as_if_nothing_had_been(two: list[dict[str, Any]], kind: str) -> None:
     """With dropout, within an epoch; the signal reaches one rank alone."""
     for rank in two:
@@ -98,7 +98,7 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(dropped: Run, tiny_r
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000003", "iter_0000004", "iter_0000005"]
     # Only the third is of an evaluated model.
     assert [Marker.read(path).validation_loss is None for path in sorted(root.iterdir())] == [False, True, True]
-    weights_file = root / "iter_0000005" / "model.safetensors"
+    weights_file = root / "iter_0000005" / "checkpoint-5" / "model.safetensors"
     weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"!")
     (root / "iter_0000004" / "complete.json").unlink()
     shutil.copytree(root / "iter_0000003", root / "iter_0000009.tmp-1234")
@@ -119,11 +119,10 @@ def test_a_checkpoint_is_whole_or_not_there(dropped: Run) -> None:
     path = dropped.directory / "checkpoints" / "iter_0000006"
     marker = Marker.read(path)
     assert marker.files.keys() == {
-        "model.safetensors",
-        "optimizer.bin",
         "progress.json",
-        "random_states_0.pkl",
-        "scheduler.bin",
+        *(f"checkpoint-6/{name}" for name in ("config.json", "generation_config.json", "model.safetensors")),
+        *(f"checkpoint-6/{name}" for name in ("optimizer.pt", "rng_state.pth", "scheduler.pt")),
+        *(f"checkpoint-6/{name}" for name in ("trainer_state.json", "training_args.bin")),
     }
     assert marker.problem(path, "full") is None
 
@@ -132,19 +131,18 @@ def test_a_checkpoint_is_whole_or_not_there(dropped: Run) -> None:
 def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
     dropped: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    from accelerate import Accelerator
-
-    from megacore.finetune import checkpoints, files
+    from megacore.finetune import checkpoints
+    from megacore.finetune.stepping import StepTrainer
 
     class CrashError(Exception):
         pass
 
     places: dict[str, tuple[Any, str]] = {
-        "stage": (files.secrets, "token_hex"),
-        "state": (Accelerator, "save_state"),
-        "measure": (files, "sync_file"),
+        "stage": (checkpoints.secrets, "token_hex"),
+        "state": (StepTrainer, "write_state"),
+        "measure": (checkpoints, "sync_file"),
         "mark": (Marker, "write"),
-        "rename": (files, "sync_directory"),
+        "rename": (checkpoints, "sync_directory"),
         "retain": (checkpoints, "apply_retention"),
     }
     made = config(train=TRAIN | {"max_steps": 6}, checkpoint={"save_interval": 1})

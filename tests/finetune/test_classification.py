@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError
-from megacore.finetune.build import build_task
 from megacore.finetune.classification import ClassificationTask
+from megacore.finetune.task import build_task
 from tests.finetune._tiny_models import (
     learn,
     pair_rows,

@@ -9,12 +9,10 @@ import pytest
 from megacore.artifact.manifest import list_files
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError, DataFormatError, WorkerLostError
-from megacore.finetune import encode
+from megacore.finetune import examples
 from megacore.finetune.dataset import collect_rows, open_split
-from megacore.finetune.examples import build_examples, read_task
-from megacore.finetune.fit import check_fit, check_head
-from megacore.finetune.models import read_model_config, read_tokenizer
-from megacore.finetune.pretrained import collect_pretrained
+from megacore.finetune.examples import build_examples, check_fit, check_head, read_task
+from megacore.finetune.pretrained import collect_pretrained, read_model_config, read_tokenizer
 from tests.finetune._tiny_models import (
     POSITIONS,
     copy_rows,
@@ -168,7 +166,7 @@ def test_limits_take_the_first_rows(models: dict[str, Path], tmp_path: Path) -> 
 
 
 def test_workers_change_nothing(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_ROWS_PER_WORKER", 5)
+    monkeypatch.setattr(examples, "_ROWS_PER_WORKER", 5)
     for kind, model, rows in (("classification", "bert", pair_rows(12)), ("causal_lm", "gpt2", text_rows(12))):
         digests = []
         for workers in (1, 2):
@@ -181,8 +179,8 @@ def test_workers_change_nothing(models: dict[str, Path], tmp_path: Path, monkeyp
 def test_a_process_that_died_can_be_retried(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "_ROWS_PER_WORKER", 5)
-    monkeypatch.setattr(encode, "encode_texts", _die)
+    monkeypatch.setattr(examples, "_ROWS_PER_WORKER", 5)
+    monkeypatch.setattr(examples, "encode_texts", _die)
     with pytest.raises(WorkerLostError, match=r"a process that tokenized was killed.*set data\.workers to fewer"):
         build(models["bert"], tmp_path, "classification", pair_rows(12), data=_data(tmp_path, workers=2))
 

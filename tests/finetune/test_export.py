@@ -12,8 +12,7 @@ import torch
 from megacore.artifact.files import write_json
 from megacore.checkpoint.format import FileRecord, Marker
 from megacore.errors import CheckpointError, ConversionError
-from megacore.finetune.export import export_best
-from megacore.finetune.gate import compare_losses, load_exported
+from megacore.finetune.export import compare_losses, export_best, load_exported
 from megacore.finetune.job import FinetuneExportJob
 from tests.finetune._tiny_task import TinyTask, config, run
 

@@ -5,8 +5,8 @@ from datasets import Dataset
 
 from megacore.config.finetune_task import ClassificationConfig
 from megacore.errors import DataFormatError
-from megacore.finetune.glue import classification_settings
-from megacore.finetune.labels import read_labels
+from megacore.finetune.classification import read_labels
+from megacore.finetune.metrics import classification_settings
 
 
 def read(train: list[Any], valid: list[Any], **task: Any) -> tuple[Any, dict[str, Any]]:

@@ -6,16 +6,17 @@ import pytest
 
 from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
 from megacore.errors import ConfigError
-from megacore.finetune.glue import GLUE, classification_settings
 from megacore.finetune.metrics import (
+    GLUE,
     best_metric,
     check_installed,
     classification_metrics,
+    classification_settings,
     metric_names,
     perplexity,
     text_metrics,
 )
-from megacore.finetune.sentences import sentence_splitter
+from megacore.finetune.seq2seq import sentence_splitter
 from tests._dist import run_distributed
 from tests.finetune import _rank_cases
 from tests.finetune._tiny_models import tiny_config

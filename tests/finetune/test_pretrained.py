@@ -12,8 +12,13 @@ from safetensors.torch import load_file
 from megacore.artifact.manifest import Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
 from megacore.errors import ConfigError, DownloadError
-from megacore.finetune.models import read_model_config, read_tokenizer
-from megacore.finetune.pretrained import collect_pretrained, local_directory, pretrained_digests
+from megacore.finetune.pretrained import (
+    collect_pretrained,
+    local_directory,
+    pretrained_digests,
+    read_model_config,
+    read_tokenizer,
+)
 from tests.finetune._tiny_models import write_export, write_model
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError, DataFormatError, DownloadError
-from megacore.finetune.build import build_task
-from megacore.finetune.gate import Exported
-from megacore.finetune.samples import sample_text
+from megacore.finetune.export import Exported, sample_text
 from megacore.finetune.seq2seq import Seq2SeqTask
+from megacore.finetune.task import build_task
 from tests.finetune._tiny_models import (
     copy_rows,
     learn,

@@ -1,5 +1,6 @@
 """Distributions, DeepSpeed's JSON, optimizer and schedule."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,9 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError, LaunchError
-from megacore.finetune.accelerator import build_accelerator, check_precision
-from megacore.finetune.deepspeed_json import deepspeed_json
-from megacore.finetune.optimizer import parameter_groups
-from tests.finetune._tiny_task import config
+from megacore.finetune.distribution import check_precision, deepspeed_json, training_arguments
+from megacore.finetune.stepping import parameter_groups, prepare
+from tests.finetune._tiny_task import TinyTask, config
 from tests.finetune._two_ranks import ADAMW, DECAY
 
 LOSSES = 1e-6
@@ -20,8 +20,8 @@ WEIGHTS = 2e-5
 """Of weights after six steps with a learning rate of 5e-3; Adam divides by the root of small numbers."""
 
 
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-offload"])
-def test_zero_learns_what_ddp_does(two: list[dict[str, Any]], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-offload", "fsdp"])
+def test_each_distribution_learns_what_ddp_does(two: list[dict[str, Any]], kind: str) -> None:
     for rank in two:
         ddp, zero = rank["ddp"], rank[kind]
         assert zero["losses"] == pytest.approx(ddp["losses"], rel=LOSSES)
@@ -33,8 +33,18 @@ def test_zero_learns_what_ddp_does(two: list[dict[str, Any]], kind: str) -> None
     assert ddp["losses"][-1] < ddp["losses"][0] - 0.1
 
 
-@pytest.mark.parametrize("model", ["deberta", "blenderbot"])
-@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp"])
+def test_bf16_learns_what_fp32_does(two: list[dict[str, Any]], kind: str) -> None:
+    whole, rounded = two[0]["ddp"], two[0][f"{kind} bf16"]
+    assert rounded["losses"] == pytest.approx(whole["losses"][:2], rel=5e-3)
+    assert rounded["losses"] != whole["losses"][:2]
+    assert all(weight.dtype == torch.float32 for weight in rounded["weights"].values())
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("deberta", "zero2"), ("deberta", "zero3"), ("deberta", "fsdp"), ("blenderbot", "zero2"), ("blenderbot", "zero3")],
+)
 def test_zero_learns_what_ddp_does_with_real_tasks(two: list[dict[str, Any]], model: str, kind: str) -> None:
     """Under ZeRO-3 the head is drawn, and texts are written, with a model that no rank has as a whole."""
     for rank in two:
@@ -58,8 +68,8 @@ def test_a_head_gives_way_under_zero_3_too(two: list[dict[str, Any]]) -> None:
 
 
 def test_the_last_step_of_an_epoch_weighs_its_batches_alike(two: list[dict[str, Any]]) -> None:
-    for rank in two:
-        ddp, zero = rank["ddp accumulated"], rank["zero2 accumulated"]
+    for rank, kind in itertools.product(two, ("zero2", "fsdp")):
+        ddp, zero = rank["ddp accumulated"], rank[f"{kind} accumulated"]
         assert len(ddp["losses"]) == 4, "3 batches in steps of 2, twice"
         assert zero["losses"] == pytest.approx(ddp["losses"], rel=LOSSES)
         # With half of the gradient the norm would be half of it, too.
@@ -164,30 +174,46 @@ def test_fp16_without_a_gpu_is_refused() -> None:
         check_precision(config(train={"precision": "fp16"}), "fp16", "cpu")
 
 
-def test_another_distribution_than_asked_for_is_refused(tiny_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import accelerate
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [("fp16", "launch.distributed is fsdp and train.precision fp16, .* untested"), ("fp32", "there is one rank")],
+)
+def test_fsdp_is_for_several_ranks_and_not_for_fp16(tmp_path: Path, precision: str, message: str) -> None:
+    made = config(launch={"distributed": "fsdp"})
+    with pytest.raises(ConfigError, match=message):
+        training_arguments(made, precision=precision, device=torch.device("cuda"), total_steps=1, directory=tmp_path)
+
+
+def test_another_distribution_than_asked_for_is_refused(
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import trainer
 
     before = dict(os.environ)
-    original = accelerate.Accelerator
+    original = trainer.Accelerator
 
     def other(**values: Any) -> Any:
         made = original(**values)
         monkeypatch.setattr(type(made), "num_processes", property(lambda self: 7))
         return made
 
-    monkeypatch.setattr(accelerate, "Accelerator", other)
+    monkeypatch.setattr(trainer, "Accelerator", other)
     with pytest.raises(LaunchError, match=r"launch\.distributed is ddp on 1 ranks and Accelerate came to NO on 7"):
-        build_accelerator(config(), precision="fp32", device=torch.device("cpu"), total_steps=1)
+        prepare(
+            config(), TinyTask(tiny_root / "model"), precision="fp32", device=torch.device("cpu"), directory=tmp_path
+        )
     assert {name for name in os.environ if name not in before} <= {"DS_ACCELERATOR"}
 
 
-def test_a_rank_alone_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_alone_joins_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that starts one rank numbers it, too; a group that Accelerate made would be of NCCL alone on GPUs."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    found = build_accelerator(config(), precision="fp32", device=torch.device("cpu"), total_steps=1)
-    assert found.distributed_type.value == "NO"
+    found = training_arguments(
+        config(), precision="fp32", device=torch.device("cpu"), total_steps=1, directory=tmp_path
+    )
+    assert found.distributed_state.distributed_type.value == "NO"
     assert not torch.distributed.is_initialized()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megacore.config.finetune import FinetuneTrainConfig
 from megacore.errors import LossError, MemoryExhaustedError
-from megacore.finetune.schedule import Schedule
+from megacore.finetune.resolve import Schedule
 from tests.finetune._tiny_task import LENGTH, Run, TinyTask, config, run
 
 EIGHT = {"micro_batch_size": 8}

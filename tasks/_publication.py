@@ -1,18 +1,21 @@
-"""What a publication left: a receipt in its artifact, and where MLflow shows it."""
+"""Publication as a stage, of pretrainings and fine-tunings: the run and its model in MLflow, and a receipt for it."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact import StageKey
+from megacore.artifact import StageKey, Workspace
 from megacore.artifact.files import write_json
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build
 from tasks._environment import mlflow_server
 from tasks._flow_config import FlowConfig
-from tasks._mlflow import Tracking
+from tasks._forward import Forwarder, RunFacts
+from tasks._mlflow import Tracking, end_run
+from tasks._registry import published_exists
 
 RECEIPT = "receipt.json"
+"""File of a publication's artifact: what was published."""
 
 
 def read_receipt(directory: Path) -> dict[str, str]:
@@ -21,30 +24,63 @@ def read_receipt(directory: Path) -> dict[str, str]:
     return receipt
 
 
-def receipt_problem(config: FlowConfig, key: StageKey, tracking: Tracking) -> str | None:
-    """Why the model must be published (again); None when the registry still has what the receipt says."""
-    from tasks._registry import published_exists
+def tracking_of(config: FlowConfig) -> Tracking:
+    """The MLflow store of a run, and its experiment."""
+    return Tracking(Workspace.of(), config.tracking.experiment)
 
+
+def receipt_problem(config: FlowConfig, key: StageKey) -> str | None:
+    """Why the model must be published (again); None when the registry still has what the receipt says."""
     problem = artifact_problem(key, config)
-    if problem is None and not published_exists(tracking, read_receipt(artifact_directory(key))):
+    if problem is None and not published_exists(tracking_of(config), read_receipt(artifact_directory(key))):
         return "the model registry no longer has it"
     return problem
 
 
 def build_publication(
-    config: FlowConfig, key: StageKey, tracking: Tracking, publish: Callable[[], dict[str, str]]
+    config: FlowConfig,
+    key: StageKey,
+    run_directory: Path,
+    facts: Callable[[], RunFacts],
+    send: Callable[[Tracking, str], dict[str, str]],
 ) -> StageResult:
-    """The artifact of a publication: what `publish` returns is its receipt, unless one is there that still holds."""
+    """Publish a run, unless its receipt is there and still holds; the artifact holds the receipt.
+
+    Args:
+        config: of the run.
+        key: of the publication.
+        run_directory: of the run; MLflow gets what it lacks of its events.
+        facts: what MLflow records of the run beside its configuration.
+        send: given the store and the MLflow run, registers the exported model and returns the receipt.
+
+    Raises TrackingError, ConversionError.
+    """
 
     def fill(directory: Path) -> dict[str, Any]:
-        receipt = publish()
+        tracking = tracking_of(config)
+        run_id = Forwarder(tracking, run_directory, config, facts()).flush()
+        try:
+            receipt = send(tracking, run_id)
+        finally:
+            # The training is finished whatever becomes of its publication.
+            end_run(tracking, run_id)
         write_json(directory / RECEIPT, receipt)
         return {"model": receipt["model_name"], "version": receipt["version"], "run_id": receipt["run_id"]}
 
-    if receipt_problem(config, key, tracking) is not None:
+    if receipt_problem(config, key) is not None:
         # A receipt for what is no longer there counts for nothing.
         (artifact_directory(key) / RECEIPT).unlink(missing_ok=True)
     return build(config, key, fill)
+
+
+def places(tracking: Tracking, run_directory: Path, export_directory: Path, published: Path) -> list[str]:
+    """Where the model, the run and their pages in MLflow are, as lines of markdown."""
+    return [
+        f"- transformers model: `{export_directory / 'model'}`",
+        f"- run: `{run_directory}`",
+        *mlflow_places(tracking, read_receipt(published)),
+        "",
+    ]
 
 
 def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:

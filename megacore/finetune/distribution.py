@@ -1,0 +1,373 @@
+"""How ranks divide the work: the Trainer's arguments, DeepSpeed's settings, and nothing by accident."""
+
+import copy
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megacore.config.finetune import FinetuneConfig
+from megacore.engine.deepspeed_join import join_ranks
+from megacore.engine.deepspeed_setup import import_deepspeed
+from megacore.errors import ConfigError, LaunchError
+from megacore.foreign.deepspeed_claims import STAGES
+from megacore.foreign.files import leaves
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+
+def check_precision(config: FinetuneConfig, precision: str, device_type: str) -> None:
+    """Raise ConfigError for a compute type that this machine has not; `precision` is resolved."""
+    if precision == "fp16" and device_type != "cuda":
+        raise ConfigError(
+            f"train.precision is fp16, which needs a GPU, and this machine has none to fine-tune {config.name} on: set "
+            "train.precision to auto"
+        )
+
+
+def training_arguments(
+    config: FinetuneConfig, *, precision: str, device: torch.device, total_steps: int, directory: Path
+) -> "TrainingArguments":
+    """The Trainer's arguments for `launch.distributed` among the ranks that have joined.
+
+    With ZeRO-3 a model that is read by `from_pretrained` from here on, while this object lives, is divided among the
+    ranks as it is read, so that no rank need hold all of it.
+
+    Args:
+        config: the fine-tuning.
+        precision: fp32, bf16 or fp16, resolved.
+        device: this rank's.
+        total_steps: optimizer steps of the whole run.
+        directory: of the run; the Trainer by itself writes nothing there.
+
+    Raises:
+        ConfigError: fp16 without a GPU, or a DeepSpeed JSON that contradicts the configuration.
+    """
+    check_precision(config, precision, device.type)
+    if importlib.util.find_spec("deepspeed") is not None:
+        import_deepspeed()  # transformers and Accelerate import it where it is installed, and not as quietly
+    from transformers import TrainingArguments
+
+    _forget()
+    train, optim = config.train, config.optim
+    deepspeed, fsdp = config.launch.distributed in STAGES, config.launch.distributed == "fsdp"
+    divided: dict[str, Any] = {"accelerator_config": {"use_configured_state": deepspeed or fsdp}}
+    if deepspeed:
+        _join_deepspeed(config, device)
+    elif fsdp:
+        _join_fsdp(config, precision, device)
+        divided |= {"fsdp": True, "fsdp_config": _fsdp_settings(config)}
+    elif not dist.is_initialized():
+        os.environ.pop("LOCAL_RANK", None)  # else Accelerate makes a group of its own, on GPUs of NCCL alone
+    arguments = TrainingArguments(
+        output_dir=str(directory),
+        per_device_train_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        max_steps=total_steps,
+        learning_rate=optim.lr,
+        lr_scheduler_type=optim.lr_scheduler,
+        warmup_steps=optim.warmup_steps,
+        max_grad_norm=optim.clip_grad,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        seed=config.seed,
+        data_seed=config.seed,
+        use_cpu=device.type == "cpu",
+        **divided,
+        # XLNet's weights for masks have no gradient; where all have one, a line in the log says so.
+        ddp_find_unused_parameters=True,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+    )
+    if not dist.is_initialized():
+        arguments._n_gpu = min(1, arguments.n_gpu)  # else the Trainer takes all GPUs that it sees
+    if deepspeed:
+        ranks = dist.get_world_size()
+        _use_settings(
+            arguments,
+            deepspeed_json(config, precision=precision, device_type=device.type, ranks=ranks, total_steps=total_steps),
+        )
+    return arguments
+
+
+def check_distribution(accelerator: "Accelerator", config: FinetuneConfig, device: torch.device) -> None:
+    """Raise LaunchError for an Accelerator of another kind or of other ranks than were asked for."""
+    from accelerate.utils import DistributedType
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    wanted = {DistributedType.DEEPSPEED}
+    if config.launch.distributed == "fsdp":
+        wanted = {DistributedType.FSDP}
+    if config.launch.distributed == "ddp":
+        several = DistributedType.MULTI_GPU if device.type == "cuda" else DistributedType.MULTI_CPU
+        wanted = {several} if ranks > 1 else {DistributedType.NO, several}
+    if accelerator.distributed_type not in wanted or accelerator.num_processes != ranks:
+        raise LaunchError(
+            f"launch.distributed is {config.launch.distributed} on {ranks} ranks and Accelerate came to "
+            f"{accelerator.distributed_type.value} on {accelerator.num_processes}: unset environment variables of "
+            "other launchers"
+        )
+
+
+def _join_deepspeed(config: FinetuneConfig, device: torch.device) -> None:
+    """Let DeepSpeed know the ranks; it looks at the environment, and on CPUs at little else."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"launch.distributed is {config.launch.distributed}, which needs DeepSpeed, and that is not installed: "
+            "pip install megacore[deepspeed], or set launch.distributed to ddp"
+        )
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if device.type == "cpu":
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    join_ranks()
+    PartialState(backend="nccl" if device.type == "cuda" else "gloo")
+
+
+def _join_fsdp(config: FinetuneConfig, precision: str, device: torch.device) -> None:
+    """Let Accelerate use torch's FSDP, which it otherwise takes for GPUs only; torch's runs on gloo ranks, too."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    if precision == "fp16":
+        raise ConfigError(
+            "launch.distributed is fsdp and train.precision fp16, which are untested together: set train.precision to "
+            "bf16 or fp32, or launch.distributed to zero3"
+        )
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise ConfigError(
+            "launch.distributed is fsdp, which divides a model among ranks, and there is one rank: raise "
+            "launch.nproc_per_node, or set launch.distributed to ddp"
+        )
+    state = PartialState(cpu=device.type == "cpu", backend="nccl" if device.type == "cuda" else "gloo")
+    state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
+    """The Trainer's settings of FSDP 2, with what an Accelerate YAML says of it.
+
+    Each rank saves its own part, whatever `fsdp_state_dict_type` says: a run goes on with the same ranks.
+    """
+    yaml = config.launch.accelerate_config
+    given = yaml.get("fsdp_config") if isinstance(yaml, dict) else None
+    block = given if isinstance(given, dict) else {}
+    settings: dict[str, Any] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    for name, key in _FSDP_KEYS.items():
+        if key in block:
+            settings[name] = block[key]
+    classes = settings.get("transformer_layer_cls_to_wrap")
+    if isinstance(classes, str):
+        settings["transformer_layer_cls_to_wrap"] = [name.strip() for name in classes.split(",")]
+    return settings
+
+
+def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> None:
+    """Let the Trainer make DeepSpeed's engine with settings that are complete and were checked."""
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    class Settings(HfTrainerDeepSpeedConfig):
+        """Fills in what depends on the model, and compares nothing: a JSON may differ from the arguments."""
+
+        def fill_match(self, *values: Any, **named: Any) -> None: ...
+
+    made: Any = Settings(settings)  # type: ignore[no-untyped-call]
+    made.trainer_config_process(arguments)
+    arguments.deepspeed = settings
+    arguments.hf_deepspeed_config = made
+    arguments.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=made)
+
+
+def _forget() -> None:
+    """Clear what another launcher, or another Accelerator of this process, has left: there is one at a time."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+_FSDP_KEYS = {
+    "reshard_after_forward": "fsdp_reshard_after_forward",
+    "cpu_offload": "fsdp_offload_params",
+    "auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "min_num_params": "fsdp_min_num_params",
+}
+"""What an Accelerate YAML may say of FSDP, by the Trainer's name for it."""
+_SETTING = "launch.deepspeed_config"
+_AUTO = "auto"
+_BY_HIDDEN_SIZE = frozenset(
+    f"zero_optimization.{name}"
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+)
+"""What Accelerate fills in, since it depends on the model's hidden size."""
+_ADAMS = ("adam", "adamw")
+_BUCKET = int(25 * 2**20 / 4)
+"""Numbers that travel at a time: 25 MiB of fp32, as DDP's. DeepSpeed's default takes 2 GB, however small the model."""
+
+
+def deepspeed_json(
+    config: FinetuneConfig, *, precision: str, device_type: str, ranks: int, total_steps: int
+) -> dict[str, Any]:
+    """Everything that DeepSpeed's engine is made with; of `auto` only what depends on the model's size is left.
+
+    Args:
+        config: the fine-tuning; its `launch.deepspeed_config` is an object by now, or None.
+        precision: fp32, bf16 or fp16, resolved.
+        device_type: cuda or cpu; on a CPU nothing is page-locked.
+        ranks: of the job.
+        total_steps: optimizer steps of the whole run, with which a learning rate schedule in the JSON ends.
+
+    Raises:
+        ConfigError: the JSON contradicts the configuration, or holds an `auto` that nothing fills.
+    """
+    given = config.launch.deepspeed_config
+    if isinstance(given, str):
+        raise ConfigError(f"{_SETTING} is {given!r}, a path: its content is what ranks take")
+    values: dict[str, Any] = copy.deepcopy(given) if given is not None else {}
+    _fill(values, _filled_in(config, precision, ranks, total_steps))
+    _set_arithmetic(values, precision)
+    _set_zero(values, config, device_type)
+    _set_optimizer(values)
+    _check(values, config, ranks)
+    left = [name for name, value in leaves(values) if value == _AUTO and name not in _BY_HIDDEN_SIZE]
+    if left:
+        raise ConfigError(f'{left[0]} of {_SETTING} is "auto", which nothing here fills in: give it a value')
+    return values
+
+
+def _filled_in(config: FinetuneConfig, precision: str, ranks: int, total_steps: int) -> dict[str, Any]:
+    """What each `auto` stands for, by its dotted name."""
+    train, optim = config.train, config.optim
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "train_batch_size": train.micro_batch_size * train.gradient_accumulation_steps * ranks,
+        "gradient_clipping": optim.clip_grad,
+        "fp16.enabled": precision == "fp16",
+        "bf16.enabled": precision == "bf16",
+        "fp16.loss_scale": 0,
+        "fp16.initial_scale_power": 16,
+        "zero_optimization.stage": STAGES[config.launch.distributed],
+        "zero_optimization.offload_optimizer.device": _offload(config),
+        "zero_optimization.offload_param.device": _offload(config),
+        "optimizer.params.lr": optim.lr,
+        "optimizer.params.betas": [optim.adam_beta1, optim.adam_beta2],
+        "optimizer.params.eps": optim.adam_eps,
+        "optimizer.params.weight_decay": optim.weight_decay,
+        "optimizer.params.torch_adam": True,
+        "optimizer.params.adam_w_mode": True,
+        "scheduler.params.warmup_min_lr": 0.0,
+        "scheduler.params.warmup_max_lr": optim.lr,
+        # DeepSpeed takes no warm-up of 0 steps; of one step the first rate is the peak, too.
+        "scheduler.params.warmup_num_steps": max(1, optim.warmup_steps),
+        "scheduler.params.total_num_steps": total_steps,
+    }
+
+
+def _offload(config: FinetuneConfig) -> str:
+    return "cpu" if config.launch.distributed == "zero3-offload" else "none"
+
+
+def _fill(values: dict[str, Any], filled: dict[str, Any], prefix: str = "") -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _fill(value, filled, f"{prefix}{key}.")
+        elif value == _AUTO and f"{prefix}{key}" in filled:
+            values[key] = filled[f"{prefix}{key}"]
+    if not prefix:
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+            values.setdefault(key, filled[key])
+        values.setdefault("train_batch_size", filled["train_batch_size"])
+
+
+def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
+    """fp16 with DeepSpeed's dynamic loss scale, bf16, or neither."""
+    described = "fp16" in values
+    for name in ("fp16", "bf16"):
+        block = values.setdefault(name, {})
+        enabled = block.setdefault("enabled", precision == name)
+        if enabled != (precision == name):
+            raise ConfigError(
+                f"{name}.enabled of {_SETTING} is {str(enabled).lower()} and train.precision is {precision}: set the "
+                f'former to "auto", or train.precision to {name if enabled else "auto"}'
+            )
+    if precision == "fp16" and not described:
+        values["fp16"]["auto_cast"] = True
+
+
+def _set_zero(values: dict[str, Any], config: FinetuneConfig, device_type: str) -> None:
+    """Stage and offload of `launch.distributed`; nothing is compiled for an offloaded Adam, torch's updates it."""
+    zero = values.setdefault("zero_optimization", {})
+    stage = zero.setdefault("stage", STAGES[config.launch.distributed])
+    zero["stage3_gather_16bit_weights_on_model_save"] = stage == 3
+    if config.launch.deepspeed_config is None:
+        blocks = {"offload_optimizer": _offload(config)} | ({"offload_param": _offload(config)} if stage == 3 else {})
+        for name, device in blocks.items():
+            zero[name] = {"device": device}
+        zero |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), _BUCKET)
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device", "none") == "none":
+            zero.pop(name, None)
+        else:
+            zero[name]["pin_memory"] = device_type == "cuda" and zero[name].get("pin_memory", True)
+    values["zero_allow_untested_optimizer"] = True
+    values["zero_force_ds_cpu_optimizer"] = False
+
+
+def _set_optimizer(values: dict[str, Any]) -> None:
+    """Let torch's Adam stand for DeepSpeed's compiled ones: they make the same update, and ranks compile nothing."""
+    optimizer = values.get("optimizer")
+    if optimizer is None or str(optimizer.get("type", "")).lower() not in _ADAMS:
+        return
+    parameters = optimizer.setdefault("params", {})
+    if parameters.setdefault("torch_adam", True) is not True:
+        raise ConfigError(
+            f"optimizer.params.torch_adam of {_SETTING} is false: DeepSpeed's own Adam would be compiled in every "
+            "rank, which is not done here; leave it out, torch's Adam makes the same update"
+        )
+
+
+def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
+    """Refuse what would run otherwise than the configuration says, both sides named."""
+    stage = values["zero_optimization"]["stage"]
+    if stage != STAGES[config.launch.distributed]:
+        raise ConfigError(
+            f"zero_optimization.stage of {_SETTING} is {stage} and launch.distributed is {config.launch.distributed}: "
+            "make them agree"
+        )
+    train = config.train
+    ours = {
+        "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
+        "gradient_accumulation_steps": ("train.gradient_accumulation_steps", train.gradient_accumulation_steps),
+        "train_batch_size": (
+            f"train.micro_batch_size x train.gradient_accumulation_steps x {ranks} ranks",
+            train.micro_batch_size * train.gradient_accumulation_steps * ranks,
+        ),
+        "gradient_clipping": ("optim.clip_grad", config.optim.clip_grad),
+    }
+    for name, (setting, value) in ours.items():
+        if values[name] != value:
+            raise ConfigError(
+                f'{name} of {_SETTING} is {values[name]} and {setting} is {value}: set the former to "auto"'
+            )
+
