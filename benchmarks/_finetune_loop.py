@@ -60,7 +60,9 @@ def main() -> None:
         total_steps=steps,
         directory=Path(job.run_directory),
     )
-    accelerator = accelerate.Accelerator(cpu=arguments.use_cpu, deepspeed_plugin=arguments.deepspeed_plugin)
+    accelerator = accelerate.Accelerator(
+        cpu=arguments.use_cpu and arguments.deepspeed_plugin is None, deepspeed_plugin=arguments.deepspeed_plugin
+    )
     head = "CausalLM" if kind == "causal_lm" else "SequenceClassification"
     torch.manual_seed(config.seed)
     model: Any = getattr(transformers, f"AutoModelFor{head}").from_pretrained(source)

@@ -26,6 +26,8 @@ GPU_SHARE = 0.95
 of a few equal steps, and the rest is also the CUDA context's and NCCL's."""
 _CHECK = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")
 """What PyTorch says before it names the allocation."""
+_NO_PRIMITIVE = "could not create a primitive"
+"""What oneDNN says when memory for its code or its scratch space is denied to it."""
 _ALL_THREADS = 1 << 20
 """Numbers of a tensor that is surely computed by all threads."""
 
@@ -185,6 +187,10 @@ def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
     )
     try:
         yield
+    except RuntimeError as error:
+        if _NO_PRIMITIVE not in str(error):
+            raise
+        raise MemoryError(f"oneDNN cannot allocate memory ({_NO_PRIMITIVE})") from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 

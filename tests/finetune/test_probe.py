@@ -91,6 +91,18 @@ def test_a_limit_that_leaves_nothing_for_the_model_is_refused(tmp_path: Path) ->
         pass
 
 
+def test_what_onednn_says_of_a_lack_of_memory_is_known() -> None:
+    limit = resident() + 10**9
+    with (
+        pytest.raises(MemoryExhaustedError, match=r"micro batch of 4 .oneDNN cannot allocate memory"),
+        probe.memory_errors(4),
+        probe.limited_memory(limit, CPU),
+    ):
+        raise RuntimeError("could not create a primitive")
+    with pytest.raises(RuntimeError, match="something else"), probe.limited_memory(limit, CPU):
+        raise RuntimeError("something else")
+
+
 def test_missing_samples_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(DataFormatError, match=r"task\.json"):
