@@ -10,8 +10,8 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.config.load import parse_finetune_config
 from megacore.finetune.dataset import collect_rows
 from megacore.finetune.examples import build_examples
-from megacore.finetune.job import FinetuneJob
 from megacore.finetune.pretrained import collect_pretrained, local_directory
+from megacore.jobs.finetune import FinetuneJob
 
 MODELS = ("deberta", "gpt2")
 SAMPLES = 512

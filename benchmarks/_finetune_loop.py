@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from megacore.finetune.distribution import training_arguments
-from megacore.finetune.job import FinetuneJob
-from megacore.launch.process import set_up_arithmetic
+from megacore.jobs.finetune import FinetuneJob
+from megacore.ranks.process import set_up_arithmetic
 
 RESULT = "by-hand.json"
 """In the run directory: seconds of each epoch."""

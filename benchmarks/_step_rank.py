@@ -21,7 +21,7 @@ import torch
 
 from benchmarks._entrants import BETAS, CLIP, LR, OUT_OF_MEMORY, WEIGHT_DECAY, Work
 from benchmarks._steps import Step, endless, megacore_step, nanogpt_step, transformers_model, transformers_step
-from megacore.launch.process import set_up_arithmetic
+from megacore.ranks.process import set_up_arithmetic
 
 _CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (4096, 8192)
 _PRODUCTS = 20

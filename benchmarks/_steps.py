@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks._entrants import BETAS, CLIP, LR, WEIGHT_DECAY, Case, Work
 from benchmarks._nanogpt import NanoGpt
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.hf_gpt2 import key_map
+from megacore.convert.hf.gpt2 import key_map
 
 Step = Callable[[], "Tensor | float"]
 """Makes one step and returns its loss; a tensor that nobody reads costs no wait for a GPU."""

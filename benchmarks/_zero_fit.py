@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks._zero_ranks import OutOfMemoryError, started
 from benchmarks._zero_variants import FITS, VARIANTS, Work
-from megacore.engine.deepspeed_ops import build_operator
+from megacore.engine.deepspeed.operators import build_operator
 
 _STEPS = 3
 """After one to warm up; what does not fit shows in these as well."""

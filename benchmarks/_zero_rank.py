@@ -166,11 +166,11 @@ def main(work: Work) -> None:
     dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
     variant = VARIANTS[work.variant]
     if variant.engine == "deepspeed":
-        from megacore.engine.deepspeed_setup import import_deepspeed
+        from megacore.engine.deepspeed.setup import import_deepspeed
 
         import_deepspeed()
         if variant.compiled_adam:
-            from megacore.engine.deepspeed_ops import load_operators
+            from megacore.engine.deepspeed.operators import load_operators
 
             load_operators(work.config())
     with running_out_of_memory():

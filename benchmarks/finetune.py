@@ -25,14 +25,14 @@ from benchmarks import _finetune_loop
 from benchmarks._finetune_data import MODELS, Prepared, prepare
 from benchmarks._turns import progress
 from benchmarks._verdict import Check, table, verdict
+from megacore.cluster import torchrun
 from megacore.config.finetune import DISTRIBUTIONS
-from megacore.engine.deepspeed_setup import import_deepspeed
+from megacore.engine.deepspeed.setup import import_deepspeed
 from megacore.finetune.batch_size import Answer, Fits, as_markdown, notes, table_rows
-from megacore.finetune.job import FinetuneJob
-from megacore.launch import torchrun
-from megacore.launch.finetune_search import Watch, compare, method_config
-from megacore.launch.finetune_stages import finetune
+from megacore.jobs.finetune import FinetuneJob
 from megacore.observe.events import EventReader
+from megacore.ranks.batch_size_search import Watch, compare, method_config
+from megacore.ranks.finetune_stages import finetune
 
 EPOCHS = 5
 RANKS = 2

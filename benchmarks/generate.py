@@ -21,7 +21,7 @@ import torch
 from benchmarks._verdict import Check, verdict
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
-from megacore.convert.hf_export import write_model
+from megacore.convert.hf.write import write_model
 from megacore.generate.generate import generate
 from megacore.generate.options import GenerateOptions
 from megacore.models.build import build_bare

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._verdict import Check, table, verdict
-from megacore.launch.job import TrainJob
+from megacore.jobs.run import TrainJob
 from tests.hosts import _jobs
 from tests.hosts._rig import Rig, hosts, rig_problem
 from tests.train import _runs

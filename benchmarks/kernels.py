@@ -24,9 +24,9 @@ from megacore.config.load import parse_config
 from megacore.config.spec import SpecialTokens
 from megacore.engine.native import DTYPES, NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
-from megacore.launch.process import set_up_arithmetic
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
+from megacore.ranks.process import set_up_arithmetic
 
 LLAMA = {
     "position_embedding_type": "rope",

@@ -23,8 +23,8 @@ from benchmarks._zero_fit import fit_table
 from benchmarks._zero_ranks import started
 from benchmarks._zero_variants import DISTRIBUTED, REFERENCE, SIZES, STATES, VARIANTS, Work
 from megacore.config.deepspeed import zero_of
-from megacore.engine.deepspeed_ops import build_operator
-from megacore.engine.deepspeed_settings import deepspeed_settings
+from megacore.engine.deepspeed.operators import build_operator
+from megacore.engine.deepspeed.settings import deepspeed_settings
 from megacore.plan.zero import ELEMENT_BYTES, ZeroBytes, zero_bytes
 
 TOLERANCE = 0.05

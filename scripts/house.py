@@ -29,19 +29,19 @@ FLOORS = "tests/architecture/floors.toml"
 HOUSE = ("megacore", "tasks", "flows")
 """What stands on floors."""
 CODE = (*HOUSE, "scripts", "benchmarks", "tests")
-RANK_ENTRY = "megacore.launch.pretrain"
+RANK_ENTRY = "megacore.ranks.pretrain"
 """The main module of a rank that trains."""
 HOPS = (
     "flows.pretrain:pretrain",
     "tasks._pipeline:stage",
     "tasks.train:train",
-    "megacore.launch.stages:train",
-    "megacore.launch.start:start_ranks",
-    "megacore.launch.torchrun:command",
+    "megacore.ranks.stages:train",
+    "megacore.cluster.start:start_ranks",
+    "megacore.cluster.torchrun:command",
     "megacore.launch.supervise:supervise",
     "megacore.launch.guard:main",
     f"{RANK_ENTRY}:pretrain",
-    "megacore.launch.rank:run_rank",
+    "megacore.ranks.rank:run_rank",
     "megacore.train.loop:run",
     "megacore.train.step:step",
     "megacore.engine.native:update",

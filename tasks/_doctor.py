@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from megacore.artifact import Workspace
 from megacore.artifact.files import write_json
 from megacore.artifact.manifest import file_digest
+from megacore.config.hostfile import hosts_of
 from megacore.errors import LaunchError
-from megacore.finetune.job import FinetuneJob
-from megacore.launch.hosts.hostfile import hosts_of
-from megacore.launch.job import Job
+from megacore.jobs.finetune import FinetuneJob
+from megacore.jobs.run import Job
 
 if TYPE_CHECKING:
     from tasks._mlflow import Tracking

@@ -6,9 +6,9 @@ from typing import Any
 from megacore.artifact import Artifact, StageKey, lock
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
-from megacore.launch import stages
-from megacore.launch.job import ConvertJob
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.jobs.run import ConvertJob
+from megacore.ranks import stages
 from tasks._cache import StageResult, build, stage_task
 from tasks.evaluate import fresh_scratch, log_tail
 from tasks.train import job_of

@@ -9,8 +9,8 @@ from megacore.artifact import Artifact, StageKey, lock
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
-from megacore.launch import stages
-from megacore.launch.job import EvaluateJob
+from megacore.jobs.run import EvaluateJob
+from megacore.ranks import stages
 from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
 from tasks.train import make_job

@@ -13,12 +13,12 @@ from prefect.artifacts import create_table_artifact
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.finetune import Distribution, FinetuneConfig
+from megacore.config.hostfile import hosts_of
 from megacore.config.keys import key_parameters
 from megacore.finetune.batch_size import Answer, Fits, as_markdown, gigabytes, notes, table_rows, train_seconds
 from megacore.finetune.resolve import resolve_ranks
-from megacore.launch.finetune_search import FIND_BATCH_SIZE_VERSION, Watch, check_methods, compare, method_config
-from megacore.launch.hosts.hostfile import hosts_of
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.ranks.batch_size_search import FIND_BATCH_SIZE_VERSION, Watch, check_methods, compare, method_config
 from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
 from tasks._pipeline import Pipeline

@@ -17,11 +17,11 @@ from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
 from megacore.errors import CheckpointError
-from megacore.finetune.job import FinetuneJob
 from megacore.finetune.resolve import resolve_ranks
-from megacore.launch import finetune_stages
-from megacore.launch.stages import attempt_log, next_attempt
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.jobs.finetune import FinetuneJob
+from megacore.ranks import finetune_stages
+from megacore.ranks.stages import attempt_log, next_attempt
 from tasks._attempt import reported_end
 from tasks._cache import StageResult, artifact_directory, artifact_problem, stage_task
 from tasks._doctor import check_hosts

@@ -6,9 +6,9 @@ from typing import Any
 from megacore.artifact import Artifact, StageKey, lock
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
-from megacore.finetune.job import FinetuneExportJob
-from megacore.launch import finetune_stages
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.jobs.finetune import FinetuneExportJob
+from megacore.ranks import finetune_stages
 from megacore.redact import redact
 from tasks._cache import StageResult, build, stage_task
 from tasks._parent import parent_of

@@ -11,13 +11,13 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
+from megacore.cluster.start import check_launcher, shown_commands
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, resolve_ranks
-from megacore.launch.job import RankJob
-from megacore.launch.start import check_launcher, shown_commands
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.jobs.run import RankJob
 from megacore.plan.preflight import CPU_DAYS_LIMIT
 from megacore.plan.throughput import SECONDS_PER_DAY, assumed_flops_per_second
 from tasks._parent import parent_directory, pinned
@@ -223,7 +223,7 @@ def _commands(config: FinetuneConfig, known: Mapping[str, Artifact]) -> list[str
         directory = run_directory(config, known["pretrained"], known["examples"])
     ranks, threads = resolve_ranks(config, Hardware.detect())
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
-    return ["launch:", *shown_commands(config.launch, "megacore.launch.finetune", job, directory / "run.json")]
+    return ["launch:", *shown_commands(config.launch, "megacore.ranks.finetune", job, directory / "run.json")]
 
 
 def _duration(days: float) -> str:

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.keys import key_parameters
 from megacore.config.source import WeightedSource
 from megacore.data.members import token_prefixes
-from megacore.train.batch_schedule import BatchSchedule
 from tasks._cache import StageResult, build, stage_task
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
+from megacore.cluster.start import check_launcher, shown_commands
 from megacore.config import RunConfig, load_config
 from megacore.convert.exportable import exportable
 from megacore.errors import MegacoreError
-from megacore.launch.job import RankJob
-from megacore.launch.start import check_launcher, shown_commands
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.jobs.run import RankJob
 from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from tasks._pipeline import numbered
@@ -113,7 +113,7 @@ def launch_commands(config: RunConfig, known: Mapping[str, Artifact]) -> list[st
         directory = run_directory(config, tokens, known["tokenizer"])
     ranks, threads = resolve_launch(config, Hardware.detect())
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
-    return ["launch:", *shown_commands(config.launch, "megacore.launch.pretrain", job, directory / "run.json")]
+    return ["launch:", *shown_commands(config.launch, "megacore.ranks.pretrain", job, directory / "run.json")]
 
 
 def _run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> Path:

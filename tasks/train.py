@@ -15,12 +15,12 @@ from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME, file_digest
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.keys import key_parameters
 from megacore.data.members import token_prefixes
 from megacore.errors import ConfigError, MegacoreError
-from megacore.launch import stages
-from megacore.launch.job import TrainJob
-from megacore.train.batch_schedule import BatchSchedule
+from megacore.jobs.run import TrainJob
+from megacore.ranks import stages
 from tasks._attempt import reported_end
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._doctor import check_hosts
@@ -37,7 +37,7 @@ SEALED = "checkpoints/*/complete.json"
 
 def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
     """Identity of the run: it leaves out what may change on resume, train_iters among it."""
-    from megacore.plan.hardware import Hardware
+    from megacore.hardware import Hardware
 
     resolved: dict[str, Any] = {f"samples.{name}": value for name, value in resolved_samples(config).items()}
     resolved["train.pretrained_checkpoint"] = pretrained_digest(config)
@@ -195,8 +195,8 @@ def make_job(config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Ar
 
     Raises ParallelLayoutError, and LaunchError when too few machines of an elastic run answer.
     """
-    from megacore.launch.hosts.elastic import choose_hosts
-    from megacore.plan.hardware import Hardware
+    from megacore.cluster.hosts.elastic import choose_hosts
+    from megacore.hardware import Hardware
     from megacore.plan.preflight import resolve_launch
 
     vocab_size = tokenizer.counts["vocab_size"]

@@ -8,15 +8,15 @@ from typing import Any
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest, lock
 from megacore.artifact.files import write_json
 from megacore.checkpoint.spec import read_spec
+from megacore.cluster.hosts.elastic import choose_hosts
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.errors import ConfigError
-from megacore.launch import zeroshot as entry
-from megacore.launch.hosts.elastic import choose_hosts
-from megacore.launch.model_job import ModelSource, ZeroShotJob, places
-from megacore.launch.stages import log_name, run_job
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.jobs.model import ModelSource, ZeroShotJob, places
 from megacore.plan.preflight import resolve_launch
+from megacore.ranks import zeroshot as entry
+from megacore.ranks.stages import log_name, run_job
 from tasks._cache import StageResult, build, stage_task
 from tasks._checkpoint_models import log_scores
 from tasks._forward import Forwarder

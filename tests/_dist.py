@@ -160,7 +160,7 @@ def _run_rank(directory: Path) -> None:
         (directory / f"result_{rank}").write_bytes(pickle.dumps(result))
         sys.stdout.flush()
         sys.stderr.flush()
-        # As megacore.launch.rank does: gloo's threads may abort the teardown of an interpreter that is done.
+        # As megacore.ranks.rank does: gloo's threads may abort the teardown of an interpreter that is done.
         os._exit(0)
     except BaseException:
         partial = directory / f"error_{rank}.partial"

@@ -33,7 +33,7 @@ def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[st
     precision.
     """
     from megacore.config.train import Precision
-    from megacore.plan.hardware import Hardware
+    from megacore.hardware import Hardware
 
     if precision not in get_args(Precision):
         raise ConfigError(f"--precision is {precision}: give one of {', '.join(get_args(Precision))}")

@@ -41,9 +41,9 @@ def evaluate(
     """Score a checkpoint or an export on texts that it was not trained for."""
     from megacore.artifact.files import write_json
     from megacore.generate.source import find_model, find_tokenizer, require_family, tokenizer_directory
-    from megacore.launch.model_job import ZeroShotJob, places
-    from megacore.launch.stages import run_job
-    from megacore.launch.zeroshot import MODULE
+    from megacore.jobs.model import ZeroShotJob, places
+    from megacore.ranks.stages import run_job
+    from megacore.ranks.zeroshot import MODULE
     from megacore.zeroshot.windows import check_windows
 
     _check_files(wikitext, lambada, overlapping_eval, output)

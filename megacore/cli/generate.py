@@ -46,9 +46,9 @@ def generate(
     """Continue prompts, or answer them with T5: the most probable token each time, or tokens that are drawn."""
     from megacore.generate.options import GenerateOptions, new_token_limits
     from megacore.generate.source import find_model, find_tokenizer, require_family
-    from megacore.launch.generate import MODULE
-    from megacore.launch.model_job import GenerateJob, places
-    from megacore.launch.stages import run_job
+    from megacore.jobs.model import GenerateJob, places
+    from megacore.ranks.generate import MODULE
+    from megacore.ranks.stages import run_job
 
     options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
     texts = _prompts(prompt or [], prompt_file)

@@ -19,8 +19,8 @@ def plan(
 
     from megacore.config import load_config
     from megacore.config.load import parse_overrides
+    from megacore.hardware import Hardware
     from megacore.plan import draw as pictures
-    from megacore.plan.hardware import Hardware
     from megacore.plan.pipeline import plan_pipeline
     from megacore.plan.vocabulary import expected_vocab_size
 

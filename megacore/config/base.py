@@ -63,9 +63,7 @@ class Section(BaseModel):
             if not isinstance(value, bool) or not kinds or bool in kinds:
                 continue
             if not {"on", "off"} <= set(map(str, kinds)):
-                raise ValueError(
-                    f"{name} is {str(value).lower()}: give a value of its type, not true or false"
-                )
+                raise ValueError(f"{name} is {str(value).lower()}: give a value of its type, not true or false")
             found[name] = "on" if value else "off"
         return found
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed_checks import check_deepspeed
 from megacore.config.family import check_model
@@ -13,7 +14,6 @@ from megacore.config.sentences import check_sentences
 from megacore.config.source import holds_tokens
 from megacore.config.tokenizer import TrainBpeTokenizer
 from megacore.config.train import TrainConfig
-from megacore.train.batch_schedule import BatchSchedule
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig

@@ -119,11 +119,7 @@ def asked_of(config: "RunConfig") -> Asked:
     """
     section = config.deepspeed
     fields = {name: getattr(section, name) for name in FIELDS}
-    changed = {
-        name: value
-        for name, value in fields.items()
-        if value != DeepSpeedConfig.model_fields[name].default
-    }
+    changed = {name: value for name, value in fields.items() if value != DeepSpeedConfig.model_fields[name].default}
     values: dict[str, Any] = {}
     if section.config is None:
         values = {key: value for name, value in changed.items() for key in FIELDS[name]}
@@ -164,9 +160,7 @@ def _fill(values: dict[str, Any], name: str, value: Any) -> None:
         values[key] = value
 
 
-def _by_width(
-    autos: frozenset[str], values: Mapping[str, Any], config: "RunConfig"
-) -> dict[str, int]:
+def _by_width(autos: frozenset[str], values: Mapping[str, Any], config: "RunConfig") -> dict[str, int]:
     """Sizes that Hugging Face's integrations fill from the model's width."""
     width = config.model.hidden_size
     sizes = {f"{_ZERO}.reduce_bucket_size": width * width}
@@ -204,9 +198,7 @@ def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return merged
 
 
-def _defaults(
-    said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
+def _defaults(said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
     known = pretraining().definitions
     silent = {key: known.default(key) for key in known.keys if key not in said}
@@ -260,9 +252,7 @@ def zero_of(config: "RunConfig") -> ZeroSettings:
     if config.engine == "native":
         return ZeroSettings(stage=int(config.parallel.use_distributed_optimizer))
     asked, nvme_path = asked_of(config), None
-    optimizer, param = (
-        cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param")
-    )
+    optimizer, param = (cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param"))
     for what, device in (("offload_optimizer", optimizer), ("offload_param", param)):
         if device == "nvme":
             nvme_path = nvme_path or asked.values.get(f"{_ZERO}.{what}.nvme_path")

@@ -16,7 +16,7 @@ class SlurmConfig(Section):
     """What a batch job asks Slurm for; with launch.kind slurm."""
 
     template: str | None = unkeyed(None, min_length=1)
-    """Batch script with {{ placeholders }}, as megacore/launch/templates/train.sbatch.j2; null takes that one."""
+    """Batch script with {{ placeholders }}, as megacore/cluster/batch/templates/train.sbatch.j2; null takes that one."""
     partition: str | None = unkeyed(None, min_length=1)
     """Partition (queue); null takes the cluster's default."""
     account: str | None = unkeyed(None, min_length=1)
@@ -38,7 +38,7 @@ class KubernetesConfig(Section):
     """What a JobSet asks Kubernetes for; with launch.kind kubernetes."""
 
     template: str | None = unkeyed(None, min_length=1)
-    """JobSet with {{ placeholders }}, as megacore/launch/templates/jobset.yaml.j2; null takes that one."""
+    """JobSet with {{ placeholders }}, as megacore/cluster/batch/templates/jobset.yaml.j2; null takes that one."""
     image: str | None = unkeyed(None, min_length=1)
     """Container image that every node runs, this project's with its environment; required."""
     python: str = unkeyed("/app/.venv/bin/python", min_length=1)

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.checks import check_sections
 from megacore.config.data import DataConfig
 from megacore.config.deepspeed import DeepSpeedConfig, with_defaults
@@ -21,7 +22,6 @@ from megacore.config.train import (
     TrackingConfig,
     TrainConfig,
 )
-from megacore.train.batch_schedule import BatchSchedule
 
 
 class RunConfig(Section):

@@ -24,8 +24,8 @@ def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]
     Raises ConversionError: its class or a value of its configuration is none that models here have, or files are
     missing, damaged or of another model.
     """
-    from megacore.convert.adopt import spec_with_tokenizer
-    from megacore.convert.hf_directory import open_hf
+    from megacore.convert.hf.directory import open_hf
+    from megacore.convert.tokenizers import spec_with_tokenizer
 
     _, spec, tensors = open_hf(directory)
     return spec_with_tokenizer(spec, directory), tensors

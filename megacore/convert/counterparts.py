@@ -1,6 +1,6 @@
 """Which class of transformers is a model of ours, and what none of them has. Imports no torch.
 
-`megacore.convert.forms` says how the weights and the configuration of each class are written.
+`megacore.convert.hf.forms` says how the weights and the configuration of each class are written.
 """
 
 from collections.abc import Mapping
@@ -147,7 +147,7 @@ def counterpart(family: str, model: ModelConfig) -> Counterpart:
     wanted = ", ".join(f"model.{obstacle.option} to {obstacle.wanted}" for obstacle in found)
     raise ConversionError(
         f"no class of transformers is a model of this configuration: the nearest, {nearest.architecture}, has no "
-        f"{lacking}: set {wanted}, or train by megacore.launch.pretrain, which exports nothing"
+        f"{lacking}: set {wanted}, or train by megacore.ranks.pretrain, which exports nothing"
     )
 
 

@@ -12,8 +12,8 @@ import megacore
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.checkpoint.format import reading, verify
 from megacore.convert.exportable import exportable
-from megacore.convert.forms import form_of
-from megacore.convert.hf_export import copy_tokenizer, write_model
+from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import model_card
 from megacore.convert.outputs import Pair
 from megacore.convert.parity import (
@@ -30,7 +30,7 @@ from megacore.convert.splits import samples_of
 from megacore.convert.tokenizer_parity import compare_tokenizers
 from megacore.convert.weights import load_weights
 from megacore.errors import ConversionError
-from megacore.launch.job import ConvertJob
+from megacore.jobs.run import ConvertJob
 from megacore.models.base import Model
 from megacore.tokenizer import load_tokenizer
 

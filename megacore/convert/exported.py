@@ -11,16 +11,16 @@ from megacore.artifact.files import workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
-from megacore.convert.adopt import tokenizer_size
 from megacore.convert.exportable import Dtype
-from megacore.convert.forms import form_of
-from megacore.convert.hf_export import copy_tokenizer, write_model
+from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import bare_card
 from megacore.convert.source import CheckpointTensors
 from megacore.convert.staged import staged
+from megacore.convert.tokenizers import tokenizer_size
 from megacore.errors import ConfigError, ConversionError
 from megacore.generate.source import check_vocabulary, find_model
-from megacore.launch.model_job import ModelSource
+from megacore.jobs.model import ModelSource
 
 RECORD_NAME = "export.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -98,8 +98,8 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
 
 def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int) -> None:
     """Write a checkpoint in Megatron-LM's file form and export.json. Raises as `write_megatron` and `staged`."""
-    from megacore.convert.megatron import write_megatron
-    from megacore.convert.megatron_args import check_megatron
+    from megacore.convert.megatron.args import check_megatron
+    from megacore.convert.megatron.checkpoint import write_megatron
 
     spec = source.spec.model_copy(update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)})
     check_megatron(spec, tensor=tensor, pipeline=pipeline)

@@ -14,9 +14,9 @@ from megacore.checkpoint.format import directory_name
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.spec import ModelSpec
-from megacore.convert.adopt import adopt_tokenizer, with_special_tokens
 from megacore.convert.source import PREFIX
 from megacore.convert.staged import check_output, staged
+from megacore.convert.tokenizers import adopt_tokenizer, with_special_tokens
 from megacore.errors import ConfigError, ConversionError
 
 RECORD_NAME = "import.json"
@@ -50,7 +50,7 @@ class Foreign:
 
 def open_from_hf(directory: Path) -> Foreign:
     """A transformers directory. Raises ConversionError."""
-    from megacore.convert.hf_directory import open_hf, weight_files
+    from megacore.convert.hf.directory import open_hf, weight_files
 
     found, spec, tensors = open_hf(directory)
     return Foreign("hf", found.architecture, spec, tensors, weight_files(directory))
@@ -58,8 +58,8 @@ def open_from_hf(directory: Path) -> Foreign:
 
 def open_from_megatron(directory: Path) -> Foreign:
     """A checkpoint of Megatron-LM. Raises CheckpointError, ConversionError."""
-    from megacore.convert.megatron import read_megatron
-    from megacore.convert.megatron_files import checkpoint_directory, rank_files
+    from megacore.convert.megatron.checkpoint import read_megatron
+    from megacore.convert.megatron.files import checkpoint_directory, rank_files
 
     opened = read_megatron(directory)
     found, _ = checkpoint_directory(directory)
@@ -70,7 +70,7 @@ def open_from_megatron(directory: Path) -> Foreign:
 
 def open_from_deepspeed(directory: Path) -> Foreign:
     """A checkpoint of DeepSpeed. Raises CheckpointError, ConversionError, ParallelLayoutError."""
-    from megacore.convert.deepspeed_read import read_deepspeed
+    from megacore.convert.deepspeed.read import read_deepspeed
 
     opened = read_deepspeed(directory)
     return Foreign(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
-from megacore.convert.forms import Form
+from megacore.convert.hf.forms import Form
 from megacore.models.inputs import ModelInput
 
 

@@ -23,9 +23,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         self.checkpoint = checkpoint
         self._reader = CheckpointReader(checkpoint)
         self._entries = self._reader.tensors
-        self.names = [
-            name.removeprefix(PREFIX) for name in self._entries if name.startswith(PREFIX)
-        ]
+        self.names = [name.removeprefix(PREFIX) for name in self._entries if name.startswith(PREFIX)]
 
     def __getitem__(self, name: str) -> Tensor:
         full = PREFIX + name

@@ -13,7 +13,7 @@ from megacore.convert.parity import Batches
 from megacore.data.build import open_split
 from megacore.data.samples import Dataset
 from megacore.errors import DataFormatError
-from megacore.launch.job import ConvertJob
+from megacore.jobs.run import ConvertJob
 from megacore.models.inputs import InputRules, MaskRules, ModelInput, input_rules
 
 _LOGITS = 1 << 24

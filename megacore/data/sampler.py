@@ -8,8 +8,8 @@ from typing import Self
 
 import numpy as np
 
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.data.samples import Batch, Indices
-from megacore.train.batch_schedule import BatchSchedule
 
 
 def micro_batch_indices(

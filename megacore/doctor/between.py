@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megacore.cluster.hosts.ssh import HostResult, Ssh, python, run_on_hosts
 from megacore.doctor.facts import Facts, PairMeasurement
 from megacore.doctor.protocol import NOT_BEGUN, lines_of
-from megacore.launch.hosts.ssh import HostResult, Ssh, python, run_on_hosts
 
 ALL_PAIRS = 16
 """Hosts up to which all pairs are measured; of more hosts a ring and random pairs are."""
@@ -40,9 +40,7 @@ def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
         ssh: how hosts are reached.
         ends: monotonic time at which the examination ends.
     """
-    ready = [
-        host for host, value in facts.answered("network") if value["address"] and value["ports"]
-    ]
+    ready = [host for host, value in facts.answered("network") if value["address"] and value["ports"]]
     if len(ready) < 2:
         return facts
     networks = dict(facts.answered("network"))
@@ -103,8 +101,7 @@ def measure_pairs(facts: Facts, ssh: Ssh, ends: float, environment: Mapping[str,
         return facts
     if left < _LEAST_PAIR_SECONDS:
         late = [
-            PairMeasurement(first, second, _backend(facts, first, second), problem=NOT_BEGUN)
-            for first, second in pairs
+            PairMeasurement(first, second, _backend(facts, first, second), problem=NOT_BEGUN) for first, second in pairs
         ]
         return replace(facts, pairs=tuple(late))
     seconds = min(_PAIR_SECONDS, left)
@@ -153,11 +150,7 @@ def _ring_and_random(hosts: Sequence[str]) -> list[Round]:
     for _ in range(RANDOM_ROUNDS):
         order = list(hosts)
         draw.shuffle(order)
-        pairs = [
-            pair
-            for pair in zip(order[0::2], order[1::2], strict=False)
-            if frozenset(pair) not in known
-        ]
+        pairs = [pair for pair in zip(order[0::2], order[1::2], strict=False) if frozenset(pair) not in known]
         known |= {frozenset(pair) for pair in pairs}
         rounds.append(pairs)
     return [pairs for pairs in rounds if pairs]
@@ -165,11 +158,7 @@ def _ring_and_random(hosts: Sequence[str]) -> list[Round]:
 
 def _able(facts: Facts) -> list[str]:
     """Return the hosts that can be measured: torch runs there, and their ports were tried."""
-    return [
-        host
-        for host, answer in facts.reach.items()
-        if "problem" not in answer and facts.probes[host].get("torch")
-    ]
+    return [host for host, answer in facts.reach.items() if "problem" not in answer and facts.probes[host].get("torch")]
 
 
 def _several_ranks(facts: Facts, host: str) -> bool:
@@ -248,9 +237,7 @@ def pairs_of(
     return tuple(measurements)
 
 
-def _run(
-    ssh: Ssh, command: str, parts: Mapping[str, dict[str, Any]], timeout: float
-) -> list[HostResult]:
+def _run(ssh: Ssh, command: str, parts: Mapping[str, dict[str, Any]], timeout: float) -> list[HostResult]:
     words = python("megacore.doctor.peers", command)
     stdin = {host: json.dumps(part).encode() for host, part in parts.items()}
     return run_on_hosts(ssh, list(parts), words, stdin=stdin, timeout=max(1.0, timeout))

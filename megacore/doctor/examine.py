@@ -14,6 +14,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from megacore.cluster.hosts.network import local_address
+from megacore.cluster.hosts.plan import env_file_of, read_env_file
+from megacore.cluster.hosts.ssh import HostResult, Ssh, check_ssh, python, run_on_hosts
+from megacore.config.hostfile import is_this_machine
 from megacore.doctor.between import measure_pairs, try_ports
 from megacore.doctor.compare import compare
 from megacore.doctor.facts import Contact, Facts, Needs
@@ -23,10 +27,6 @@ from megacore.doctor.protocol import HostProbe, Request, read_answers
 from megacore.doctor.storage import Proof
 from megacore.doctor.subject import Subject, needs_of
 from megacore.errors import LaunchError
-from megacore.launch.hosts.hostfile import is_this_machine
-from megacore.launch.hosts.network import local_address
-from megacore.launch.hosts.plan import env_file_of, read_env_file
-from megacore.launch.hosts.ssh import HostResult, Ssh, check_ssh, python, run_on_hosts
 
 WHOLE_SECONDS = 58.0
 """Time limit of an examination."""
@@ -103,9 +103,7 @@ def _reach(ssh: Ssh, host: str) -> Contact:
     if is_this_machine(host):
         return Contact(here=True, offset=0.0)
     began, clock = time.monotonic(), time.time()
-    (result,) = run_on_hosts(
-        ssh, [host], ["date", "+%s.%N"], timeout=_CONTACT_SECONDS, directory=Path("/")
-    )
+    (result,) = run_on_hosts(ssh, [host], ["date", "+%s.%N"], timeout=_CONTACT_SECONDS, directory=Path("/"))
     seconds = time.monotonic() - began
     return contact_of(result, clock, seconds)
 
@@ -212,9 +210,7 @@ def _probe(ssh: Ssh, requests: Mapping[str, Request], ends: float) -> dict[str, 
     words = python("megacore.doctor.probe")
     results = run_on_hosts(ssh, list(requests), words, stdin=stdin, timeout=limit)
     return {
-        result.host: read_answers(
-            result.host, result.output, requests[result.host].checks, result.problem
-        )
+        result.host: read_answers(result.host, result.output, requests[result.host].checks, result.problem)
         for result in results
     }
 

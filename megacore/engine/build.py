@@ -46,9 +46,9 @@ def build_engine(
         return engine
     # Imports deepspeed, which takes seconds.
     if mesh.pipeline_parallel.size > 1:
-        from megacore.engine.deepspeed_pipeline import DeepSpeedPipelineEngine as DeepSpeedEngine
+        from megacore.engine.deepspeed.pipeline import DeepSpeedPipelineEngine as DeepSpeedEngine
     else:
-        from megacore.engine.deepspeed import DeepSpeedEngine  # type: ignore[assignment]
+        from megacore.engine.deepspeed.zero import DeepSpeedEngine  # type: ignore[assignment]
     return DeepSpeedEngine(
         config,
         vocab_size,

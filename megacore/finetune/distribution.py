@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megacore.config.finetune import FinetuneConfig
-from megacore.engine.deepspeed_join import join_ranks
-from megacore.engine.deepspeed_setup import import_deepspeed
+from megacore.engine.deepspeed.join import join_ranks
+from megacore.engine.deepspeed.setup import import_deepspeed
 from megacore.errors import ConfigError, LaunchError
 from megacore.foreign.deepspeed_claims import STAGES
 from megacore.foreign.files import leaves
@@ -370,4 +370,3 @@ def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
             raise ConfigError(
                 f'{name} of {_SETTING} is {values[name]} and {setting} is {value}: set the former to "auto"'
             )
-

@@ -14,10 +14,10 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.convert.model_card import render_card
 from megacore.errors import ConversionError
 from megacore.finetune.best import MODEL_NAME, read_best
-from megacore.finetune.job import FinetuneExportJob
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.seq2seq import Seq2SeqTask
 from megacore.finetune.task import FinetuneTask, build_task, rows_of, sample_losses
+from megacore.jobs.finetune import FinetuneExportJob
 from megacore.redact import redact
 
 AUTO_CLASSES = {

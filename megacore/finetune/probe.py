@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megacore.errors import ConfigError, LossError
-from megacore.finetune.job import ProbeJob
 from megacore.finetune.stepping import MOST_SKIPPED, Step, prepare
 from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
+from megacore.jobs.finetune import ProbeJob
 from megacore.train.memory import reworded
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _import_libraries(job: ProbeJob) -> None:
     from transformers import Trainer, TrainingArguments  # noqa: F401
 
     if job.config.launch.distributed.startswith("zero"):
-        from megacore.engine.deepspeed_setup import import_deepspeed
+        from megacore.engine.deepspeed.setup import import_deepspeed
 
         import_deepspeed()
 

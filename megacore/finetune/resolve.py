@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megacore.config.finetune import DISTRIBUTIONS, FinetuneConfig, FinetuneTrainConfig
 from megacore.errors import ConfigError
 from megacore.foreign.accelerate import asks_for_cpu
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
 from megacore.plan.ranks import launched_ranks
 
 

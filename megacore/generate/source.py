@@ -8,7 +8,7 @@ from megacore.checkpoint.format import METADATA_NAME, checkpoint_directories, co
 from megacore.checkpoint.spec import read_spec
 from megacore.config.model import Family
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
-from megacore.launch.model_job import ModelSource
+from megacore.jobs.model import ModelSource
 from megacore.tokenizer import Tokenizer, load_tokenizer
 
 _WHAT_OTHERS_DO = {"bert": "fills in masked words", "t5": "answers a text instead of continuing it"}
@@ -22,8 +22,8 @@ def find_model(path: Path) -> ModelSource:
         ConversionError: the transformers directory holds a model that has no counterpart here.
     """
     if (path / "config.json").is_file() and not (path / METADATA_NAME).exists():
-        from megacore.convert.forms import read_spec as spec_of_class
-        from megacore.convert.hf_config import HfConfig
+        from megacore.convert.hf.config import HfConfig
+        from megacore.convert.hf.forms import read_spec as spec_of_class
 
         _, spec = spec_of_class(HfConfig.read(path))
         return ModelSource(directory=str(path.absolute()), exported=True, spec=spec)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.shard import TensorShard
 from megacore.errors import CheckpointError
-from megacore.launch.model_job import ModelSource
+from megacore.jobs.model import ModelSource
 from megacore.models.base import Model
 from megacore.models.build import build_bare
 from megacore.models.gpt import GPTModel
@@ -50,7 +50,7 @@ def _part(weight: Tensor, partition: Partition | None) -> Tensor | TensorShard:
 
 def _take_export(model: nn.Module, directory: Path) -> None:
     """Fill the parameters from a transformers directory, one tensor at a time."""
-    from megacore.convert.hf_directory import open_hf
+    from megacore.convert.hf.directory import open_hf
 
     _, _, tensors = open_hf(directory)
     parts = partitions(model)

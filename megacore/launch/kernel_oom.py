@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
-from megacore.data_parallel.distributed_optimizer import ShardedWeights
 from megacore.data_parallel.flat import sum_of_ranks
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.kernels.adamw import AdamTensors, Hyperparameters
 from megacore.kernels.choice import Kernels, plain_kernels
+from megacore.optim.distributed_optimizer import ShardedWeights
 from megacore.optim.grad_clip import clip_divisor
 from megacore.optim.main_weights import MainWeight, MainWeights, WholeWeights
 from megacore.optim.param_groups import param_groups

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megacore.config.deepspeed import FIELD_OF, Asked, asked_of, zero_of
 from megacore.config.run import RunConfig
-from megacore.engine.deepspeed_ops import require_deepspeed
+from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
 from megacore.foreign.deepspeed_keys import AUTO
 from megacore.plan.layouts import layout_of

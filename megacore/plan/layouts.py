@@ -4,8 +4,8 @@ from megacore.config.deepspeed_checks import check_deepspeed
 from megacore.config.layouts import check_layout
 from megacore.config.run import RunConfig
 from megacore.errors import ParallelLayoutError
+from megacore.models.parameters import padded_vocab_size
 from megacore.parallel.rank_layout import RankLayout
-from megacore.plan.parameters import padded_vocab_size
 
 
 def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> RankLayout:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
+from megacore.models.parameters import chunk_sizes, padded_vocab_size
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.activations import Activations
 from megacore.plan.buffers import Buffers, DeepSpeedMemory
-from megacore.plan.parameters import chunk_sizes, padded_vocab_size
 from megacore.plan.zero import ELEMENT_BYTES, ZeroBytes, zero_bytes
 
 GIB = 2**30
@@ -152,7 +152,7 @@ def _buffers(config: RunConfig, sizes: list[int], precision: str, data_parallel_
 
 def _deepspeed(config: RunConfig, precision: str, data_parallel_size: int) -> DeepSpeedMemory:
     """What DeepSpeed is told; sizes do not depend on the device."""
-    from megacore.engine.deepspeed_settings import deepspeed_settings
+    from megacore.engine.deepspeed.settings import deepspeed_settings
 
     settings = deepspeed_settings(
         config, precision=precision, device_type="cuda", data_parallel_size=data_parallel_size

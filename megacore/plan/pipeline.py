@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from megacore.config.hostfile import hosts_of
 from megacore.config.run import RunConfig
-from megacore.launch.hosts.hostfile import hosts_of
+from megacore.hardware import Hardware
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
 from megacore.pipeline_parallel.simulate import Timeline, simulate
-from megacore.plan.hardware import Hardware
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_stages
 from megacore.plan.throughput import chunk_flops

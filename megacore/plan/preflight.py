@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megacore.config.hostfile import hosts_of
 from megacore.config.run import RunConfig
-from megacore.engine.deepspeed_ops import require_deepspeed
+from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
-from megacore.launch.hosts.hostfile import hosts_of
+from megacore.hardware import Gpu, Hardware
+from megacore.models.parameters import parameter_count
 from megacore.observe.tensorboard import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import Place
 from megacore.plan.fit import Room, check_memory, gib
-from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import MemoryEstimate, engine_name, estimate_memory
-from megacore.plan.parameters import parameter_count
 from megacore.plan.ranks import launched_ranks
 from megacore.plan.throughput import assumed_flops_per_second, training_days
 from megacore.plan.vocabulary import is_on_the_hub

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from megacore.config.hostfile import hosts_of, local_slots
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, ParallelLayoutError
-from megacore.launch.hosts.hostfile import hosts_of, local_slots
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
 
 
 def launched_ranks(

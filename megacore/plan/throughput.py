@@ -1,11 +1,11 @@
 """How long a run takes, from the operations of its iterations and an assumed rate."""
 
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
+from megacore.hardware import Hardware
+from megacore.models.parameters import padded_vocab_size
 from megacore.observe.flops import PEAK_TFLOPS, TransformerShape, peak_by_name, step_flops
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
-from megacore.plan.hardware import Hardware
-from megacore.plan.parameters import padded_vocab_size
-from megacore.train.batch_schedule import BatchSchedule
 
 SECONDS_PER_DAY = 86_400.0
 UTILISATION = {"cuda": 0.25, "cpu": 0.4}

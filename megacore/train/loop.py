@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import Marker, iteration_of
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.data.sampler import PrefetchingIterator
@@ -17,7 +18,6 @@ from megacore.observe.flops import TransformerShape
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
-from megacore.train.batch_schedule import BatchSchedule
 from megacore.train.checkpoints import RunCheckpoints
 from megacore.train.evaluate import evaluate
 from megacore.train.loss_check import BadBatch, LossCheck

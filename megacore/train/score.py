@@ -19,7 +19,7 @@ from megacore.data.unigram import UnigramModel
 from megacore.engine.build import kernels_of
 from megacore.engine.native import DTYPES
 from megacore.engine.precision import resolve_precision
-from megacore.launch.job import EvaluateJob
+from megacore.jobs.run import EvaluateJob
 from megacore.models.losses import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.logging import logger

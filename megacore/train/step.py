@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
 from megacore.data.sampler import is_passed_over, micro_batches
 from megacore.data.samples import Batch, Dataset, Indices
@@ -15,7 +16,6 @@ from megacore.optim.lr_schedule import LrSchedule
 from megacore.optim.weight_decay import WeightDecaySchedule
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rng import micro_batch_seed
-from megacore.train.batch_schedule import BatchSchedule
 from megacore.train.loss_check import LossCheck
 from megacore.train.state import TrainState
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from megacore.config import FinetuneConfig, RunConfig
 from megacore.config.base import Section, unkeyed
 from megacore.config.keys import Declaration, declaration
-from megacore.finetune import job as finetune_job
-from megacore.launch import job
+from megacore.jobs import finetune as finetune_job
+from megacore.jobs import run as job
 
 
 class Field(NamedTuple):
@@ -61,9 +61,7 @@ def all_sections(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from all_sections(info.annotation)
 
 
-SECTIONS = sorted(
-    {*all_sections(RunConfig), *all_sections(FinetuneConfig)}, key=lambda section: section.__name__
-)
+SECTIONS = sorted({*all_sections(RunConfig), *all_sections(FinetuneConfig)}, key=lambda section: section.__name__)
 
 
 def test_every_section_is_found() -> None:
@@ -106,23 +104,13 @@ def test_job_fields_are_documented() -> None:
 
 
 def test_fields_say_whose_keys_they_enter() -> None:
-    silent = [
-        str(field) for field in all_fields() if field.declared is None and not field.holds_sections
-    ]
-    assert not silent, (
-        f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
-    )
+    silent = [str(field) for field in all_fields() if field.declared is None and not field.holds_sections]
+    assert not silent, f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
     nothing = Declaration(frozenset())
     for field in all_fields():
         said = field.section.model_fields[field.name].json_schema_extra
-        bare = (
-            field.within == nothing
-            and field.declared == nothing
-            and said != unkeyed().json_schema_extra
-        )
-        assert not bare, (
-            f"{field} is keyed() in a section that is unkeyed(): name its stages, or say unkeyed()"
-        )
+        bare = field.within == nothing and field.declared == nothing and said != unkeyed().json_schema_extra
+        assert not bare, f"{field} is keyed() in a section that is unkeyed(): name its stages, or say unkeyed()"
 
 
 def stages_of(section: str) -> dict[str, frozenset[str]]:

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.convert.megatron import read_megatron
+from megacore.convert.megatron.checkpoint import read_megatron
 from megacore.errors import ConfigError, ConversionError
 from megacore.generate.source import find_model
 from megacore.tokenizer import load_tokenizer

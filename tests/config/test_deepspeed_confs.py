@@ -8,14 +8,14 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.config.deepspeed import ZeroSettings, zero_of
+from megacore.hardware import Gpu, Hardware
 from megacore.models.build import build_model
+from megacore.models.parameters import parameter_count
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, estimate_stages
-from megacore.plan.parameters import parameter_count
 from megacore.plan.preflight import preflight
 from tests.config.test_load import CONF_DIR
 

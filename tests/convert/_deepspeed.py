@@ -16,7 +16,7 @@ from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.engine.build import build_engine
-from megacore.engine.deepspeed_setup import import_deepspeed
+from megacore.engine.deepspeed.setup import import_deepspeed
 from megacore.models.build import build_model
 from megacore.models.inputs import input_rules
 from megacore.parallel.mesh import ProcessMesh

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megacore.config.model import Family, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.megatron import write_megatron
+from megacore.convert.megatron.checkpoint import write_megatron
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
 

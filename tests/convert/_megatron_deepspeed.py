@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.megatron_args import args_of
-from megacore.convert.megatron_table import WORD_EMBEDDINGS, slots
+from megacore.convert.megatron.args import args_of
+from megacore.convert.megatron.table import WORD_EMBEDDINGS, slots
 from tests.convert._megatron import ITERATION, megatron_spec, weights
 
 REPLICAS = 2

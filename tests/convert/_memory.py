@@ -23,7 +23,7 @@ def main(checkpoint: str, output: str, dtype: str) -> None:
     import torch
 
     from megacore.checkpoint.spec import read_spec
-    from megacore.convert.hf_export import write_model
+    from megacore.convert.hf.write import write_model
     from megacore.convert.source import CheckpointTensors
 
     torch.set_num_threads(1)

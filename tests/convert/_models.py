@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.forms import form_of, model_config
+from megacore.convert.hf.forms import form_of, model_config
 from megacore.models.build import build_bare
 from megacore.models.inputs import BertRules, MaskRules, ModelInput, T5Rules
 from megacore.parallel.mesh import ProcessMesh

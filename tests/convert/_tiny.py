@@ -12,7 +12,7 @@ from megacore.config.run import RunConfig
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
-from megacore.launch.job import ConvertJob
+from megacore.jobs.run import ConvertJob
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh

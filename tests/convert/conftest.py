@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megacore.convert.export import export
-from megacore.convert.forms import form_of
+from megacore.convert.hf.forms import form_of
 from megacore.convert.key_map import KeyMap
 from megacore.convert.report import ParityReport
-from megacore.launch.job import ConvertJob
+from megacore.jobs.run import ConvertJob
 from megacore.models.gpt import GPTModel
 from tests.convert._tiny import tiny_config, tiny_job
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.convert.adopt import adopt_tokenizer, with_special_tokens
+from megacore.convert.tokenizers import adopt_tokenizer, with_special_tokens
 from megacore.errors import ConversionError
 from megacore.tokenizer.build import train_bpe
 from megacore.tokenizer.load import JsonTokenizer, load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.deepspeed_read import read_deepspeed
+from megacore.convert.deepspeed.read import read_deepspeed
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._megatron_deepspeed import as_deepspeeds, written_pipeline, written_universal, written_zero1
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.deepspeed_read import read_deepspeed
-from megacore.convert.megatron import read_megatron, write_megatron
+from megacore.convert.deepspeed.read import read_deepspeed
+from megacore.convert.megatron.checkpoint import read_megatron, write_megatron
 from megacore.errors import CheckpointError, ConversionError
 from tests.convert._megatron import ITERATION
 from tests.convert._megatron_deepspeed import as_deepspeeds, written_pipeline, written_universal, written_zero1

@@ -10,8 +10,8 @@ from torch import Tensor
 from megacore.artifact.files import write_json
 from megacore.checkpoint.load import read_tensors
 from megacore.config.spec import ModelSpec
-from megacore.convert.deepspeed_read import read_deepspeed
-from megacore.convert.megatron_table import WORD_EMBEDDINGS
+from megacore.convert.deepspeed.read import read_deepspeed
+from megacore.convert.megatron.table import WORD_EMBEDDINGS
 from megacore.errors import CheckpointError, ParallelLayoutError
 from megacore.models.build import build_bare
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh

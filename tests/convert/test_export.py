@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megacore.artifact import StageKey, build_artifact
-from megacore.convert import hf_export
 from megacore.convert.export import export
+from megacore.convert.hf import write
 from megacore.convert.source import CheckpointTensors
 from megacore.convert.splits import samples_of, validation_rows
 from megacore.convert.weights import take_weights
@@ -165,8 +165,8 @@ def test_an_output_directory_that_is_a_file_is_a_workspace_error(original: Expor
 
 
 def test_a_failing_gate_publishes_nothing(original: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = hf_export.model_config
-    monkeypatch.setattr(hf_export, "model_config", lambda *values: {**real(*values), "activation_function": "relu"})
+    real = write.model_config
+    monkeypatch.setattr(write, "model_config", lambda *values: {**real(*values), "activation_function": "relu"})
     exits = tmp_path / "exit"
 
     def build(directory: Path) -> dict[str, object]:

@@ -9,7 +9,7 @@ import torch
 from megacore.convert.export import export
 from megacore.convert.parity import load_exported, load_exported_tokenizer
 from megacore.errors import ConversionError
-from megacore.launch.job import ConvertJob
+from megacore.jobs.run import ConvertJob
 from tests.convert._family_jobs import family_config, family_job
 
 

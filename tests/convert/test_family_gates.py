@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.forms import form_of
-from megacore.convert.hf_export import write_model
+from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.write import write_model
 from megacore.convert.outputs import Pair
 from megacore.convert.parity import check_models, compare_native, load_exported, our_perplexity
 from megacore.convert.report import ParityReport

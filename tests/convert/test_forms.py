@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.forms import form_of, model_config, read_spec
-from megacore.convert.hf_config import HfConfig
+from megacore.convert.hf.config import HfConfig
+from megacore.convert.hf.forms import form_of, model_config, read_spec
 from megacore.convert.layers import recorded_outputs
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.models.inputs import ModelInput

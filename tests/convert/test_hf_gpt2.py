@@ -8,9 +8,9 @@ import torch
 
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.forms import model_config
-from megacore.convert.hf_export import generation_config
-from megacore.convert.hf_gpt2 import key_map, module_pairs
+from megacore.convert.hf.forms import model_config
+from megacore.convert.hf.gpt2 import key_map, module_pairs
+from megacore.convert.hf.write import generation_config
 from megacore.convert.key_map import KeyMap
 from megacore.convert.layers import recorded_outputs
 from megacore.models.gpt import GPTModel

@@ -11,8 +11,8 @@ import torch
 from megacore.checkpoint.spec import read_spec
 from megacore.convert import load_model, open_export
 from megacore.convert.exported import export_hf, open_source
-from megacore.convert.forms import FORMS
-from megacore.convert.hf_directory import HfTensors
+from megacore.convert.hf.directory import HfTensors
+from megacore.convert.hf.forms import FORMS
 from megacore.convert.imported import import_model, open_from_hf
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
@@ -212,7 +212,7 @@ def test_damage_is_told_in_one_sentence(
 def test_what_models_here_lack_is_refused_by_key_and_value(
     name: str, values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from megacore.convert.forms import model_config
+    from megacore.convert.hf.forms import model_config
 
     (tmp_path / "config.json").write_text(json.dumps(model_config(tiny_spec(name), "float32") | values))
     with pytest.raises(ConversionError, match=message):
@@ -220,8 +220,8 @@ def test_what_models_here_lack_is_refused_by_key_and_value(
 
 
 def test_the_rotary_base_of_transformers_4_is_read(tmp_path: Path) -> None:
-    from megacore.convert.forms import model_config, read_spec
-    from megacore.convert.hf_config import HfConfig
+    from megacore.convert.hf.config import HfConfig
+    from megacore.convert.hf.forms import model_config, read_spec
 
     values = model_config(tiny_spec("llama-grouped"), "float32")
     del values["rope_parameters"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.convert.megatron import read_megatron, write_megatron
-from megacore.convert.megatron_table import slots
+from megacore.convert.megatron.checkpoint import read_megatron, write_megatron
+from megacore.convert.megatron.table import slots
 from megacore.errors import ConfigError, ConversionError, ParallelLayoutError, WorkspaceError
 from tests.convert._megatron import ITERATION, MODELS, load, megatron_spec, weights, written
 

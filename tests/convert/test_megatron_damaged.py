@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.megatron import read_megatron
+from megacore.convert.megatron.checkpoint import read_megatron
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._megatron import change, written
 from tests.convert.test_megatron_read import encoder_of, setting

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.convert.megatron import read_megatron
-from megacore.convert.megatron_files import write_rank_file
+from megacore.convert.megatron.checkpoint import read_megatron
+from megacore.convert.megatron.files import write_rank_file
 from megacore.errors import CheckpointError, ConversionError
 from tests.convert._megatron import ITERATION, change, load, megatron_spec, written
 

@@ -11,8 +11,8 @@ import torch
 
 from megacore.convert import export as export_module
 from megacore.convert.export import pass_gate
-from megacore.convert.forms import form_of
-from megacore.convert.hf_export import copy_tokenizer, write_model
+from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.key_map import Entry, KeyMap
 from megacore.convert.parity import load_exported, load_exported_tokenizer
 from megacore.convert.report import ParityReport

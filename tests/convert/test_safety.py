@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.checkpoint.format import MARKER_NAME, STATE_NAME, Marker, read_state
 from megacore.checkpoint.save import save_checkpoint
-from megacore.convert.hf_directory import open_hf
+from megacore.convert.hf.directory import open_hf
 from megacore.convert.inert import load_inert
 from megacore.convert.source import CheckpointTensors
 from megacore.data.indexed_dataset import IndexedDataset

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.data import _compiled as helpers
-from megacore.data import index_helpers_ref as reference
+from tests.data import _index_helpers_reference as reference
 
 PORTABLE = pytest.mark.parametrize("portable", [False, True])
 ROUND = 8 * 64 * 512

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.data import _compiled as helpers
-from megacore.data import index_helpers_ref as reference
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import (
     BLEND_MAP_NAMES,
@@ -30,6 +29,7 @@ from megacore.data.index_maps import (
 from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.splits import SPLIT_NAMES, split_ranges
 from megacore.errors import ConfigError, DataFormatError
+from tests.data import _index_helpers_reference as reference
 from tests.data._files import write_tokens
 
 

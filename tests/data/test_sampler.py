@@ -5,8 +5,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.data.sampler import PrefetchingIterator, micro_batch_indices, micro_batches
-from megacore.train.batch_schedule import BatchSchedule
 
 EIGHT = BatchSchedule(global_batch_size=8, start=8)
 

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.data import index_helpers_ref as reference
 from megacore.data.index_directory import map_path, member_directory, read_description
 from megacore.data.index_options import IndexOptions, Member, Mixture, SentenceOptions
 from megacore.data.indexed_dataset import IndexedDataset
@@ -18,6 +17,7 @@ from megacore.data.sentence_maps import (
     sentence_plan,
 )
 from megacore.errors import ConfigError, DataFormatError
+from tests.data import _index_helpers_reference as reference
 from tests.data._sentences import write_lengths
 
 DOCUMENTS = [[5, 9, 3, 12, 8], [4], [7, 7], [], [600, 3, 4], [6, 2, 9, 9, 1, 4, 3, 3]] * 4

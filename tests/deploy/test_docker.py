@@ -205,7 +205,7 @@ def test_programs_that_are_named_exist() -> None:
 
 
 def test_hostfile_and_ssh_config_speak_of_the_trainers() -> None:
-    from megacore.launch.hosts.hostfile import read_hostfile
+    from megacore.config.hostfile import read_hostfile
 
     hosts = read_hostfile(DOCKER / "hostfile")
     assert hosts == dict.fromkeys(TRAINERS, 1)

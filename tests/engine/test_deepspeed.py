@@ -12,7 +12,7 @@ from megacore.config.optim import LossScaleConfig
 from megacore.config.run import RunConfig
 from megacore.engine.base import Engine, Update
 from megacore.engine.build import build_engine
-from megacore.engine.deepspeed_ops import load_operators, operator_is_built
+from megacore.engine.deepspeed.operators import load_operators, operator_is_built
 from megacore.optim.grad_scaler import DynamicLossScaler
 from tests._dist import run_distributed, still_alive
 from tests.train import _runs
@@ -165,8 +165,8 @@ OVERFLOWS = [1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1
 
 def scales() -> dict[str, Any]:
     """What DeepSpeed's scaler does with OVERFLOWS; what one does that is restored from it at each point."""
-    from megacore.engine.deepspeed_join import join_ranks
-    from megacore.engine.deepspeed_scale import DeepSpeedLossScale
+    from megacore.engine.deepspeed.join import join_ranks
+    from megacore.engine.deepspeed.scale import DeepSpeedLossScale
 
     join_ranks()
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler as Theirs
@@ -236,7 +236,7 @@ def everything_on_nvme(directory: Path) -> tuple[list[list[Update]], bool]:
 
 def test_what_lies_on_nvme_is_trained_and_restored(tmp_path: Path) -> None:
     if not operator_is_built("async_io"):
-        pytest.skip("DeepSpeed's operator async_io is not built: python -m megacore.launch.operators")
+        pytest.skip("DeepSpeed's operator async_io is not built: python -m megacore.ranks.operators")
     ((on_nvme, plain), restored) = run_distributed(1, everything_on_nvme, tmp_path, timeout=60)[0]
     assert [update.loss for update in on_nvme] == pytest.approx([update.loss for update in plain], rel=1e-5)
     assert restored

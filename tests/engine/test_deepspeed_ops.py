@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megacore.config.run import RunConfig
-from megacore.engine import deepspeed_ops
-from megacore.engine.deepspeed_ops import load_operators, needed_operators, operator_is_built, require_deepspeed
+from megacore.engine.deepspeed import operators as deepspeed_ops
+from megacore.engine.deepspeed.operators import load_operators, needed_operators, operator_is_built, require_deepspeed
 from megacore.errors import ConfigError, LaunchError
-from megacore.launch.operators import REPORT, prepare_operators
+from megacore.ranks.operators import REPORT, prepare_operators
 from tests.train import _runs
 
 pytest.importorskip("deepspeed")
@@ -62,7 +62,7 @@ def test_a_rank_does_not_compile(job_file: Path, caplog: pytest.LogCaptureFixtur
     assert said.startswith(
         "torch's Adam updates what is offloaded to the CPU, for DeepSpeed's operator cpu_adam is not"
     )
-    assert "python -m megacore.launch.operators --config run.json" in said
+    assert "python -m megacore.ranks.operators --config run.json" in said
     with pytest.raises(LaunchError, match=r"cpu_adam is not built in .*, and ranks do not compile: build it with"):
         load_operators(offloading("deepspeed"))
     assert list((job_file.parent / "workspace").rglob("*.so")) == []
@@ -121,7 +121,7 @@ def test_missing_headers_are_named(job_file: Path, monkeypatch: pytest.MonkeyPat
 LOADED = """
 import os
 from megacore.config.run import RunConfig
-from megacore.engine.deepspeed_ops import load_operators
+from megacore.engine.deepspeed.operators import load_operators
 from tests.engine.test_deepspeed_ops import offloading
 os.environ["PATH"] = ""  # no compiler, no ninja
 assert load_operators(offloading("deepspeed")) == {"cpu_adam"}
@@ -143,7 +143,7 @@ def test_one_build_serves_every_rank(tmp_path: Path, job_file: Path, monkeypatch
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     _runs.job(offloading("deepspeed"), tmp_path, tmp_path).write(job_file)
-    build = [sys.executable, "-m", "megacore.launch.operators", "--config", str(job_file)]
+    build = [sys.executable, "-m", "megacore.ranks.operators", "--config", str(job_file)]
     # Two runs want it at once, and one that was killed has left torch's lock file, for which nobody may wait.
     key = deepspeed_ops._key("cpu_adam").key
     stale = tmp_path / "workspace" / "extensions" / f"{key}.tmp-1" / "cpu_adam" / "lock"

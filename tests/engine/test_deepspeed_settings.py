@@ -11,9 +11,9 @@ import torch
 from megacore.config import RunConfig
 from megacore.config.deepspeed import asked_of
 from megacore.config.deepspeed_checks import is_compared
-from megacore.engine import deepspeed_settings as deepspeed_settings_module
-from megacore.engine.deepspeed_settings import NEVER, deepspeed_settings
-from megacore.engine.deepspeed_setup import import_deepspeed
+from megacore.engine.deepspeed import settings as deepspeed_settings_module
+from megacore.engine.deepspeed.settings import NEVER, deepspeed_settings
+from megacore.engine.deepspeed.setup import import_deepspeed
 from megacore.errors import ConfigError
 from megacore.foreign.deepspeed_keys import definitions
 from megacore.foreign.files import read_json

@@ -271,7 +271,7 @@ VICTIMS: dict[str, Callable[[Child], Iterator[int]]] = {
     "worker": _workers,
     "guard": _running("-m megacore.launch.guard"),
     "torchrun": _running("python -m torch.distributed.run"),
-    "rank": _running("-m megacore.launch.pretrain", ranks=True),
+    "rank": _running("-m megacore.ranks.pretrain", ranks=True),
 }
 """How to find the process that is killed alone."""
 

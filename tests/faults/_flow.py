@@ -18,9 +18,9 @@ from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import FOLDERS
 from megacore.checkpoint.format import checkpoint_directories, verify
 from megacore.errors import MegacoreError
-from megacore.launch.job import TrainJob
-from megacore.launch.pretrain import pretrain
+from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
+from megacore.ranks.pretrain import pretrain
 from tests.faults._cases import Outcome
 from tests.faults._processes import Child, Nursery
 from tests.faults._training import tensor_digests

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megacore.convert.deepspeed_read import read_deepspeed
+from megacore.convert.deepspeed.read import read_deepspeed
 from megacore.convert.export import export
 from megacore.convert.imported import open_from_hf
-from megacore.convert.megatron import read_megatron
-from megacore.launch.job import ConvertJob
+from megacore.convert.megatron.checkpoint import read_megatron
+from megacore.jobs.run import ConvertJob
 from tests.convert._megatron import written
 from tests.convert._megatron_deepspeed import written_universal, written_zero1
 from tests.faults._mutations import Form, digest_of

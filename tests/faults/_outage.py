@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Workspace
-from megacore.launch.job import TrainJob
-from megacore.launch.pretrain import pretrain
+from megacore.jobs.run import TrainJob
 from megacore.observe.events import EventReader
 from megacore.observe.recorder import Recorder
+from megacore.ranks.pretrain import pretrain
 from tests.faults import _flow
 from tests.faults._cases import Outcome
 from tests.faults._processes import Child, Nursery

@@ -16,16 +16,16 @@ from megacore.checkpoint.format import latest_complete, read_state, verify
 from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.spec import MODEL_KEY, read_spec
+from megacore.config.hostfile import read_hostfile
 from megacore.config.load import load_config, read_config
 from megacore.config.spec import ModelSpec
 from megacore.errors import DataFormatError
+from megacore.jobs.run import TrainJob
 from megacore.launch.exit_reason import read_reasons, write_reason
-from megacore.launch.hosts.hostfile import read_hostfile
-from megacore.launch.job import TrainJob
-from megacore.launch.stages import next_attempt
 from megacore.observe.events import EventReader, EventWriter
 from megacore.observe.recorder import Recorder
 from megacore.observe.runs import runs
+from megacore.ranks.stages import next_attempt
 from tests._tiny import tiny_config
 from tests.faults._mutations import Form, digest_of
 from tests.train import _runs

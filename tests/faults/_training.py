@@ -17,10 +17,10 @@ from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.save import save_checkpoint
 from megacore.convert.export import export
 from megacore.errors import CheckpointError
-from megacore.launch import stages
-from megacore.launch.job import ConvertJob, TrainJob
-from megacore.launch.pretrain import pretrain
+from megacore.jobs.run import ConvertJob, TrainJob
 from megacore.observe.events import EventReader
+from megacore.ranks import stages
+from megacore.ranks.pretrain import pretrain
 from tests.convert._tiny import tiny_config, tiny_job
 from tests.faults import _data
 from tests.faults._cases import Kind

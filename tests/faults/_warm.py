@@ -11,10 +11,10 @@ import megacore.corpus.collect
 import megacore.data.build
 import megacore.data.index_maps
 import megacore.engine.build
-import megacore.launch.pretrain
-import megacore.launch.process
-import megacore.launch.stages
 import megacore.observe.recorder
+import megacore.ranks.pretrain
+import megacore.ranks.process
+import megacore.ranks.stages
 import megacore.tokenizer.build
 import megacore.tokenizer.tokenize
 import megacore.train.loop

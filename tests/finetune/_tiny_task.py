@@ -173,7 +173,7 @@ class Run:
 
 
 def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> Run:
-    """Run the loop on this rank, as `megacore.launch.finetune` does once the ranks have joined."""
+    """Run the loop on this rank, as `megacore.ranks.finetune` does once the ranks have joined."""
     from megacore.errors import TrainingStoppedError
     from megacore.finetune.stepping import prepare
     from megacore.finetune.trainer import Finetuner

@@ -13,7 +13,7 @@ from megacore.artifact.files import write_json
 from megacore.checkpoint.format import FileRecord, Marker
 from megacore.errors import CheckpointError, ConversionError
 from megacore.finetune.export import compare_losses, export_best, load_exported
-from megacore.finetune.job import FinetuneExportJob
+from megacore.jobs.finetune import FinetuneExportJob
 from tests.finetune._tiny_task import TinyTask, config, run
 
 CPU = torch.device("cpu")

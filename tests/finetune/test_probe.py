@@ -10,7 +10,7 @@ import torch
 from megacore.errors import ConfigError, DataFormatError, LossError, MemoryExhaustedError
 from megacore.finetune import probe
 from megacore.finetune.batch_size import Answer, Fits, TooLarge, largest_batch
-from megacore.finetune.job import ProbeJob
+from megacore.jobs.finetune import ProbeJob
 from tests._dist import run_distributed, still_alive
 from tests.finetune._tiny_models import prepare, tiny_config, write_data, write_model
 

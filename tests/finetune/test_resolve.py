@@ -5,7 +5,7 @@ import pytest
 from megacore.config.load import parse_finetune_config
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.finetune.resolve import resolve_ranks
-from megacore.plan.hardware import Gpu, Hardware
+from megacore.hardware import Gpu, Hardware
 from tests.config._finetune import minimal
 
 

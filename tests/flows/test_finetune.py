@@ -210,7 +210,7 @@ def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(p
             process
             for process in psutil.process_iter(["cmdline"])
             if any(str(place.workspace) in part for part in process.info["cmdline"] or [])
-            and "megacore.launch.finetune" in " ".join(process.info["cmdline"])
+            and "megacore.ranks.finetune" in " ".join(process.info["cmdline"])
             and "RANK" in process.environ()
         ]
         ranks[-1].kill()

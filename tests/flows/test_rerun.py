@@ -25,9 +25,9 @@ INJECTIONS = {
     "tokenizer": "megacore.tokenizer.build.build_tokenizer",
     "tokenize": "megacore.tokenizer.tokenize.tokenize_corpus",
     "index": "megacore.data.index_maps.build_index_maps",
-    "train": "megacore.launch.stages.train",
-    "evaluate": "megacore.launch.stages.evaluate",
-    "convert": "megacore.launch.stages.convert",
+    "train": "megacore.ranks.stages.train",
+    "evaluate": "megacore.ranks.stages.evaluate",
+    "convert": "megacore.ranks.stages.convert",
     "publish": "tasks._registry.publish_model",
 }
 """What each stage calls to do its work."""

@@ -7,7 +7,7 @@ import pytest
 
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.generate.source import find_model, find_tokenizer, require_family
-from megacore.launch.model_job import ModelSource
+from megacore.jobs.model import ModelSource
 from tests.generate import _tiny
 
 

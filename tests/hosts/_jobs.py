@@ -10,7 +10,7 @@ from typing import Any
 
 from megacore.artifact.build import StageKey, seal
 from megacore.config.run import RunConfig
-from megacore.launch.job import TrainJob
+from megacore.jobs.run import TrainJob
 from tests.hosts._rig import Rig
 from tests.train import _runs
 
@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from megacore.errors import MegacoreError
-from megacore.launch.hosts.hostfile import read_hostfile
-from megacore.launch.job import TrainJob
-from megacore.launch.placement.prepare import loaded_checkpoints, prepare_hosts
-from megacore.launch.hosts.ssh import Ssh
+from megacore.config.hostfile import read_hostfile
+from megacore.jobs.run import TrainJob
+from megacore.cluster.placement.prepare import loaded_checkpoints, prepare_hosts
+from megacore.cluster.hosts.ssh import Ssh
 
 job = TrainJob.read(Path(sys.argv[1]))
 launch = job.config.launch

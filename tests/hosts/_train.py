@@ -5,11 +5,11 @@ import sys
 import time
 from pathlib import Path
 
-from megacore.launch import stages
-from megacore.launch.hosts.elastic import choose_hosts
-from megacore.launch.job import TrainJob
-from megacore.plan.hardware import Hardware
+from megacore.cluster.hosts.elastic import choose_hosts
+from megacore.hardware import Hardware
+from megacore.jobs.run import TrainJob
 from megacore.plan.preflight import resolve_launch
+from megacore.ranks import stages
 
 
 def main() -> None:

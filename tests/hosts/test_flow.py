@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megacore.artifact.manifest import Manifest
-from megacore.launch.job import TrainJob
+from megacore.jobs.run import TrainJob
 from tests.flows.conftest import tiny_config, write_corpus
 from tests.hosts import _jobs
 from tests.hosts._rig import Rig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megacore.launch.job import TrainJob
+from megacore.jobs.run import TrainJob
 from tests.hosts import _jobs
 from tests.hosts._rig import Rig
 from tests.train import _runs

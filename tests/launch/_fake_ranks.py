@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 from megacore.launch.exit_reason import die_with_parent, reported_exit
-from megacore.launch.rank import write_stacks_on_signal
 from megacore.observe.heartbeat import Heartbeat, beat_path
+from megacore.ranks.rank import write_stacks_on_signal
 
 LIFETIME = 30.0
 """Seconds after which a rank that nobody ended goes by itself."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megacore.launch.rank import write_stacks_on_signal
 from megacore.observe.heartbeat import Heartbeat, beat_path
 from megacore.observe.timers import Timers
 from megacore.parallel.collectives import all_reduce
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
+from megacore.ranks.rank import write_stacks_on_signal
 
 
 def hangs_here() -> None:

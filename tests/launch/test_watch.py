@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from megacore.cluster import torchrun
 from megacore.errors import DataFormatError, MegacoreError, MemoryExhaustedError, RankLostError, RankStalledError
-from megacore.launch import torchrun, watch
+from megacore.launch import watch
 from megacore.launch.exit_reason import write_reason
 from megacore.launch.failure import Attempt
 from megacore.launch.guard import descendants

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.convert.forms import form_of, model_config
+from megacore.convert.hf.forms import form_of, model_config
 from megacore.models.base import Model
 from megacore.models.inputs import ModelInput
 from tests import _families

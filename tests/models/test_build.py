@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megacore.models.build import build_model
+from megacore.models.parameters import parameter_count
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
-from megacore.plan.parameters import parameter_count
 from megacore.tensor_parallel import partial_gradients
 from tests._tiny import tiny_config
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.convert.forms import form_of
+from megacore.convert.hf.forms import form_of
 from megacore.models.base import Model
 from megacore.models.build import build_model
 from megacore.models.init import initialize

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megacore.config import RunConfig, load_config
+from megacore.hardware import Hardware
 from megacore.plan.advice import Place, memory_advice, pair, parts_of, savings
-from megacore.plan.hardware import Hardware
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, estimate_memory
 
@@ -140,7 +140,7 @@ def test_both_numbers_have_one_unit(before: int, after: int, text: str) -> None:
 
 
 def test_hardware_counts_the_limits_of_control_groups(tmp_path: Any) -> None:
-    from megacore.plan.hardware import memory_limit
+    from megacore.hardware import memory_limit
 
     (tmp_path / "cgroup").write_text("4:memory:/job/step\n0::/slice/job\n")
     inner = tmp_path / "fs" / "slice" / "job"

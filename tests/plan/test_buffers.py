@@ -3,7 +3,7 @@
 import pytest
 
 from megacore.config import RunConfig
-from megacore.engine.deepspeed_settings import deepspeed_settings
+from megacore.engine.deepspeed.settings import deepspeed_settings
 from megacore.plan.buffers import Buffers, DeepSpeedMemory
 from tests.plan._deepspeed import deepspeed
 

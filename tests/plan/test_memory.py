@@ -4,17 +4,17 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.models.build import build_model
-from megacore.parallel.mesh import ParallelGroup, ProcessMesh
-from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan.activations import Activations
-from megacore.plan.memory import MemoryEstimate, engine_name, estimate_memory, estimate_stages
-from megacore.plan.parameters import (
+from megacore.models.parameters import (
     chunk_parameters,
     chunk_sizes,
     layer_parameters,
     padded_vocab_size,
     parameter_count,
 )
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.pipeline_parallel.partition import chunks_of
+from megacore.plan.activations import Activations
+from megacore.plan.memory import MemoryEstimate, engine_name, estimate_memory, estimate_stages
 from tests.plan._deepspeed import deepspeed
 from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
 

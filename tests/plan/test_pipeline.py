@@ -8,8 +8,8 @@ from rich.console import Console
 
 from megacore.config import RunConfig, load_config
 from megacore.errors import ParallelLayoutError
-from megacore.plan.hardware import Gpu, Hardware
-from megacore.plan.parameters import parameter_count
+from megacore.hardware import Gpu, Hardware
+from megacore.models.parameters import parameter_count
 from megacore.plan.pipeline import PipelinePlan, plan_pipeline
 
 GIB = 2**30

@@ -1,8 +1,8 @@
 import pytest
 
 from megacore.config import RunConfig, load_config
+from megacore.hardware import Gpu, Hardware
 from megacore.observe.flops import TransformerShape, step_flops
-from megacore.plan.hardware import Gpu, Hardware
 from megacore.plan.throughput import (
     assumed_flops_per_second,
     pipeline_slowdown,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacore.launch.deepspeed_launcher import command as deepspeed_command
-from megacore.launch.torchrun import command, rank_environment
+from megacore.cluster.deepspeed_launcher import command as deepspeed_command
+from megacore.cluster.torchrun import command, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,8 +15,8 @@ from megacore.config.difference import changes_of
 from megacore.config.source import HttpSource
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import ConfigError, MegacoreError
+from megacore.jobs.run import ConvertJob, RankJob, TrainJob
 from megacore.launch.exit_reason import ExitReason
-from megacore.launch.job import ConvertJob, RankJob, TrainJob
 from megacore.observe.events import EventReader, EventWriter
 from megacore.redact import address_identity, redact, redact_log, redact_values
 from tests._tiny import tiny_config

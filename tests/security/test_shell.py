@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from megacore.cluster.hosts.connection import agent_words
+from megacore.cluster.hosts.ssh import Ssh
 from megacore.config import load_config
+from megacore.config.hostfile import read_hostfile
 from megacore.errors import ConfigError
-from megacore.launch.hosts.connection import agent_words
-from megacore.launch.hosts.hostfile import read_hostfile
-from megacore.launch.hosts.ssh import Ssh
 from megacore.launch.supervise import supervise
 from tests.architecture._source import ROOT, python_files, tree
 
@@ -69,7 +69,7 @@ def test_a_remote_command_line_has_only_words(
     assert command[-3:-1] == ["one", "--"]
     subprocess.run(["sh", "-c", command[-1]], check=True, timeout=30)
     arguments, environment, directory = json.loads((tmp_path / "said.json").read_text())
-    assert arguments == ["-m", "megacore.launch.hosts.agent", plant]
+    assert arguments == ["-m", "megacore.cluster.hosts.agent", plant]
     assert environment["PYTHONPATH"] == plant
     assert environment["MEGACORE_JOB"] == f"{plant}.1"
     assert "NCCL_PLANTED" not in environment, "the others do not go through a command line"

@@ -24,8 +24,7 @@ def kept(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[L
     return list(
         tracking.client.search_logged_models(
             [tracking.experiment_id],
-            f"source_run_id = '{run_id}' AND model_type = 'checkpoint' "
-            "AND tags.checkpoint_state = 'kept'",
+            f"source_run_id = '{run_id}' AND model_type = 'checkpoint' AND tags.checkpoint_state = 'kept'",
             order_by=[{"field_name": f"metrics.{order_by}", "ascending": True}],
         )
     )

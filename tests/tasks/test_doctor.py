@@ -13,7 +13,7 @@ import pytest
 from megacore.config import RunConfig
 from megacore.doctor.findings import Examination, Finding
 from megacore.errors import LaunchError
-from megacore.launch.job import TrainJob
+from megacore.jobs.run import TrainJob
 from tasks._doctor import PREFLIGHT_FILE, check_hosts, send_preflight
 from tasks._forward import Forwarder
 from tasks._mlflow import RunFacts, Tracking

@@ -11,7 +11,7 @@ from megacore.artifact import Artifact, Workspace
 from megacore.artifact.build import StageKey, seal
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError
-from megacore.plan.hardware import Hardware
+from megacore.hardware import Hardware
 from tasks import finetune_preflight
 from tasks._mlflow import Tracking
 from tasks._parent import note_parent, parent_directory, parent_of, pinned

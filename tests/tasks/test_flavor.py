@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megacore.config import RunConfig
-from megacore.convert.hf_export import write_model
+from megacore.convert.hf.write import write_model
 from tasks._flavor import task_of
 from tasks._mlflow import RunFacts, Tracking, ensure_run
 from tasks._registry import publish_model

@@ -14,7 +14,7 @@ from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.engine.build import build_engine
-from megacore.launch.job import TrainJob
+from megacore.jobs.run import TrainJob
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout

@@ -8,9 +8,9 @@ import torch
 
 from megacore.config import load_config
 from megacore.errors import MemoryExhaustedError
-from megacore.launch import stages
 from megacore.launch.exit_reason import write_reason
 from megacore.plan import advice
+from megacore.ranks import stages
 from megacore.train.memory import memory_errors, scoring_memory_errors
 from megacore.train.state import TrainState
 from tests._tiny import tiny_config

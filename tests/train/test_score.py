@@ -14,7 +14,7 @@ from megacore.data.build import open_split
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.engine.native import NativeEngine
-from megacore.launch.job import EvaluateJob
+from megacore.jobs.run import EvaluateJob
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.models.stage import Stage

@@ -1,0 +1,1 @@
+"""Starting ranks on machines: this one, hosts reached over ssh, or a batch system's."""

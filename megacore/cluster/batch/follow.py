@@ -1,0 +1,198 @@
+"""`python -m megacore.cluster.batch.follow --spec FILE`: submits a batch job and follows it to its end, under the guard.
+
+Its output is the job's, with a line for each change of the job's state. It exits with 0, or with the job's code and,
+where the scheduler ended the job, with that as the launcher's reason. Asked to end (SIGTERM), it cancels the job and
+waits for its end. Killed without a word, it leaves a job that ends itself (FOLLOWER_LIMIT) or that the next attempt
+finds and cancels; a job is never submitted a second time while the first is there.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from megacore.cluster.batch.beat import FollowerBeat
+from megacore.cluster.batch.kubernetes import KubernetesJob
+from megacore.cluster.batch.scheduler import End, Look, Scheduler, Submission
+from megacore.cluster.batch.slurm import SlurmJob
+from megacore.cluster.batch.spec import STOP_MARGIN, BatchSpec
+from megacore.errors import MegacoreError
+from megacore.launch.exit_reason import read_reasons, write_launcher_reason
+from megacore.launch.launcher_state import write_launcher_state
+
+_TICK = 0.25
+_QUICK, _SLOW = 1.0, 5.0
+"""Seconds between two questions to the scheduler: shortly after a change, and later."""
+_SILENCE = 60.0
+"""Seconds between two lines about a scheduler that does not answer."""
+_STOPPED = 128 + signal.SIGTERM
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Submit a batch job and follow it to its end; what to exit with."""
+    parser = argparse.ArgumentParser(prog="megacore.cluster.batch.follow", description=main.__doc__)
+    parser.add_argument("--spec", type=Path, required=True, help="the batch job, as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        spec = BatchSpec.read(options.spec)
+    except MegacoreError as error:
+        parser.exit(error.exit_code, f"{error}\n")
+    try:
+        return Follower(spec, scheduler_of(spec)).follow()
+    except MegacoreError as error:
+        _say(spec, str(error))
+        write_launcher_reason(spec.exit_directory, error)
+        return error.exit_code
+
+
+def scheduler_of(spec: BatchSpec) -> Scheduler:
+    """The one that the specification names."""
+    return SlurmJob(spec) if spec.launch.kind == "slurm" else KubernetesJob(spec)
+
+
+class Follower:
+    """Follows one batch job."""
+
+    def __init__(self, spec: BatchSpec, scheduler: Scheduler) -> None:
+        """Take the signals; nothing is submitted yet."""
+        self._spec, self._scheduler = spec, scheduler
+        self._stop = self._save = False
+        self._said = ""
+        self._asked = self._changed = self._answered = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._save = True
+        else:
+            self._stop = True
+
+    def follow(self) -> int:
+        """Submit the job and follow it; what to exit with.
+
+        Raises:
+            MegacoreError: the job cannot be submitted, or an earlier one does not end.
+        """
+        folder, exit_directory = self._spec.folder, Path(self._spec.exit_directory)
+        if left := Submission.read(folder):
+            _say(self._spec, f"an earlier attempt submitted {left.job or left.token}: it is cancelled if it is there")
+            self._scheduler.remove(left)
+            left.forget(folder)
+        _forget_ranks(exit_directory, every=True)
+        if self._stop:
+            return _STOPPED
+        submission = Submission.new()
+        submission.write(folder)  # before it is submitted: it can be found by its name
+        beat = FollowerBeat(folder, submission.token)
+        beat.beat()
+        write_launcher_state(exit_directory, "queued", "submitted")
+        try:
+            submission = self._scheduler.submit(submission)
+        except MegacoreError:
+            # It may hold secrets. A job that was taken all the same, after the time to answer, ends without it.
+            self._spec.path.unlink(missing_ok=True)
+            raise
+        submission.write(folder)
+        _say(self._spec, f"submitted as {submission.job}")
+        try:
+            end = self._until_its_end(beat)
+        except MegacoreError:  # a full disk, for instance: nobody follows the job from here on
+            self._scheduler.cancel(at_once=False)
+            raise
+        ended = end is not None or self._cancel(beat)
+        beat.over = True
+        beat.beat()
+        self._scheduler.close()
+        if ended:
+            submission.forget(folder)
+            self._spec.path.unlink(missing_ok=True)  # it may hold secrets, and nobody reads it any more
+        return _STOPPED if end is None else self._exit(end)
+
+    def _until_its_end(self, beat: FollowerBeat) -> End | None:
+        """How the job ended; None where this process is to end."""
+        while not self._stop:
+            beat.save = self._save
+            beat.beat()
+            self._scheduler.copy_output()
+            look = self._look()
+            if look is not None and look.end is not None:
+                return look.end
+            time.sleep(_TICK)
+        return None
+
+    def _look(self) -> Look | None:
+        """Ask the scheduler if it is time, and tell what changed."""
+        now = time.monotonic()
+        if now - self._asked < min(_SLOW, max(_QUICK, (now - self._changed) / 10)):
+            return None
+        look = self._scheduler.look()
+        self._asked = time.monotonic()
+        if look is None:
+            if self._asked - self._answered > _SILENCE:
+                self._answered = self._asked
+                why = self._scheduler.silence
+                _say(self._spec, f"no answer for {_SILENCE:g} s ({why}); the job goes on, and so do the questions")
+            return None
+        self._answered = self._asked
+        if look.detail != self._said:
+            self._said, self._changed = look.detail, self._asked
+            _say(self._spec, look.detail)
+            if look.end is None:
+                write_launcher_state(Path(self._spec.exit_directory), look.state, look.detail)
+        return look
+
+    def _cancel(self, beat: FollowerBeat) -> bool:
+        """End the job within the time that the guard leaves; whether it has ended."""
+        _say(self._spec, "this run ends, and so does the job")
+        self._scheduler.cancel(at_once=False)
+        deadline = time.monotonic() + self._spec.launch.stop_grace + STOP_MARGIN - 1.0
+        killed = False
+        while True:
+            beat.beat()
+            self._scheduler.copy_output()
+            look = self._scheduler.look()
+            if look is not None and look.end is not None:
+                _say(self._spec, look.detail)
+                return True
+            left = deadline - time.monotonic()
+            if left < STOP_MARGIN / 2 and not killed:
+                killed = True
+                self._scheduler.cancel(at_once=True)
+            if left < 0:
+                _say(self._spec, "the job has not ended yet; the scheduler ends it")
+                return False
+            time.sleep(_TICK)
+
+    def _exit(self, end: End) -> int:
+        exit_directory = Path(self._spec.exit_directory)
+        if end.error is None:
+            return end.code
+        if end.on_request:
+            _forget_ranks(exit_directory, every=False)
+        _say(self._spec, str(end.error))
+        write_launcher_reason(exit_directory, end.error)
+        return end.code or end.error.exit_code
+
+
+def _forget_ranks(exit_directory: Path, *, every: bool) -> None:
+    """Remove what ranks have left behind: those of an earlier job, or those that only did what they were asked to."""
+    if every:
+        for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack"):
+            for old in exit_directory.glob(pattern):
+                old.unlink(missing_ok=True)
+        return
+    for reason in read_reasons(exit_directory):
+        if reason.stopped:
+            (exit_directory / f"rank_{reason.rank}.json").unlink(missing_ok=True)
+
+
+def _say(spec: BatchSpec, text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {spec.launch.kind}: {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""A batch job of Kubernetes: a JobSet, applied and watched through kubectl."""
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.files import workspace_errors
+from megacore.cluster.batch.command import TIMEOUT, one_line, run
+from megacore.cluster.batch.render import render
+from megacore.cluster.batch.scheduler import End, Look, Submission
+from megacore.cluster.batch.spec import BatchSpec, replace
+from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
+
+REMOVE_LIMIT = 180.0
+"""Seconds in which an earlier JobSet must be gone after it was deleted."""
+PORT = 29500
+"""At which the ranks meet: a pod has all ports for itself."""
+GROUP = "node"
+"""Name of the JobSet's only group of pods."""
+
+_KIND = "jobsets.jobset.x-k8s.io"
+_LABEL = "jobset.sigs.k8s.io/jobset-name"
+_NO_IMAGE = {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
+_LOST_WITH_NODE = {"NodeLost", "NodeShutdown", "Shutdown", "DeletionByTaintManager", "DeletionByPodGC"}
+_LOG_LIMIT = 10.0
+"""Seconds in which the last of the pods' output must have come."""
+_RESUMES = "a retry applies it again and resumes from the last complete checkpoint"
+
+
+class KubernetesJob:
+    """The JobSet of a specification."""
+
+    def __init__(self, spec: BatchSpec) -> None:
+        """Nothing is applied yet. Raises ConfigError where pods would not see the job file."""
+        self.silence = ""
+        self._spec = spec
+        self._name = ""
+        self._logs: dict[str, subprocess.Popen[bytes]] = {}
+        self._gone = False
+        if not Path(spec.job_file).is_relative_to(spec.workspace):
+            raise ConfigError(
+                f"{spec.job_file} is not in the workspace {spec.workspace}, which is what pods see: set "
+                "MEGACORE_WORKSPACE to the directory that launch.kubernetes.workspace_claim is mounted at"
+            )
+
+    @property
+    def manifest(self) -> Path:
+        """Where the filled template goes."""
+        return self._spec.folder / "jobset.yaml"
+
+    def name(self, token: str) -> str:
+        """The JobSet's name, from which those of its pods are made."""
+        run = re.sub(r"[^a-z0-9]+", "-", Path(self._spec.job_file).parent.name.lower()).strip("-")[:20].strip("-")
+        return f"megacore-{run}-{token}" if run else f"megacore-{token}"
+
+    def text(self, token: str) -> str:
+        """The manifest. Raises ConfigError."""
+        spec, own, name = self._spec, self._spec.launch.kubernetes, self.name(token)
+        values = {
+            "name": name,
+            "namespace": own.namespace,
+            "group": GROUP,
+            "nodes": spec.nodes[1],
+            "ranks_per_node": spec.ranks_per_node,
+            "image": own.image,
+            "service_account": own.service_account,
+            "queue": own.queue,
+            "node_selector": own.node_selector,
+            "cpus": spec.cpus_per_node,
+            "memory": own.memory,
+            "gpus": spec.gpus_per_node,
+            "gpu_resource": own.gpu_resource,
+            "shared_memory": own.shared_memory,
+            "workspace_claim": own.workspace_claim,
+            "workspace": spec.workspace,
+            "port": PORT,
+            "grace": spec.grace,
+            "node_command": [
+                *(own.python, "-m", "megacore.cluster.batch.kubernetes_node"),
+                *(f"--spec={spec.path}", f"--token={token}", f"--jobset={name}"),
+            ],
+        }
+        return render(own.template, "jobset.yaml.j2", "launch.kubernetes.template", values)
+
+    def command(self) -> list[str]:
+        """What applies the manifest."""
+        return [*self._kubectl("apply"), f"--filename={self.manifest}"]
+
+    def submit(self, submission: Submission) -> Submission:
+        """Write the manifest and apply it."""
+        self._name = self.name(submission.token)
+        with workspace_errors(self.manifest):
+            replace(self.manifest, self.text(submission.token))
+        done = run(self.command())
+        if done.returncode != 0:
+            raise LaunchError(
+                f"kubectl cannot apply {self.manifest}: {one_line(done)}: "
+                "correct launch.kubernetes, or see whether JobSet is installed in the cluster"
+            )
+        return Submission(submission.token, self._name)
+
+    def remove(self, left: Submission) -> None:
+        """Delete a JobSet that an earlier follower left, and wait until its pods are gone."""
+        name = self.name(left.token)
+        done = run(
+            [*self._delete(name), "--wait=true", f"--timeout={REMOVE_LIMIT:g}s"],
+            timeout=REMOVE_LIMIT + TIMEOUT,
+        )
+        if done.returncode != 0:
+            raise LaunchError(
+                f"JobSet {name} of an earlier attempt cannot be deleted: {one_line(done)}: look at it "
+                "with kubectl describe, and start again when it is gone"
+            )
+
+    def look(self) -> Look | None:
+        """Where the JobSet stands."""
+        found = self._get(_KIND, self._name)
+        if found is None:
+            return None
+        if not found:
+            self._gone = True
+            error = LaunchError(
+                f"JobSet {self._name} was deleted, not by this run: start the same command again to go on from the "
+                "last complete checkpoint"
+            )
+            return Look("running", "deleted", End(1, error, on_request=True))
+        listed = self._get("pods", f"--selector={_LABEL}={self._name}")
+        if listed is None:
+            return None
+        pods: list[dict[str, Any]] = sorted(listed.get("items", []), key=lambda pod: str(pod["metadata"]["name"]))
+        self._follow_logs(pods)
+        conditions = {item["type"]: item for item in found.get("status", {}).get("conditions", [])}
+        if _holds(conditions, "Completed"):
+            return Look("running", "Completed", End(0))
+        if _holds(conditions, "Failed"):
+            return Look("running", f"Failed ({conditions['Failed'].get('reason', '')})", self._failure(pods))
+        if found.get("spec", {}).get("suspend") or _holds(conditions, "Suspended"):
+            return Look("queued", "Suspended: it waits to be admitted")
+        return self._pods(pods)
+
+    def _pods(self, pods: list[dict[str, Any]]) -> Look:
+        """Where a JobSet stands whose pods are to be started."""
+        running = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
+        if len(running) >= self._spec.nodes[1]:
+            nodes = ",".join(str(pod["spec"].get("nodeName", "?")) for pod in running)
+            return Look("running", f"Running on {nodes}")
+        waits = sorted({why for pod in pods if (why := waits_for(pod))})
+        detail = f"{len(running)} of {self._spec.nodes[1]} pods run" + "".join(f"; {why}" for why in waits)
+        for why in waits:
+            if why.split(":")[0] in _NO_IMAGE:
+                image = self._spec.launch.kubernetes.image
+                error = LaunchError(f"pods cannot get the image {image} ({why}): correct launch.kubernetes.image")
+                return Look("queued", detail, End(1, error))
+        return Look("queued", detail)
+
+    def _failure(self, pods: list[dict[str, Any]]) -> End:
+        """Why a JobSet failed, by the pod that ended first."""
+        failed = sorted((end for pod in pods if (end := _ended(pod))), key=lambda end: end[0])
+        for _, pod, code, reason in failed:
+            if error := self._error(pod, reason):
+                return End(code or 1, error)
+        return End(failed[0][2] or 1) if failed else End(1)
+
+    def _error(self, pod: dict[str, Any], reason: str) -> MegacoreError | None:
+        """What Kubernetes did to a pod; None where its own process ended it."""
+        where = f"pod {pod['metadata']['name']} on {pod['spec'].get('nodeName', 'no node')}"
+        disrupted = next((c for c in pod["status"].get("conditions", []) if c["type"] == "DisruptionTarget"), None)
+        why = disrupted.get("reason", "") if disrupted and disrupted.get("status") == "True" else ""
+        why = why or str(pod["status"].get("reason", ""))
+        if reason == "OOMKilled":
+            return MemoryExhaustedError(
+                f"{where} needed more memory than its limit ({self._spec.launch.kubernetes.memory or 'the node'}'s): "
+                "raise launch.kubernetes.memory"
+            )
+        if why in _LOST_WITH_NODE:
+            return HostLostError(f"{where} was lost with its node ({why}); {_RESUMES}")
+        if why:
+            return RankLostError(f"Kubernetes ended {where} ({why}); {_RESUMES}")
+        return None
+
+    def _follow_logs(self, pods: list[dict[str, Any]]) -> None:
+        """Let kubectl bring each pod's output to this process's, again where it broke off."""
+        for pod in pods:
+            name, phase = str(pod["metadata"]["name"]), pod["status"].get("phase")
+            process = self._logs.get(name)
+            if phase == "Pending" or (process is not None and process.poll() is None):
+                continue
+            if process is not None and phase != "Running":
+                continue
+            since = [] if process is None else ["--since=10s"]
+            self._logs[name] = subprocess.Popen(
+                [*self._kubectl("logs"), name, "--follow", "--prefix", *since], stdin=subprocess.DEVNULL
+            )
+
+    def copy_output(self) -> None:
+        """Nothing to do: kubectl writes to this process's output."""
+
+    def cancel(self, *, at_once: bool) -> None:
+        """Delete the JobSet: its pods get SIGTERM, and SIGKILL after their grace; `at_once` shortens that."""
+        run([*self._delete(self._name), "--wait=false"])
+        if at_once:
+            selector = f"--selector={_LABEL}={self._name}"
+            run([*self._kubectl("delete"), "pods", selector, "--grace-period=1", "--wait=false"])
+
+    def close(self) -> None:
+        """Bring the last of the output and delete the JobSet."""
+        deadline = time.monotonic() + (0.0 if self._gone else _LOG_LIMIT)
+        for process in self._logs.values():
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+        if self._name and not self._gone:
+            run([*self._delete(self._name), "--wait=false"])
+
+    def _get(self, kind: str, which: str) -> dict[str, Any] | None:
+        """Objects as kubectl says them; empty where there is no such object, None where it does not answer."""
+        done = run([*self._kubectl("get"), kind, which, "--output=json"])
+        if done.returncode != 0:
+            self.silence = one_line(done)
+            return {} if "NotFound" in done.stderr else None
+        try:
+            said: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            return None
+        return said
+
+    def _delete(self, name: str) -> list[str]:
+        return [*self._kubectl("delete"), _KIND, name, "--ignore-not-found", "--cascade=foreground"]
+
+    def _kubectl(self, verb: str) -> list[str]:
+        return ["kubectl", verb, f"--namespace={self._spec.launch.kubernetes.namespace}"]
+
+
+def waits_for(pod: dict[str, Any]) -> str:
+    """What a pending pod waits for, in Kubernetes' words; empty for another pod."""
+    if pod["status"].get("phase") != "Pending":
+        return ""
+    for container in pod["status"].get("containerStatuses", []):
+        if waiting := container.get("state", {}).get("waiting"):
+            return _joined(waiting)
+    for condition in pod["status"].get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition.get("status") == "False":
+            return _joined(condition)
+    return "Pending"
+
+
+def _joined(said: dict[str, Any]) -> str:
+    return ": ".join(filter(None, [str(said.get("reason", "")), " ".join(str(said.get("message", "")).split())]))
+
+
+def _ended(pod: dict[str, Any]) -> tuple[str, dict[str, Any], int, str] | None:
+    """When a failed pod ended, the pod, its exit code and the reason; None for another pod."""
+    if pod["status"].get("phase") != "Failed":
+        return None
+    for container in pod["status"].get("containerStatuses", []):
+        if ended := container.get("state", {}).get("terminated"):
+            return str(ended.get("finishedAt", "")), pod, int(ended.get("exitCode", 1)), str(ended.get("reason", ""))
+    return "", pod, 1, ""
+
+
+def _holds(conditions: dict[str, dict[str, Any]], name: str) -> bool:
+    return conditions.get(name, {}).get("status") == "True"

@@ -1,0 +1,254 @@
+"""One machine's part of a batch job: it meets the others, starts its ranks under the guard, and ends with them.
+
+The ranks end when they have done their work or one of them failed, when the scheduler asks for it (SIGTERM), or when
+nobody follows the job any more. SIGUSR1, from the scheduler or through the follower, is passed on to them.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megacore.artifact.files import workspace_errors
+from megacore.cluster import torchrun
+from megacore.cluster.batch.beat import FollowerWatch
+from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet
+from megacore.cluster.batch.spec import BatchSpec, replace
+from megacore.cluster.hosts.network import interface_problem, interface_to
+from megacore.cluster.hosts.node_command import torchrun_command
+from megacore.config.run import RunConfig
+from megacore.errors import LaunchError, MegacoreError, ParallelLayoutError, RankLostError
+from megacore.launch.exit_reason import LAUNCHER_REASON, write_launcher_reason
+from megacore.launch.guard import KILL_LIMIT, catches
+from megacore.plan.layouts import layout_of
+
+_POLL = 0.5
+_NAME_SECONDS = 45.0
+"""In which a cluster's DNS must know a new name: it remembers for up to 30 s that it did not."""
+_STOPPED = 128 + signal.SIGTERM
+_LEFT_BEHIND = ("rank_*.json*", "rank_*.beat*", "rank_*.stack", f"{LAUNCHER_REASON}*")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the batch job."""
+
+    rank: int
+    """Number of this machine."""
+    names: list[str]
+    """Of all machines, by number."""
+    cpus: int
+    """Cores that the ranks of this machine may use."""
+    address: str
+    """Where the ranks would meet on this machine."""
+    port: int
+
+    @property
+    def name(self) -> str:
+        """This machine's name."""
+        return self.names[self.rank]
+
+
+def run_node(spec: BatchSpec, token: str, place: Place) -> int:
+    """Run this machine's ranks to their end; what to exit with.
+
+    What cannot be done before they start is written as the launcher's reason.
+
+    Args:
+        spec: the batch job.
+        token: of the submission, which its follower shows.
+        place: this machine among the others.
+    """
+    with _Signals() as signals:
+        try:
+            if place.rank == 0:
+                _clear(Path(spec.exit_directory))
+            place = _taking_part(spec, place)
+            if place.rank >= len(place.names):
+                _say(f"machine {place.rank} is not needed: the model and its batch do not divide by the ranks of more")
+                return 0
+            meeting = _meet(spec, place, signals)
+            command, environment = _job_of(spec, place, meeting)
+        except CalledOffError:
+            return _STOPPED
+        except MegacoreError as error:
+            _say(f"{place.name}: {error}")
+            write_launcher_reason(spec.exit_directory, error)
+            return error.exit_code
+        watch = FollowerWatch(spec.folder, token, spec.follower_limit)
+        with _guarded(command, environment, spec.launch.stop_grace) as guard:
+            return _wait(guard, signals, watch, spec, place)
+
+
+class _Signals:
+    """What the scheduler has asked for."""
+
+    def __init__(self) -> None:
+        self.stop = self.save = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = True
+        else:
+            self.stop = True
+
+
+def _clear(exit_directory: Path) -> None:
+    """Forget the ranks of an earlier start of this job, which the scheduler preempted: no rank has begun yet."""
+    with workspace_errors(exit_directory):
+        exit_directory.mkdir(parents=True, exist_ok=True)
+        for pattern in _LEFT_BEHIND:
+            for old in exit_directory.glob(pattern):
+                old.unlink(missing_ok=True)
+
+
+def _taking_part(spec: BatchSpec, place: Place) -> Place:
+    """The same place among the first machines by whose ranks the model and its batch divide: mostly all of them."""
+    least, most = spec.nodes
+    if not least <= len(place.names) <= most:
+        raise LaunchError(
+            f"the scheduler gave {len(place.names)} machines and launch.nnodes is {spec.launch.nnodes or 1}: remove "
+            "what else asks for machines (launch.slurm.arguments, the template)"
+        )
+    values = _job_values(spec)
+    if "config" not in values or least == most:
+        return place
+    config = RunConfig.model_validate(values["config"])
+    for nodes in range(len(place.names), least - 1, -1):
+        with contextlib.suppress(ParallelLayoutError):
+            layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
+            return replace_fields(place, names=place.names[:nodes])
+    raise ParallelLayoutError(
+        f"the scheduler gave {len(place.names)} machines, and by the ranks of none of {least} to {len(place.names)} "
+        "the model and its batch divide: correct launch.nnodes or train.global_batch_size"
+    )
+
+
+def _job_values(spec: BatchSpec) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(Path(spec.job_file).read_text(encoding="utf-8"))
+    return values
+
+
+def _meet(spec: BatchSpec, place: Place, signals: _Signals) -> Meeting | None:
+    """Where the ranks of several machines meet; None of one alone."""
+    if len(place.names) == 1:
+        return None
+    mine = Meeting(place.address, place.port, "")
+    return meet(spec.folder / "nodes", place.rank, place.names, mine, called_off=lambda: signals.stop)
+
+
+def _job_of(spec: BatchSpec, place: Place, meeting: Meeting | None) -> tuple[list[str], dict[str, str]]:
+    """The command of this machine's ranks and their environment."""
+    threads = spec.launch.threads_per_rank or max(1, place.cpus // spec.ranks_per_node)
+    job_file = _own_job_file(spec, place, threads)
+    one = meeting is None
+    environment = {**spec.environment, **torchrun.rank_environment(threads, one_machine=one)}
+    if meeting is None:
+        return torchrun.command(spec.module, job_file, spec.ranks_per_node), environment
+    hosts = dict.fromkeys(place.names, spec.ranks_per_node)
+    command = torchrun_command(hosts, place.rank, spec.module, job_file, master=meeting.address, port=meeting.port)
+    return command, environment | _interfaces(spec, place, meeting)
+
+
+def _own_job_file(spec: BatchSpec, place: Place, threads: int) -> Path:
+    """The job for as many machines as there are and for this one's cores, in a file of its own."""
+    own = spec.folder / f"job_{place.rank:05d}.json"
+    values = {**_job_values(spec), "ranks": len(place.names) * spec.ranks_per_node, "threads_per_rank": threads}
+    with workspace_errors(own):
+        replace(own, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    return own
+
+
+def _interfaces(spec: BatchSpec, place: Place, meeting: Meeting) -> dict[str, str]:
+    """The variables that name this machine's way to the others, unless the user set them."""
+    name, wanted = spec.launch.interface, ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    unset = [variable for variable in wanted if not (spec.environment.get(variable) or os.environ.get(variable))]
+    if unset and name == "auto":
+        found = _way_to(meeting.peer)
+        if found is None:
+            raise LaunchError(f"{place.name} finds no interface that leads to {meeting.peer}: set launch.interface")
+        name = found
+    elif unset and (problem := interface_problem(name)):
+        raise LaunchError(f"{place.name}: {problem}: correct launch.interface")
+    return dict.fromkeys(unset, name)
+
+
+def _way_to(peer: str) -> str | None:
+    """The interface that leads there. The name of a pod that has just begun may be unknown for a moment."""
+    deadline = time.monotonic() + _NAME_SECONDS
+    while (found := interface_to(peer)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    return found
+
+
+@contextlib.contextmanager
+def _guarded(command: list[str], environment: dict[str, str], grace: float) -> Iterator["subprocess.Popen[bytes]"]:
+    """The guard with the ranks; after the block nothing of them is left."""
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "megacore.launch.guard", f"--grace={grace}", "--", *command],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # what the scheduler signals is this process
+        env={**os.environ, **environment},
+    )
+    assert guard.stdin is not None
+    try:
+        yield guard
+    finally:
+        guard.stdin.close()
+        try:
+            guard.wait(timeout=grace + KILL_LIMIT + 0.5)
+        except subprocess.TimeoutExpired:
+            guard.kill()
+            guard.wait()
+
+
+def _wait(
+    guard: "subprocess.Popen[bytes]", signals: _Signals, watch: FollowerWatch, spec: BatchSpec, place: Place
+) -> int:
+    told = False
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = guard.wait(timeout=_POLL)
+            return code if code >= 0 else 128 - code
+        if signals.stop:
+            _say(f"{place.name}: asked to stop")
+            return _STOPPED
+        lost = watch.lost()
+        if watch.over:
+            _say(f"{place.name}: the job has ended for its follower, and so it does here")
+            return _STOPPED
+        if lost:
+            error = RankLostError(
+                f"nobody followed the batch job for {spec.follower_limit:g} s, so that its machines ended it: start "
+                "the same command again, it goes on from the last complete checkpoint"
+            )
+            _say(f"{place.name}: {error}")
+            write_launcher_reason(spec.exit_directory, error)
+            return error.exit_code
+        if (signals.save or watch.save) and not told and catches(guard.pid, signal.SIGUSR1):
+            told = True
+            guard.send_signal(signal.SIGUSR1)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    sys.stderr.flush()

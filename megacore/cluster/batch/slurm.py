@@ -1,0 +1,264 @@
+"""A batch job of Slurm: sbatch, scontrol, scancel, and sacct where the cluster keeps accounts."""
+
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from megacore.artifact.files import workspace_errors
+from megacore.cluster.batch.command import one_line, run
+from megacore.cluster.batch.render import render
+from megacore.cluster.batch.scheduler import End, Look, Submission
+from megacore.cluster.batch.spec import BatchSpec, replace
+from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
+from megacore.launch.mark import JOB_VARIABLE
+
+REMOVE_LIMIT = 180.0
+"""Seconds in which an earlier job must be gone after it was cancelled."""
+
+_EXPORTED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV"),
+    *("CONDA_*", "CUDA_HOME", "CUDA_PATH", "ROCM_PATH", "MODULE*", "LMOD_*", "LOADEDMODULES", "_LMFILES_"),
+    *("BASH_FUNC_*", "SLURM_CONF", "SBATCH_*"),
+)
+"""What the batch script finds of this process's environment; the ranks' own variables are in the specification."""
+_HIDING = {
+    *("SBATCH_ARRAY_INX", "SBATCH_JOB_NAME", "SBATCH_CLUSTERS", "SBATCH_WAIT", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT"),
+    "SBATCH_ERROR",
+}
+"""Variables that sbatch puts before the script's own lines, and with which the job would not be found."""
+_ENDED = {
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
+    *("OUT_OF_MEMORY", "REVOKED"),
+}
+_ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
+_SHOW = ("scontrol", "--oneliner", "show", "job")
+_PAUSE = 1.0
+"""Seconds between two looks at a job that is to end."""
+_RESUMES = "a retry submits it again and resumes from the last complete checkpoint"
+
+
+class SlurmJob:
+    """The batch job of a specification."""
+
+    def __init__(self, spec: BatchSpec) -> None:
+        """Nothing is submitted yet."""
+        self.silence = ""
+        self._spec = spec
+        self._job = ""
+        self._output: Path | None = None
+        self._read = 0
+
+    @property
+    def script(self) -> Path:
+        """Where the filled template goes."""
+        return self._spec.folder / "job.sbatch"
+
+    def name(self, token: str) -> str:
+        """The job's name, under which it is found where its id was not noted."""
+        return f"{Path(self._spec.job_file).parent.name}-{token}"
+
+    def text(self, token: str) -> str:
+        """The batch script. Raises ConfigError."""
+        spec, slurm = self._spec, self._spec.launch.slurm
+        least, most = spec.nodes
+        values = {
+            "name": self.name(token),
+            "nodes": str(least) if least == most else f"{least}-{most}",
+            "ranks_per_node": spec.ranks_per_node,
+            "cpus_per_node": spec.cpus_per_node,
+            "gpus_per_node": spec.gpus_per_node,
+            "partition": slurm.partition,
+            "account": slurm.account,
+            "qos": slurm.qos,
+            "time_limit": slurm.time_limit,
+            "signal_before": slurm.signal_before,
+            "output": str(spec.folder / "slurm-").replace("%", "%%") + "%j.out",
+            "directory": spec.directory,
+            "node_command": [
+                *(spec.python, "-m", "megacore.cluster.batch.slurm_node", f"--spec={spec.path}", f"--token={token}")
+            ],
+        }
+        return render(slurm.template, "train.sbatch.j2", "launch.slurm.template", values)
+
+    def command(self) -> list[str]:
+        """What submits the script."""
+        return ["sbatch", "--parsable", *self._spec.launch.slurm.arguments, str(self.script)]
+
+    def submit(self, submission: Submission) -> Submission:
+        """Write the script and submit it."""
+        with workspace_errors(self.script):
+            replace(self.script, self.text(submission.token))
+        done = run(self.command(), directory=self._spec.directory, env=exported(os.environ))
+        found = re.search(r"^(\d+)(?:;\S*)?$", done.stdout, re.M)
+        if done.returncode != 0 or found is None:
+            raise LaunchError(
+                f"sbatch refused {self.script}: {one_line(done)}: correct launch.slurm, "
+                "launch.nnodes or launch.nproc_per_node"
+            )
+        self._job = found[1]
+        self._output = self._spec.folder / f"slurm-{self._job}.out"
+        return Submission(submission.token, self._job)
+
+    def remove(self, left: Submission) -> None:
+        """Cancel a job that an earlier follower left, and wait until Slurm has ended its processes."""
+        name = self.name(left.token)
+        started = time.monotonic()
+        while jobs := self._there(left):
+            run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
+            if time.monotonic() - started > REMOVE_LIMIT:
+                raise LaunchError(
+                    f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it was cancelled, or "
+                    "Slurm does not answer: look at it with scontrol show job, and start again when it is gone"
+                )
+            time.sleep(_PAUSE)
+
+    def _there(self, left: Submission) -> set[str]:
+        """The jobs of a submission that have not ended, as far as Slurm says; by its name where that does not answer.
+
+        Only an answer is taken for an end: a job must not be there twice since the controller was busy.
+        """
+        name = self.name(left.token)
+        listed = run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%A"])
+        if listed.returncode != 0:
+            return {name}
+        jobs = {*listed.stdout.split(), *([left.job] if left.job else [])}
+        said = {job: details(job) for job in jobs}
+        return {job for job, found in said.items() if found is None or (found and found.get("JobState") not in _ENDED)}
+
+    def look(self) -> Look | None:
+        """Where the job stands."""
+        done = run([*_SHOW, self._job])
+        found = _told(done)
+        if found is None:
+            self.silence = one_line(done)
+            return None
+        found = found or accounted(self._job)
+        state, reason, nodes = (found.get(key, "") for key in ("JobState", "Reason", "NodeList"))
+        if not state:
+            error = RankLostError(f"Slurm does not know job {self._job} any more; {_RESUMES}")
+            return Look("running", "gone", End(1, error))
+        restarts = int(found.get("Restarts", "0"))
+        again = f", start {restarts + 1}" if restarts else ""
+        if state in _ENDED:
+            return Look("running", state, self._end(state, found))
+        if state in _ON_MACHINES:
+            return Look("running" if state == "RUNNING" else "queued", f"{state} on {nodes}{again}")
+        if reason == "launch_failed_requeued_held":
+            # Slurm would hold it until somebody releases it.
+            self.cancel(at_once=False)
+            error = RankLostError(f"Slurm could not start job {self._job} and holds it ({reason}); {_RESUMES}")
+            return Look("queued", f"{state} ({reason}){again}", End(1, error))
+        why = f" ({reason})" if reason not in ("", "None") else ""
+        return Look("queued", f"{state}{why}{again}")
+
+    def _end(self, state: str, found: Mapping[str, str]) -> End:
+        code, _, number = found.get("ExitCode", "1:0").partition(":")
+        exit_code = int(code) or (128 + int(number) if int(number or 0) else 0)
+        if state == "COMPLETED":
+            return End(exit_code)
+        if state == "FAILED":
+            return End(exit_code or 1)
+        return End(exit_code or 1, self._error(state, found), on_request=state in {"CANCELLED", "REVOKED"})
+
+    def _error(self, state: str, found: Mapping[str, str]) -> MegacoreError:
+        job, nodes = f"job {self._job}", found.get("NodeList", "")
+        if state == "TIMEOUT":
+            return RankLostError(
+                f"{job} reached its time limit ({found.get('TimeLimit', 'of the partition')}) and Slurm ended it; "
+                f"{_RESUMES}; launch.slurm.time_limit sets a longer one, launch.slurm.signal_before the seconds in "
+                "which ranks save before it"
+            )
+        if state == "PREEMPTED":
+            return RankLostError(f"Slurm preempted {job} on {nodes} without queueing it again; {_RESUMES}")
+        if state in {"NODE_FAIL", "BOOT_FAIL"}:
+            return HostLostError(f"{down_nodes(nodes) or nodes} failed, and {job} with it ({state}); {_RESUMES}")
+        if state == "OUT_OF_MEMORY":
+            return MemoryExhaustedError(
+                f"Slurm ended {job} on {nodes} since it needed more memory than it was given: ask for more, as with "
+                "launch.slurm.arguments: [--mem=0] for all of each machine"
+            )
+        if state == "DEADLINE":
+            return LaunchError(f"{job} could not end before its deadline: remove --deadline, or start it earlier")
+        return LaunchError(
+            f"{job} was cancelled{found.get('By', '')}, not by this run: start the same command again to go on from "
+            "the last complete checkpoint"
+        )
+
+    def copy_output(self) -> None:
+        """Append what the job has written to this process's output."""
+        if self._output is None:
+            return
+        while piece := self._next_output(self._output):
+            self._read += len(piece)
+            sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+
+    def _next_output(self, path: Path) -> bytes:
+        """What follows in the job's output; nothing where it is not there yet, or a file share stumbles."""
+        try:
+            with open(path, "rb") as file:  # opened again each time: another machine writes it
+                file.seek(self._read)
+                return file.read(1 << 20)
+        except OSError:
+            return b""
+
+    def cancel(self, *, at_once: bool) -> None:
+        """Cancel the job: Slurm sends SIGTERM, and after its KillWait SIGKILL; `at_once` does not wait for that."""
+        run(["scancel", *(["--signal=KILL"] if at_once else []), self._job])
+
+    def close(self) -> None:
+        """Bring what came last; a shared file system may show it late."""
+        before = -1
+        for _ in range(5):
+            if before == self._read and self._read:
+                return
+            before = self._read
+            self.copy_output()
+            if before != self._read or not self._read:
+                time.sleep(0.2)
+
+
+def exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment the batch script gets: where things are, and no credential."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name != JOB_VARIABLE
+        and name not in _HIDING
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in _EXPORTED)
+    }
+
+
+def details(job: str) -> dict[str, str] | None:
+    """What Slurm says of a job; empty where it does not know it any more, None where it does not answer."""
+    return _told(run([*_SHOW, job]))
+
+
+def _told(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
+    if done.returncode == 0:
+        return dict(re.findall(r"(?:^| )(\w+)=(\S*)", done.stdout))
+    return {} if "Invalid job id" in done.stderr else None
+
+
+def accounted(job: str) -> dict[str, str]:
+    """What Slurm's accounting says of a job that has ended; empty where there is none."""
+    # Nothing else: a sacct that does not know a field refuses all, and Restarts came after Slurm 22.05.
+    names = ("State", "ExitCode", "NodeList", "Timelimit")
+    done = run(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"])
+    fields = done.stdout.splitlines()[-1].split("|") if done.returncode == 0 and done.stdout.strip() else []
+    if len(fields) != len(names):
+        return {}
+    state, _, by = fields[0].partition(" ")
+    found = dict(zip(("JobState", "ExitCode", "NodeList", "TimeLimit"), (state, *fields[1:]), strict=True))
+    return {**found, "By": f" {by}" if by else ""}
+
+
+def down_nodes(nodes: str) -> str:
+    """Those of a job's machines that Slurm holds for down."""
+    done = run(["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N"])
+    return ", ".join(sorted(set(done.stdout.split()))) if done.returncode == 0 else ""

@@ -1,0 +1,322 @@
+"""One machine's end of a job that several take part in: it starts the ranks here, and ends them with the connection.
+
+    python -m megacore.cluster.hosts.agent
+    python -m megacore.cluster.hosts.agent --end MARK
+
+ssh starts it on each machine, and the head of the job talks with it through stdin and stdout (`channel`). It says what
+this machine is (hello), starts the ranks' command under a guard (start), passes on their output (log), looks at their
+heartbeats (trouble, states), copies their small files to a head that has another workspace (file), and says how the
+command ended (end). Both sides beat every second. When the connection ends, or the head is silent for
+`launch.host_timeout`, the ranks get SIGTERM and, HEADLESS_GRACE later, SIGKILL. An agent that is itself killed takes
+the guard's stdin along, and so the ranks.
+
+With --end it kills what carries a job's mark: the head asks for that, through another connection, where it lost one.
+
+It starts in tens of milliseconds: no torch is imported.
+"""
+
+import argparse
+import base64
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from megacore.cluster.hosts.channel import BEAT, BEAT_INTERVAL, FULL, Channel, Message, WakeUp, wait
+from megacore.cluster.hosts.network import free_port, interface_problem, interface_to
+from megacore.launch.guard import catches, descendants, end_all
+from megacore.launch.kernel_oom import KillCounter, memory_text
+from megacore.launch.mark import marked
+from megacore.launch.rank_table import rank_states
+from megacore.launch.watch import RankWatch
+
+HEADLESS_GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL for ranks whose head is gone."""
+PACKAGES = ("megacore", "torch")
+"""What must have one version on all machines."""
+RANK_FILE = re.compile(r"rank_(\d+)\.(?:json|beat|stack)", re.ASCII)
+"""What the head takes from an agent, by the rank: why it ended, its heartbeat, its stacks."""
+
+_POLL = 0.2
+_LINE = 65536
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def main(arguments: list[str]) -> int:
+    """Serve a head until the ranks of this machine are gone, or end those of a mark."""
+    parser = argparse.ArgumentParser(prog="megacore.cluster.hosts.agent", description="Ranks of a job on this machine.")
+    parser.add_argument("--end", metavar="MARK", help="kill the processes that carry this mark, and nothing else")
+    options = parser.parse_args(arguments)
+    if options.end is not None:
+        return 1 if end_all(lambda: marked(options.end), 0.0, reap=lambda: None) else 0
+    outgoing = os.dup(1)
+    os.dup2(2, 1)  # what anybody prints here is no message
+    return Agent(Channel(0, outgoing)).serve()
+
+
+class Agent:
+    """Serves one head."""
+
+    def __init__(self, head: Channel) -> None:
+        """Nothing is started until the head says so."""
+        self._head = head
+        self._heard = self._beaten = time.monotonic()
+        self._host_timeout = 30.0
+        self._interface: str | None = None
+        self._ranks: HostRanks | None = None
+        self._stopping = self._headless = False
+        self._kill_at: float | None = None
+        self._wake = WakeUp()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._asked_to_stop)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the head tells of it
+
+    def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stopping = True
+
+    def serve(self) -> int:
+        """Until the ranks are gone, or the head is before there were any."""
+        while True:
+            self._wait()
+            for said in self._head.receive():
+                self._heard = time.monotonic()
+                if not isinstance(said, str):
+                    self._obey(said)
+            self._look_after_the_head()
+            if self._ranks is None:
+                if self._stopping or self._headless:
+                    return 0
+            elif self._look_after_the_ranks(self._ranks):
+                return 0
+
+    def _wait(self) -> None:
+        output = self._ranks.output if self._ranks is not None and self._head.waiting < FULL else None
+        readable = [self._wake.descriptor, *([self._head.incoming] if self._head.open else [])]
+        readable += [] if output is None else [output]
+        wait(readable, [self._head.outgoing] if self._head.waiting else [], _POLL)
+        self._wake.clear()
+        self._head.flush()
+
+    def _look_after_the_head(self) -> None:
+        now = time.monotonic()
+        if now - self._beaten >= BEAT_INTERVAL:
+            self._beaten = now
+            self._head.send(BEAT)
+        silent = now - self._heard > self._host_timeout
+        if not self._headless and (silent or not self._head.open or self._head.broken):
+            self._headless = self._head.broken = True
+            self._kill_at = min(self._kill_at or now + HEADLESS_GRACE, now + HEADLESS_GRACE)
+
+    def _look_after_the_ranks(self, ranks: "HostRanks") -> bool:
+        """Whether they are gone, and the head knows it or never will."""
+        now = time.monotonic()
+        ended = ranks.ended
+        if (ended or self._head.waiting < FULL) and (text := ranks.read(last=ended)):
+            self._head.send("log", lines=text)
+        if ended:
+            self._copy_files(ranks)
+            self._head.send("end", code=ranks.code, memory=memory_text() if ranks.code and ranks.kills.rose else None)
+            return self._say_it_all()
+        if self._stopping or self._headless:
+            ranks.stop()
+            if self._kill_at is not None and now > self._kill_at:
+                ranks.kill()
+            return False
+        if ranks.watch_due(now):
+            self._copy_files(ranks)
+            if trouble := ranks.watch.look():
+                self._head.send("trouble", stalled=trouble.stalled, lost=trouble.lost)
+        return False
+
+    def _say_it_all(self) -> bool:
+        """Wait until the head has taken what it was sent, for as long as it waits for a word."""
+        deadline = time.monotonic() + self._host_timeout
+        while self._head.waiting and not self._headless and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._head.flush()
+        return True
+
+    def _copy_files(self, ranks: "HostRanks") -> None:
+        for name, data in ranks.changed_files():
+            self._head.send("file", name=name, data=base64.b64encode(data).decode("ascii"))
+
+    def _obey(self, said: Message) -> None:
+        kind = said["kind"]
+        if kind == "prepare":
+            self._host_timeout = float(said["host_timeout"])
+            self._head.send("hello", **self._hello(said))
+        elif kind == "start":
+            self._start(said)
+        elif kind == "stop":
+            self._stopping = True
+            if said["grace"] is not None:
+                self._kill_at = time.monotonic() + float(said["grace"])
+        elif kind == "notice" and self._ranks is not None:
+            self._ranks.notify()
+        elif kind == "states" and self._ranks is not None:
+            states = self._ranks.states()
+            self._copy_files(self._ranks)
+            self._head.send("states", ranks=states)
+
+    def _hello(self, said: Message) -> Message:
+        """What this machine is; `problem` is why it cannot take part."""
+        problem, named = None, said["interface"]
+        if named != "auto":
+            self._interface, problem = named, interface_problem(named)
+        elif said["peer"] is not None:
+            self._interface = interface_to(said["peer"])
+        return {
+            "host": socket.gethostname(),
+            "versions": versions(),
+            "interface": self._interface,
+            "port": free_port() if said["port"] else None,
+            "problem": problem,
+        }
+
+    def _start(self, said: Message) -> None:
+        environment = {**os.environ, **said["environment"]}
+        if self._interface is not None:
+            for name in _INTERFACES:
+                environment.setdefault(name, self._interface)
+        try:
+            self._ranks = HostRanks(said, environment)
+        except OSError as error:
+            self._head.send("failed", reason=f"{said['command'][0]}: {error.strerror}: {error.filename}")
+            self._stopping = self._say_it_all()
+
+
+class HostRanks:
+    """The ranks of this machine, under a guard."""
+
+    def __init__(self, said: Message, environment: dict[str, str]) -> None:
+        """Start them. Raises OSError."""
+        first, count = said["ranks"]
+        self._numbers = range(first, first + count)
+        self._directory = Path(said["exit_directory"])
+        self._copies: dict[str, bytes] | None = {} if said["copy_files"] else None
+        if self._copies is not None:
+            self._clear()
+        self.kills = KillCounter()
+        self.watch = RankWatch(self._directory, stall_limit=said["stall_limit"], only=self._numbers)
+        self._looked = time.monotonic()
+        self._text = b""
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "megacore.launch.guard", f"--grace={said['grace']:g}", "--", *said["command"]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._guard.stdout is not None
+        os.set_blocking(self._guard.stdout.fileno(), False)
+
+    @property
+    def output(self) -> int | None:
+        """What they write; None once nothing comes any more."""
+        assert self._guard.stdout is not None
+        return None if self._guard.stdout.closed else self._guard.stdout.fileno()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all are gone."""
+        return self._guard.poll() is not None
+
+    @property
+    def code(self) -> int:
+        """What the guard, once it has ended, exited with: 128 + n for signal n."""
+        code = self._guard.returncode
+        return 128 - code if code < 0 else code
+
+    def read(self, *, last: bool) -> list[str]:
+        """The lines that they have written since the last call, `last` with one that has no end."""
+        assert self._guard.stdout is not None
+        while self.output is not None:
+            try:
+                part = os.read(self._guard.stdout.fileno(), _LINE)
+            except BlockingIOError:
+                break
+            if not part:
+                self._guard.stdout.close()
+            self._text += part
+            if not last and len(self._text) > 4 * _LINE:
+                break
+        lines = self._text.split(b"\n")
+        self._text = b"" if last or len(lines[-1]) > _LINE else lines.pop()
+        return [line.decode("utf-8", errors="replace") for line in lines if line]
+
+    def stop(self) -> None:
+        """Let the guard end them."""
+        assert self._guard.stdin is not None
+        if not self._guard.stdin.closed:
+            self._guard.stdin.close()
+
+    def kill(self) -> None:
+        """SIGKILL to all, the guard last: until then it takes in whoever loses its parent."""
+        guard = self._guard.pid
+        for pid in sorted(descendants(os.getpid()), key=lambda pid: pid == guard):
+            with contextlib.suppress(ProcessLookupError):
+                if pid != guard or not descendants(guard):
+                    os.kill(pid, signal.SIGKILL)
+
+    def notify(self) -> None:
+        """SIGUSR1, which the guard passes on."""
+        if catches(self._guard.pid, signal.SIGUSR1):
+            os.kill(self._guard.pid, signal.SIGUSR1)
+
+    def watch_due(self, now: float) -> bool:
+        """Whether it is time for another look at them."""
+        due = now - self._looked >= BEAT_INTERVAL
+        self._looked = now if due else self._looked
+        return due
+
+    def states(self) -> list[Message]:
+        """What each does, with its stacks."""
+        found = rank_states(self._directory, None, stacks=True, only=self._numbers)
+        return [{"rank": state.rank, "state": state.state, "idle": state.idle, "stack": state.stack} for state in found]
+
+    def changed_files(self) -> list[tuple[str, bytes]]:
+        """The small files of these ranks that changed since the last call; none where the head sees them itself."""
+        if self._copies is None:
+            return []
+        changed = []
+        for path in sorted(self._directory.glob("rank_*")):
+            match = RANK_FILE.fullmatch(path.name)
+            if match is not None and int(match[1]) in self._numbers:
+                with contextlib.suppress(OSError):
+                    data = path.read_bytes()
+                    if self._copies.get(path.name) != data:
+                        self._copies[path.name] = data
+                        changed.append((path.name, data))
+        return changed
+
+    def _clear(self) -> None:
+        """What ranks of an earlier attempt left would be taken for these ones'."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for path in self._directory.glob("rank_*"):
+            if RANK_FILE.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and PACKAGES on this machine, "none" for one that is not installed."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,244 @@
+"""Checkpoints of DeepSpeed's own form, of models of ours and of Megatron-DeepSpeed's GPT and BERT.
+
+Read are ZeRO stage 0 to 3, pipelines, and universal checkpoints, of any number of ranks. Nothing in them is executed,
+and deepspeed is not needed.
+
+Source: microsoft/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint; Megatron-DeepSpeed,
+megatron/checkpointing.py.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.config.spec import ModelSpec
+from megacore.convert.deepspeed.files import Saved, checkpoint_directory, saved_files
+from megacore.convert.deepspeed.masters import undivided_parts
+from megacore.convert.deepspeed.names import megatron_names, our_names, style_of
+from megacore.convert.deepspeed.own import OwnTensors, parameter_names, spec_beside
+from megacore.convert.deepspeed.parts import (
+    FP32,
+    KINDS,
+    MOMENTS,
+    Assembled,
+    Parts,
+    Pieces,
+    layer_parts,
+    sharded_parts,
+    universal_parts,
+)
+from megacore.convert.megatron.files import VERSIONS, args_in
+from megacore.convert.megatron.merge import MergedTensors
+from megacore.convert.megatron.spec import check_rows, family_of, remarks_on, spec_of
+from megacore.convert.megatron.table import WORD_EMBEDDINGS, layer_numbers, slots
+from megacore.errors import CheckpointError, ConversionError
+
+_TABLE = f"language_model.{WORD_EMBEDDINGS}"
+_OF_FIRST_STAGE = re.compile(r"\btied_modules\.\w+\.(position|tokentype)_embeddings\.")
+"""What a pipeline's last stage has of a tied embedding beside the table of tokens, and neither uses nor trains."""
+_OTHERS = "others"
+"""Weights that no optimizer has, in the place of a kind until they are under our names."""
+Ranks = list[dict[str, dict[str, Pieces]]]
+"""Of each tensor-parallel rank, by kind and name."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedCheckpoint:
+    """A checkpoint of DeepSpeed as a model of ours."""
+
+    kind: str
+    """What was read."""
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+    """Our parameters in float32, by global name, each made when it is asked for."""
+    moments: Mapping[str, Mapping[str, Tensor]]
+    """exp_avg and exp_avg_sq in the same way; empty where the checkpoint has not those of every parameter."""
+    optimizer_steps: int | None
+    """Steps behind the moments; None without moments."""
+    iteration: int
+    """Optimizer steps done; 0 where the checkpoint does not say."""
+    files: tuple[Path, ...]
+    """What it was read from."""
+    remarks: tuple[str, ...] = ()
+    """Sentences about what the files leave open."""
+
+
+def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
+    """Open a checkpoint: a run's directory with its file `latest`, or the directory of one checkpoint.
+
+    Tensors stay on the disk until they are asked for.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees with another.
+        ConversionError: it is a model that we do not have, or nothing says which.
+        ParallelLayoutError: a model of ours cannot be divided as its files are.
+    """
+    saved = saved_files(checkpoint_directory(directory))
+    where, first = saved.directory, next(iter(saved.states.values()))
+    _check_agreement(saved)
+    ranks, steps = _tensor_ranks(saved)
+    names = {name for rank in ranks for name in (*rank[FP32], *rank[_OTHERS])}
+    style = style_of(names, where)
+    own = spec_beside(where) if style == "ours" else None
+    current = our_names(names, parameter_names(own)) if own else megatron_names(names, where)
+    ranks = [{kind: _renamed(tensors, current, where) for kind, tensors in rank.items()} for rank in ranks]
+    for rank in ranks:
+        rank[FP32] = rank.pop(_OTHERS) | rank[FP32]
+    remarks: list[str] = []
+    if any(piece.dtype != torch.float32 for tensors in ranks[0][FP32].values() for piece in tensors.flat):
+        remarks.append("the files hold weights in half precision, without main weights in fp32")
+    kinds = (FP32, *_whole_moments(ranks, steps, remarks))
+    read: Mapping[str, Mapping[str, Tensor]]
+    if own:
+        spec = own
+        read = {kind: OwnTensors(spec, _stage(ranks, kind, spec.padded_vocab_size), where) for kind in kinds}
+    else:
+        spec, read = _megatron(first, ranks, kinds, where)
+        remarks += remarks_on(args_in(first), spec.family)
+    return DeepSpeedCheckpoint(
+        kind=f"{_form(saved)} of {'a model of ours' if style == 'ours' else 'Megatron-DeepSpeed'}, {spec.family}",
+        spec=spec,
+        tensors=read[FP32],
+        moments={kind: read[kind] for kind in MOMENTS if kind in read},
+        optimizer_steps=max(steps) if len(kinds) > 1 else None,
+        iteration=_iteration(first),
+        files=saved.files,
+        remarks=tuple(remarks),
+    )
+
+
+def _form(saved: Saved) -> str:
+    if saved.universal:
+        return "DeepSpeed's universal checkpoint"
+    return "DeepSpeed's sharded checkpoint" if saved.optimizer else "DeepSpeed's checkpoint"
+
+
+def _iteration(state: Mapping[str, Any]) -> int:
+    said = (state.get(name) for name in ("iteration", "global_steps"))
+    return next((value for value in said if type(value) is int and value >= 0), 0)
+
+
+def _check_agreement(saved: Saved) -> None:
+    (first, state), *others = saved.states.items()
+    for rank, other in others:
+        for what in ("global_steps", "iteration", "ds_version", "dp_world_size", "mp_world_size"):
+            if state.get(what) != other.get(what):
+                raise CheckpointError(
+                    f"{saved.path_of(first)} has {what} {state.get(what)!r} and {saved.path_of(rank)} "
+                    f"{other.get(what)!r}: they are of different checkpoints, use one that was saved as a whole"
+                )
+    size = state.get("mp_world_size")
+    if type(size) is int and size != len(saved.states) and not saved.universal:
+        raise CheckpointError(
+            f"{saved.directory} has model files of {len(saved.states)} ranks where {saved.path_of(first)} says "
+            f"mp_world_size {size}: use a whole checkpoint"
+        )
+
+
+def _tensor_ranks(saved: Saved) -> tuple[Ranks, set[int]]:
+    """What each tensor-parallel rank holds, of all pipeline stages, and the optimizer steps behind it."""
+    if saved.universal:
+        parts = {0: [universal_parts(saved)]}
+    elif saved.optimizer:
+        parts = _by_tensor_rank(saved, sharded_parts)
+    elif saved.layers:
+        parts = {rank: [layer_parts(saved, rank)] for rank in range(saved.tensor_size)}
+    else:
+        parts = _by_tensor_rank(saved, undivided_parts)
+    every = [part for stages in parts.values() for part in stages]
+    return [_joined(parts[rank], saved.directory) for rank in sorted(parts)], {
+        step for part in every for step in part.steps
+    }
+
+
+def _by_tensor_rank(saved: Saved, read: Callable[[Saved, int], Parts]) -> dict[int, list[Parts]]:
+    parts: dict[int, list[Parts]] = {rank: [] for rank in range(saved.tensor_size)}
+    for rank in saved.states:
+        parts[rank % saved.tensor_size].append(read(saved, rank))
+    return parts
+
+
+def _joined(stages: Sequence[Parts], where: Path) -> dict[str, dict[str, Pieces]]:
+    """What all pipeline stages hold; what several do must be the same."""
+    kinds: dict[str, dict[str, Pieces]] = {kind: {} for kind in KINDS}
+    for parts in stages:
+        for kind in KINDS:
+            for name, pieces in parts.kinds[kind].items():
+                if not (name in kinds[kind] and _OF_FIRST_STAGE.search(name)):
+                    _add(kinds[kind], name, pieces, where)
+    return kinds | {_OTHERS: {name: pieces for parts in stages for name, pieces in parts.others.items()}}
+
+
+def _renamed(tensors: Mapping[str, Pieces], current: Mapping[str, str], where: Path) -> dict[str, Pieces]:
+    renamed: dict[str, Pieces] = {}
+    for name, pieces in tensors.items():
+        if name in current:
+            _add(renamed, current[name], pieces, where)
+    return renamed
+
+
+def _add(tensors: dict[str, Pieces], name: str, pieces: Pieces, where: Path) -> None:
+    """Take a tensor, of which there may be a copy. Raises CheckpointError when that is another."""
+    other = tensors.setdefault(name, pieces)
+    if other is not pieces and (other.shape != pieces.shape or not torch.equal(other.whole(), pieces.whole())):
+        raise CheckpointError(
+            f"{where} holds two of what should be one: {name} differs between pipeline stages: use another checkpoint"
+        )
+
+
+def _whole_moments(ranks: Ranks, steps: set[int], remarks: list[str]) -> tuple[str, ...]:
+    """Kinds of moments that are there for every parameter."""
+    whole = [kind for kind in MOMENTS if all(rank[kind].keys() == rank[FP32].keys() for rank in ranks)]
+    if len(whole) == len(MOMENTS) and len(steps) == 1:
+        return MOMENTS
+    if any(rank[kind] for rank in ranks for kind in MOMENTS):
+        remarks.append(
+            "the files do not hold Adam's moments of every parameter after one number of steps: none is taken"
+        )
+    else:
+        remarks.append("the files do not say whose Adam's moments are, or have none: weights alone are taken")
+    return ()
+
+
+def _stage(ranks: Ranks, kind: str, rows: int) -> tuple[Assembled, ...]:
+    """One kind of each rank, tables without their padding padded to `rows`."""
+    return tuple(
+        Assembled(
+            {name: pieces if pieces.rows is None else replace(pieces, rows=rows) for name, pieces in rank[kind].items()}
+        )
+        for rank in ranks
+    )
+
+
+def _megatron(
+    first: Mapping[str, Any], ranks: Ranks, kinds: Sequence[str], where: Path
+) -> tuple[ModelSpec, dict[str, Mapping[str, Tensor]]]:
+    """The model that the files' args describe, and what is kept of it."""
+    args = args_in(first)
+    if not args:
+        raise ConversionError(
+            f"{where} holds a model of Megatron-DeepSpeed whose mp_rank_00_model_states.pt has no args, which nothing "
+            "else says: use a checkpoint that Megatron-DeepSpeed's pretrain scripts saved"
+        )
+    version = first.get("checkpoint_version", 0.0)
+    if version not in VERSIONS:
+        raise ConversionError(f"{where} has checkpoint_version {version!r}, known are {', '.join(map(str, VERSIONS))}")
+    names = set(ranks[0][FP32])
+    if any(_TABLE not in rank[FP32] for rank in ranks):
+        raise CheckpointError(f"{where} has no {_TABLE}: use a whole checkpoint")
+    padded = args.get("padded_vocab_size") or 0
+    tables = [rank[FP32][_TABLE] for rank in ranks]
+    rows = sum(max(table.shape[0], 0 if table.rows is None else padded) for table in tables)
+    spec = spec_of(args, family_of(names, where), len(layer_numbers(names)), rows, where)
+    check_rows(spec, float(version), where)
+    return spec, {
+        kind: MergedTensors(
+            [_stage(ranks, kind, spec.padded_vocab_size)], slots(spec), float(version), spec.model.head_dim, where
+        )
+        for kind in kinds
+    }

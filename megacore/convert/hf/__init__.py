@@ -1,0 +1,1 @@
+"""Models in the form of Hugging Face transformers."""

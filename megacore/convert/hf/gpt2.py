@@ -1,0 +1,119 @@
+"""GPT-2 (Radford et al. 2019) as `transformers.GPT2LMHeadModel` knows it: names, layouts, configuration."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megacore.config.spec import ModelSpec
+from megacore.convert.entries import embedding, output_layer
+from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
+from megacore.convert.key_map import SAME, TRANSPOSED, Entry, KeyMap, Layout, qkv_blocks
+
+
+def key_map(spec: ModelSpec) -> KeyMap:
+    """The table of a GPT-2; a tied output head has no tensor of its own on either side."""
+    model = spec.model
+    hidden = model.hidden_size
+    entries = [
+        embedding(spec, "transformer.wte.weight"),
+        Entry(
+            "embedding.position_embeddings.weight",
+            (spec.max_position_embeddings, hidden),
+            ("transformer.wpe.weight",),
+        ),
+    ]
+    for layer in range(model.num_layers):
+        entries += _layer_entries(spec, layer)
+    entries += _affine("encoder.final_layernorm", "transformer.ln_f", (hidden,))
+    entries += output_layer(spec, "lm_head.weight")
+    return KeyMap(tuple(entries))
+
+
+def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
+    model = spec.model
+    hidden, inner = model.hidden_size, model.ffn_size
+    ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"
+    blocks = qkv_blocks(model.num_attention_heads, model.head_dim)
+    blocks_transposed = blocks.then(Tensor.t, Tensor.t)
+    return [
+        *_affine(f"{ours}.input_layernorm", f"{theirs}.ln_1", (hidden,)),
+        *_affine(
+            f"{ours}.self_attention.query_key_value",
+            f"{theirs}.attn.c_attn",
+            (3 * hidden, hidden),
+            blocks_transposed,
+            blocks,
+        ),
+        *_affine(f"{ours}.self_attention.dense", f"{theirs}.attn.c_proj", (hidden, hidden), TRANSPOSED),
+        *_affine(f"{ours}.post_attention_layernorm", f"{theirs}.ln_2", (hidden,)),
+        *_affine(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.c_fc", (inner, hidden), TRANSPOSED),
+        *_affine(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.c_proj", (hidden, inner), TRANSPOSED),
+    ]
+
+
+def _affine(
+    ours: str, theirs: str, shape: tuple[int, ...], weight: Layout = SAME, bias: Layout = SAME
+) -> tuple[Entry, Entry]:
+    """A weight of `shape` and the bias of its rows."""
+    return (
+        Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), weight),
+        Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), bias),
+    )
+
+
+def write_config(spec: ModelSpec) -> dict[str, Any]:
+    """What is particular to this class in config.json."""
+    model, eod = spec.model, spec.special_tokens.eod
+    return {
+        "n_positions": spec.max_position_embeddings,
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ffn_size,
+        "activation_function": THEIR_ACTIVATION[model.activation],
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "use_cache": True,
+    }
+
+
+def read_config(config: HfConfig) -> dict[str, Any]:
+    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    config.refuse_unless("scale_attn_weights", True)
+    config.refuse_unless("scale_attn_by_inverse_layer_idx", False)
+    config.refuse_unless("add_cross_attention", False)
+    hidden = config.get("n_embd", int)
+    return {
+        "num_layers": config.get("n_layer", int),
+        "hidden_size": hidden,
+        "num_attention_heads": config.get("n_head", int),
+        "ffn_hidden_size": config.optional("n_inner", int) or 4 * hidden,
+        "activation": config.activation("activation_function", "gelu_new", gated=False),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, True),
+        "max_position_embeddings": config.get("n_positions", int, 1024),
+        "hidden_dropout": config.get("resid_pdrop", float, 0.1),
+        "attention_dropout": config.get("attn_pdrop", float, 0.1),
+        "init_method_std": config.get("initializer_range", float, 0.02),
+        "layernorm_epsilon": config.get("layer_norm_epsilon", float, 1e-5),
+    }
+
+
+def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
+    """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
+    pairs = [("embedding", "transformer.drop")]
+    for layer in range(spec.model.num_layers):
+        ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"
+        pairs += [
+            (f"{ours}.input_layernorm", f"{theirs}.ln_1"),
+            (f"{ours}.self_attention", f"{theirs}.attn"),
+            (f"{ours}.post_attention_layernorm", f"{theirs}.ln_2"),
+            (f"{ours}.mlp", f"{theirs}.mlp"),
+            (ours, theirs),
+        ]
+    return [*pairs, ("encoder.final_layernorm", "transformer.ln_f")]

@@ -1,0 +1,168 @@
+"""T5 (Raffel et al. 2019) as `transformers.T5ForConditionalGeneration` knows it.
+
+Version 1.0 has a tied head and ReLU, 1.1 a head of its own and a gated MLP.
+"""
+
+from typing import Any
+
+from megacore.config.spec import ModelSpec
+from megacore.convert.entries import embedding, interleaved, linear, norm, output_layer, queries_keys_values
+from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
+from megacore.convert.key_map import Entry, KeyMap
+
+_POSITIONS = 512
+"""Tokens of the original's sequences (its config.json says `n_positions`); relative positions know no end."""
+
+
+def key_map(spec: ModelSpec) -> KeyMap:
+    """The table of an encoder and a decoder that share the table of tokens."""
+    model = spec.model
+    entries = [embedding(spec, "shared.weight")]
+    for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):
+        entries.append(
+            Entry(
+                f"{stack}.relative_attention_bias.weight",
+                (model.relative_attention_num_buckets, model.num_attention_heads),
+                (f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",),
+            )
+        )
+        for layer in range(layers):
+            entries += _layer_entries(
+                spec, f"{stack}.layers.{layer}", f"{stack}.block.{layer}.layer", cross_attention=stack == "decoder"
+            )
+        entries += norm(spec, f"{stack}.final_layernorm", f"{stack}.final_layer_norm")
+    entries += output_layer(spec, "lm_head.weight")
+    return KeyMap(tuple(entries))
+
+
+def _layer_entries(spec: ModelSpec, ours: str, theirs: str, *, cross_attention: bool) -> list[Entry]:
+    model = spec.model
+    hidden, inner, size = model.hidden_size, model.ffn_size, model.attention_size
+    attention = f"{theirs}.0.SelfAttention"
+    entries = [
+        *norm(spec, f"{ours}.input_layernorm", f"{theirs}.0.layer_norm"),
+        *queries_keys_values(spec, f"{ours}.self_attention", *(f"{attention}.{part}" for part in "qkv")),
+        *linear(f"{ours}.self_attention.dense", f"{attention}.o", (hidden, size), bias=False),
+        *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.1.layer_norm"),
+    ]
+    if cross_attention:
+        entries += _cross_entries(spec, f"{ours}.inter_attention", f"{theirs}.1.EncDecAttention")
+        entries += norm(spec, f"{ours}.post_inter_attention_layernorm", f"{theirs}.2.layer_norm")
+    mlp = f"{theirs}.{2 if cross_attention else 1}.DenseReluDense"
+    if model.gated:
+        entries += linear(f"{ours}.mlp.dense_h_to_4h_gate", f"{mlp}.wi_0", (inner, hidden), bias=False)
+    entries += linear(
+        f"{ours}.mlp.dense_h_to_4h", f"{mlp}.{'wi_1' if model.gated else 'wi'}", (inner, hidden), bias=False
+    )
+    entries += linear(f"{ours}.mlp.dense_4h_to_h", f"{mlp}.wo", (hidden, inner), bias=False)
+    return entries
+
+
+def _cross_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
+    model = spec.model
+    hidden, size = model.hidden_size, model.attention_size
+    key_value = interleaved(
+        f"{ours}.key_value",
+        (f"{theirs}.k", f"{theirs}.v"),
+        (2 * size, hidden),
+        model.num_attention_heads,
+        model.head_dim,
+        bias=False,
+    )
+    return [
+        *linear(f"{ours}.query", f"{theirs}.q", (size, hidden), bias=False),
+        *key_value,
+        *linear(f"{ours}.dense", f"{theirs}.o", (hidden, size), bias=False),
+    ]
+
+
+def write_config(spec: ModelSpec) -> dict[str, Any]:
+    """What is particular to this class in config.json; an untied head says that its input is not scaled either."""
+    model, special = spec.model, spec.special_tokens
+    activation = "gelu" if model.activation == "geglu_tanh" else THEIR_ACTIVATION[model.activation]
+    start = special.pad or 0
+    return {
+        "d_model": model.hidden_size,
+        "d_kv": model.head_dim,
+        "d_ff": model.ffn_size,
+        "num_layers": model.num_layers,
+        "num_decoder_layers": model.decoder_layers,
+        "num_heads": model.num_attention_heads,
+        "n_positions": spec.max_position_embeddings,
+        "relative_attention_num_buckets": model.relative_attention_num_buckets,
+        "relative_attention_max_distance": model.relative_attention_max_distance,
+        "dropout_rate": model.hidden_dropout,
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "initializer_factor": 1.0,
+        "feed_forward_proj": f"gated-{activation}" if model.gated else activation,
+        "is_encoder_decoder": True,
+        "use_cache": True,
+        "pad_token_id": start,
+        "eos_token_id": _end(spec),
+        "decoder_start_token_id": start,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+    }
+
+
+def _end(spec: ModelSpec) -> int | None:
+    """What ends a sequence."""
+    special = spec.special_tokens
+    return special.eod if special.sep is None else special.sep
+
+
+def read_config(config: HfConfig) -> dict[str, Any]:
+    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    dropout = config.get("dropout_rate", float, 0.1)
+    layers = config.get("num_layers", int)
+    # transformers 5 says of its every T5 that the head is tied; what tells 1.1 is that its input is not scaled.
+    scaled = config.get("scale_decoder_outputs", bool, config.get("tie_word_embeddings", bool, True))
+    gate, dash, function = config.get("feed_forward_proj", str, "relu").rpartition("-")
+    if (gate, dash) not in {("", ""), ("gated", "-")}:
+        config.refuse_unless("feed_forward_proj", "relu", "gated-gelu", "gated-silu")
+    names = {"gelu": "gelu_new"} if gate else {}
+    activation = HfConfig({"feed_forward_proj": names.get(function, function)}, config.path)
+    return {
+        "num_layers": layers,
+        "num_decoder_layers": config.get("num_decoder_layers", int, layers),
+        "hidden_size": config.get("d_model", int),
+        "num_attention_heads": config.get("num_heads", int),
+        "kv_channels": config.get("d_kv", int, 64),
+        "ffn_hidden_size": config.get("d_ff", int),
+        "activation": activation.activation("feed_forward_proj", "relu", gated=bool(gate)),
+        "normalization": "rmsnorm",
+        "position_embedding_type": "relative",
+        "relative_attention_num_buckets": config.get("relative_attention_num_buckets", int, 32),
+        "relative_attention_max_distance": config.get("relative_attention_max_distance", int, 128),
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not scaled,
+        "max_position_embeddings": config.get("n_positions", int, _POSITIONS),
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "layernorm_epsilon": config.get("layer_norm_epsilon", float, 1e-6),
+    }
+
+
+def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
+    """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
+    model = spec.model
+    pairs = []
+    for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):
+        for layer in range(layers):
+            pairs += _layer_pairs(f"{stack}.layers.{layer}", f"{stack}.block.{layer}", stack == "decoder")
+        pairs.append((f"{stack}.final_layernorm", f"{stack}.final_layer_norm"))
+    return pairs
+
+
+def _layer_pairs(ours: str, theirs: str, cross_attention: bool) -> list[tuple[str, str]]:
+    pairs = [
+        (f"{ours}.input_layernorm", f"{theirs}.layer.0.layer_norm"),
+        (f"{ours}.self_attention", f"{theirs}.layer.0.SelfAttention"),
+        (f"{ours}.post_attention_layernorm", f"{theirs}.layer.1.layer_norm"),
+    ]
+    if cross_attention:
+        pairs += [
+            (f"{ours}.inter_attention", f"{theirs}.layer.1.EncDecAttention"),
+            (f"{ours}.post_inter_attention_layernorm", f"{theirs}.layer.2.layer_norm"),
+        ]
+    last = 2 if cross_attention else 1
+    return [*pairs, (f"{ours}.mlp", f"{theirs}.layer.{last}.DenseReluDense"), (ours, theirs)]

@@ -1,0 +1,1 @@
+"""Checkpoints in the file form of Megatron-LM."""

@@ -1,0 +1,145 @@
+"""Checkpoints in Megatron-LM's file form, `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`, of GPT and BERT.
+
+What is written is taken by Megatron-LM's legacy models and by the public converters of transformers up to 4.46; what
+is read may be of any checkpoint_version and any division over tensor and pipeline ranks. Only weights pass through:
+a checkpoint of ours is resumed by ours alone.
+
+Source: NVIDIA/Megatron-LM, megatron/training/checkpointing.py (Shoeybi et al. 2019, Narayanan et al. 2021).
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.format import directory_name, write_tracker
+from megacore.config.spec import ModelSpec
+from megacore.convert.megatron.args import args_of, check_megatron
+from megacore.convert.megatron.files import FILE_NAME, checkpoint_directory, rank_files, read_rank_file, write_rank_file
+from megacore.convert.megatron.merge import MergedTensors, layers_held, stages_of, vocabulary_rows
+from megacore.convert.megatron.spec import check_rows, family_of, remarks_on, spec_of
+from megacore.convert.megatron.table import Slot, nested, slots, stage_slots
+from megacore.convert.staged import staged
+from megacore.errors import ConversionError
+
+CHECKPOINT_VERSION = 3.0
+_NAMED_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """A checkpoint of Megatron-LM as a model of ours."""
+
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+    """Our parameters in float32, by global name, each made when it is asked for."""
+    iteration: int
+    """Optimizer steps done; 0 where the checkpoint does not say."""
+    remarks: tuple[str, ...] = ()
+    """Sentences about what the files leave open, for whoever asked for the conversion."""
+
+
+def write_megatron(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    output: Path,
+    *,
+    iteration: int,
+    tensor: int = 1,
+    pipeline: int = 1,
+) -> None:
+    """Write `output/iter_<iteration>/` and the tracker file, or nothing.
+
+    One rank's file and one whole tensor are in memory at a time; each file looks its tensors up again.
+
+    Args:
+        spec: the model.
+        tensors: its parameters by global name, the vocabulary padded; they are written in float32.
+        output: the root; it is made if it is not there.
+        iteration: optimizer steps done.
+        tensor: the tensor parallel size t.
+        pipeline: the pipeline parallel size.
+
+    Raises:
+        ConversionError: the form has no place for the model, or `tensors` are of another one.
+        ConfigError: the iteration is there already.
+        ParallelLayoutError: the sizes do not divide the model.
+        WorkspaceError: the disk refuses.
+    """
+    check_megatron(spec, tensor=tensor, pipeline=pipeline)
+    table = slots(spec)
+    _check_names(tensors, table)
+    args = args_of(spec, iteration=iteration, tensor=tensor, pipeline=pipeline)
+    count = spec.model.num_layers // pipeline
+    with staged(output / directory_name(iteration)) as staging:
+        for rank, stage in itertools.product(range(tensor), range(pipeline)):
+            layers = range(stage * count, (stage + 1) * count)
+            first, last = stage == 0, stage == pipeline - 1
+            model = _rank_model(tensors, table, layers, (rank, tensor), first=first, last=last)
+            name = f"mp_rank_{rank:02d}" if pipeline == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
+            state = {"args": args, "checkpoint_version": CHECKPOINT_VERSION, "iteration": iteration, "model": model}
+            write_rank_file(staging / name / FILE_NAME, state)
+            del model, state
+    write_tracker(output, iteration)
+
+
+def read_megatron(directory: Path) -> MegatronCheckpoint:
+    """Open a checkpoint: the root with its tracker file, or the directory that holds `mp_rank_*`.
+
+    Nothing in the files is executed. Tensors stay on the disk until they are asked for, unless a file is of torch's
+    form before 1.6.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees with another.
+        ConversionError: it is a model that we do not have, or in Megatron core's form.
+    """
+    found, iteration = checkpoint_directory(directory)
+    files = {rank: read_rank_file(path) for rank, path in rank_files(found).items()}
+    stages = stages_of(files, found)
+    first = files[0, 0]
+    family = family_of({name for stage in stages for name in stage[0]}, found)
+    spec = spec_of(first.args, family, layers_held(stages), vocabulary_rows(stages, found), found)
+    check_rows(spec, first.version, found)
+    tensors = MergedTensors(stages, slots(spec), first.version, spec.model.head_dim, found)
+    saved = iteration if first.iteration is None else first.iteration
+    return MegatronCheckpoint(spec, tensors, saved or 0, remarks_on(first.args, family))
+
+
+def _check_names(tensors: Mapping[str, Tensor], table: Iterable[Slot]) -> None:
+    expected = {name for slot in table for name in slot.ours}
+    missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+    if missing or unknown:
+        raise ConversionError(
+            f"the checkpoint is of another model than its description: it {'lacks' if missing else 'has no place for'} "
+            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, {len(unknown)} unknown): "
+            "give the description it was saved with"
+        )
+
+
+def _rank_model(
+    tensors: Mapping[str, Tensor],
+    table: Iterable[Slot],
+    layers: range,
+    rank: tuple[int, int],
+    *,
+    first: bool,
+    last: bool,
+) -> dict[str, Any]:
+    """The nested tensors of tensor rank `rank` (of how many) in the pipeline stage of `layers`."""
+    held = stage_slots(table, layers, first=first, last=last)
+    return nested(((slot.name, slot.part(_taken(tensors, slot), *rank)) for slot in held), layers.start)
+
+
+def _taken(tensors: Mapping[str, Tensor], slot: Slot) -> Iterator[Tensor]:
+    for name, shape in zip(slot.ours, slot.shapes, strict=True):
+        tensor = tensors[name].detach().to(torch.float32)
+        if tuple(tensor.shape) != shape:
+            raise ConversionError(
+                f"{name} has shape {tuple(tensor.shape)} where the model's description says {shape}: "
+                "give the description it was saved with"
+            )
+        yield tensor

@@ -1,0 +1,1 @@
+"""The engine that lets DeepSpeed carry out the optimizer step."""

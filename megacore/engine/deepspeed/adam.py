@@ -1,0 +1,108 @@
+"""Adam as a DeepSpeed engine steps it: torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config.deepspeed import zero_of
+from megacore.config.run import RunConfig
+from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.engine.deepspeed.state import Moments, shape_of
+from megacore.models.stage import Stage
+from megacore.optim.grad_clip import clip_divisor
+from megacore.optim.param_groups import param_groups
+from megacore.parallel.collectives import all_reduce
+
+_DECAYS = "decays"
+"""Of a parameter group: whether weight decay applies to it."""
+
+
+def make_adam(
+    parameters: Mapping[str, nn.Parameter], config: RunConfig, *, compiled: bool
+) -> tuple[torch.optim.Optimizer, Moments]:
+    """AdamW over all parameters, and its state; its learning rate and weight decay are 0 until they are set.
+
+    Args:
+        parameters: by global name.
+        config: the run.
+        compiled: whether DeepSpeed's own Adam for the CPU is there to be loaded.
+    """
+    shapes = {name: torch.empty(shape_of(parameter), device="meta") for name, parameter in parameters.items()}
+    groups = [
+        {"params": [parameters[name] for name in group.names], _DECAYS: group.decays}
+        for group in param_groups(shapes.items())
+    ]
+    optim = config.optim
+    values: dict[str, Any] = {
+        "lr": 0.0,
+        "betas": (optim.adam_beta1, optim.adam_beta2),
+        "eps": optim.adam_eps,
+        "weight_decay": 0.0,
+    }
+    adam: torch.optim.Optimizer
+    if compiled and zero_of(config).offload_optimizer != "none":
+        import_deepspeed()
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        adam, moments = DeepSpeedCPUAdam(groups, adamw_mode=True, **values), Moments(lambda weight: 0)
+    else:
+        adam, moments = torch.optim.AdamW(groups, fused=True, **values), Moments(_zero_steps)
+    adam.state = moments
+    return adam, moments
+
+
+def set_hyperparameters(adam: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+    """Say what the next update uses."""
+    for group in adam.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay if group[_DECAYS] else 0.0
+
+
+class WholeGradients:
+    """Norm and clipping of gradients without ZeRO.
+
+    DeepSpeed tells no norm in fp32, and in bf16 one without the parts that other tensor-parallel ranks hold.
+    """
+
+    def __init__(
+        self, adam: torch.optim.Optimizer, stage: Stage, main_weights: Mapping[str, Tensor], max_norm: float
+    ) -> None:
+        """Look at the gradients before each step of `adam`.
+
+        Args:
+            adam: steps `main_weights`.
+            stage: whose parameters they are.
+            main_weights: by global name.
+            max_norm: to clip to; 0 does not clip.
+        """
+        self._stage, self._main_weights, self._max_norm = stage, main_weights, max_norm
+        self.norm = 0.0
+        """Of the last step's gradients, before clipping."""
+        adam.register_step_pre_hook(self._look)
+
+    def _look(self, adam: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        """Clip; without its gradients, which are taken away where they are not finite, Adam changes nothing."""
+        stage = self._stage
+        parameters, partitions = stage.named_parameters, stage.partitions
+        counted = [
+            weight.grad.flatten()
+            for name, weight in self._main_weights.items()
+            if weight.grad is not None
+            and (name in partitions or stage.mesh.tensor_parallel.rank == 0)
+            and not getattr(parameters[name], "ds_pipe_replicated", False)
+        ]
+        norm = all_reduce(stage.kernels.sum_of_squares(counted, stage.device), stage.mesh.model_parallel).sqrt().float()
+        self.norm = float(norm)
+        finite, divisor = math.isfinite(self.norm), clip_divisor(norm, self._max_norm)
+        for weight in self._main_weights.values():
+            if not finite:
+                weight.grad = None
+            elif weight.grad is not None and self._max_norm > 0:
+                weight.grad.div_(divisor)
+
+
+def _zero_steps(weight: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=weight.device)

@@ -1,0 +1,186 @@
+"""What DeepSpeed's engines with and without pipeline stages have in common."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.shard import TensorShard
+from megacore.config.deepspeed import zero_of
+from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.engine.base import Update
+from megacore.engine.deepspeed.adam import WholeGradients, make_adam, set_hyperparameters
+from megacore.engine.deepspeed.join import checkpoint_activations, join_ranks, prepare_parameters, show_log
+from megacore.engine.deepspeed.mpu import MeshUnit
+from megacore.engine.deepspeed.scale import DeepSpeedLossScale
+from megacore.engine.deepspeed.settings import deepspeed_settings
+from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.engine.deepspeed.state import DeepSpeedState, main_weights, shape_of
+from megacore.engine.outcome import Reduced, global_means
+from megacore.engine.staged import StageEngine
+from megacore.kernels.choice import Kernels
+from megacore.models.init import initial_weight
+from megacore.models.stage import Stage
+from megacore.parallel.mesh import ProcessMesh
+
+
+class DeepSpeedBase(StageEngine, ABC):
+    """Holds DeepSpeed's engine, the model's stage that it trains, and their fp32 state."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        mesh: ProcessMesh,
+        *,
+        special_tokens: SpecialTokens,
+        device: torch.device,
+        precision: str,
+        kernels: Kernels | None = None,
+        compiled_adam: bool = False,
+    ) -> None:
+        """Build this rank's part of the model with its initial weights, and divide it as ZeRO says. Collective.
+
+        The arguments, and what is raised, are those of `megacore.engine.build.build_engine`.
+        """
+        self.device, self.precision = device, precision
+        self._config, self._mesh = config, mesh
+        self._zero_stage = zero_of(config).stage
+        self._settings: dict[str, Any] = deepspeed_settings(
+            config, precision=precision, device_type=device.type, data_parallel_size=mesh.data_parallel.size
+        )
+        # With pipeline stages bf16 has an optimizer of its own, as with ZeRO.
+        self._clips_itself = self._zero_stage == 0 and (precision == "fp32" or mesh.pipeline_parallel.size == 1)
+        if self._clips_itself:
+            self._settings["gradient_clipping"] = 0.0  # see `WholeGradients`
+        show_log(self._settings)
+        self._losses: list[Tensor] = []
+        self._updates = 0
+        join_ranks()
+        mpu = MeshUnit(mesh)
+        with self._divided_from_the_start(mpu):
+            self._stage = Stage(
+                config,
+                vocab_size,
+                mesh,
+                special_tokens=special_tokens,
+                device=device,
+                kernels=kernels,
+                initial_weights=self._zero_stage < 3,
+            )
+        (model,) = self._stage.chunks
+        prepare_parameters(model, mesh)
+        self._adam, self._moments = make_adam(self._stage.named_parameters, config, compiled=compiled_adam)
+        checkpoint_activations(model, config, self._settings, mpu)
+        self._engine, optimizer = self._initialize(mpu, vocab_size)
+        self._take_over(optimizer, ModelSpec.of(config, vocab_size), mpu)
+
+    @abstractmethod
+    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+        """DeepSpeed's engine of the stage, and what it made of our optimizer."""
+
+    can_withhold = False
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss before backward: 1 but for fp16."""
+        return self._scale.scale if self._scale else 1.0
+
+    def tensors(self) -> dict[str, Tensor | TensorShard]:
+        """Copies of this rank's fp32 main weights `model.*` and moments `optimizer.*`; `load_state` takes them back."""
+        return self._state.tensors()
+
+    def state(self) -> dict[str, Any]:
+        """Number of updates and, for fp16, the loss scale."""
+        return {"optimizer_steps": self._updates, "loss_scaler": self._scale.state() if self._scale else None}
+
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]) -> None:
+        """Continue from `state` and from what was read into `tensors`."""
+        self._state.write(tensors)
+        self._updates = int(state["optimizer_steps"])
+        self._moments.set_steps(self._updates)
+        if self._scale and state["loss_scaler"] is not None:
+            self._scale.load_state(state["loss_scaler"])
+
+    def _divided_from_the_start(self, mpu: MeshUnit) -> AbstractContextManager[Any]:
+        """Under ZeRO-3 no rank ever has the whole model: parameters are divided as soon as they are made."""
+        if self._zero_stage < 3:
+            return nullcontext()
+        # The type is in the settings: a type given by itself is replaced by bf16 on a CPU.
+        context: AbstractContextManager[Any] = import_deepspeed().zero.Init(
+            data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=self._settings, mpu=mpu
+        )
+        return context
+
+    def _take_over(self, optimizer: Any, spec: ModelSpec, mpu: MeshUnit) -> None:
+        """Take hold of what DeepSpeed made of model and optimizer, and give the main weights their initial values."""
+        parameters = self._stage.named_parameters
+        self._whole = (
+            WholeGradients(self._adam, self._stage, main_weights(optimizer, parameters), self._config.optim.clip_grad)
+            if self._clips_itself
+            else None
+        )
+        self._state = DeepSpeedState(parameters, self._stage.partitions, optimizer, self._moments, mpu.data_parallel)
+        self._moments.set_steps(0)  # DeepSpeed may have stepped once, at a learning rate of 0, to allocate
+        self._scale = (
+            DeepSpeedLossScale(optimizer.loss_scaler, self._config.optim.loss_scale)
+            if self.precision == "fp16"
+            else None
+        )
+        self.kernels = {
+            **self._stage.kernels.names,
+            "optimizer": f"deepspeed {type(optimizer).__name__} over {type(self._adam).__name__}",
+            "communication": "none" if self._mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
+        }
+        if self._zero_stage < 3 and self.precision == "fp32":
+            return
+        # Main weights start in fp32, not rounded to the compute type; under ZeRO-3 they have no values before.
+        for name, parameter in parameters.items():
+            partition = self._stage.partitions.get(name)
+            shape = tuple(shape_of(parameter))
+            values = initial_weight(name, shape, spec, seed=self._config.seed, partition=partition)
+            self._state.set_weight(name, values)
+
+    def _set_batch(self, micro_batches: int) -> None:
+        """Tell DeepSpeed how many micro batches there are; they become more while the batch ramps up."""
+        if micro_batches != self._engine.gradient_accumulation_steps():
+            replica = micro_batches * self._config.train.micro_batch_size
+            self._engine.set_train_batch_size(replica * self._mesh.data_parallel.size)
+
+    def update(
+        self,
+        lr: float,
+        weight_decay: float,
+        *,
+        notices: Sequence[bool] = (),
+        withhold: Callable[[Sequence[float]], bool] | None = None,
+    ) -> Update:
+        """Clip the averaged gradients and make one optimizer step.
+
+        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16. DeepSpeed does not
+        ask before it changes the weights.
+        """
+        assert withhold is None, "DeepSpeed's engines cannot withhold an update"
+        set_hyperparameters(self._adam, lr, weight_decay)
+        micro_batches = self._step()
+        losses = global_means(self._losses, micro_batches, len(self.loss_names), self._mesh, self.device, notices)
+        if not self._engine.was_step_applied():
+            grad_norm = math.inf
+        else:
+            grad_norm = self._whole.norm if self._whole else float(self._engine.get_global_grad_norm())
+        applied = math.isfinite(grad_norm)
+        self._updates += applied
+        if self._scale:
+            self._scale.update(overflow=not applied)
+        fatal = not applied and (self._scale is None or self._scale.exhausted)
+        reduced = Reduced.of(losses.tolist(), self.loss_names, len(notices))
+        return reduced.update(grad_norm, applied=applied, fatal=fatal)
+
+    @abstractmethod
+    def _step(self) -> int:
+        """Let DeepSpeed clip and step; returns this replica's number of micro batches."""

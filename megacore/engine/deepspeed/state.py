@@ -1,0 +1,205 @@
+"""Main weights and Adam's moments of a DeepSpeed engine, as a checkpoint knows them.
+
+They are read and written through DeepSpeed's accessors, one parameter at a time, whatever ZeRO has done to them. Each
+data-parallel rank takes an equal run of every parameter's elements, the run that ZeRO-3 gives it anyway.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.checkpoint.shard import TensorShard
+from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.parallel.mesh import ParallelGroup
+from megacore.tensor_parallel import Partition
+
+KINDS = {"model": None, "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
+"""Where a checkpoint keeps the main weights (None) and what of Adam's state."""
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Shape of a parameter, whether or not ZeRO-3 has divided it."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+class Moments(defaultdict[Tensor, dict[str, Any]]):
+    """The state of an Adam that has made no step: there from the start, so that a checkpoint can be read into it."""
+
+    def __init__(self, counter: Callable[[Tensor], Any]) -> None:
+        """`counter` makes the number of steps of a weight, 0, in the type that the optimizer counts in."""
+        super().__init__()
+        self._counter = counter
+
+    def __missing__(self, weight: Tensor) -> dict[str, Any]:
+        """Zeros for some main weights."""
+        names = [name for name in KINDS.values() if name]
+        self[weight] = {
+            "step": self._counter(weight),
+            **{name: torch.zeros_like(weight, dtype=torch.float32, requires_grad=False) for name in names},
+        }
+        return self[weight]
+
+    def set_steps(self, steps: int) -> None:
+        """Say how many updates they have seen."""
+        for state in self.values():
+            step = state["step"]
+            state["step"] = torch.full_like(step, steps) if isinstance(step, Tensor) else steps
+
+
+class DeepSpeedState:
+    """Reads and writes the fp32 state of the parameters of one engine."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        partitions: Mapping[str, Partition],
+        optimizer: Any,
+        moments: Moments,
+        replicas: ParallelGroup,
+    ) -> None:
+        """Look at an engine's parameters.
+
+        Args:
+            parameters: by global name.
+            partitions: how they are divided over tensor-parallel ranks; those not named are whole on each.
+            optimizer: what DeepSpeed made of ours.
+            moments: the state of ours.
+            replicas: the data-parallel ranks, with a process group even where there is one.
+        """
+        self._parameters = dict(parameters)
+        self._partitions = partitions
+        self._moments = moments
+        self._replicas = replicas
+        deepspeed = import_deepspeed()
+        self._api, self._zero = deepspeed.utils, deepspeed.zero
+        first = next(iter(self._parameters.values()))
+        self._partitioned = hasattr(first, "ds_id")
+        self._mapped = hasattr(first, "_hp_mapping")
+        self._main = {} if self._partitioned or self._mapped else main_weights(optimizer, self._parameters)
+        if self._mapped:
+            # The first step would do it, but a checkpoint is read before.
+            optimizer._lazy_init_hp_params_optimizer_state()
+        if getattr(optimizer, "swap_optimizer", False):
+            self._write_zeros(optimizer)
+
+    def tensors(self) -> dict[str, Tensor | TensorShard]:
+        """Copies of this rank's runs, in main memory, under the names of a checkpoint. Collective."""
+        return {
+            f"{kind}.{name}": TensorShard.of_runs(
+                [(self._bounds(name)[0], self._read(name, key))],
+                shape_of(parameter),
+                torch.float32,
+                self._partitions.get(name),
+            )
+            for kind, key in KINDS.items()
+            for name, parameter in self._parameters.items()
+        }
+
+    def write(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
+        """Take what `tensors` returned, all of it or a part, filled with other values. Collective."""
+        for full_name, shard in tensors.items():
+            kind = next(kind for kind in KINDS if full_name.startswith(f"{kind}."))
+            assert isinstance(shard, TensorShard)
+            runs = [piece.reshape(-1) for piece in shard.pieces.values()]
+            run = torch.cat(runs) if runs else torch.empty(0)
+            self._write(full_name.removeprefix(f"{kind}."), KINDS[kind], run)
+
+    def set_weight(self, name: str, values: Tensor) -> None:
+        """Give a parameter new values, fp32, shaped like this rank's part and the same on all replicas. Collective."""
+        self._write(name, None, values.flatten()[slice(*self._bounds(name))])
+
+    def _write_zeros(self, optimizer: Any) -> None:
+        """Put moments of every group of weights on NVMe: DeepSpeed cannot read what it has not written."""
+        groups = {
+            optimizer.grad_position[optimizer.get_param_id(parameter)][0]: name
+            for name, parameter in self._parameters.items()
+        }
+        for name in groups.values():
+            self._write(name, "exp_avg", torch.empty(0))
+
+    def _bounds(self, name: str) -> tuple[int, int]:
+        """First and last element of this rank's run of a parameter's elements."""
+        count, length = shape_of(self._parameters[name]).numel(), self._run_length(name)
+        start = min(self._replicas.rank * length, count)
+        return start, min(start + length, count)
+
+    def _run_length(self, name: str) -> int:
+        return -(-shape_of(self._parameters[name]).numel() // self._replicas.size)
+
+    @torch.no_grad()
+    def _read(self, name: str, key: str | None) -> Tensor:
+        parameter, (start, stop) = self._parameters[name], self._bounds(name)
+        if self._partitioned:
+            local = (
+                self._api.safe_get_local_fp32_param(parameter)
+                if key is None
+                else self._api.safe_get_local_optimizer_state(parameter, key)
+            )
+            return _copied(local[: stop - start])
+        if self._mapped:
+            whole = (
+                self._api.safe_get_full_fp32_param(parameter)
+                if key is None
+                else self._api.safe_get_full_optimizer_state(parameter, key)
+            )
+        else:
+            whole = self._main[name] if key is None else self._moments[self._main[name]][key]
+        return _copied(whole.flatten()[start:stop])
+
+    @torch.no_grad()
+    def _write(self, name: str, key: str | None, run: Tensor) -> None:
+        parameter = self._parameters[name]
+        padded = torch.zeros(self._run_length(name), device=parameter.device)
+        padded[: run.numel()].copy_(run)
+        if self._partitioned:
+            self._write_partition(parameter, key, padded)
+            return
+        whole = self._gathered(padded)[: parameter.numel()].view(parameter.shape)
+        if not self._mapped:
+            (self._main[name] if key is None else self._moments[self._main[name]][key]).copy_(whole)
+        elif key is None:
+            self._api.safe_set_full_fp32_param(parameter, whole)
+        else:
+            self._api.safe_set_full_optimizer_state(parameter, whole, key)
+        if key is None:
+            parameter.data.copy_(whole)
+
+    def _write_partition(self, parameter: nn.Parameter, key: str | None, padded: Tensor) -> None:
+        if key is None:
+            with self._zero.GatheredParameters([parameter], modifier_rank=0):
+                self._api.safe_set_local_fp32_param(parameter, padded)
+                parameter.data.copy_(self._api.safe_get_full_fp32_param(parameter))
+            return
+        # While a weight's part lies on NVMe, DeepSpeed takes its length for 1.
+        swapped_out = parameter.ds_tensor.numel() != padded.numel()  # type: ignore[attr-defined]
+        with self._zero.GatheredParameters([parameter], enabled=swapped_out):
+            self._api.safe_set_local_optimizer_state(parameter, padded, key)
+
+    def _gathered(self, padded: Tensor) -> Tensor:
+        """All replicas' runs of one parameter."""
+        if self._replicas.size == 1:
+            return padded
+        whole = padded.new_empty(padded.numel() * self._replicas.size)
+        dist.all_gather(list(whole.chunk(self._replicas.size)), padded, group=self._replicas.group)
+        return whole
+
+
+def _copied(run: Tensor) -> Tensor:
+    return run.detach().to("cpu", torch.float32, copy=True)
+
+
+def main_weights(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Without ZeRO: the fp32 copies that DeepSpeed keeps of a model of lower precision, or its own parameters."""
+    if not hasattr(optimizer, "fp32_groups"):
+        return dict(parameters)
+    copies = {
+        id(parameter): copy
+        for group, copied in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        for parameter, copy in zip(group, copied, strict=True)
+    }
+    return {name: copies[id(parameter)] for name, parameter in parameters.items()}

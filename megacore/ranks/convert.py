@@ -1,0 +1,49 @@
+"""`python -m megacore.ranks.convert --config job.json`: one checkpoint to a transformers directory, with its gate."""
+
+import os
+from collections.abc import Sequence
+
+from megacore.errors import ConfigError
+from megacore.jobs.run import ConvertJob
+from megacore.observe.heartbeat import ENDED
+from megacore.ranks.rank import begin_heartbeat, run_rank
+
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""transformers reads these when it is imported: an export is compared without a network."""
+
+
+def convert_checkpoint(job: ConvertJob) -> None:
+    """Fill the job's output directory with `model/`, `parity.json` and `sample.txt`.
+
+    Raises:
+        ConfigError: the job asks for more than one rank.
+        ConversionError: the model has no counterpart, or the export differs from it.
+        CheckpointError: the checkpoint is damaged or of another model.
+        DataFormatError: the validation split has no samples.
+        WorkspaceError: the output cannot be written.
+    """
+    if job.ranks != 1:
+        raise ConfigError(f"a conversion was asked to run on {job.ranks} ranks: it takes 1")
+    heartbeat = begin_heartbeat(job)
+    os.environ.update(_OFFLINE)
+    import torch
+
+    from megacore.convert.export import export
+
+    torch.set_num_threads(job.threads_per_rank)
+    export(job, heartbeat.beat)
+    heartbeat.beat(ENDED)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Convert, and report why it ended if it fails."""
+    run_rank(ConvertJob, convert_checkpoint, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`python -m megacore.ranks.evaluate --config job.json`, on each rank: perplexities of finished checkpoints."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.artifact.files import write_json
+from megacore.jobs.run import EvaluateJob
+from megacore.ranks.rank import run_rank
+
+if TYPE_CHECKING:
+    from megacore.parallel.mesh import ProcessMesh
+    from megacore.train.score import Scorer
+
+
+def evaluate_checkpoints(job: EvaluateJob) -> None:
+    """Write test and validation perplexity of every checkpoint of the job to `job.output`, atomically.
+
+    Under `checkpoints` the file maps each path to iteration, test_loss, test_ppl, test_samples, valid_loss, valid_ppl
+    and valid_samples, and of a model with a binary head to test_sop_loss and valid_sop_loss, or nsp_loss; under
+    `unigram` lies the perplexity of the train split's token frequencies on the same tokens.
+    Losses are in nats per token; of each split `evaluate.max_samples` are scored, or all.
+
+    Raises:
+        DataFormatError: tokens or index maps are missing or damaged, or a split has no sample.
+        CheckpointError: a checkpoint is damaged or of another model.
+        TrainingError: memory does not suffice.
+        WorkspaceError: the output cannot be written.
+    """
+    from megacore.observe.logging import configure_logging
+    from megacore.ranks.process import joined
+    from megacore.train.score import Scorer
+
+    with joined(job) as (mesh, device):
+        configure_logging(mesh.rank)
+        scorer = Scorer(job, mesh, device)
+        results = _score_all(job, scorer, mesh)
+        if mesh.rank == 0:
+            write_json(Path(job.output), {"checkpoints": results, "unigram": scorer.unigram()})
+
+
+def _score_all(job: EvaluateJob, scorer: "Scorer", mesh: "ProcessMesh") -> dict[str, dict[str, Any]]:
+    from megacore.train.memory import scoring_memory_errors
+
+    results = {}
+    with scoring_memory_errors(job.config, mesh.rank):
+        for checkpoint in job.checkpoints:
+            results[checkpoint] = scorer.score(Path(checkpoint))
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate on this rank, and report why it ended if it fails."""
+    run_rank(EvaluateJob, evaluate_checkpoints, arguments)
+
+
+if __name__ == "__main__":
+    main()

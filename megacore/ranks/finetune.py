@@ -1,0 +1,95 @@
+"""`python -m megacore.ranks.finetune --config run.json`, on each rank, under a launcher or alone."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacore.jobs.finetune import FinetuneJob
+from megacore.observe.heartbeat import Heartbeat
+from megacore.ranks.rank import begin_heartbeat, run_rank
+
+if TYPE_CHECKING:
+    import torch
+
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+}
+"""transformers and datasets read these when they are imported: no rank downloads anything."""
+
+
+@contextmanager
+def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbeat]]":
+    """Join the job's other ranks and leave them when the body has succeeded; a failed rank just ends.
+
+    Yields this rank, its device and its heartbeat, whose phases here are start, rendezvous, build from then on, and
+    ended once the body has succeeded or training was stopped on request.
+
+    Raises:
+        ParallelLayoutError: another number of processes was started than the job says.
+        WorkspaceError: the heartbeat cannot be written.
+    """
+    os.environ.update(_QUIET)
+    import torch.distributed as dist
+
+    from megacore.observe.logging import configure_logging
+    from megacore.ranks.process import choose_device, leaving, set_up_arithmetic, started_ranks
+
+    world_size = started_ranks(job)
+    heartbeat = begin_heartbeat(job)
+    set_up_arithmetic(job.threads_per_rank)
+    device = choose_device()
+    if world_size > 1:
+        heartbeat.beat("rendezvous")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    rank = dist.get_rank() if world_size > 1 else 0
+    configure_logging(rank)
+    heartbeat.beat("build")
+    with leaving(heartbeat):
+        yield rank, device, heartbeat
+
+
+def finetune(job: FinetuneJob) -> None:
+    """Fine-tune on this rank to the last step, from the newest complete checkpoint of the run directory.
+
+    Raises:
+        ConfigError: the job cannot run as configured on this machine, or with this model.
+        DataFormatError: a split has no sample.
+        LaunchError: Accelerate came to another kind of distribution than was asked for.
+        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it stands.
+        TrainingError: a loss is not finite, or memory does not suffice.
+        CheckpointError: the checkpoint to go on from is of another number of ranks.
+        WorkspaceError: the run directory cannot be written.
+    """
+    started = time.monotonic()
+    with joined_ranks(job) as (rank, device, heartbeat):
+        from megacore.engine.precision import resolve_precision
+        from megacore.finetune.stepping import prepare
+        from megacore.finetune.task import build_task
+        from megacore.finetune.trainer import Finetuner, finetune_memory_errors
+        from megacore.observe.recorder import Recorder
+
+        config, run_directory = job.config, Path(job.run_directory)
+        precision = resolve_precision(config.train.precision, device.type)
+        with finetune_memory_errors(config, rank):
+            task = build_task(config, Path(job.examples_directory), Path(job.pretrained_directory))
+            trainer = prepare(config, task, precision=precision, device=device, directory=run_directory)
+        with Recorder(run_directory, attempt=job.attempt, rank=rank, tensorboard=False) as recorder:
+            Finetuner(config, task, trainer, recorder, run_directory, heartbeat=heartbeat, started=started).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fine-tune on this rank, and report why it ended if it fails."""
+    run_rank(FinetuneJob, finetune, arguments)
+
+
+if __name__ == "__main__":
+    main()

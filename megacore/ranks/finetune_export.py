@@ -1,0 +1,35 @@
+"""`python -m megacore.ranks.finetune_export --config job.json`: the best model as an export, with its gate."""
+
+from collections.abc import Sequence
+
+from megacore.errors import ConfigError
+from megacore.jobs.finetune import FinetuneExportJob
+from megacore.ranks.finetune import joined_ranks
+from megacore.ranks.rank import run_rank
+
+
+def export_finetuned(job: FinetuneExportJob) -> None:
+    """Fill the job's output directory with `model/`, `parity.json` and `sample.txt`.
+
+    Raises:
+        ConfigError: the job asks for more than one rank.
+        ConversionError: the directory is not the model that was trained.
+        CheckpointError: the best model is damaged or incomplete.
+        DataFormatError: the validation split has no sample.
+        WorkspaceError: the output cannot be written.
+    """
+    if job.ranks != 1:
+        raise ConfigError(f"an export was asked to run on {job.ranks} ranks: it takes 1")
+    with joined_ranks(job) as (_, device, heartbeat):
+        from megacore.finetune.export import export
+
+        export(job, device, heartbeat.beat)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Export, and report why it ended if it fails."""
+    run_rank(FinetuneExportJob, export_finetuned, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""`python -m megacore.ranks.generate --config job.json`, on each rank: continuations of prompts."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megacore.artifact.files import write_json
+from megacore.jobs.model import GenerateJob
+from megacore.ranks.rank import run_rank
+
+MODULE = "megacore.ranks.generate"
+
+
+def continue_prompts(job: GenerateJob) -> None:
+    """Write the continuation of every prompt of the job to `job.output`, atomically.
+
+    Raises:
+        ConfigError: a prompt is empty or too long, or has an id that the vocabulary lacks.
+        CheckpointError: the weights are damaged or of another model.
+        ParallelLayoutError: the ranks cannot share the model.
+        WorkspaceError: the output cannot be written.
+    """
+    from megacore.generate.generate import generate
+    from megacore.models.gpt import GPTModel
+    from megacore.models.t5 import T5Model
+    from megacore.ranks.process import joined_model
+
+    with joined_model(job) as (model, mesh, _):
+        assert isinstance(model, (GPTModel, T5Model)), f"{job.source.directory} cannot generate"
+        found = generate(
+            model,
+            job.prompts,
+            job.options,
+            vocab_size=job.source.spec.vocab_size,
+            end=job.end,
+            start=job.source.spec.special_tokens.pad or 0,
+            batch_size=job.batch_size,
+        )
+        if mesh.rank == 0:
+            write_json(Path(job.output), {"continuations": [asdict(continuation) for continuation in found]})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Generate on this rank, and report why it ended if it fails."""
+    run_rank(GenerateJob, continue_prompts, arguments)
+
+
+if __name__ == "__main__":
+    main()

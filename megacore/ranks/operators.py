@@ -1,0 +1,99 @@
+"""The step before the ranks: DeepSpeed's operators are compiled, with a time limit, and never in a rank.
+
+    python -m megacore.ranks.operators --config run.json
+
+builds what a job needs.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megacore.artifact.files import write_json
+from megacore.engine.deepspeed.operators import (
+    OPERATORS,
+    REPORT_VARIABLE,
+    Operator,
+    build_operator,
+    needed_operators,
+    operator_is_built,
+)
+from megacore.errors import ERROR_TYPES, LaunchError, MegacoreError, StageTimeoutError
+from megacore.jobs.run import TrainJob
+from megacore.launch.exit_reason import read_reasons, reported_exit
+from megacore.launch.supervise import supervise
+
+REPORT = "operators.json"
+"""Beside the job: why an operator is not there, or null, by its name."""
+
+_log = logging.getLogger(__name__)
+
+
+def prepare_operators(job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]) -> dict[str, str]:
+    """Build what the job's ranks will load; returns the variables that tell them what came of it.
+
+    Raises LaunchError (or StageTimeoutError) for an operator that the run cannot do without.
+    """
+    needed = needed_operators(job.config)
+    if not needed:
+        return {}
+    report: dict[str, str | None] = {}
+    for name in needed:
+        report[name] = None
+        if operator_is_built(name):
+            continue
+        try:
+            _build(name, job, job_file, log, on_poll)
+        except LaunchError as error:
+            if name != "cpu_adam" or job.config.deepspeed.cpu_adam != "auto":
+                raise
+            _log.warning("%s; torch's Adam is used", error)
+            report[name] = str(error)
+    path = job_file.with_name(REPORT)
+    write_json(path, report)
+    return {REPORT_VARIABLE: str(path.absolute())}
+
+
+def _build(name: Operator, job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]) -> None:
+    seconds, exit_directory = job.config.deepspeed.build_timeout, Path(job.exit_directory)
+    module = "megacore.ranks.operators"
+    try:
+        supervise(
+            [sys.executable, "-m", module, "--config", str(job_file), "--operator", name],
+            log=log,
+            exit_directory=exit_directory,
+            stop_grace=1.0,
+            timeout=seconds,
+            on_poll=on_poll,
+        )
+    except StageTimeoutError as error:
+        raise StageTimeoutError(
+            f"DeepSpeed's operator {name} was not compiled within deepspeed.build_timeout = {seconds:g} seconds: "
+            f"raise it, or look for a compiler that hangs in {log}"
+        ) from error
+    except MegacoreError as error:
+        reasons = read_reasons(exit_directory)
+        if not reasons:
+            raise LaunchError(f"DeepSpeed's operator {name} cannot be compiled: {error}") from error
+        raise ERROR_TYPES[reasons[0].error](reasons[0].message) from error  # this is no rank's failure
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Build what a job needs, or one operator, and say where it is; a failure is reported as a rank's would be."""
+    parser = argparse.ArgumentParser(description="Compile the operators of DeepSpeed that a job needs.")
+    parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
+    parser.add_argument("--operator", choices=OPERATORS, help="build this one alone")
+    options = parser.parse_args(arguments)
+    job = TrainJob.read(options.config)
+    with reported_exit(Path(job.exit_directory), 0):
+        for name in [options.operator] if options.operator else needed_operators(job.config):
+            if not operator_is_built(name):
+                sys.stdout.write(f"compiling DeepSpeed's operator {name}, once for this machine: a minute or more\n")
+                sys.stdout.flush()
+            sys.stdout.write(f"{name} is in {build_operator(name)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`python -m megacore.ranks.pretrain --config run.json`, on each rank, under torchrun or alone."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacore.jobs.run import TrainJob
+from megacore.ranks.rank import run_rank
+
+
+def pretrain(job: TrainJob) -> None:
+    """Train on this rank until `train.train_iters`, from the newest complete checkpoint of the run directory.
+
+    Raises:
+        ConfigError: the job cannot run as configured on this machine.
+        DataFormatError: tokens or index maps are missing or damaged.
+        LaunchError: DeepSpeed's operators, which the configuration cannot do without, are not built.
+        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it stands.
+        TrainingError: a loss is not finite, or memory does not suffice.
+        CheckpointError: the newest checkpoint, or the pretrained one, is of another model or damaged.
+        WorkspaceError: the run directory cannot be written.
+    """
+    from megacore.data.build import open_split
+    from megacore.engine.build import build_engine
+    from megacore.engine.deepspeed.operators import load_operators
+    from megacore.engine.precision import resolve_precision
+    from megacore.kernels.choice import summary
+    from megacore.observe.flops import peak_tflops
+    from megacore.observe.logging import configure_logging, logger
+    from megacore.observe.recorder import Recorder
+    from megacore.ranks.process import joined
+    from megacore.train.loop import Datasets, Trainer
+    from megacore.train.memory import memory_errors
+    from megacore.train.state import TrainState
+
+    started = time.monotonic()
+    config, run_directory = job.config, Path(job.run_directory)
+    with joined(job) as (mesh, device):
+        configure_logging(mesh.rank)
+        precision = resolve_precision(config.train.precision, device.type)
+        with memory_errors(config, mesh.rank, TrainState(), vocab_size=job.vocab_size):
+            engine = build_engine(
+                config,
+                job.vocab_size,
+                mesh,
+                special_tokens=job.special_tokens,
+                device=device,
+                precision=precision,
+                compiled_adam="cpu_adam" in load_operators(config),
+            )
+        logger.info("kernels: %s", summary(engine.kernels))
+        splits = [
+            open_split(
+                job.token_prefixes,
+                job.index_directory,
+                name,
+                config,
+                tokenizer_directory=job.tokenizer_directory,
+            )
+            for name in ("train", "valid")
+        ]
+        board = config.tracking.tensorboard
+        with Recorder(run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board) as recorder:
+            peak = peak_tflops(device, precision)
+            data = Datasets(*splits)
+            trainer = Trainer(
+                config, engine, mesh, data, recorder, run_directory, spec=job.spec, peak=peak, started=started
+            )
+            trainer.run()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train on this rank, and report why it ended if it fails."""
+    run_rank(TrainJob, pretrain, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The frame of every entry point that a launcher starts once per rank; imports no torch."""
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from megacore.artifact.files import workspace_errors
+from megacore.errors import ConfigError, MegacoreError
+from megacore.jobs.run import RankJob
+from megacore.launch.exit_reason import die_with_parent, reported_exit
+from megacore.observe.heartbeat import Heartbeat, beat_path, stack_path
+
+J = TypeVar("J", bound=RankJob)
+
+
+def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] | None = None) -> None:
+    """Read the job of `--config`, do its work, and report why this rank ended if it fails.
+
+    Args:
+        kind: what the file holds.
+        work: what this rank does.
+        arguments: of the command line; None takes the process's own.
+    """
+    if sys.platform == "linux" and "RANK" in os.environ:
+        die_with_parent()  # not when started by hand: then the parent is a shell
+    parser = argparse.ArgumentParser(description=work.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
+    parser.add_argument(
+        "--local_rank",
+        "--local-rank",
+        type=int,
+        metavar="N",
+        help="this rank's number on its machine, as DeepSpeed's and PyTorch's older launchers pass it; it stands in "
+        "for the variable LOCAL_RANK where a launcher sets none, and must agree with it where one does",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        _take_local_rank(options.local_rank)
+        job = kind.read(options.config)
+    except MegacoreError as error:
+        parser.exit(error.exit_code, f"{error}\n")
+    rank = int(os.environ.get("RANK", "0"))
+    with reported_exit(Path(job.exit_directory), rank):
+        write_stacks_on_signal(Path(job.exit_directory), rank)
+        work(job)
+    if "RANK" in os.environ:
+        _leave()
+
+
+def write_stacks_on_signal(directory: Path, rank: int) -> None:
+    """Let SIGUSR2 write the Python stacks of all threads to `rank_<rank>.stack`, also while the rank is stuck in C.
+
+    Raises:
+        WorkspaceError: the file cannot be written.
+    """
+    path = stack_path(directory, rank)
+    with workspace_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  open for as long as the process runs
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+
+def begin_heartbeat(job: RankJob) -> Heartbeat:
+    """This rank's heartbeat, where whoever supervises the job looks for it.
+
+    Raises:
+        WorkspaceError: the file cannot be written.
+    """
+    path = beat_path(Path(job.exit_directory), int(os.environ.get("RANK", "0")))
+    with workspace_errors(path):
+        return Heartbeat(path)
+
+
+def _take_local_rank(local_rank: int | None) -> None:
+    """Set LOCAL_RANK to what the command line says. Raises ConfigError when the two differ: one GPU has one rank."""
+    if local_rank is None:
+        return
+    if local_rank < 0:
+        raise ConfigError(f"--local_rank is {local_rank}: ranks of a machine are counted from 0")
+    known = os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    if known != str(local_rank):
+        raise ConfigError(
+            f"--local_rank is {local_rank} and the environment's LOCAL_RANK is {known}: unset LOCAL_RANK, "
+            "or leave --local_rank out"
+        )
+
+
+def _leave() -> NoReturn:
+    """End a rank that has done its work and written it, without the interpreter's teardown.
+
+    torch's communication threads may abort that ("terminate called without an active exception"), and a finished
+    rank would count as lost.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

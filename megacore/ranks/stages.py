@@ -1,0 +1,184 @@
+"""The stages that start processes: each writes its job file and runs it under the guard."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.files import workspace_errors
+from megacore.cluster.hosts.ssh import check_ssh
+from megacore.cluster.placement.prepare import loaded_checkpoints, prepare_hosts, prepare_model_hosts
+from megacore.cluster.start import Start, ssh_of, start_here, start_ranks
+from megacore.config.hostfile import hosts_of, is_only_here
+from megacore.config.launch import LaunchConfig
+from megacore.errors import MemoryExhaustedError
+from megacore.hardware import Hardware
+from megacore.jobs.finetune import FinetuneJob
+from megacore.jobs.model import ModelJob
+from megacore.jobs.run import ConvertJob, EvaluateJob, Job, TrainJob
+from megacore.launch.exit_reason import read_reasons
+from megacore.launch.supervise import supervise
+from megacore.plan.advice import Place, memory_advice
+from megacore.plan.memory import GIB
+from megacore.ranks.operators import prepare_operators
+
+TRAIN_VERSION = 2
+EVALUATE_VERSION = 1
+CONVERT_VERSION = 2
+
+
+def nothing() -> None:
+    """Called on each poll where nobody watches."""
+
+
+def next_attempt(run_directory: Path) -> int:
+    """Number of the coming start of this run, counted from 1."""
+    try:
+        return int(json.loads((run_directory / "run.json").read_text(encoding="utf-8"))["attempt"]) + 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
+
+
+def attempt_log(job: TrainJob | FinetuneJob) -> Path:
+    """Where the output of this attempt's ranks goes."""
+    return Path(job.run_directory) / "logs" / f"attempt-{job.attempt:03d}.log"
+
+
+def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
+    """Train until `train.train_iters`, from the newest complete checkpoint of the run directory.
+
+    What DeepSpeed compiles is compiled first, on this machine.
+
+    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError; LaunchError when a
+    launcher or a compiler is missing; MemoryExhaustedError, with what was predicted and what helps, also for a rank
+    that the kernel killed.
+    """
+    run_directory = Path(job.run_directory)
+    with workspace_errors(run_directory):
+        attempt_log(job).parent.mkdir(parents=True, exist_ok=True)
+        job_file = run_directory / "run.json"
+        job.write(job_file)
+    log = attempt_log(job)
+    env = prepare_operators(job, job_file, log, on_poll)
+    _prepare_hosts(job)
+    start = start_ranks(job.config.launch, "megacore.ranks.pretrain", job, job_file, env)
+    try:
+        supervise_job(start, job, log, on_poll, job.config.launch.timeout_minutes)
+    except MemoryExhaustedError as error:
+        if any(reason.error == type(error).__name__ for reason in read_reasons(Path(job.exit_directory))):
+            raise  # a rank that could still speak has said what helps
+        raise MemoryExhaustedError(f"{error}; {_memory_advice(job)}") from error
+
+
+def _memory_advice(job: TrainJob) -> str:
+    """What the planner says of a job whose rank the kernel killed."""
+    hardware = Hardware.detect()
+    hosts = job.hosts or hosts_of(job.config.launch)
+    precision = hardware.resolve_precision(job.config.train.precision)
+    host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
+    place = Place(job.ranks, job.vocab_size, precision, hardware.device_type, host)
+    return f"{memory_advice(job.config, place)} ({hardware.memory / GIB:.1f} GiB of main memory on this machine)"
+
+
+def _prepare_hosts(job: Job) -> None:
+    """Prove, or bring about, that every machine has what its ranks will read. Raises LaunchError."""
+    hosts = job.hosts or hosts_of(job.config.launch)
+    if is_only_here(hosts):
+        return
+    check_ssh(hosts)
+    prepare_hosts(job, hosts, ssh_of(job.config.launch), checkpoints=loaded_checkpoints(job))
+
+
+def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
+    """Perplexities of each checkpoint; also written to `job.output`."""
+    job_file = scratch / "job.json"
+    job.write(job_file)
+    _prepare_hosts(job)
+    start = start_ranks(job.config.launch, "megacore.ranks.evaluate", job, job_file)
+    supervise_job(start, job, scratch / "evaluate.log", on_poll, None)
+    result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
+    return result
+
+
+def convert(job: ConvertJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
+    """Fill `job.output_directory` and return the gate's report. Raises ConversionError."""
+    job_file = scratch / "job.json"
+    job.write(job_file)
+    start = start_here("megacore.ranks.convert", job, job_file)
+    supervise_job(start, job, scratch / "convert.log", on_poll, None)
+    report: dict[str, Any] = json.loads((Path(job.output_directory) / "parity.json").read_text(encoding="utf-8"))
+    return report
+
+
+def supervise_job(
+    start: Start, job: Job | FinetuneJob, log: Path, on_poll: Callable[[], None], minutes: float | None
+) -> None:
+    """Run what `start` says to its end, as the job's `config.launch` asks; at most `minutes` (None: any time).
+
+    Raises what `supervise` does.
+    """
+    supervise(
+        start.command,
+        log=log,
+        exit_directory=Path(job.exit_directory),
+        env=start.env,
+        stop_grace=job.config.launch.stop_grace,
+        timeout=None if minutes is None else minutes * 60,
+        on_poll=on_poll,
+        stall_limit=job.config.launch.stall_limit,
+        ranks=_ranks_to_come(job),
+        hosts=start.hosts,
+        stop_margin=start.stop_margin,
+    )
+
+
+def _ranks_to_come(job: Job | FinetuneJob) -> int | None:
+    """How many ranks will have a heartbeat; None where a scheduler may give fewer machines."""
+    launch = job.config.launch
+    return None if launch.elastic and launch.kind in ("slurm", "kubernetes") else job.ranks
+
+
+def run_job(
+    module: str,
+    job: ModelJob,
+    scratch: Path,
+    *,
+    launch: LaunchConfig = LaunchConfig(),  # noqa: B008  it is frozen
+    on_poll: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Start the job's ranks and return what they wrote to `job.output`.
+
+    Args:
+        module: entry point of each rank.
+        job: what they do.
+        scratch: directory for the job file and the log.
+        launch: what starts the ranks, and where.
+        on_poll: called a few times a second.
+
+    Raises the typed error of the rank that failed first, or RankLostError, and LaunchError for a host that lacks what
+    its ranks read.
+    """
+    job_file = scratch / "job.json"
+    job.write(job_file)
+    hosts = job.hosts or hosts_of(launch)
+    if not is_only_here(hosts):
+        check_ssh(hosts)
+        prepare_model_hosts(job, hosts, ssh_of(launch), launch)
+    start = start_ranks(launch, module, job, job_file)
+    supervise(
+        start.command,
+        log=scratch / log_name(module),
+        exit_directory=Path(job.exit_directory),
+        env=start.env,
+        stop_grace=launch.stop_grace,
+        hosts=start.hosts,
+        stop_margin=start.stop_margin,
+        on_poll=on_poll,
+    )
+    result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
+    return result
+
+
+def log_name(module: str) -> str:
+    """Name of the file with the ranks' output."""
+    return f"{module.rpartition('.')[2]}.log"

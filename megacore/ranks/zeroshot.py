@@ -1,0 +1,55 @@
+"""`python -m megacore.ranks.zeroshot --config job.json`, on each rank: WikiText and LAMBADA."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megacore.artifact.files import write_json
+from megacore.jobs.model import ZeroShotJob
+from megacore.ranks.rank import run_rank
+
+MODULE = "megacore.ranks.zeroshot"
+
+
+def evaluate_zero_shot(job: ZeroShotJob) -> None:
+    """Write the scores of the job's model to `job.output`, atomically: one entry per text that was given.
+
+    Raises:
+        DataFormatError: a text is missing or malformed.
+        CheckpointError: the weights are damaged or of another model.
+        ParallelLayoutError: the ranks cannot share the model.
+        WorkspaceError: the output cannot be written.
+    """
+    from megacore.models.gpt import GPTModel
+    from megacore.observe.logging import configure_logging
+    from megacore.ranks.process import joined_model
+    from megacore.tokenizer import load_tokenizer
+    from megacore.zeroshot.score import Scorer
+
+    tokenizer = load_tokenizer(job.tokenizer_directory)
+    with joined_model(job) as (model, mesh, device):
+        assert isinstance(model, GPTModel), f"{job.source.directory} is of family {job.source.spec.family}"
+        configure_logging(mesh.rank)
+        scorer = Scorer(model, mesh, device, vocab_size=job.source.spec.vocab_size, batch_size=job.batch_size)
+        found = {}
+        if job.wikitext is not None:
+            from megacore.zeroshot.wikitext import read_wikitext
+
+            text = read_wikitext(Path(job.wikitext), tokenizer)
+            found["wikitext"] = asdict(scorer.wikitext(text, job.seq_length, job.overlapping_eval))
+        if job.lambada is not None:
+            from megacore.zeroshot.lambada import read_lambada
+
+            passages = read_lambada(Path(job.lambada), tokenizer)
+            found["lambada"] = asdict(scorer.lambada(passages, job.seq_length))
+        if mesh.rank == 0:
+            write_json(Path(job.output), found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate on this rank, and report why it ended if it fails."""
+    run_rank(ZeroShotJob, evaluate_zero_shot, arguments)
+
+
+if __name__ == "__main__":
+    main()

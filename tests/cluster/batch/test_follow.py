@@ -1,0 +1,103 @@
+"""The follower, with a scheduler that only notes what it is asked."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.cluster.batch import follow
+from megacore.cluster.batch.follow import Follower
+from megacore.cluster.batch.scheduler import End, Look, Submission
+from megacore.cluster.batch.spec import BatchSpec
+from megacore.config.launch import LaunchConfig
+from megacore.errors import LaunchError, WorkspaceError
+
+
+class Noting:
+    """A job that runs for ever."""
+
+    silence = "error: You must be logged in to the server"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def remove(self, left: Submission) -> None:
+        self.asked.append("remove")
+
+    def submit(self, submission: Submission) -> Submission:
+        self.asked.append("submit")
+        return Submission(submission.token, "7")
+
+    def look(self) -> Look | None:
+        return Look("running", "RUNNING")
+
+    def copy_output(self) -> None:
+        pass
+
+    def cancel(self, *, at_once: bool) -> None:
+        self.asked.append("cancel")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Iterator[BatchSpec]:
+    paths = {"job_file": str(tmp_path / "run.json"), "exit_directory": str(tmp_path / "exit")}
+    values: dict[str, Any] = {"module": "m", "environment": {}, "directory": "/", "python": "python"}
+    launch = LaunchConfig.model_validate({"kind": "slurm", "nproc_per_node": 1})
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    yield BatchSpec(**paths, **values, launch=launch, workspace=str(tmp_path), follower_limit=300.0)
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def test_a_job_that_cannot_be_followed_any_more_is_cancelled(spec: BatchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job would hold its machines for minutes; its note stays, by which the next attempt sees that it is gone."""
+
+    def full(directory: Path, state: str, detail: str) -> None:
+        if detail == "RUNNING":
+            raise WorkspaceError("the disk is full")
+
+    monkeypatch.setattr(follow, "write_launcher_state", full)
+    monkeypatch.setattr(follow, "_QUICK", 0.0)
+    scheduler = Noting()
+    with pytest.raises(WorkspaceError, match="the disk is full"):
+        Follower(spec, scheduler).follow()
+    assert scheduler.asked == ["submit", "cancel"]
+    left = Submission.read(spec.folder)
+    assert left is not None
+    assert left.job == "7"
+
+
+def test_what_is_refused_leaves_no_variables_behind(spec: BatchSpec) -> None:
+    class Refusing(Noting):
+        def submit(self, submission: Submission) -> Submission:
+            raise LaunchError("no such partition")
+
+    spec.write()
+    with pytest.raises(LaunchError, match="no such partition"):
+        Follower(spec, Refusing()).follow()
+    assert not spec.path.exists()
+    assert Submission.read(spec.folder) is not None, "whether it was taken all the same is asked before the next one"
+
+
+def test_a_scheduler_that_does_not_answer_is_quoted(
+    spec: BatchSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Silent(Noting):
+        looks = 0
+
+        def look(self) -> Look | None:
+            self.looks += 1
+            return None if self.looks < 3 else Look("running", "Completed", End(0))
+
+    for name, seconds in (("_QUICK", 0.0), ("_TICK", 0.01), ("_SILENCE", 0.001)):
+        monkeypatch.setattr(follow, name, seconds)
+    assert Follower(spec, Silent()).follow() == 0
+    assert (
+        "no answer for 0.001 s (error: You must be logged in to the server); the job goes on" in capsys.readouterr().out
+    )

@@ -1,0 +1,279 @@
+"""The JobSet that a configuration becomes, and the work pool that flows run in."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from prefect.server.schemas.actions import WorkPoolCreate
+
+from megacore.cluster.batch import check_batch, show_batch
+from megacore.cluster.batch.kubernetes import KubernetesJob, waits_for
+from megacore.cluster.batch.kubernetes_node import place_of
+from megacore.cluster.batch.scheduler import End, Look
+from megacore.cluster.batch.spec import BatchSpec
+from megacore.config.launch import LaunchConfig
+from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
+from megacore.jobs.run import RankJob
+from tests.cluster.batch._jobset_schema import JOBSET
+from tests.launch._processes import REPOSITORY
+
+DEPLOY = REPOSITORY / "deploy" / "kubernetes"
+PLANT = "x\"\n  evil: {{ 7*7 }} ' $(touch pwned) #"
+
+
+@pytest.fixture(autouse=True)
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "kubectl").write_text("#!/bin/sh\nexit 1\n")
+    (programs / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+
+
+def launch(own: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
+    kubernetes = {"image": "megacore:1", "workspace_claim": "workspace", **(own or {})}
+    return LaunchConfig.model_validate({"kind": "kubernetes", "nproc_per_node": 8, "kubernetes": kubernetes, **values})
+
+
+def manifest(settings: LaunchConfig, run: Path) -> dict[str, Any]:
+    job = RankJob(exit_directory=str(run / "exit"), ranks=8, threads_per_rank=1)
+    command, text = show_batch(settings, "megacore.ranks.pretrain", job, run / "run.json")
+    assert command[:2] == ["kubectl", "apply"]
+    assert command[-1] == f"--filename={run / 'batch' / 'jobset.yaml'}"
+    found: dict[str, Any] = yaml.safe_load(text)
+    jsonschema.validate(found, JOBSET)
+    return found
+
+
+def spec(settings: LaunchConfig, directory: Path) -> BatchSpec:
+    paths = {"job_file": str(directory / "run.json"), "exit_directory": str(directory / "exit")}
+    values = {"module": "m", "environment": {}, "directory": "/", "python": "python", "follower_limit": 300.0}
+    return BatchSpec(**paths, **values, launch=settings, workspace=str(directory))
+
+
+def pod_of(found: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    return pod
+
+
+def test_a_configuration_becomes_a_jobset(tmp_path: Path) -> None:
+    own = {
+        **{"namespace": "research", "service_account": "trainer", "queue": "gpus", "memory": "900Gi", "cpus": 96},
+        **{"shared_memory": "64Gi", "node_selector": {"cloud/accelerator": "h200"}, "gpu_resource": "amd.com/gpu"},
+    }
+    found = manifest(launch(own, nnodes=4, stop_grace=25.0), tmp_path / "runs" / "Gpt_2 345m")
+    assert found["metadata"]["name"] == "megacore-gpt-2-345m-00000000"
+    assert found["metadata"]["namespace"] == "research"
+    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert found["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    assert found["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": found["metadata"]["name"]}
+    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 4, 4, 0)
+    pod = pod_of(found)
+    assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "trainer")
+    assert pod["terminationGracePeriodSeconds"] == 35
+    assert pod["nodeSelector"] == {"cloud/accelerator": "h200"}
+    container = pod["containers"][0]
+    assert container["command"][:3] == ["/app/.venv/bin/python", "-m", "megacore.cluster.batch.kubernetes_node"]
+    assert container["resources"] == {
+        "requests": {"cpu": 96, "memory": "900Gi", "amd.com/gpu": 8},
+        "limits": {"memory": "900Gi", "amd.com/gpu": 8},
+    }
+    assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {
+        "workspace": str(tmp_path),
+        "shared-memory": "/dev/shm",
+    }
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in pod["volumes"]
+
+
+def test_what_is_not_asked_for_is_not_in_it(tmp_path: Path) -> None:
+    found = manifest(launch(allow_cpu=True, threads_per_rank=3, nproc_per_node=2), tmp_path / "run")
+    assert found["metadata"]["labels"] == {"app.kubernetes.io/name": "megacore"}
+    pod = pod_of(found)
+    assert not {"serviceAccountName", "nodeSelector"} & {*pod}
+    assert pod["containers"][0]["resources"] == {"requests": {"cpu": 6}}
+
+
+def test_a_value_stays_a_value(tmp_path: Path) -> None:
+    own = dict.fromkeys(("image", "python", "gpu_resource"), PLANT) | {"node_selector": {PLANT: PLANT}}
+    job = RankJob(exit_directory=str(tmp_path / "exit"), ranks=8, threads_per_rank=1)
+    found = yaml.safe_load(show_batch(launch(own), "module", job, tmp_path / "run.json")[1])
+    pod = pod_of(found)
+    assert pod["containers"][0]["image"] == pod["containers"][0]["command"][0] == PLANT
+    assert pod["nodeSelector"] == {PLANT: PLANT}
+    assert "evil" not in found["metadata"] | pod | pod["containers"][0]
+
+
+def test_the_users_template_is_taken(tmp_path: Path) -> None:
+    own = tmp_path / "mine.j2"
+    own.write_text("name: {{ name | json }}\nnodes: {{ nodes }}\n")
+    job = RankJob(exit_directory=str(tmp_path / "exit"), ranks=8, threads_per_rank=1)
+    text = show_batch(launch({"template": str(own)}), "module", job, tmp_path / "run.json")[1]
+    assert yaml.safe_load(text)["nodes"] == 1
+    own.write_text("name: {{ nmae }}\n")
+    with pytest.raises(ConfigError, match=r"mine\.j2 cannot be filled: 'nmae' is undefined"):
+        show_batch(launch({"template": str(own)}), "module", job, tmp_path / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (launch({"image": None}), "without launch.kubernetes.image"),
+        (launch({"workspace_claim": None}), "without launch.kubernetes.workspace_claim"),
+        (launch(nnodes="2:4"), "launch.nnodes is 2:4, and a JobSet has a fixed number of pods"),
+        (launch(nproc_per_node="auto"), "launch.nproc_per_node is auto"),
+        (launch({"template": "no/such"}), "launch.kubernetes.template is 'no/such', and there is no such file"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_runs(settings: LaunchConfig, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        check_batch(settings)
+
+
+def test_a_missing_kubectl_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="kubectl is not installed here"):
+        check_batch(launch())
+
+
+def test_a_job_outside_the_workspace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match=r"is not in the workspace .*elsewhere, which is what pods see"):
+        manifest(launch(), tmp_path / "run")
+
+
+def test_a_pod_finds_its_place(tmp_path: Path) -> None:
+    own = spec(launch(nnodes=2), tmp_path)
+    place = place_of(own, "set", {"JOB_COMPLETION_INDEX": "1"})
+    assert (place.rank, place.names) == (1, ["set-node-0-0.set", "set-node-0-1.set"])
+    assert place_of(own, "set", {"JOB_COMPLETION_INDEX": "0"}).port == 29500
+    with pytest.raises(LaunchError, match=r"JOB_COMPLETION_INDEX is '2' in this pod, and launch\.nnodes is 2"):
+        place_of(own, "set", {"JOB_COMPLETION_INDEX": "2"})
+
+
+def terminated(reason: str) -> dict[str, Any]:
+    ended = {"exitCode": 137, "reason": reason, "finishedAt": "1"}
+    return {"phase": "Failed", "containerStatuses": [{"name": "ranks", "state": {"terminated": ended}}]}
+
+
+def disrupted(reason: str) -> dict[str, Any]:
+    return {**terminated("Error"), "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": reason}]}
+
+
+def waiting(reason: str) -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, "message": "Back-off pulling\n image"}}
+    return {"phase": "Pending", "containerStatuses": [{"name": "ranks", "state": state}]}
+
+
+def look_at(
+    jobset: dict[str, Any], pods: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Look:
+    """What the follower makes of kubectl's answers."""
+    job = KubernetesJob(spec(launch(nnodes=2), tmp_path))
+    items = [
+        {"metadata": {"name": f"pod-{n}"}, "spec": {"nodeName": f"w{n}"}, "status": pod} for n, pod in enumerate(pods)
+    ]
+
+    def answer(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+        said = {"items": items} if "pods" in command else jobset
+        return subprocess.CompletedProcess(command, 0, json.dumps(said), "")
+
+    monkeypatch.setattr("megacore.cluster.batch.kubernetes.run", answer)
+    monkeypatch.setattr(KubernetesJob, "_follow_logs", lambda self, pods: None)
+    found = job.look()
+    assert found is not None
+    return found
+
+
+FAILED = {"status": {"conditions": [{"type": "Failed", "status": "True", "reason": "FailedJobs"}]}}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "text"),
+    [
+        (terminated("OOMKilled"), MemoryExhaustedError, "raise launch.kubernetes.memory"),
+        (disrupted("PreemptionByScheduler"), RankLostError, "Kubernetes ended pod pod-1 on w1 (PreemptionByScheduler)"),
+        (disrupted("DeletionByTaintManager"), HostLostError, "pod pod-1 on w1 was lost with its node"),
+        ({**terminated("Error"), "reason": "Evicted"}, RankLostError, "(Evicted)"),
+    ],
+)
+def test_what_kubernetes_did_to_a_pod_is_said(
+    status: dict[str, Any],
+    kind: type[MegacoreError],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = look_at(FAILED, [{"phase": "Running"}, status], tmp_path, monkeypatch).end
+    assert end is not None
+    assert type(end.error) is kind
+    assert text in str(end.error)
+
+
+def test_a_pod_that_failed_by_itself_says_so_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = look_at(FAILED, [terminated("Error"), {"phase": "Running"}], tmp_path, monkeypatch).end
+    assert end == End(137)
+
+
+@pytest.mark.parametrize("reason", ["ImagePullBackOff", "InvalidImageName"])
+def test_an_image_that_is_not_there_ends_the_attempt(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = look_at({"status": {}}, [waiting(reason), {"phase": "Running"}], tmp_path, monkeypatch)
+    assert look.end is not None
+    assert type(look.end.error) is LaunchError
+    assert f"cannot get the image megacore:1 ({reason}: Back-off pulling image)" in str(look.end.error)
+
+
+def test_what_a_pod_waits_for() -> None:
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes:\n no GPU"}
+    assert waits_for({"status": {"phase": "Pending", "conditions": [scheduled]}}) == "Unschedulable: 0/3 nodes: no GPU"
+    assert waits_for({"status": {"phase": "Running"}}) == ""
+    assert waits_for({"status": {"phase": "Pending"}}) == "Pending"
+
+
+def test_the_work_pool_is_one_that_prefect_takes() -> None:
+    template = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))
+    WorkPoolCreate(name="kubernetes", type="kubernetes", base_job_template=template)
+    jsonschema.Draft202012Validator.check_schema(template["variables"])
+    placed = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert placed == set(template["variables"]["properties"]), "a variable that stands nowhere does nothing"
+    for name, variable in template["variables"]["properties"].items():
+        assert variable["description"], name
+        if "default" in variable:
+            jsonschema.validate(variable["default"], variable)
+
+
+def test_the_work_pool_says_what_prefects_worker_reads() -> None:
+    import prefect.server.api.collections_data.views as views
+
+    known = json.loads((Path(views.__path__[0]) / "aggregate-worker-metadata.json").read_text(encoding="utf-8"))
+    default = known["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
+    template = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))
+    assert set(template["job_configuration"]) == set(default["job_configuration"])
+    pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert not {"parallelism", "completions", "backoffLimit"} & set(pod), (
+        "these are a Job's, and a pod has no such fields"
+    )
+    env = template["variables"]["properties"]["env"]["default"]
+    assert env["MEGACORE_WORKSPACE"] == template["variables"]["properties"]["workspace"]["default"]
+
+
+def test_the_flows_role_allows_what_kubectl_is_asked_for() -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "rbac.yaml").read_text(encoding="utf-8")))
+    rules = {rule["resources"][0]: set(rule["verbs"]) for rule in documents[1]["rules"]}
+    assert rules["jobsets"] >= {"create", "get", "patch", "delete"}  # apply is get, then create or patch
+    assert rules["pods"] >= {"get", "list", "delete"}
+    assert rules["pods/log"] == {"get"}
+    claim = yaml.safe_load((DEPLOY / "workspace.yaml").read_text(encoding="utf-8"))
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    names = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))["variables"]["properties"]
+    assert names["workspace_claim"]["default"] == claim["metadata"]["name"]
+    assert names["service_account_name"]["default"] == documents[0]["metadata"]["name"]

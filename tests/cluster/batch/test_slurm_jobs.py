@@ -1,0 +1,212 @@
+"""Batch jobs of a real Slurm with two nodes, which are both this machine."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config.launch import LaunchConfig
+from megacore.errors import LaunchError, LossError, PreemptedError, RankLostError
+from megacore.launch.guard import descendants
+from megacore.ranks import stages
+from tests.cluster.batch._attempt import LIMIT, Attempt, StoppedByTestError
+from tests.cluster.batch._slurm import Slurm, running_slurm
+from tests.launch._processes import REPOSITORY, alive, none_alive, wait_until
+from tests.train import _runs
+
+ITERATIONS, SAMPLES = 120, 16
+"""Of a training that is still at work when it is preempted; samples of each iteration."""
+TRAIN = {"train_iters": ITERATIONS, "global_batch_size": SAMPLES, "eval_interval": 1000}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    monkeypatch.setenv("SLURM_CONF", cluster.conf)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    yield cluster
+    cluster.cancel_all()
+
+
+def launch(*, slurm: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
+    own: dict[str, Any] = {"kind": "slurm", "nproc_per_node": 1, "threads_per_rank": 1, "allow_cpu": True}
+    return LaunchConfig.model_validate({**own, "stop_grace": 10.0, "slurm": slurm or {}, **values})
+
+
+def fake(directory: Path, monkeypatch: pytest.MonkeyPatch, does: str, settings: LaunchConfig | None = None) -> Attempt:
+    """An attempt whose ranks only do what they are told."""
+    monkeypatch.setenv("MEGACORE_RANK_DOES", does)
+    return Attempt.of(settings or launch(), directory)
+
+
+def training(directory: Path, data: Path, settings: LaunchConfig, ranks: int) -> Attempt:
+    run = _runs.config(launch=settings.model_dump(), train=TRAIN, checkpoint={"save_interval": 5})
+    job = _runs.job(run, data, directory, ranks=ranks)
+    return Attempt(lambda on_poll: stages.train(job, on_poll), stages.attempt_log(job), directory / "exit")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_runs, "SAMPLES", SAMPLES * ITERATIONS)
+        _runs.write_data(directory, _runs.config())
+    return directory
+
+
+def test_two_nodes_train_as_one_does_also_after_a_preemption(slurm: Slurm, data: Path, tmp_path: Path) -> None:
+    """Queued, running, preempted by a job of a better partition, queued, running from the last checkpoint, ended."""
+    attempt = training(tmp_path / "two", data, launch(nnodes=2), 2)
+    checkpoints = tmp_path / "two" / "checkpoints"
+    wait_until(lambda: any(checkpoints.glob("iter_*")) or attempt.ended, LIMIT, "a checkpoint")
+    job = next(iter(slurm.jobs()))
+    words = ("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    urgent = slurm.run(*words, "--wrap=sleep 600").strip()
+    attempt.wait_for("PENDING")
+    slurm.run("scancel", urgent)
+    wait_until(lambda: slurm.jobs().get(job) == "PENDING", LIMIT, "queued again")
+    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")  # Slurm lets a preempted job wait two minutes
+    assert attempt.end() is None, attempt.said
+    assert "RUNNING on node-[1-2], start 2" in attempt.said
+    assert attempt.states[0] == "queued: submitted"
+    assert any(state == "running: RUNNING on node-[1-2]" for state in attempt.states), attempt.states
+    assert any(state.startswith("queued: PENDING") for state in attempt.states[2:]), attempt.states
+    assert attempt.states[-1] == "running: RUNNING on node-[1-2], start 2"
+    starts = [event["iteration"] for event in _runs.events(tmp_path / "two", "start")]
+    assert len(starts) == 2
+    assert starts[1] > 0
+    alone = tmp_path / "one"
+    alone.mkdir()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    _runs.train(_runs.config(train=TRAIN, checkpoint={"save_interval": 1000}), data, alone)
+    torch.set_num_threads(threads)
+    assert _runs.losses(tmp_path / "two") == pytest.approx(_runs.losses(alone), rel=1e-5)
+
+
+def test_a_failed_rank_says_why(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = fake(tmp_path / "run", monkeypatch, "fail")
+    error = attempt.end()
+    assert isinstance(error, LossError), (error, attempt.said)
+    assert str(error) == "rank 0: the loss is nan"
+    assert "rank 0 of 1, 1 threads" in attempt.said
+    assert "FAILED" in attempt.said
+
+
+def test_a_cancelled_run_ends_its_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = fake(tmp_path / "run", monkeypatch, "wait")
+    pid = attempt.rank_pid()
+    attempt.stop()
+    assert isinstance(attempt.end(), StoppedByTestError)
+    none_alive([pid], 1)
+    assert slurm.jobs() == {}
+    assert json.loads((tmp_path / "run" / "exit" / "rank_0.json").read_text())["message"] == "stopped by SIGTERM"
+    assert not (tmp_path / "run" / "batch" / "submission.json").exists()
+
+
+def test_sigusr1_reaches_the_ranks_from_both_sides(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, signalled in enumerate(("the scheduler", "the follower")):
+        attempt = fake(tmp_path / f"run{number}", monkeypatch, "wait")
+        attempt.rank_pid()
+        job = next(iter(slurm.jobs()))
+        if signalled == "the scheduler":  # as --signal=USR1@120 does before the time limit
+            slurm.run("scancel", "--signal=USR1", job)
+        else:
+            os.kill(follower_pid(attempt), signal.SIGUSR1)
+        error = attempt.end()
+        assert isinstance(error, PreemptedError), (error, attempt.said)
+        assert str(error) == "stopped by SIGUSR1"
+
+
+def follower_pid(attempt: Attempt) -> int:
+    for pid in descendants(os.getpid()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        mine = {b"megacore.cluster.batch.follow", f"--spec={attempt.directory}/batch/spec.json".encode()} <= {*words}
+        if mine and b"megacore.launch.guard" not in words:
+            return pid
+    raise AssertionError("there is no follower")
+
+
+def test_a_job_that_somebody_cancels_is_not_started_again(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = fake(tmp_path / "run", monkeypatch, "wait")
+    attempt.rank_pid()
+    slurm.run("scancel", next(iter(slurm.jobs())))
+    error = attempt.end()
+    assert type(error) is LaunchError, (error, attempt.said)
+    assert not error.retryable
+    assert "was cancelled" in str(error)
+
+
+def test_a_preemption_without_requeue_may_be_tried_again(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = launch(slurm={"partition": "spot", "arguments": ["--no-requeue"]}, stop_grace=1.0)
+    attempt = fake(tmp_path / "run", monkeypatch, "nothing", settings)
+    pid = attempt.rank_pid()
+    words = ("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    slurm.run(*words, "--wrap=sleep 600")
+    error = attempt.end()
+    assert isinstance(error, RankLostError), (error, attempt.said)
+    assert re.search(r"Slurm preempted job \d+ on node-\d without queueing it again", str(error))
+    none_alive([pid], 1)
+
+
+def test_a_killed_follower_leaves_no_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job ends itself, or the next attempt ends it first; a job is never there twice."""
+    attempt = fake(tmp_path / "run", monkeypatch, "wait")
+    first = attempt.rank_pid()
+    job = next(iter(slurm.jobs()))
+    os.kill(follower_pid(attempt), signal.SIGKILL)
+    assert isinstance(attempt.end(), RankLostError)
+    assert alive(first)
+    (tmp_path / "run" / "pid_0").unlink()
+    attempt = fake(tmp_path / "run", monkeypatch, "wait")
+    attempt.wait_for(f"an earlier attempt submitted {job}")
+    second = attempt.rank_pid()
+    assert not alive(first)
+    assert list(slurm.jobs()) != [job]
+    attempt.stop()
+    attempt.end()
+    none_alive([second], 1)
+
+
+def test_a_job_that_nobody_follows_ends_itself(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacore.cluster.batch.start.FOLLOWER_LIMIT", 3.0)
+    attempt = fake(tmp_path / "run", monkeypatch, "wait")
+    pid = attempt.rank_pid()
+    os.kill(follower_pid(attempt), signal.SIGKILL)
+    attempt.end()
+    none_alive([pid], 15)
+    wait_until(lambda: slurm.jobs() == {}, 15, "the job ended")
+
+
+def test_an_elastic_job_takes_the_nodes_that_are_free(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.run("sbatch", "--nodelist=node-2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    attempt = fake(tmp_path / "run", monkeypatch, "end", launch(nnodes="1:2", nproc_per_node=1))
+    assert attempt.end() is None, attempt.said
+    assert "#SBATCH --nodes=1-2" in (tmp_path / "run" / "batch" / "job.sbatch").read_text()
+    assert "rank 0 of 1" in attempt.said
+
+
+def test_what_sbatch_refuses_is_said(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = fake(tmp_path / "run", monkeypatch, "end", launch(slurm={"partition": "no $(such) 'one'"}))
+    error = attempt.end()
+    assert type(error) is LaunchError, (error, attempt.said)
+    assert "invalid partition specified: no $(such) 'one'" in str(error)

@@ -1,0 +1,188 @@
+"""Hostfiles: what is read, and what each mistake is told."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from megacore.config.hostfile import (
+    devices_of,
+    hosts_of,
+    is_only_here,
+    is_this_machine,
+    local_slots,
+    read_hostfile,
+    slots_of,
+)
+from megacore.config.launch import LaunchConfig
+from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.hardware import Gpu, Hardware
+from megacore.plan.preflight import resolve_launch
+from tests.train import _runs
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_hosts_keep_their_order_and_comments_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, "# two racks\nworker-2 slots=8  # the new one\n\n  me@10.0.0.7\tslots=4\nworker-1 slots=8\n")
+    assert list(read_hostfile(path).items()) == [("worker-2", 8), ("me@10.0.0.7", 4), ("worker-1", 8)]
+    assert read_hostfile(write(tmp_path, "a slots=2\nb slots=2\n"), 2) == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=2\nb\n", r"hosts, line 2: 'b' is not of the form `host slots=N`"),
+        ("a slots=2 max_slots=4\n", r"line 1: 'a slots=2 max_slots=4' is not of the form"),
+        ("a gpus=2\n", r"line 1: 'a gpus=2' is not of the form"),
+        ("a slots=0\n", r"line 1: slots of a is '0': write the number of ranks, at least 1"),
+        ("a slots=two\n", r"slots of a is 'two'"),
+        ("a slots=-1\n", r"slots of a is '-1'"),
+        ("a slots=\n", r"slots of a is ''"),
+        ("a slots=1\n\na slots=2\n", r"line 3: a is there already"),
+        ("node[1-3] slots=1\n", r"line 1: 'node\[1-3\]' is no host"),
+        ("# nobody\n\n", r"names no host: write a line `host slots=N`"),
+        ("localhost slots=1\n127.0.0.1 slots=1\n", r"localhost and 127\.0\.0\.1 are both this machine"),
+        ("localhost slots=1\nworker slots=1\n", r"the other hosts cannot reach localhost: name this machine as"),
+    ],
+)
+def test_a_mistake_is_named_with_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_hostfile(write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"absent cannot be read: No such file or directory: correct launch\.hostfile"
+    ):
+        read_hostfile(tmp_path / "absent")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="binary cannot be read: it is no text"):
+        read_hostfile(tmp_path / "binary")
+
+
+def test_nproc_per_node_must_be_the_slots(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.nproc_per_node is 4 and b has 2 slots"):
+        read_hostfile(write(tmp_path, "a slots=4\nb slots=2\n"), 4)
+
+
+def test_what_is_here() -> None:
+    name = socket.gethostname()
+    assert all(map(is_this_machine, ("localhost", "127.0.0.1", name)))
+    assert not is_this_machine("worker-1")
+    assert local_slots({"worker-1": 8, name: 4}) == 4
+    assert is_only_here({"localhost": 2})
+    assert not is_only_here({"worker-1": 8, name: 4})
+
+
+def test_hosts_are_listed_by_one_side() -> None:
+    with pytest.raises(ValueError, match=r"hostfile is 'hosts', and slurm chooses the machines itself"):
+        LaunchConfig(kind="slurm", hostfile="hosts")
+    with pytest.raises(ValueError, match=r"launch\.nnodes is 2 without launch\.hostfile"):
+        LaunchConfig(nnodes=2)
+    assert LaunchConfig(kind="deepspeed", hostfile="hosts").nproc_per_node == "auto"
+
+
+def test_a_job_has_the_slots_of_all_hosts_and_its_threads_those_of_this_one(tmp_path: Path) -> None:
+    def resolve(text: str, hardware: Hardware, nproc_per_node: int | str = "auto") -> tuple[int, int]:
+        launch = {"kind": "deepspeed", "hostfile": str(write(tmp_path, text)), "nproc_per_node": nproc_per_node}
+        return resolve_launch(_runs.config(launch=launch), hardware)
+
+    two = Hardware(cores=8, memory=2**34, gpus=(Gpu("a", 2**34), Gpu("b", 2**34)))
+    here = socket.gethostname()
+    assert resolve(f"worker slots=2\n{here} slots=2\n", two, 2) == (4, 4)
+    assert resolve("one slots=1\ntwo slots=1\n", two) == (2, 8), "a machine that only starts the others"
+    assert resolve("one slots=4\n", two) == (4, 2), "its own GPUs are not those of the other"
+    with pytest.raises(ParallelLayoutError, match=r"slots of this machine in .*hosts is 4 and .* 2 visible GPUs"):
+        resolve("localhost slots=4\n", two)
+    with pytest.raises(ParallelLayoutError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"):
+        resolve("one slots=4\ntwo slots=4\n", two)
+
+
+THREE = "worker-1 slots=4\nworker-2 slots=4 # new\nworker-3 slots=2\n"
+
+
+def launch(tmp_path: Path, text: str = THREE, **values: object) -> LaunchConfig:
+    return LaunchConfig.model_validate({"hostfile": str(write(tmp_path, text)), **values})
+
+
+def test_no_hostfile_no_hosts() -> None:
+    assert hosts_of(LaunchConfig()) == {}
+    assert devices_of(LaunchConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "hosts", "devices"),
+    [
+        ({}, {"worker-1": 4, "worker-2": 4, "worker-3": 2}, {}),
+        ({"include": ["worker-3", "worker-1"]}, {"worker-1": 4, "worker-3": 2}, {}),
+        ({"include": ["worker-2:3,0", "worker-1"]}, {"worker-1": 4, "worker-2": 2}, {"worker-2": (0, 3)}),
+        ({"exclude": ["worker-1"]}, {"worker-2": 4, "worker-3": 2}, {}),
+        ({"exclude": ["worker-1:1", "worker-3:0,1"]}, {"worker-1": 3, "worker-2": 4}, {"worker-1": (0, 2, 3)}),
+        ({"nnodes": 2}, {"worker-1": 4, "worker-2": 4}, {}),
+        ({"nnodes": "1:2"}, {"worker-1": 4, "worker-2": 4}, {}),
+        ({"nnodes": "2:8"}, {"worker-1": 4, "worker-2": 4, "worker-3": 2}, {}),
+        ({"nnodes": "1:2", "exclude": ["worker-3:0"]}, {"worker-1": 4, "worker-2": 4}, {"worker-3": (1,)}),
+        ({"nnodes": 2, "exclude": ["worker-3:0"]}, {"worker-1": 4, "worker-2": 4}, {}),
+        ({"exclude": ["worker-1"], "nnodes": 1}, {"worker-2": 4}, {}),
+        (
+            {"include": ["worker-1:0,1", "worker-3"], "nproc_per_node": 2},
+            {"worker-1": 2, "worker-3": 2},
+            {"worker-1": (0, 1)},
+        ),
+    ],
+)
+def test_who_takes_part(
+    values: dict[str, object], hosts: dict[str, int], devices: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    found = launch(tmp_path, **values)
+    assert list(hosts_of(found).items()) == list(hosts.items())
+    assert devices_of(found) == devices
+
+
+def test_all_that_may_take_part(tmp_path: Path) -> None:
+    found = launch(tmp_path, nnodes="1:2", exclude=["worker-1:0"])
+    all_of_them = {host: len(slots) for host, slots in slots_of(found, limited=False).items()}
+    assert all_of_them == {"worker-1": 3, "worker-2": 4, "worker-3": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"include": ["worker-9"]}, r"launch\.include names 'worker-9', which .*hosts does not: it has worker-1, "),
+        ({"exclude": ["2"]}, r"launch\.exclude names '2', which"),
+        ({"include": ["worker-1:4"]}, r"names slot 4 of worker-1, which has 4 slots in .*, counted from 0"),
+        ({"include": ["worker-1:0", "worker-1:1"]}, r"names worker-1 twice: keep one, with all its slots"),
+        ({"include": ["worker-1:"]}, r"launch\.include has 'worker-1:': write `host`, or `host:0,2`"),
+        ({"include": ["worker-1:0-2"]}, r"has 'worker-1:0-2': write"),
+        ({"exclude": ["worker-1", "worker-2", "worker-3"]}, r"launch\.exclude leaves no host of"),
+        ({"nnodes": 4}, r"nnodes is 4 and of .*hosts only worker-1, worker-2, worker-3 take part: add hosts, or lower"),
+        ({"nnodes": "3:4", "exclude": ["worker-2"]}, r"nnodes is 3:4 and of .* only worker-1, worker-3 take part"),
+        ({"nproc_per_node": 4}, r"nproc_per_node is 4 and worker-3 has 2 slots"),
+    ],
+)
+def test_a_wrong_choice_is_named(values: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hosts_of(launch(tmp_path, **values))
+
+
+def test_a_launcher_is_called_a_kind() -> None:
+    with pytest.raises(ValueError, match=r"launch\.launcher is called launch\.kind: rename it"):
+        LaunchConfig.model_validate({"launcher": "deepspeed"})
+
+
+def test_a_schedulers_machines_have_the_ranks_that_are_given() -> None:
+    def resolve(**values: object) -> tuple[int, int]:
+        return resolve_launch(_runs.config(launch={"kind": "slurm", **values}), Hardware(cores=8, memory=2**34))
+
+    assert resolve(nproc_per_node=2) == (2, 4)
+    assert resolve(nproc_per_node=2, nnodes=2) == (4, 4)
+    assert resolve(nproc_per_node=1, nnodes="1:2") == (2, 8)
+    with pytest.raises(ConfigError, match=r"nproc_per_node is auto and launch\.kind is slurm, whose machines nobody"):
+        resolve(nproc_per_node="auto")
+    with pytest.raises(ValueError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"):
+        resolve(nproc_per_node=4, nnodes=2)

@@ -1,0 +1,116 @@
+"""The real launchers under the real guard: DeepSpeed's on this machine, both on stand-ins for others."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.cluster.deepspeed_launcher import command
+from megacore.cluster.torchrun import rank_environment
+from megacore.errors import DataFormatError, RankLostError
+from megacore.launch.guard import descendants
+from megacore.launch.supervise import supervise
+from megacore.ranks import stages
+from tests.cluster._hosts import Hosts
+from tests.launch._processes import environment
+from tests.train import _runs
+
+pytest.importorskip("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    _runs.write_data(directory, _runs.config())
+    return directory
+
+
+def started_here() -> set[int]:
+    return set(descendants(os.getpid()))
+
+
+def run(tmp_path: Path, behaviour: str) -> None:
+    config = tmp_path / "run.json"
+    exit_directory = tmp_path / "exit"
+    values = {"behaviour": behaviour, "directory": str(tmp_path), "exit_directory": str(exit_directory)}
+    config.write_text(json.dumps(values))
+    supervise(
+        command("tests.launch._gloo_rank", config, 2),
+        log=tmp_path / "log",
+        exit_directory=exit_directory,
+        env={**environment(), **rank_environment(1), "DS_ACCELERATOR": "cpu"},
+        stop_grace=3.0,
+        timeout=120,
+        ranks=2,
+    )
+
+
+def train(tmp_path: Path, data: Path, launch: dict[str, Any], on_poll: Any = stages.nothing, **values: Any) -> Path:
+    """Train on two ranks as the stage does; returns the run's directory."""
+    changed = _runs.config(
+        launch={"kind": "deepspeed", "stop_grace": 2.0, "nproc_per_node": "auto", **launch}, **values
+    )
+    directory = tmp_path / "run"
+    directory.mkdir()
+    stages.train(_runs.job(changed, data, directory, ranks=2), on_poll)
+    return directory
+
+
+def test_two_ranks_of_this_machine_train_and_write_nowhere_else(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    before = started_here()
+    directory = train(tmp_path, data, {"hostfile": str(tmp_path / "hosts")})
+    assert _runs.events(directory)[-1]["reason"] == "finished"
+    assert "iteration        6/       6" in stages.attempt_log(_runs.job(_runs.config(), data, directory)).read_text()
+    assert started_here() <= before
+    assert [str(path) for name in ("home", "tmp") for path in (tmp_path / name).rglob("*") if path.is_file()] == []
+
+
+def test_a_killed_rank_is_a_lost_rank_though_its_peer_complains_too(tmp_path: Path) -> None:
+    before = started_here()
+    # The launcher looks once a second: when both have ended by then, it may report the one that only lost its peer.
+    lost = r"(rank 1 was ended by SIGKILL|rank 1 ended) without giving a reason.*retry resumes"
+    with pytest.raises(RankLostError, match=lost):
+        run(tmp_path, "killed")
+    assert started_here() <= before
+
+
+def test_the_reason_of_a_rank_passes_through(tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"rank 1: tokens\.bin is damaged"):
+        run(tmp_path, "raises")
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+def test_two_hosts_train_as_one_does(kind: str, data: Path, tmp_path: Path, hosts: Hosts) -> None:
+    listed = str(hosts.hostfile("one", "two"))
+    directory = train(tmp_path, data, {"kind": kind, "hostfile": listed, "ssh_config": str(hosts.ssh_config)})
+    found = _runs.events(directory)
+    assert found[-1]["reason"] == "finished"
+    assert [event["lm_loss"] for event in found if event["kind"] == "step"][-1] < 4
+    log = (directory / "logs" / "attempt-001.log").read_text()
+    assert "hosts: one (rank 0 through lo), two (rank 1 through lo); they meet at 127.0.0.1:" in log
+    assert "one: " in log
+
+
+def test_hidden_and_chosen_gpus_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import base64
+
+    def devices() -> Any:
+        (world,) = [word for word in command("m", Path("c.json"), 2) if word.startswith("--world_info=")]
+        return json.loads(base64.urlsafe_b64decode(world.partition("=")[2]))["localhost"]
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices() == [0, 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-1a,7")
+    assert devices() == ["6", "GPU-1a"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices() == ["-1", "-1"]

@@ -1,0 +1,51 @@
+"""The real torchrun under the real guard."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.cluster.torchrun import command, rank_environment
+from megacore.errors import DataFormatError, RankLostError
+from megacore.launch.guard import descendants
+from megacore.launch.supervise import supervise
+from tests.launch._processes import environment
+
+
+def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
+    config = tmp_path / "run.json"
+    exit_directory = tmp_path / "exit"
+    values = {"behaviour": behaviour, "directory": str(tmp_path), "exit_directory": str(exit_directory)}
+    config.write_text(json.dumps(values))
+    supervise(
+        command("tests.launch._gloo_rank", config, ranks),
+        log=tmp_path / "log",
+        exit_directory=exit_directory,
+        env={**environment(), **rank_environment(1)},
+        stop_grace=3.0,
+        timeout=90,
+    )
+
+
+def test_one_rank_is_a_plain_process(tmp_path: Path) -> None:
+    assert command("m", Path("c.json"), 1) == [sys.executable, "-m", "m", "--config", "c.json"]
+    run(tmp_path, "alone", ranks=1)
+
+
+def test_a_killed_rank_is_named_though_its_peer_complains_too(tmp_path: Path) -> None:
+    before = set(descendants(os.getpid()))
+    with pytest.raises(RankLostError, match=r"rank 1 was ended by SIGKILL.*retry resumes"):
+        run(tmp_path, "killed")
+    assert set(descendants(os.getpid())) <= before
+    assert (tmp_path / "torchrun").is_dir(), "torchrun's files are not left in the machine's temporary directory"
+
+
+def test_the_reason_of_a_rank_is_not_hidden_by_its_peers(tmp_path: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"rank 1: tokens\.bin is damaged"):
+        run(tmp_path, "raises")
+
+
+def test_threads_reach_every_library() -> None:
+    assert {rank_environment(3)[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"3"}

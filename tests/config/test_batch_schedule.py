@@ -1,0 +1,72 @@
+"""The ramp-up against the definition, batch by batch."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacore.config.batch_schedule import BatchSchedule
+from tests._tiny import tiny_config
+
+RAMP = BatchSchedule(global_batch_size=32, start=8, increment=8, rampup_samples=300)
+
+
+def sizes(schedule: BatchSchedule, iterations: int) -> list[int]:
+    """One batch after another, by `at` alone."""
+    consumed, found = 0, []
+    for _ in range(iterations):
+        found.append(schedule.at(consumed))
+        consumed += found[-1]
+    return found
+
+
+def test_each_batch_size_lasts_for_an_equal_share_of_the_samples() -> None:
+    assert [RAMP.at(consumed) for consumed in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [8, 8, 16, 16, 24, 24, 32, 32]
+    # 8 until 104 are consumed, 16 until 200, 24 until 320.
+    assert sizes(RAMP, 26) == [8] * 13 + [16] * 6 + [24] * 5 + [32] * 2
+
+
+def test_without_a_ramp_up_every_batch_is_the_same() -> None:
+    schedule = BatchSchedule.of(tiny_config(train={"global_batch_size": 6}))
+    assert schedule == BatchSchedule(6, 6)
+    assert sizes(schedule, 3) == [6, 6, 6]
+    assert schedule.consumed_after(7) == 42
+    assert [schedule.iterations_for(samples) for samples in (0, 1, 6, 7)] == [0, 1, 1, 2]
+
+
+def test_a_configuration_describes_its_schedule() -> None:
+    ramp = {"start": 8, "increment": 8, "samples": 300}
+    assert BatchSchedule.of(tiny_config(train={"global_batch_size": 32, "rampup_batch_size": ramp})) == RAMP
+
+
+def test_a_ramp_up_shorter_than_a_batch_skips_sizes() -> None:
+    assert sizes(BatchSchedule(64, 8, 8, rampup_samples=10), 4) == [8, 48, 64, 64]
+    assert BatchSchedule(64, 8, 8, rampup_samples=10).consumed_after(3) == 120
+
+
+@given(
+    start=st.integers(1, 12),
+    increment=st.integers(1, 12),
+    steps=st.integers(0, 9),
+    samples=st.integers(1, 400),
+    iterations=st.integers(0, 60),
+)
+def test_sums_are_those_of_the_batches(start: int, increment: int, steps: int, samples: int, iterations: int) -> None:
+    schedule = BatchSchedule(start + steps * increment, start, increment, samples)
+    batches = sizes(schedule, iterations)
+    assert all(first <= second <= schedule.global_batch_size for first, second in pairwise(batches))
+    consumed = sum(batches)
+    assert schedule.consumed_after(iterations) == consumed
+    assert schedule.iterations_for(consumed) == iterations
+    assert schedule.iterations_for(consumed + 1) == iterations + 1
+    if iterations:
+        assert schedule.iterations_for(consumed - batches[-1] + 1) == iterations
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 57, 104, 299, 300, 301])
+def test_the_batch_is_megatrons(consumed: int) -> None:
+    """Its own formula: int(consumed / (samples / increments)) increments, and no more after `samples`."""
+    increments = (32 - 8) // 8
+    expected = 32 if consumed > 300 else 8 + int(consumed / (300 / increments)) * 8
+    assert RAMP.at(consumed) == expected

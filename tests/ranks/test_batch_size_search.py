@@ -1,0 +1,215 @@
+"""What a probe's end means, and what a method makes of the configuration; the ranks are small scripts."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.cluster.start import Start
+from megacore.config.finetune import DISTRIBUTIONS, FinetuneConfig
+from megacore.errors import ConfigError, DataFormatError, MemoryExhaustedError, RankLostError
+from megacore.finetune.batch_size import Fits, TooLarge
+from megacore.hardware import Gpu, Hardware
+from megacore.jobs.finetune import FinetuneJob, ProbeJob
+from megacore.ranks import batch_size_search, finetune_stages
+from megacore.ranks.batch_size_search import (
+    Watch,
+    check_methods,
+    compare,
+    memory_limit_of,
+    method_config,
+    try_batch,
+)
+from tests.finetune._tiny_models import tiny_config
+
+ONE_GPU = Hardware(4, 32 * 10**9, (Gpu("card", 80 * 10**9),))
+NO_GPU = Hardware(4, 32 * 10**9)
+
+
+def config(**sections: Any) -> FinetuneConfig:
+    return tiny_config("model", Path("data"), "classification", **sections)
+
+
+def job(directory: Path, **sections: Any) -> FinetuneJob:
+    return FinetuneJob(
+        config=config(launch={"nproc_per_node": 1}, **sections),
+        pretrained_directory="pretrained",
+        examples_directory="examples",
+        run_directory=str(directory),
+        exit_directory=str(directory / "exit"),
+        ranks=1,
+        threads_per_rank=1,
+    )
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a script stand for the rank; `job` in it is the job file's content."""
+
+    def stand_in(script: str) -> None:
+        def start(launch: Any, module: str, job: Any, job_file: Path, env: Any = None) -> Start:
+            text = f"import json, os, sys\njob = json.load(open({str(job_file)!r}))\n{script}"
+            return Start([sys.executable, "-c", text], {})
+
+        monkeypatch.setattr(finetune_stages, "start_ranks", start)
+
+    return stand_in
+
+
+FITS = "open(job['output'], 'w').write(json.dumps({'peak_memory': 10 * job['config']['train']['micro_batch_size']}))\n"
+
+
+def fails(error: str, message: str) -> str:
+    reason = {"rank": 0, "error": error, "message": message, "time": 0.0, "secondary": False}
+    return (
+        "os.makedirs(job['exit_directory'], exist_ok=True)\n"
+        f"open(job['exit_directory'] + '/rank_0.json', 'w').write(json.dumps({reason!r}))\nsys.exit(7)\n"
+    )
+
+
+def test_a_probe_that_ends_well_tells_its_memory(tmp_path: Path, rank: Any) -> None:
+    rank(FITS)
+    assert try_batch(job(tmp_path), None, tmp_path, Watch()) == Fits(40)
+    probed = ProbeJob.read(tmp_path / "job.json")
+    assert (probed.steps, probed.memory_limit) == (3, None)
+
+
+def test_a_rank_without_memory_is_an_answer(tmp_path: Path, rank: Any) -> None:
+    rank(fails("MemoryExhaustedError", "out of memory with a micro batch of 4 (no)"))
+    answer = try_batch(job(tmp_path), 10**9, tmp_path, Watch())
+    assert answer == TooLarge("rank 0: out of memory with a micro batch of 4 (no)")
+    assert ProbeJob.read(tmp_path / "job.json").memory_limit == 10**9
+
+
+def test_an_abort_for_want_of_memory_is_one(tmp_path: Path, rank: Any) -> None:
+    rank("sys.stderr.write(\"terminate called after throwing an instance of 'std::bad_alloc'\\n\")\nos.abort()\n")
+    answer = try_batch(job(tmp_path), 10**9, tmp_path, Watch())
+    assert isinstance(answer, TooLarge)
+    assert answer.reason.startswith("std::bad_alloc: ")
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (fails("DataFormatError", "task.json is damaged"), DataFormatError),
+        ("os.kill(os.getpid(), 11)\n", RankLostError),
+        ("sys.exit(1)\n", RankLostError),
+    ],
+)
+def test_another_failure_is_raised(tmp_path: Path, rank: Any, script: str, error: type[Exception]) -> None:
+    rank(script)
+    with pytest.raises(error):
+        try_batch(job(tmp_path), None, tmp_path, Watch())
+
+
+def roomy(room: int) -> str:
+    """A rank with room for so many samples, in a probe; in the epoch it writes a result."""
+    out = fails("MemoryExhaustedError", "out of memory")
+    tried = f"if job['config']['train']['micro_batch_size'] > {room}:\n" + "".join(
+        f"    {line}\n" for line in out.splitlines()
+    )
+    result = {"train_seconds_per_epoch": 2.0, "evaluation_seconds": 1.0, "metrics": {}, "metric": "f1", "value": 0.5}
+    return (
+        f"{tried}if 'output' in job:\n    {FITS}else:\n"
+        "    os.makedirs(job['run_directory'] + '/best/iter_1')\n"
+        f"    open(job['run_directory'] + '/result.json', 'w').write(json.dumps({result!r}))\n"
+    )
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size_search.Hardware, "detect", staticmethod(lambda: NO_GPU))
+
+
+def search(directory: Path, samples: int, **values: Any) -> dict[str, Any]:
+    made = config(launch={"nproc_per_node": 1}, find_batch_size=values)
+    return compare(made, "zero2", "pretrained", "examples", samples=samples, scratch=directory)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_each_probe_has_a_folder_of_its_own_and_the_epoch_too(tmp_path: Path, rank: Any) -> None:
+    rank(roomy(5))
+    heard: list[int] = []
+    watch = Watch(on_answer=lambda batch, answer: heard.append(batch))
+    made = config(launch={"nproc_per_node": 1}, find_batch_size={"memory_limit_gb": 2.0})
+    report = compare(made, "zero2", "pretrained", "examples", samples=24, scratch=tmp_path, watch=watch)
+    assert heard == [4, 8, 6, 5]
+    assert {path.name for path in tmp_path.iterdir()} == {*(f"probe-{each:05d}" for each in heard), "epoch"}
+    assert (report["batch"], report["peak_memory"], report["memory_limit"], report["limit"]) == (5, 50, 2 * 10**9, 24)
+    assert report["reason"] == "rank 0: out of memory"
+    assert report["epoch"]["value"] == 0.5
+    measured = FinetuneJob.read(tmp_path / "epoch" / "run.json").config
+    assert (measured.launch.distributed, measured.train.micro_batch_size, measured.train.num_epochs) == ("zero2", 5, 1)
+    assert not (tmp_path / "epoch" / "best").exists()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_samples_of_a_rank_and_the_setting_limit_the_search(tmp_path: Path, rank: Any) -> None:
+    rank(roomy(100))
+    assert search(tmp_path / "samples", 7)["batch"] == 7
+    report = search(tmp_path / "setting", 7, max_batch=3)
+    assert (report["batch"], report["reason"], len(report["tried"])) == (3, None, 1)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_does_not_fit_at_all_has_no_epoch(tmp_path: Path, rank: Any) -> None:
+    rank(roomy(0))
+    report = search(tmp_path, 7)
+    assert (report["batch"], report["epoch"], report["epoch_failure"]) == (0, None, None)
+    assert report["reason"] == "rank 0: out of memory"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_epoch_without_memory_is_told(tmp_path: Path, rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def epoch(measured: FinetuneJob, on_poll: Any) -> None:
+        raise MemoryExhaustedError("rank 0: in an evaluation")
+
+    rank(FITS)
+    monkeypatch.setattr(batch_size_search, "finetune", epoch)
+    report = search(tmp_path, 4)
+    assert (report["batch"], report["epoch"], report["epoch_failure"]) == (4, None, "rank 0: in an evaluation")
+
+
+def test_a_method_keeps_the_json_of_its_own_stage_with_an_open_batch() -> None:
+    json = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "train_batch_size": "auto"}
+    made = config(
+        launch={"distributed": "zero2", "deepspeed_config": json}, train={"num_epochs": 3, "exit_duration_minutes": 1}
+    )
+    own, other = method_config(made, "zero2", 16), method_config(made, "zero3", 16)
+    assert own.launch.deepspeed_config == json | {"train_micro_batch_size_per_gpu": "auto"}
+    assert other.launch.deepspeed_config is None
+    assert other.launch.distributed == "zero3"
+    for each in (own, other):
+        train = each.train
+        assert (train.micro_batch_size, train.num_epochs, train.exit_duration_minutes) == (16, 1, None)
+
+
+def test_the_memory_of_a_rank() -> None:
+    free = memory_limit_of(config(), 2, NO_GPU)
+    assert free is not None
+    assert 0 < free <= 0.8 * NO_GPU.memory / 2
+    asked = config(find_batch_size={"memory_limit_gb": 20})
+    assert memory_limit_of(config(), 1, ONE_GPU) is None
+    assert memory_limit_of(asked, 2, ONE_GPU) == memory_limit_of(asked, 2, NO_GPU) == 20 * 10**9
+
+
+@pytest.mark.parametrize(("hardware", "owner"), [(ONE_GPU, "a GPU has 80.0"), (NO_GPU, "this machine has 32.0")])
+def test_a_limit_beyond_the_memory_is_refused(hardware: Hardware, owner: str) -> None:
+    with pytest.raises(ConfigError, match=rf"memory_limit_gb is 90 and {owner} GB: lower it"):
+        check_methods(config(find_batch_size={"memory_limit_gb": 90}), hardware)
+
+
+def test_a_method_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size_search.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"has zero2, which is DeepSpeed's, and deepspeed is not installed"):
+        check_methods(config(), NO_GPU)
+    check_methods(config(find_batch_size={"methods": ["ddp"]}), NO_GPU)
+
+
+def test_all_methods_are_compared_by_default() -> None:
+    assert config().find_batch_size.methods == DISTRIBUTIONS
+    check_methods(config(), replace(NO_GPU))
+    with pytest.raises(ValueError, match="names ddp 2 times"):
+        config(find_batch_size={"methods": ["ddp", "zero2", "ddp"]})

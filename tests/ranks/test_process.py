@@ -1,0 +1,81 @@
+"""What a rank refuses before it joins the others."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacore.errors import LossError, ParallelLayoutError, PreemptedError
+from megacore.observe.heartbeat import beat_path, read_heartbeat
+from megacore.ranks.process import joined
+from tests.train import _runs
+
+
+@pytest.fixture(autouse=True)
+def _own_arithmetic() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+
+
+def test_a_lone_rank_gets_a_mesh_with_a_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(_runs.job(_runs.config(), tmp_path, tmp_path)) as (mesh, device):
+        assert mesh.world_size == 1
+        assert mesh.timers is not None
+        assert device.type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("error", "phase"),
+    [(None, "ended"), (PreemptedError("stopped"), "ended"), (LossError("the loss is nan"), "optimizer")],
+)
+def test_the_heartbeat_ends_with_the_work_and_not_with_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, phase: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    job = _runs.job(_runs.config(), tmp_path, tmp_path)
+    path = beat_path(Path(job.exit_directory), 0)
+    with pytest.raises(type(error)) if error else nullcontext(), joined(job) as (mesh, _):
+        begun = read_heartbeat(path)
+        assert begun is not None
+        assert begun.phase == "build"
+        mesh.beat("optimizer", 5)
+        if error:
+            raise error
+    ended = read_heartbeat(path)
+    assert ended is not None
+    assert (ended.phase, ended.iteration) == (phase, 5)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "ranks", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, {}, 3, r"3 ranks are not a multiple of"),
+        ({}, {}, 8, r"global_batch_size 8 is not a multiple of train\.micro_batch_size 2 x 8 data-parallel ranks = 16"),
+        (
+            {"tensor_model_parallel_size": 2},
+            {"make_vocab_size_divisible_by": 1},
+            2,
+            r"padded vocabulary of 61 entries .* \(now 1\) to 2, or use tensor 1 x pipeline 2 x data 1",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_before_anyone_waits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: dict[str, int],
+    model: dict[str, int],
+    ranks: int,
+    message: str,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    run = _runs.config(parallel=parallel, model=model, launch={"nproc_per_node": "auto"})
+    job = _runs.job(run, tmp_path, tmp_path, ranks=ranks)
+    with pytest.raises(ParallelLayoutError, match=message), joined(job):
+        raise AssertionError("it joined")
+    assert not dist.is_initialized()
