@@ -15,13 +15,13 @@ from benchmarks._entrants import CASES, ENTRANTS, Work
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
-from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.engine.build import build_engine
 from megacore.observe.logging import StepReport
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.ranks.process import set_up_arithmetic
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
 
 ITERATIONS, INTERVAL, SAMPLES = 20, 5, 4

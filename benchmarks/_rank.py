@@ -17,12 +17,12 @@ from benchmarks._variants import ALL, SEQ_LENGTH, VOCAB_SIZE, Variant
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.build import build_engine, kernels_of
-from megacore.models.losses import LM_LOSS
+from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
-from megacore.pipeline_parallel.copies import shared_stages
+from megacore.pipeline_parallel.partition import shared_stages
 
 CPU = torch.device("cpu")
 Step = Callable[[], object]

@@ -166,7 +166,7 @@ def main(work: Work) -> None:
     dist.init_process_group("nccl" if work.device == "cuda" else "gloo")
     variant = VARIANTS[work.variant]
     if variant.engine == "deepspeed":
-        from megacore.engine.deepspeed.setup import import_deepspeed
+        from megacore.engine.deepspeed.join import import_deepspeed
 
         import_deepspeed()
         if variant.compiled_adam:

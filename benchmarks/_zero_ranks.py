@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks._zero_rank import OUT_OF_MEMORY
 from benchmarks._zero_variants import Work
-from megacore.cluster.torchrun import rank_environment
+from megacore.cluster.rank_commands import rank_environment
 
 _GRACE = 10.0
 """Seconds in which ranks that lost a peer find out; the peer tells why."""

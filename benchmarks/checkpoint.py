@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._verdict import Check, verdict
-from megacore.cluster.torchrun import rank_environment
+from megacore.cluster.rank_commands import rank_environment
 
 STALL_GOAL = 0.05
 """Of the time of a save for which training waits: most that a save beside it may hold it up."""

@@ -25,9 +25,9 @@ from benchmarks import _finetune_loop
 from benchmarks._finetune_data import MODELS, Prepared, prepare
 from benchmarks._turns import progress
 from benchmarks._verdict import Check, table, verdict
-from megacore.cluster import torchrun
+from megacore.cluster import rank_commands
 from megacore.config.finetune import DISTRIBUTIONS
-from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.engine.deepspeed.join import import_deepspeed
 from megacore.finetune.batch_size import Answer, Fits, as_markdown, notes, table_rows
 from megacore.jobs.finetune import FinetuneJob
 from megacore.observe.events import EventReader
@@ -64,8 +64,8 @@ def run_by_hand(job: FinetuneJob) -> float:
     """The same of the loop by hand."""
     path = Path(job.run_directory, "run.json")
     job.write(path)
-    command = torchrun.command("benchmarks._finetune_loop", path, job.ranks)
-    environment = {**os.environ, **torchrun.rank_environment(job.threads_per_rank)}
+    command = rank_commands.torchrun_alone("benchmarks._finetune_loop", path, job.ranks)
+    environment = {**os.environ, **rank_commands.rank_environment(job.threads_per_rank)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the loop by hand failed:\n{done.stderr[-3000:]}")

@@ -23,7 +23,7 @@ from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.write import write_model
 from megacore.generate.generate import generate
-from megacore.generate.options import GenerateOptions
+from megacore.jobs.model import GenerateOptions
 from megacore.models.build import build_bare
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh

@@ -9,11 +9,11 @@ from prefect import get_run_logger
 
 from megacore.artifact import Workspace
 from megacore.artifact.manifest import file_digest
+from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
 from megacore.config import RunConfig
 from megacore.config.difference import Change, changes_of, check_resume, described
 from megacore.errors import CheckpointError, ConfigError
-from megacore.train.names import CHECKPOINTS_NAME, CONFIG_KEY
 
 _SHOWN = 8
 """Changes that a hint names."""

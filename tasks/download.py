@@ -5,8 +5,8 @@ from typing import Any
 
 from megacore.artifact import StageKey
 from megacore.config import RunConfig
+from megacore.config.data import Source, holds_tokens
 from megacore.config.keys import key_parameters
-from megacore.config.source import Source, holds_tokens
 from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
 from megacore.config.batch_schedule import BatchSchedule
+from megacore.config.data import WeightedSource
 from megacore.config.keys import key_parameters
-from megacore.config.source import WeightedSource
-from megacore.data.members import token_prefixes
+from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build, stage_task
 
 if TYPE_CHECKING:

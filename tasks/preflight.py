@@ -10,7 +10,7 @@ from prefect import get_run_logger
 from megacore.artifact import Artifact, Workspace
 from megacore.cluster.start import check_launcher, shown_commands
 from megacore.config import RunConfig, load_config
-from megacore.convert.exportable import exportable
+from megacore.convert.counterparts import exportable
 from megacore.errors import MegacoreError
 from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob

@@ -9,7 +9,7 @@ from prefect import get_run_logger
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
-from megacore.data.members import token_prefixes
+from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_test_perplexities
 from tasks._mlflow import Tracking

@@ -40,7 +40,7 @@ def tokenize_shard(
     config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None, shard: "tuple[Segment, ...]"
 ) -> StageResult:
     """Write a part of a corpus as `.bin`/`.idx`."""
-    from megacore.tokenizer import shards
+    from megacore.tokenizer import tokenize as shards
 
     options = tokenize_options(config, punkt)
 
@@ -77,7 +77,7 @@ def tokenize_in_shards(
     takes them as they are. Raises the first failed shard's error.
     """
     from megacore.corpus.segments import divide, segments
-    from megacore.tokenizer.shards import merge_shards
+    from megacore.tokenizer.tokenize import merge_shards
 
     assert config.data.shard_mb is not None
     parts = divide(segments(corpus.directory), config.data.shard_mb * MB)

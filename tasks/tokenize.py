@@ -9,7 +9,7 @@ from prefect.artifacts import create_markdown_artifact
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
-from megacore.data.members import token_prefixes
+from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build, stage_task
 from tasks._tokens import tokenize_key, tokenize_options
 from tasks.shards import discard, needs_shards, tokenize_in_shards
@@ -29,8 +29,8 @@ def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
 def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageResult:
     """Train the tokenizer on all corpora, or take the given vocabulary."""
     from megacore.config.spec import SpecialTokens
-    from megacore.data.vocabulary import check_roles
     from megacore.tokenizer.build import build_tokenizer
+    from megacore.tokenizer.vocabulary import check_roles
 
     def fill(directory: Path) -> dict[str, Any]:
         skip = config.data.on_bad_line == "skip"
@@ -68,7 +68,7 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
 
     The picture is no part of the artifact: its bytes depend on who draws it.
     """
-    from megacore.data.indexed_dataset import IndexedDataset
+    from megacore.token_files.indexed_dataset import IndexedDataset
     from tasks._plots import LENGTHS_FILE, length_histogram
 
     (prefix,) = token_prefixes(tokens.directory)
@@ -86,16 +86,16 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
 
 def blend_key(config: RunConfig, members: tuple[Artifact, ...]) -> StageKey:
     """The key of several sources' token files taken together; weights belong to the index maps."""
-    from megacore.data.members import VERSION
+    from megacore.token_files.indexed_dataset import BLEND_VERSION
 
     inputs = {f"member_{number}": one for number, one in enumerate(members)}
-    return StageKey.of("blend", VERSION, key_parameters(config, "blend"), **inputs)
+    return StageKey.of("blend", BLEND_VERSION, key_parameters(config, "blend"), **inputs)
 
 
 @stage_task("blend", blend_key)
 def blend(config: RunConfig, members: tuple[Artifact, ...]) -> StageResult:
     """Name the token files of all sources in one place."""
-    from megacore.data.members import write_members
+    from megacore.token_files.indexed_dataset import write_members
 
     key = blend_key(config, members)
 

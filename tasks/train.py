@@ -17,10 +17,10 @@ from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.keys import key_parameters
-from megacore.data.members import token_prefixes
 from megacore.errors import ConfigError, MegacoreError
 from megacore.jobs.run import TrainJob
 from megacore.ranks import stages
+from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._attempt import reported_end
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._doctor import check_hosts

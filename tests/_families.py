@@ -7,11 +7,10 @@ from torch import Tensor
 
 from megacore.config.model import Family, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.models.base import Model
+from megacore.models.base import Losses, Model
 from megacore.models.bert import BertModel
 from megacore.models.gpt import GPTModel
 from megacore.models.inputs import BertRules, ModelInput, T5Rules
-from megacore.models.losses import Losses
 from megacore.models.t5 import T5Model
 from megacore.parallel.mesh import ALONE, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk

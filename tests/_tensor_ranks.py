@@ -19,10 +19,9 @@ from megacore.models.layers.attention import SelfAttention
 from megacore.models.layers.mlp import MLP
 from megacore.observe.timers import Timers
 from megacore.parallel import collectives
-from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
+from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh, SharedMemory
 from megacore.parallel.rank_layout import RankLayout
 from megacore.parallel.rng import tensor_parallel_region
-from megacore.parallel.shared_memory import SharedMemory
 from megacore.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,8 +30,8 @@ from megacore.tensor_parallel import (
     linear_cross_entropy,
     mappings,
     partitions,
-    sequence_parallel,
 )
+from megacore.tensor_parallel import mappings as sequence_parallel
 from tests import _gpt_ranks
 from tests._dist import still_alive
 from tests._tiny import tiny_config

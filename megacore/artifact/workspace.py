@@ -1,4 +1,7 @@
-"""The one directory below which everything is written."""
+"""The one directory below which everything is written.
+
+Names within a run's directory and within its checkpoints; nothing here imports torch.
+"""
 
 import os
 import threading
@@ -87,3 +90,13 @@ class Workspace:
     def prefect_home(self) -> Path:
         """Prefect's database, results and settings."""
         return self.root / "prefect"
+
+
+CHECKPOINTS_NAME = "checkpoints"
+"""Below the run directory."""
+STOP_FILE = "stop"
+"""In the run directory: whoever writes it asks the training to save and end."""
+WEIGHTS_PREFIX = "model."
+"""Of the names of a checkpoint's weights."""
+CONFIG_KEY = "config"
+"""Of a checkpoint's state: the configuration that it was written with, as JSON."""

@@ -11,10 +11,9 @@ import typer
 
 from megacore.cli.convert import export, import_
 from megacore.cli.doctor import doctor
-from megacore.cli.evaluate import evaluate
-from megacore.cli.generate import generate
 from megacore.cli.index import IndexCommand, index
 from megacore.cli.inspect import inspect, verify
+from megacore.cli.models import evaluate, generate
 from megacore.cli.plan import plan
 from megacore.cli.tokenize import TokenizeCommand, tokenize
 from megacore.cli.workspace import clean, runs, stop

@@ -35,8 +35,8 @@ def import_(
     if len(given) != 1:
         raise ConfigError("give one of --from-hf, --from-megatron and --from-deepspeed: the directory of the model")
     os.environ.update(_OFFLINE)
+    from megacore.artifact.files import check_output
     from megacore.convert.imported import OPENERS, import_model
-    from megacore.convert.staged import check_output
 
     check_output(output)
     [(form, source)] = given.items()
@@ -70,8 +70,8 @@ def export(
 
     _check_options(form, dtype, tensor_model_parallel_size, pipeline_model_parallel_size)
     os.environ.update(_OFFLINE)
+    from megacore.artifact.files import check_output
     from megacore.convert.exported import export_hf, export_megatron, open_source
-    from megacore.convert.staged import check_output
 
     check_output(output)
     source = open_source(checkpoint, tokenizer)
@@ -91,7 +91,7 @@ def export(
 
 def _check_options(form: str, dtype: str | None, tensor: int | None, pipeline: int | None) -> None:
     """Raise ConfigError for an unknown form or type, or an option that the form has no use for."""
-    from megacore.convert.exportable import Dtype
+    from megacore.convert.counterparts import Dtype
 
     if form not in ("hf", "megatron"):
         raise ConfigError(f"--format is {form}: give hf or megatron")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from megacore.cli._variadic import VariadicCommand
+from megacore.cli._options import VariadicCommand
 from megacore.errors import ConfigError, WorkspaceError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -
 
 def _wanted(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """The samples to ask for: a split without a weight has none unless some are asked for."""
-    from megacore.data.splits import parse_split
+    from megacore.data.index_options import parse_split
 
     weights = (1.0, 1.0, 1.0) if split is None else parse_split(split)
     return tuple(0 if count is None and weight == 0 else count for weight, count in zip(weights, samples, strict=True))

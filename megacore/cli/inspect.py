@@ -67,10 +67,10 @@ def _tokens(
     path: Path, documents: int, tokenizer: Path | None, histogram: Path | None, limit: int | None
 ) -> dict[str, Any]:
     """Reports of the token files of `path`, and the picture that was asked for."""
-    from megacore.data.indexed_dataset import IndexedDataset
     from megacore.inspect.draw import check_drawable, draw_lengths
     from megacore.inspect.report import report_tokens
     from megacore.inspect.tokens import find_prefixes
+    from megacore.token_files.indexed_dataset import IndexedDataset
 
     if histogram is not None:
         check_drawable(histogram)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megacore.cli._variadic import VariadicCommand
+from megacore.cli._options import VariadicCommand
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def tokenize(
 
 def _choice(kind: Kind, given: dict[str, str | None], eod_token: str | None, lower_case: bool | None) -> "Choice":
     """The tokenizer that the options describe. Raises ConfigError when some are missing or without effect."""
-    from megacore.config.tokenizer import (
+    from megacore.config.data import (
         BertWordPieceTokenizer,
         Gpt2BpeTokenizer,
         HfTokenizer,

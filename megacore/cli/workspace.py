@@ -52,8 +52,8 @@ def stop(
     """Ask a training to save a checkpoint after its current iteration and to end; the same command goes on later."""
     from rich.console import Console
 
+    from megacore.artifact.workspace import STOP_FILE
     from megacore.observe.runs import RUN_FILE, find_run, is_training
-    from megacore.train.names import STOP_FILE
 
     named = (Path(run) / RUN_FILE).is_file()
     directory = Path(run).absolute() if named else find_run(_existing(workspace), run, state="running")

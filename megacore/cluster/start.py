@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.cluster import deepspeed_launcher, torchrun
+from megacore.cluster import rank_commands
 from megacore.cluster.hosts.connection import agent_words
 from megacore.cluster.hosts.plan import Plan, endpoint, env_file_of, meeting_addresses, plan_ssh, read_env_file
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python
@@ -37,7 +37,9 @@ class Start:
 
 def start_here(module: str, job: RankJob, job_file: Path) -> Start:
     """The job's ranks on this machine through torchrun, one of them as a plain process."""
-    return Start(torchrun.command(module, job_file, job.ranks), torchrun.rank_environment(job.threads_per_rank))
+    return Start(
+        rank_commands.torchrun_alone(module, job_file, job.ranks), rank_commands.rank_environment(job.threads_per_rank)
+    )
 
 
 def ssh_of(launch: LaunchConfig) -> Ssh:
@@ -48,7 +50,7 @@ def ssh_of(launch: LaunchConfig) -> Ssh:
 def check_launcher(launch: LaunchConfig) -> None:
     """Raise, before anything runs, what `start_ranks` would for want of a file or a program."""
     if launch.kind in ("slurm", "kubernetes"):
-        from megacore.cluster.batch import check_batch
+        from megacore.cluster.batch.start import check_batch
 
         check_batch(launch)
     check_ssh(hosts_of(launch))
@@ -77,12 +79,12 @@ def start_ranks(
     """
     hosts = job.hosts or hosts_of(launch)
     if launch.kind in ("slurm", "kubernetes"):
-        from megacore.cluster.batch import start_batch
+        from megacore.cluster.batch.start import start_batch
 
         return start_batch(launch, module, job, job_file, env)
     if not is_only_here(hosts):
         check_ssh(hosts)
-        variables = {**torchrun.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1), **(env or {})}
+        variables = {**rank_commands.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1), **(env or {})}
         plan_path = job_file.absolute().with_name(PLAN_NAME)
         plan_of(launch, module, job, job_file, hosts, own_env=[*variables]).write(plan_path)
         return Start(
@@ -95,7 +97,7 @@ def _start_alone(
     launch: LaunchConfig, module: str, job: RankJob, job_file: Path, env: Mapping[str, str], *, shown: bool = False
 ) -> Start:
     """The job's ranks on this machine, without ssh."""
-    variables = {**torchrun.rank_environment(job.threads_per_rank), **env}
+    variables = {**rank_commands.rank_environment(job.threads_per_rank), **env}
     hosts = job.hosts or hosts_of(launch)
     devices = next((slots for host, slots in devices_of(launch).items() if host in hosts), None)
     if devices is not None:
@@ -105,10 +107,10 @@ def _start_alone(
     if env_file is not None:
         variables |= read_env_file(Path(env_file))
     if launch.kind == "torchrun" or job.ranks == 1:
-        return Start(torchrun.command(module, job_file, job.ranks, shown=shown), variables)
+        return Start(rank_commands.torchrun_alone(module, job_file, job.ranks, shown=shown), variables)
     if not Hardware.detect().gpus:
         variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
-    command = deepspeed_launcher.command(module, job_file, job.ranks, devices=devices, shown=shown)
+    command = rank_commands.deepspeed_alone(module, job_file, job.ranks, devices=devices, shown=shown)
     return Start(command, variables)
 
 
@@ -119,7 +121,7 @@ def shown_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Pa
     finds out by itself stands in angle brackets. Raises what `start_ranks` does.
     """
     if launch.kind in ("slurm", "kubernetes"):
-        from megacore.cluster.batch import show_batch
+        from megacore.cluster.batch.start import show_batch
 
         command, text = show_batch(launch, module, job, job_file)
         return [shlex.join(command), *text.splitlines()]
@@ -129,7 +131,7 @@ def shown_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Pa
         gpus = {name: value for name, value in start.env.items() if name == "CUDA_VISIBLE_DEVICES"}
         return [f"{next(iter(hosts), 'this machine')}: {_line(gpus, start.command)}"]
     check_ssh(hosts)
-    own = torchrun.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1)
+    own = rank_commands.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1)
     plan = plan_of(launch, module, job, job_file, hosts, own_env=[*own])
     ssh, names = plan_ssh(plan), sorted(plan.variables({**os.environ, **own}))
     master, _ = meeting_addresses(ssh, hosts, launch.rdzv_endpoint)

@@ -1,10 +1,225 @@
-"""From documents to samples."""
+"""From documents to samples.
 
-from typing import Literal
+Where documents come from.
+
+How text becomes tokens.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megacore.config.base import Section, keyed, unkeyed
-from megacore.config.source import Source, SplitBlends, WeightedSource
-from megacore.config.tokenizer import TokenizerChoice
+
+
+class SourceTreeSource(Section):
+    """The text files below a directory."""
+
+    kind: Literal["source_tree"] = keyed()
+    """Which source this is."""
+    path: str | None = keyed(None, resolved="collect")
+    """The directory; null means the running Python's standard library."""
+    pattern: str = keyed("*.py", resolved="collect")
+    """Glob that a file's name must match, or, with a slash in it, its path below the directory, as in docs/**/*.md."""
+
+
+class JsonlSource(Section):
+    """Local JSON Lines files, plain or compressed (.gz, .zst), one document per line."""
+
+    kind: Literal["jsonl"] = keyed()
+    """Which source this is."""
+    files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
+    """Paths or globs, taken in this order."""
+    key: str = keyed("text")
+    """The field of each line that holds the document."""
+
+
+class ParquetSource(Section):
+    """Local parquet files, one document per row."""
+
+    kind: Literal["parquet"] = keyed()
+    """Which source this is."""
+    files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
+    """Paths or globs, taken in this order."""
+    key: str = keyed("text")
+    """The column that holds the document."""
+
+
+class RemoteFile(Section):
+    """One file on a web server."""
+
+    url: str = keyed(pattern=r"^https?://")
+    """Its address."""
+    sha256: str | None = keyed(None, pattern=r"^[0-9a-f]{64}$")
+    """Hex digest of its content, checked after the download; null takes what comes and records its digest."""
+
+
+class HttpSource(Section):
+    """Files on web servers, downloaded once: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a pair .bin and .idx."""
+
+    kind: Literal["http"] = keyed()
+    """Which source this is."""
+    files: tuple[RemoteFile, ...] = keyed(resolved="collect", min_length=1)
+    """What to download, in the order of the documents."""
+    key: str = keyed("text")
+    """The field or column that holds the document; token files have none."""
+
+
+class HubSource(Section):
+    """A data set of the Hugging Face hub (or a local copy of one), read by `datasets`."""
+
+    kind: Literal["hub"] = keyed()
+    """Which source this is."""
+    dataset: str = keyed(min_length=1)
+    """Name on the hub, or a local directory of parquet files."""
+    config: str | None = keyed(None)
+    """Configuration name of the data set."""
+    split: str = keyed("train")
+    """Split of the data set to read."""
+    revision: str | None = keyed(None)
+    """Commit, tag or branch; pin a commit to make the corpus reproducible."""
+    key: str = keyed("text")
+    """The column that holds the document."""
+    streaming: bool = unkeyed(True)
+    """Whether rows are read as they arrive; else all files are downloaded first, and a broken download resumes."""
+
+
+class PrefixSource(Section):
+    """Ready-made token files PREFIX.bin and PREFIX.idx, as Megatron-LM writes them."""
+
+    kind: Literal["prefix"] = keyed()
+    """Which source this is."""
+    prefix: str = keyed(resolved="collect", min_length=1)
+    """Path without .bin/.idx."""
+
+
+Source = Annotated[
+    SourceTreeSource | JsonlSource | ParquetSource | HttpSource | HubSource | PrefixSource, Field(discriminator="kind")
+]
+
+
+def holds_tokens(source: Source) -> bool:
+    """Whether a source is a pair of ready-made token files instead of text."""
+    if isinstance(source, HttpSource):
+        return any(file.url.partition("?")[0].endswith((".bin", ".idx")) for file in source.files)
+    return isinstance(source, PrefixSource)
+
+
+class WeightedSource(Section):
+    """A member of a blend."""
+
+    weight: float = keyed(resolved=("index", "run"), gt=0)
+    """Share of the samples; the weights of a blend need not add up to anything."""
+    source: Source = keyed()
+    """Where its documents come from."""
+
+
+Blend = Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
+
+
+class SplitBlends(Section):
+    """A blend for each split, whose members belong to it whole."""
+
+    train: Blend = keyed()
+    """What training draws from."""
+    valid: Blend = keyed()
+    """What validation draws from."""
+    test: Blend = keyed()
+    """What the test draws from."""
+
+
+class _Vocabulary(Section):
+    """What every tokenizer may have."""
+
+    vocab_extra_ids: int = keyed(0, omit_default=True, ge=0)
+    """Sentinels <extra_id_0>, <extra_id_1>, … to add at the end of the vocabulary, as T5 needs them."""
+
+
+class TrainBpeTokenizer(_Vocabulary):
+    """A byte-level BPE trained on the corpus itself."""
+
+    kind: Literal["train-bpe"] = keyed()
+    """Which tokenizer this is."""
+    vocab_size: int = keyed(8192, gt=256)
+    """Entries of the vocabulary, special tokens included, sentinels not."""
+    special_tokens: tuple[str, ...] = keyed((), omit_default=True)
+    """Tokens beside <|endoftext|> that text is never divided into, as those of fill-in-the-middle."""
+
+
+class Gpt2BpeTokenizer(_Vocabulary):
+    """GPT-2's byte-level BPE from its two files."""
+
+    kind: Literal["gpt2-bpe"] = keyed()
+    """Which tokenizer this is."""
+    vocab_file: str = keyed(resolved="tokenizer", min_length=1)
+    """Path of vocab.json; its content, not its name, is part of the key."""
+    merge_file: str = keyed(resolved="tokenizer", min_length=1)
+    """Path of merges.txt; its content, not its name, is part of the key."""
+
+
+class BertWordPieceTokenizer(_Vocabulary):
+    """BERT's WordPiece from its vocabulary."""
+
+    kind: Literal["bert-wordpiece"] = keyed()
+    """Which tokenizer this is."""
+    vocab_file: str = keyed(resolved="tokenizer", min_length=1)
+    """Path of vocab.txt; its content, not its name, is part of the key."""
+    lower_case: bool = keyed(True)
+    """Whether text is lower-cased and stripped of accents, as for the uncased vocabularies."""
+
+
+class TrainWordPieceTokenizer(_Vocabulary):
+    """A WordPiece vocabulary trained on the corpus itself, with BERT's special tokens."""
+
+    kind: Literal["train-wordpiece"] = keyed()
+    """Which tokenizer this is."""
+    vocab_size: int = keyed(8192, gt=256)
+    """Entries of the vocabulary, special tokens included, sentinels not."""
+    lower_case: bool = keyed(True)
+    """Whether text is lower-cased and stripped of accents."""
+
+
+class SentencePieceTokenizer(_Vocabulary):
+    """A SentencePiece model."""
+
+    kind: Literal["sentencepiece"] = keyed()
+    """Which tokenizer this is."""
+    model_file: str = keyed(resolved="tokenizer", min_length=1)
+    """Path of the .model; its content, not its name, is part of the key."""
+
+
+class HfTokenizer(_Vocabulary):
+    """A `tokenizer.json`, from a file or from the Hugging Face hub."""
+
+    kind: Literal["hf"] = keyed()
+    """Which tokenizer this is."""
+    name: str = keyed(resolved="tokenizer", min_length=1)
+    """Path of a tokenizer.json (or of its directory), or a repository name on the hub."""
+    revision: str | None = keyed(None, resolved="tokenizer")
+    """Commit, tag or branch on the hub."""
+    eod_token: str = keyed("<|endoftext|>")
+    """The token that ends a document; it must be in the vocabulary."""
+
+    @property
+    def local_file(self) -> Path | None:
+        """The file that `name` means on this machine, or None when it names a repository of the hub."""
+        path = Path(self.name)
+        if path.is_dir():
+            return path / "tokenizer.json"
+        return path if path.exists() or path.suffix == ".json" or path.is_absolute() else None
+
+
+TokenizerChoice = Annotated[
+    TrainBpeTokenizer
+    | TrainWordPieceTokenizer
+    | Gpt2BpeTokenizer
+    | BertWordPieceTokenizer
+    | SentencePieceTokenizer
+    | HfTokenizer,
+    Field(discriminator="kind"),
+]
+
 
 DEFAULT_SPLIT = "969,30,1"
 

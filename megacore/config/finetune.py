@@ -1,13 +1,111 @@
-"""The whole configuration of one fine-tuning, and the checks that cross its sections."""
+"""The whole configuration of one fine-tuning, and the checks that cross its sections.
 
+What a fine-tuning learns: a class of each text, a target text, or the next token.
+
+Checks that cross the sections of a fine-tuning's configuration; each raises ValueError with one sentence.
+"""
+
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
-from megacore.config.finetune_task import TaskConfig
 from megacore.config.launch import LaunchConfig
 from megacore.config.train import Precision, TrackingConfig
+from megacore.errors import ConfigError
+
+GlueTask = Literal["cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"]
+ClassificationMetric = Literal["accuracy", "f1", "matthews_correlation", "pearson", "spearmanr"]
+Seq2SeqMetric = Literal["bleu", "rouge1", "rouge2", "rougeL", "rougeLsum"]
+
+
+class ClassificationConfig(Section):
+    """A class, or a number, for a sentence or a pair of sentences; with an encoder, or a decoder's last token."""
+
+    kind: Literal["classification"] = keyed()
+    """Which task this is."""
+    glue: GlueTask | None = keyed(None)
+    """Task of GLUE (Wang et al. 2018), which gives columns, labels and metrics where they are null; null means none."""
+    sentence1_column: str | None = keyed(None, min_length=1)
+    """Column with the text, or with the first of a pair."""
+    sentence2_column: str | None = keyed(None, min_length=1)
+    """Column with the second text of a pair; null means single texts, with glue the task's own."""
+    label_column: str = keyed("label", min_length=1)
+    """Column with the class, as a number from 0 or a name, or with the number to predict."""
+    labels: tuple[str, ...] | None = keyed(None, min_length=2)
+    """Names of the classes in the order of their numbers; null takes the data's own, or those found in training."""
+    regression: bool = keyed(False)
+    """Whether the label is a number to predict instead of a class."""
+    max_length: int = keyed(128, gt=0)
+    """Tokens of a text or pair, special tokens included; what is longer is cut."""
+    pad_to_max_length: bool = keyed(False)
+    """Whether every sample has max_length tokens; else a batch is as long as its longest."""
+    metrics: tuple[ClassificationMetric, ...] | None = keyed(None, min_length=1)
+    """What is measured; null means accuracy and f1, of a regression pearson and spearmanr, with glue the task's own."""
+
+    @model_validator(mode="after")
+    def _columns_are_known(self) -> Self:
+        if self.glue is None and self.sentence1_column is None:
+            raise ValueError(
+                "task.sentence1_column is missing and task.glue is null: name the column with the text, or a GLUE task"
+            )
+        if self.regression and self.labels is not None:
+            raise ValueError("task.labels names classes and task.regression is true: keep one of them")
+        return self
+
+
+class Seq2SeqConfig(Section):
+    """A target text for a source text, with an encoder-decoder."""
+
+    kind: Literal["seq2seq"] = keyed()
+    """Which task this is."""
+    source_column: str = keyed(min_length=1)
+    """Column with the text to read."""
+    target_column: str = keyed(min_length=1)
+    """Column with the text to write."""
+    source_prefix: str = keyed("")
+    """Text before each source, as `summarize: ` for T5."""
+    max_source_length: int = keyed(128, gt=0)
+    """Tokens of a source, special tokens included; what is longer is cut."""
+    max_target_length: int = keyed(64, gt=1)
+    """Tokens of a target, and of what is generated."""
+    min_target_length: int = keyed(0, ge=0)
+    """Tokens that are generated at least."""
+    pad_to_max_length: bool = keyed(False)
+    """Whether every sample has its longest length; else a batch is as long as its longest."""
+    num_beams: int = keyed(1, gt=0)
+    """Beams of the search; 1 takes the likeliest token each time."""
+    metrics: tuple[Seq2SeqMetric, ...] = keyed(("bleu",), min_length=1)
+    """What is measured: BLEU (Papineni et al. 2002) by sacrebleu, and ROUGE (Lin 2004), both from 0 to 100."""
+    sentence_splitter: Literal["punkt", "rules"] = keyed("rules")
+    """What finds the sentences that rougeLsum compares: nltk's punkt model, which is downloaded, or rules."""
+
+    @model_validator(mode="after")
+    def _lengths_are_in_order(self) -> Self:
+        if self.min_target_length > self.max_target_length:
+            raise ValueError(
+                f"task.min_target_length is {self.min_target_length}, above task.max_target_length "
+                f"{self.max_target_length}: lower it"
+            )
+        return self
+
+
+class CausalLmConfig(Section):
+    """The next token of running text, cut into blocks; with a decoder."""
+
+    kind: Literal["causal_lm"] = keyed()
+    """Which task this is."""
+    text_column: str = keyed("text", min_length=1)
+    """Column with the text."""
+    block_size: int = keyed(128, gt=1)
+    """Tokens of a sample: all texts of a split one after another, cut; what is left at the end is dropped."""
+    append_eos: bool = keyed(False)
+    """Whether the tokenizer's end-of-text token follows each text."""
+
+
+TaskConfig = Annotated[ClassificationConfig | Seq2SeqConfig | CausalLmConfig, Field(discriminator="kind")]
+
 
 Distribution = Literal["ddp", "zero2", "zero3", "zero3-offload", "fsdp"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("ddp", "zero2", "zero3", "zero3-offload")
@@ -219,7 +317,6 @@ class FinetuneConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        from megacore.config.finetune_checks import check_finetune
 
         check_finetune(self)
         return self
@@ -228,3 +325,131 @@ class FinetuneConfig(Section):
     def registered_model(self) -> str:
         """Name in the model registry, resolved."""
         return self.tracking.registered_model or self.name
+
+
+def check_finetune(config: "FinetuneConfig") -> None:
+    """Raise ValueError for sections that contradict each other."""
+    _check_launch(config)
+    _check_files(config)
+    _check_model(config)
+    _check_name(config)
+    _check_data(config)
+    _check_task(config)
+    _check_schedule(config)
+    if config.tracking.tensorboard:
+        raise ValueError(
+            "tracking.tensorboard is true: a fine-tuning writes no event files, its numbers are in MLflow; set it to "
+            "false"
+        )
+
+
+def _check_launch(config: "FinetuneConfig") -> None:
+    if config.launch.elastic:
+        raise ValueError(
+            f"launch.nnodes is {config.launch.nnodes}, a range: a fine-tuning's checkpoints are for one number of "
+            "ranks; give one number"
+        )
+    if config.launch.data_placement == "node_local":
+        raise ValueError(
+            "launch.data_placement is node_local: a fine-tuning reads and writes one directory that all its machines "
+            "see; set it to shared"
+        )
+    ranks = config.launch.nproc_per_node
+    if ranks != "auto" and ranks < 1:
+        raise ValueError(f"launch.nproc_per_node is {ranks}: a fine-tuning needs at least one rank; use 1 or more")
+
+
+def _check_files(config: "FinetuneConfig") -> None:
+    for name in ("accelerate_config", "deepspeed_config"):
+        held = getattr(config.launch, name)
+        if isinstance(held, str):
+            raise ValueError(
+                f"launch.{name} is the path {held!r}, which was not read: give the content of the file, or load the "
+                "configuration from its YAML"
+            )
+
+
+def _check_model(config: "FinetuneConfig") -> None:
+    model = config.model
+    if model.revision is not None and model.path.startswith("models:/"):
+        raise ValueError(
+            f"model.revision is {model.revision} but model.path is {model.path}, a model of the registry, whose "
+            "version is in the path: remove model.revision"
+        )
+    if model.new_head and model.random_weights:
+        raise ValueError(
+            "model.new_head and model.random_weights are both true: random weights have no trained head; "
+            "keep one of them"
+        )
+    if model.new_head and config.task.kind != "classification":
+        raise ValueError(
+            f"model.new_head is true but task.kind is {config.task.kind}: only a classifier has a head of its own; "
+            "remove it"
+        )
+
+
+def _check_name(config: "FinetuneConfig") -> None:
+    """A model's next version must not be its own parent's: what is fine-tuned next would begin with it."""
+    parent = re.fullmatch(r"models:/([^@/]+)[@/].+", config.model.path)
+    if parent is not None and parent[1] == config.registered_model:
+        raise ValueError(
+            f"the fine-tuned model would be registered as {config.registered_model}, the name of model.path "
+            f"{config.model.path} that it begins with: set tracking.registered_model or name to another one"
+        )
+
+
+def _check_data(config: "FinetuneConfig") -> None:
+    data = config.data
+    if data.max_test_samples is not None and not data.source.test:
+        raise ValueError(
+            f"data.max_test_samples is {data.max_test_samples} but data.source.test names no test split: remove the "
+            "former, or name one"
+        )
+
+
+def _check_task(config: "FinetuneConfig") -> None:
+    from megacore.finetune.metrics import best_metric
+
+    task = config.task
+    if isinstance(task, ClassificationConfig | Seq2SeqConfig):
+        _check_differing("task.metrics", task.metrics or ())
+    if isinstance(task, ClassificationConfig):
+        _check_differing("task.labels", task.labels or ())
+    if isinstance(task, Seq2SeqConfig) and task.sentence_splitter == "punkt" and "rougeLsum" not in task.metrics:
+        raise ValueError(
+            f"task.sentence_splitter is punkt but task.metrics {', '.join(task.metrics)} has no rougeLsum, which alone "
+            "looks at sentences: remove the former, or add rougeLsum"
+        )
+    if isinstance(task, CausalLmConfig) and config.model.pad_token is not None:
+        raise ValueError(
+            f"model.pad_token is {config.model.pad_token} but task.kind is causal_lm, whose blocks are all of one "
+            "length: remove it"
+        )
+    if isinstance(task, Seq2SeqConfig) and config.launch.distributed == "fsdp":
+        raise ValueError(
+            "launch.distributed is fsdp and task.kind seq2seq, whose models share an embedding between encoder and "
+            "decoder, which torch's FSDP 2 refuses: set launch.distributed to zero3"
+        )
+    try:
+        best_metric(config)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check_differing(name: str, values: tuple[Any, ...]) -> None:
+    twice = next((value for number, value in enumerate(values) if value in values[:number]), None)
+    if twice is not None:
+        raise ValueError(f"{name} names {twice} {values.count(twice)} times: name it once")
+
+
+def _check_schedule(config: "FinetuneConfig") -> None:
+    optim, steps = config.optim, config.train.max_steps
+    if optim.lr_scheduler == "constant" and optim.warmup_steps:
+        raise ValueError(
+            f"optim.warmup_steps is {optim.warmup_steps} but optim.lr_scheduler is constant, which has no warm-up: use "
+            "constant_with_warmup, or remove the former"
+        )
+    if steps is not None and optim.warmup_steps >= steps:
+        raise ValueError(
+            f"optim.warmup_steps {optim.warmup_steps} does not end before train.max_steps {steps}: set it below {steps}"
+        )

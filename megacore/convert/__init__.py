@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.exportable import exportable
+from megacore.convert.counterparts import exportable
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,6 @@ def load_model(spec: ModelSpec, tensors: "Mapping[str, torch.Tensor]", device: "
 
     Raises ConversionError when names or shapes are of another model.
     """
-    from megacore.convert.weights import load_weights
+    from megacore.convert.source import load_weights
 
     return load_weights(spec, tensors, device)

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import megacore
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import staged, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
-from megacore.convert.exportable import Dtype
+from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.forms import form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import bare_card
+from megacore.convert.model_source import check_vocabulary, find_model
 from megacore.convert.source import CheckpointTensors
-from megacore.convert.staged import staged
 from megacore.convert.tokenizers import tokenizer_size
 from megacore.errors import ConfigError, ConversionError
-from megacore.generate.source import check_vocabulary, find_model
 from megacore.jobs.model import ModelSource
 
 RECORD_NAME = "export.json"

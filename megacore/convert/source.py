@@ -1,4 +1,7 @@
-"""A checkpoint's weights by name, read one at a time."""
+"""A checkpoint's weights by name, read one at a time.
+
+Our models with weights from somewhere else.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,6 +10,11 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.load import CheckpointReader
+from megacore.config.spec import ModelSpec
+from megacore.errors import ConversionError
+from megacore.models.base import Model
+from megacore.models.build import build_bare
+from megacore.parallel.mesh import ProcessMesh
 
 PREFIX = "model."
 """Under which a checkpoint keeps the fp32 main weights."""
@@ -38,3 +46,20 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Model:
+    """Our model with these weights, in evaluation mode. Raises ConversionError when names or shapes differ."""
+    model = build_bare(spec, ProcessMesh.serial())
+    take_weights(model, tensors, device)
+    return model
+
+
+def take_weights(model: Model, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+    """Give a model built on the meta device its weights. Raises ConversionError when names or shapes differ."""
+    try:
+        model.load_state_dict({name: tensor.to(device) for name, tensor in tensors.items()}, strict=True, assign=True)
+    except RuntimeError as error:
+        raise ConversionError(
+            f"the checkpoint is of another model than the configuration: {' '.join(str(error).split())[:500]}"
+        ) from error

@@ -16,7 +16,7 @@ from megacore.tokenizer.load import (
     load_tokenizer,
     read_backend,
 )
-from megacore.tokenizer.roles import SENTINEL, role_names, special_tokens
+from megacore.tokenizer.vocabulary import SENTINEL, role_names, special_tokens
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
 
 _ROLES = ("bos_token", "pad_token", "cls_token", "sep_token", "mask_token", "unk_token")

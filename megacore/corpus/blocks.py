@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from megacore.corpus import parquet
+from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
 from megacore.corpus.formats import BOM, Form, form_of, open_file, pieces, unreadable
 from megacore.corpus.segments import Segment, count_newlines, first_line, segments
@@ -218,6 +218,6 @@ def _decompressed_blocks(form: Form, segment: Segment, block_bytes: int) -> Iter
 
 def _row_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
     row = first_line(segment)
-    for column in parquet.read_column(segment.path, segment.key, segment.start, segment.stop, block_bytes):
+    for column in local_files.read_column(segment.path, segment.key, segment.start, segment.stop, block_bytes):
         yield RowBlock(segment, column, row)
         row += len(column)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.workspace import DOWNLOADS
-from megacore.config.source import (
+from megacore.config.data import (
     HttpSource,
     HubSource,
     JsonlSource,
@@ -19,7 +19,7 @@ from megacore.config.source import (
     Source,
     SourceTreeSource,
 )
-from megacore.corpus import hub, jsonl, prefix, remote, source_tree
+from megacore.corpus import hub, local_files, remote, source_tree
 from megacore.corpus.fetch import shown
 from megacore.errors import DataFormatError
 
@@ -33,13 +33,13 @@ def fingerprint(source: Source) -> dict[str, Any]:
         case SourceTreeSource():
             return source_tree.fingerprint(source)
         case JsonlSource() | ParquetSource():
-            return jsonl.fingerprint(source)
+            return local_files.fingerprint(source)
         case HttpSource():
             return remote.fingerprint(source)
         case HubSource():
             return hub.fingerprint(source)
         case PrefixSource():
-            return prefix.fingerprint(source)
+            return local_files.prefix_fingerprint(source)
 
 
 def collect(source: Source, directory: Path, *, cache_directory: Path | None = None) -> dict[str, int]:
@@ -63,7 +63,7 @@ def _collector(source: Source, cache_directory: Path | None, beside: Path) -> Ca
         case SourceTreeSource():
             return lambda directory: source_tree.collect(source, directory)
         case JsonlSource() | ParquetSource():
-            return lambda directory: jsonl.collect(source, directory)
+            return lambda directory: local_files.collect(source, directory)
         case HttpSource():
             downloads = cache_directory or beside / DOWNLOADS
             return lambda directory: remote.collect(source, directory, downloads)
@@ -71,7 +71,7 @@ def _collector(source: Source, cache_directory: Path | None, beside: Path) -> Ca
             hub_cache = cache_directory or beside / ".huggingface"
             return lambda directory: hub.collect(source, directory, hub_cache)
         case PrefixSource():
-            return lambda directory: prefix.collect(source, directory)
+            return lambda directory: local_files.collect_prefix(source, directory)
 
 
 def _describe(source: Source) -> str:

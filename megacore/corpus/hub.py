@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import workspace_errors
+from megacore.config.data import HubSource
 from megacore.config.keys import key_parameters
-from megacore.config.source import HubSource
 from megacore.corpus.documents import CorpusWriter, SourceFile
 from megacore.errors import DataFormatError, DownloadError
 

@@ -10,14 +10,14 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megacore.artifact.files import workspace_errors
+from megacore.config.data import HttpSource, RemoteFile
 from megacore.config.keys import key_parameters
-from megacore.config.source import HttpSource, RemoteFile
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.fetch import fetch, forget, shown
-from megacore.corpus.jsonl import count_documents
-from megacore.data.indexed_dataset import IndexedDataset
+from megacore.corpus.local_files import count_documents
 from megacore.errors import DataFormatError
 from megacore.redact import address_identity
+from megacore.token_files.indexed_dataset import IndexedDataset
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
 """What files of documents are called; C4 and others call JSON Lines .json."""

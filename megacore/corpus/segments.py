@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacore.corpus import parquet
+from megacore.corpus import local_files
 from megacore.corpus.documents import CORPUS_NAME, SourceFile, read_sources
 from megacore.corpus.formats import Form, form_of, open_file
 from megacore.errors import DataFormatError
@@ -73,7 +73,7 @@ def first_line(segment: Segment) -> int:
     if not segment.start:
         return 1
     if form_of(segment.path) == "parquet":
-        return 1 + sum(parquet.group_rows(segment.path)[: segment.start])
+        return 1 + sum(local_files.group_rows(segment.path)[: segment.start])
     return 1 + count_newlines(segment.path, 0, segment.start)
 
 
@@ -114,7 +114,7 @@ def _line_pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segme
 
 
 def _group_pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, int]]:
-    sizes = parquet.group_sizes(segment.path, segment.key)
+    sizes = local_files.group_sizes(segment.path, segment.key)
     start, taken = segment.start, 0
     stop = len(sizes) if segment.stop is None else segment.stop
     for group in range(start, stop - 1):

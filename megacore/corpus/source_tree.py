@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import canonical_json
+from megacore.config.data import SourceTreeSource
 from megacore.config.keys import key_parameters
-from megacore.config.source import SourceTreeSource
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError
 

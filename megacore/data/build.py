@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.config.run import RunConfig
-from megacore.data.blended import BlendedDataset, ConcatDataset
 from megacore.data.fim import FimDataset
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_directory import IndexDescription, member_directory, read_description
 from megacore.data.index_options import SentenceOptions
-from megacore.data.masked_lm_dataset import MaskedLmDataset
-from megacore.data.samples import Dataset, MemberDataset
-from megacore.data.t5_dataset import T5Dataset
-from megacore.data.vocabulary import Vocabulary
+from megacore.data.samples import BlendedDataset, ConcatDataset, Dataset, MemberDataset
+from megacore.data.sentence_dataset import MaskedLmDataset, T5Dataset
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
+from megacore.tokenizer.vocabulary import Vocabulary
 
 
 def open_split(

@@ -6,10 +6,9 @@ from typing import Any
 import numpy.typing as npt
 
 from megacore.data._compiled import Gatherer
-from megacore.data.index_directory import MAP_NAMES, map_path
+from megacore.data.index_directory import MAP_NAMES, check_form, check_range, load_map, map_path
 from megacore.data.index_options import Packing
-from megacore.data.map_files import check_form, check_range, load_map
-from megacore.data.mapped_dataset import MappedDataset
+from megacore.data.samples import MappedDataset
 from megacore.errors import DataFormatError
 
 
@@ -39,7 +38,7 @@ class GPTDataset(MappedDataset):
             index_directory: where the maps are.
             split_name: "train", "valid" or "test".
             seq_length: s, in tokens.
-            packing: how the maps cut documents into samples, see `megacore.data.packing`.
+            packing: how the maps cut documents into samples, see `megacore.data.index_plans`.
             add_extra_token: whether a sample has a token beyond s, as the label of the last one.
             keeps_partial: whether the last sample may be shorter.
         """

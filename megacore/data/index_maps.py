@@ -22,8 +22,6 @@ import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
 from megacore.data import _compiled as helpers
-from megacore.data.blend_maps import write_blend
-from megacore.data.epochs import EXTRA_TOKENS, EpochPlan, plan_epochs
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     INDEX_NAME,
@@ -37,8 +35,17 @@ from megacore.data.index_directory import (
     write_description,
 )
 from megacore.data.index_options import IndexOptions, IndexStyle, Member, Mixture, Packing, SentenceOptions
-from megacore.data.index_plans import INT32_MAX, MemberPlan, SplitPlan, plan_splits
-from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.index_plans import (
+    EXTRA_TOKENS,
+    INT32_MAX,
+    EpochPlan,
+    MemberPlan,
+    SplitPlan,
+    plan_epochs,
+    plan_splits,
+    write_blend,
+)
+from megacore.token_files.indexed_dataset import IndexedDataset
 
 __all__ = [
     "BLEND_MAP_NAMES",
@@ -134,7 +141,7 @@ def build_split(
         sample_index = build_sample_index(lengths, document_index, seq_length, plan, extra=extra, style=style)
         before_final = plan.samples_before_final_epoch
     else:
-        from megacore.data.packing import pack_sample_index
+        from megacore.data.index_plans import pack_sample_index
 
         sample_index = pack_sample_index(lengths, document_index, seq_length, packing, extra)
         before_final = len(sample_index) - 1

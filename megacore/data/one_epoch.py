@@ -12,12 +12,11 @@ from megacore.config.run import RunConfig
 from megacore.data.build import MemberOpener, describe, open_split
 from megacore.data.index_directory import SENTENCE_MAP_NAME, IndexDescription, map_path, save_array, save_maps
 from megacore.data.index_maps import build_split
-from megacore.data.index_options import Member, Mixture
+from megacore.data.index_options import SPLIT_NAMES, Member, Mixture, split_ranges
 from megacore.data.index_plans import MemberPlan, plan_splits
-from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.samples import Dataset
 from megacore.data.sentence_maps import SentencePart, build_sentence_map, document_range
-from megacore.data.splits import SPLIT_NAMES, split_ranges
+from megacore.token_files.indexed_dataset import IndexedDataset
 
 _SAMPLES = 1 << 16
 """Of T5's training split whose labels are counted."""

@@ -15,20 +15,19 @@ import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
 from megacore.data import _compiled as helpers
-from megacore.data.blend_maps import write_blend
 from megacore.data.index_directory import (
     SENTENCE_MAP_NAME,
+    check_form,
+    load_map,
     map_path,
     member_directory,
     save_array,
     write_description,
 )
-from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
-from megacore.data.index_plans import Division, check_agreement, check_wanted, divide
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.map_files import check_form, load_map
-from megacore.data.splits import SPLIT_NAMES, split_ranges
+from megacore.data.index_options import SPLIT_NAMES, IndexOptions, Mixture, SentenceOptions, split_ranges
+from megacore.data.index_plans import Division, check_agreement, check_wanted, divide, write_blend
 from megacore.errors import ConfigError, DataFormatError
+from megacore.token_files.indexed_dataset import IndexedDataset
 
 _ENDLESS = 2**31 - 2
 _UINT32_MAX = 2**32 - 1

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.config.parallel import ParallelConfig
-from megacore.data_parallel.buckets import BucketLayout, plan_buckets
-from megacore.data_parallel.flat import shard_of, start_reduce_scatter_
+from megacore.data_parallel.buckets import BucketLayout, plan_buckets, shard_of, start_reduce_scatter_
 from megacore.kernels.weight_gradient import WeightGradient, reference
 from megacore.parallel.collectives import Pending, start_all_reduce
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -44,7 +43,7 @@ class Bucket:
 
 
 class _Sink:
-    """Implements `megacore.tensor_parallel.weight_grad.GradSink`."""
+    """Implements `megacore.tensor_parallel.linear.GradSink`."""
 
     def __init__(self, main_grad: Tensor, add_product: WeightGradient, contributed: Callable[[], None]) -> None:
         self.main_grad = main_grad

@@ -223,7 +223,7 @@ def look_at_torch(precision: str, kernels: str, compile_layers: str) -> dict[str
     """
     import torch
 
-    from megacore.engine.precision import resolve_precision
+    from megacore.hardware import resolve_precision
     from megacore.kernels.choice import choose_kernels, plain_kernels
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,8 +21,8 @@ from megacore.errors import MegacoreError
 
 if TYPE_CHECKING:
     from megacore.data.index_directory import IndexDescription
-    from megacore.data.indexed_dataset import IndexedDataset
     from megacore.doctor.facts import Facts
+    from megacore.token_files.indexed_dataset import IndexedDataset
 
 PREFIX = ".doctor-"
 _HEAD = "head"
@@ -287,7 +287,7 @@ def look_at_tokens(
         seconds: time after which no further block begins. Blocks are read in a random order, so
             that what was read by then is spread over the files.
     """
-    from megacore.data.indexed_dataset import IndexedDataset
+    from megacore.token_files.indexed_dataset import IndexedDataset
 
     deadline = time.monotonic() + seconds
     files: list[dict[str, Any]] = []
@@ -382,8 +382,7 @@ def look_at_index(directory: Path, prefixes: Sequence[str]) -> dict[str, Any]:
 
     Raises DataFormatError.
     """
-    from megacore.data.index_directory import read_description
-    from megacore.data.map_files import load_map
+    from megacore.data.index_directory import load_map, read_description
 
     index = read_description(directory)
     paths = list(_maps(directory, index))

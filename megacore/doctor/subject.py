@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Self
 
 from megacore.artifact.workspace import Workspace
+from megacore.config.data import PrefixSource
 from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
-from megacore.config.source import PrefixSource
 from megacore.doctor.facts import Needs
 from megacore.errors import ConfigError
 from megacore.inspect.tokens import find_prefixes

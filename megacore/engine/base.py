@@ -1,13 +1,21 @@
-"""What the training loop asks of an engine."""
+"""What the training loop asks of an engine.
+
+What an iteration came to, told to every rank.
+
+What every engine says of the stage that it trains.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
+from megacore.models.stage import Stage
+from megacore.parallel.mesh import ProcessMesh
 
 
 @dataclass(frozen=True)
@@ -131,3 +139,87 @@ class Engine(Protocol):
             tensors: what `tensors` returned now, or a part of it, filled in place with what was written.
         """
         ...
+
+
+def global_means(
+    losses: Sequence[Tensor],
+    micro_batches: int,
+    terms: int,
+    mesh: ProcessMesh,
+    device: torch.device,
+    notices: Sequence[bool] = (),
+) -> Tensor:
+    """Mean losses of all micro batches, and how many ranks gave each notice, fp32: [m x dp x terms + notices].
+
+    The losses are in the order of the global batch's samples. One small all-reduce brings them from the last pipeline
+    stages to every rank.
+
+    Args:
+        losses: of this rank's micro batches, [terms] each; only the last pipeline stage's are looked at.
+        micro_batches: of each replica (m).
+        terms: losses of each.
+        mesh: this process's groups.
+        device: where the ranks exchange them.
+        notices: what this rank has to say to all.
+    """
+    replicas = mesh.data_parallel
+    count = micro_batches * replicas.size * terms
+    reduced = torch.zeros(count + len(notices), device=device)
+    if mesh.is_last_stage and mesh.tensor_parallel.rank == 0:
+        reduced[:count].view(micro_batches, replicas.size, terms)[:, replicas.rank] = torch.stack(list(losses))
+    if any(notices):
+        reduced[count:] = torch.tensor(notices, dtype=reduced.dtype)
+    if mesh.world_size > 1:
+        with mesh.time("world wait"):
+            dist.all_reduce(reduced)
+    return reduced
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What `global_means` brought, on the host."""
+
+    losses: tuple[float, ...]
+    """Of each micro batch, summed over its terms."""
+    terms: dict[str, float]
+    """Means over the global batch, by name."""
+    notices: tuple[bool, ...]
+    """Of each notice whether any rank gave it."""
+
+    @classmethod
+    def of(cls, values: Sequence[float], names: Sequence[str], notices: int) -> Self:
+        """Take apart what `global_means` returned for losses of these names and this many notices."""
+        count = len(values) - notices
+        rows = [values[first : first + len(names)] for first in range(0, count, len(names))]
+        terms = {name: sum(term) / len(rows) for name, term in zip(names, zip(*rows, strict=True), strict=True)}
+        return cls(tuple(map(sum, rows)), terms, tuple(value > 0 for value in values[count:]))
+
+    def update(self, grad_norm: float, *, applied: bool, fatal: bool, withheld: bool = False) -> Update:
+        """The outcome of the iteration."""
+        return Update(self.losses, self.terms, grad_norm, applied, fatal, withheld, self.notices)
+
+
+class StageEngine:
+    """The part of `megacore.engine.base.Engine` that is the stage's to answer."""
+
+    _stage: Stage
+
+    @property
+    def parameters(self) -> int:
+        """Number of the whole model's parameters."""
+        return self._stage.parameter_count
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self._stage.padded_vocab_size
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether this rank needs the samples: pipeline stages in between do for masks alone."""
+        return self._stage.reads_tokens
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        return self._stage.loss_names

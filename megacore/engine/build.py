@@ -1,15 +1,31 @@
-"""Which engine a run asks for."""
+"""Which engine a run asks for.
+
+Layers through torch.compile, each by itself.
+
+Linear layers stay out of the graphs: they talk to other ranks and add to main gradients, which a graph would forget.
+What stands between two of them is fused. The compiler's results lie in the workspace for the next run.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from megacore.artifact.workspace import Workspace
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
-from megacore.engine.compile import Compiler, compiles
 from megacore.engine.native import DTYPES, NativeEngine
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
+from megacore.models.layers.attention import CrossAttention, SelfAttention
+from megacore.models.layers.mlp import MLP
+from megacore.models.layers.transformer import TransformerLayer
 from megacore.models.stage import Stage
+from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
+from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 def build_engine(
@@ -48,7 +64,7 @@ def build_engine(
     if mesh.pipeline_parallel.size > 1:
         from megacore.engine.deepspeed.pipeline import DeepSpeedPipelineEngine as DeepSpeedEngine
     else:
-        from megacore.engine.deepspeed.zero import DeepSpeedEngine  # type: ignore[assignment]
+        from megacore.engine.deepspeed.engine import DeepSpeedEngine  # type: ignore[assignment]
     return DeepSpeedEngine(
         config,
         vocab_size,
@@ -73,3 +89,75 @@ def kernels_of(config: RunConfig, device: torch.device, precision: str, *, compi
     if config.train.kernels == "plain":
         return plain_kernels()
     return choose_kernels(device, DTYPES[precision], compiled=compiled)
+
+
+_UNCOMPILED = {
+    ColumnParallelLinear: ("forward",),
+    RowParallelLinear: ("forward",),
+    SelfAttention: ("projections", "seed"),
+    CrossAttention: ("seed",),
+    MLP: ("columns",),
+    TransformerLayer: ("seed",),
+}
+"""Methods that run as they are."""
+_GRAPHS_OF_A_METHOD = 64
+"""Of the layers together: in training and evaluation, with and without a bias, for each kind of layer."""
+
+Graph = Callable[..., Any]
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether a run's layers are to be compiled on a device."""
+    wanted = config.train.compile
+    return wanted == "on" or (wanted == "auto" and config.engine == "native" and device.type == "cuda")
+
+
+class Compiler:
+    """Inductor, whose results lie in the workspace; a graph that it cannot compile runs as it is, with a warning."""
+
+    failed: str | None = None
+    """Why the last graph was not compiled."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Try it on a small function.
+
+        Raises WorkspaceError when the workspace cannot be written.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Workspace.of().compiled))
+        torch.compile(torch.nn.functional.silu, backend=self)(torch.ones(8, device=device))
+        self.works = self.failed is None
+        """Whether there is one on this machine."""
+
+    def compile_layers(self, chunks: Sequence[nn.Module]) -> str:
+        """Compile every transformer layer of some chunks of a model when it first runs.
+
+        Returns:
+            What is done, for the run's record: layers stay as they are where the compiler does not work.
+        """
+        import torch._dynamo
+
+        if not self.works:
+            return f"off: {self.failed}"
+        torch._dynamo.config.recompile_limit = _GRAPHS_OF_A_METHOD
+        for chunk in chunks:
+            for module in chunk.modules():
+                for name in _UNCOMPILED.get(type(module), ()):
+                    setattr(module, name, torch.compiler.disable(getattr(module, name)))  # type: ignore[no-untyped-call]
+                if isinstance(module, TransformerLayer):
+                    module.branches = torch.compile(module.branches, backend=self)  # type: ignore[method-assign]
+        return "torch.compile of each layer"
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
+        """Compile a graph, with its backward pass, as torch.compile's backend."""
+        from torch._dynamo.exc import RestartAnalysis
+        from torch._inductor.compile_fx import compile_fx
+
+        try:
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                return compile_fx(graph, list(inputs))  # type: ignore[return-value]
+        except RestartAnalysis:  # by which it asks for another graph
+            raise
+        except Exception as error:
+            self.failed = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning("a part of the model runs without torch.compile, which failed: %s", self.failed)
+            return graph.forward

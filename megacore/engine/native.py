@@ -14,9 +14,7 @@ from torch import Tensor
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
-from megacore.engine.base import Update
-from megacore.engine.outcome import Reduced, global_means
-from megacore.engine.staged import StageEngine
+from megacore.engine.base import Reduced, StageEngine, Update, global_means
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
 from megacore.optim.grad_scaler import DynamicLossScaler

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import CausalLmConfig
+from megacore.config.finetune import CausalLmConfig, FinetuneConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, token_counts
 from megacore.finetune.metrics import LOSS, perplexity

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.artifact.files import sync_directory, sync_tree, workspace_errors, write_json
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.collective import RankGroup, latest_complete_together
 from megacore.checkpoint.format import (
     STALE_SUFFIX,
@@ -39,7 +40,6 @@ from megacore.checkpoint.retain import apply_retention, remove_stale, rename_awa
 from megacore.checkpoint.save import sync_file
 from megacore.errors import CheckpointError, WorkspaceError
 from megacore.observe.logging import logger
-from megacore.train.names import CHECKPOINTS_NAME
 
 if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import ClassificationConfig
+from megacore.config.finetune import ClassificationConfig, FinetuneConfig
 from megacore.errors import DataFormatError
 from megacore.finetune.examples import (
     IDS,

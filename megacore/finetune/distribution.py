@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.config.finetune import FinetuneConfig
-from megacore.engine.deepspeed.join import join_ranks
-from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.engine.deepspeed.join import import_deepspeed, join_ranks
 from megacore.errors import ConfigError, LaunchError
 from megacore.foreign.deepspeed_claims import STAGES
 from megacore.foreign.files import leaves

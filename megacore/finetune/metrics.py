@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import (
+from megacore.config.finetune import (
     CausalLmConfig,
     ClassificationConfig,
     ClassificationMetric,
+    FinetuneConfig,
     GlueTask,
     Seq2SeqConfig,
 )

@@ -310,7 +310,7 @@ def convert_torch_weights(path: str, source: Path, files: Sequence[str], target:
     """
     import torch
 
-    from megacore.convert.hf.safetensors_stream import write_safetensors
+    from megacore.convert.hf.write import write_safetensors
 
     shapes, kinds = dict[str, tuple[int, ...]](), set[torch.dtype]()
     names = _parts(path, source, files)

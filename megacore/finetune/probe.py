@@ -63,7 +63,7 @@ def _import_libraries(job: ProbeJob) -> None:
     from transformers import Trainer, TrainingArguments  # noqa: F401
 
     if job.config.launch.distributed.startswith("zero"):
-        from megacore.engine.deepspeed.setup import import_deepspeed
+        from megacore.engine.deepspeed.join import import_deepspeed
 
         import_deepspeed()
 

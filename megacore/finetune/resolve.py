@@ -7,7 +7,7 @@ from megacore.config.finetune import DISTRIBUTIONS, FinetuneConfig, FinetuneTrai
 from megacore.errors import ConfigError
 from megacore.foreign.accelerate import asks_for_cpu
 from megacore.hardware import Hardware
-from megacore.plan.ranks import launched_ranks
+from megacore.plan.layouts import launched_ranks
 
 
 def resolve_ranks(config: FinetuneConfig, hardware: Hardware) -> tuple[int, int]:

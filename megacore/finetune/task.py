@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
+from megacore.config.finetune import CausalLmConfig, ClassificationConfig, FinetuneConfig, Seq2SeqConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, read_task

@@ -9,7 +9,7 @@ import numpy as np
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import ConfigError, WorkspaceError
-from megacore.inspect.lengths import LengthBins, Lengths, LengthSummary, bin_lengths, summarize_lengths
+from megacore.inspect.tokens import LengthBins, Lengths, LengthSummary, bin_lengths, summarize_lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

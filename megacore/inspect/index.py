@@ -12,15 +12,16 @@ from megacore.data.index_directory import (
     MAP_NAMES,
     SENTENCE_MAP_NAME,
     IndexDescription,
+    check_form,
+    load_map,
     map_path,
     member_directory,
     read_description,
 )
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.map_files import check_form, load_map
 from megacore.data.sentence_maps import load_sentence_map
 from megacore.errors import DataFormatError
 from megacore.inspect.tokens import document_of
+from megacore.token_files.indexed_dataset import IndexedDataset
 
 
 @dataclass(frozen=True)

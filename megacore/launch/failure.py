@@ -17,9 +17,8 @@ from megacore.errors import (
 )
 from megacore.launch.exit_reason import ExitReason, read_launcher_reason, read_reasons
 from megacore.launch.guard import NOT_EXECUTABLE, NOT_FOUND
-from megacore.launch.kernel_oom import KillCounter, memory_text
 from megacore.launch.rank_table import RankState, StateReport, furthest_behind, rank_states, table
-from megacore.launch.watch import LOST_LIMIT, Trouble
+from megacore.launch.watch import LOST_LIMIT, KillCounter, Trouble, memory_text
 
 _LOG_BYTES = 65536
 _LOG_LINES = 5

@@ -24,6 +24,8 @@ On another machine it stands between ssh and the ranks of that machine: stdin en
 closed it.
 
 Only the standard library is imported: the guard starts in tens of milliseconds.
+
+The mark of a job: an environment variable that all its processes inherit. Only the standard library is imported.
 """
 
 import argparse
@@ -38,6 +40,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+
+JOB_VARIABLE = "MEGACORE_JOB"
+"""Every process of a job inherits this variable, whatever else it does to its session or its parent."""
+
+
+def host_mark(mark: str, host: int | None) -> str:
+    """The mark of a job's processes on one of its hosts, by number; None is the machine that started the job."""
+    return f"{mark}.{'head' if host is None else host}"
+
+
+def marked(*marks: str) -> list[int]:
+    """Ids of the live processes, this one apart, that carry one of these marks in their environment."""
+    wanted = {f"{JOB_VARIABLE}={mark}".encode() for mark in marks}
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it ended, or is another user's
+                if wanted & set(Path("/proc", name, "environ").read_bytes().split(b"\0")):
+                    found.append(int(name))
+    return found
+
 
 KILL_LIMIT = 4.0
 """Seconds in which SIGKILL must have worked; a process in uninterruptible sleep is then left to the kernel."""

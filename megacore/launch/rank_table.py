@@ -1,6 +1,10 @@
-"""The table of a job's ranks, for the moment at which it is ended: what each does, and where the stuck one stands."""
+"""The table of a job's ranks, for the moment at which it is ended: what each does, and where the stuck one stands.
+
+What the agents of other machines report of their ranks, in a file that the supervisor finds.
+"""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -9,7 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megacore.artifact.files import workspace_errors, write_json
 from megacore.launch.guard import catches
+from megacore.launch.watch import Trouble
 from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
 
 _STACK_LIMIT = 3.0
@@ -175,3 +181,39 @@ def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
             break
         time.sleep(0.05)
     return {rank: path.read_text(encoding="utf-8", errors="replace") for rank, path in paths.items() if path.exists()}
+
+
+REPORT = "launcher_report.json"
+"""Beside the ranks' reasons."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a job is ended, and where its ranks stood."""
+
+    trouble: Trouble
+    """What was wrong."""
+    states: Mapping[int, StateReport]
+    """By rank; those of machines that did not answer are missing."""
+
+
+def write_report(directory: Path, report: Report) -> None:
+    """Write it atomically. Raises WorkspaceError."""
+    path = directory / REPORT
+    with workspace_errors(path):
+        write_json(
+            path,
+            {
+                "trouble": asdict(report.trouble),
+                "states": {str(rank): asdict(state) for rank, state in report.states.items()},
+            },
+        )
+
+
+def read_report(directory: Path) -> Report | None:
+    """The report; None where there is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        said = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+        trouble = Trouble(**{name: tuple(ranks) for name, ranks in said["trouble"].items()})
+        return Report(trouble, {int(rank): StateReport(**state) for rank, state in said["states"].items()})
+    return None

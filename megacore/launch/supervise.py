@@ -18,12 +18,10 @@ from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
 from megacore.launch.exit_reason import LAUNCHER_REASON
 from megacore.launch.failure import Attempt
-from megacore.launch.guard import KILL_LIMIT, catches, descendants, end_all
-from megacore.launch.kernel_oom import KillCounter, oom_kills
+from megacore.launch.guard import JOB_VARIABLE, KILL_LIMIT, catches, descendants, end_all, host_mark, marked
 from megacore.launch.launcher_state import forget_launcher_state, read_launcher_state
-from megacore.launch.mark import JOB_VARIABLE, host_mark, marked
-from megacore.launch.reported import REPORT, read_report
-from megacore.launch.watch import RankWatch, Trouble
+from megacore.launch.rank_table import REPORT, read_report
+from megacore.launch.watch import KillCounter, RankWatch, Trouble, oom_kills
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
 _REPORTED_END = 15.0

@@ -1,7 +1,10 @@
-"""What a pipeline stage, an engine and a conversion ask of a model, whatever its family."""
+"""What a pipeline stage, an engine and a conversion ask of a model, whatever its family.
+
+What the head of a model returns: the losses that it is trained on, by name.
+"""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +15,40 @@ from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.embedding import Embedding, OutputLayer
 from megacore.models.layers.transformer import Transformer
-from megacore.models.losses import LM_LOSS, Losses, LossTerm
 from megacore.parallel.mesh import ALONE, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import linear_cross_entropy
+
+LM_LOSS = "lm_loss"
+"""Of the predicted tokens; its exponential is the perplexity."""
+SENTENCE_LOSSES = {"sop": "sop_loss", "nsp": "nsp_loss"}
+"""Of BERT's binary head, by its task."""
+
+
+class LossTerm(NamedTuple):
+    """One loss of a micro batch; what is minimised is the sum of the means of all terms."""
+
+    losses: Tensor
+    """[b, s] of each label or [b] of each sample, fp32, in nats."""
+    counts: Tensor | None = None
+    """Bool, of the same shape: which of them count; None: all do."""
+
+    def mean(self) -> Tensor:
+        """Mean of those that count, 0-dimensional; 0 if none does."""
+        if self.counts is None:
+            return self.losses.mean()
+        return (self.losses * self.counts).sum() / self.counts.sum().clamp(min=1)
+
+    def total(self) -> Tensor:
+        """Sum of those that count, and their number: fp64 [2]."""
+        exact = self.losses.double()
+        if self.counts is None:
+            return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
+        return torch.stack([(exact * self.counts).sum(), self.counts.sum().double()])
+
+
+Losses = dict[str, LossTerm]
+"""By name, in the order in which they are reported; the first is `lm_loss`."""
 
 
 class Model(nn.Module, ABC):

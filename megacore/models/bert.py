@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from megacore.config.model import ModelConfig
 from megacore.kernels.choice import Kernels
-from megacore.models.base import Model
+from megacore.models.base import LM_LOSS, SENTENCE_LOSSES, Losses, LossTerm, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_bias
 from megacore.models.layers.norm import make_norm, parameters_of
 from megacore.models.layers.shared import Shared
-from megacore.models.losses import LM_LOSS, SENTENCE_LOSSES, Losses, LossTerm
 from megacore.parallel.mesh import ParallelGroup
 from megacore.tensor_parallel import ColumnParallelLinear, Partition, column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region

@@ -6,13 +6,11 @@ What makes a Llama or a GPT-NeoX of it are values of the configuration: norms, p
 import torch
 from torch import Tensor
 
-from megacore.models.base import Model
+from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import alibi_slopes, attention_bias
-from megacore.models.layers.cache import KeyValueCache, positions_of
-from megacore.models.layers.rotary import rotary_tables
-from megacore.models.layers.shared import Shared
-from megacore.models.losses import LM_LOSS, Losses
+from megacore.models.layers.embedding import rotary_tables
+from megacore.models.layers.shared import KeyValueCache, Shared, positions_of
 from megacore.tensor_parallel import column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
 

@@ -11,14 +11,13 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.kernels.choice import Kernels, plain_kernels
+from megacore.models.base import Losses
 from megacore.models.build import build_model
 from megacore.models.inputs import input_rules
-from megacore.models.losses import Losses
 from megacore.models.parameters import parameter_count
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
-from megacore.pipeline_parallel.copies import copied_parameters
 from megacore.pipeline_parallel.executor import Executor
-from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, copied_parameters
 from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline, build_schedule, forward_only
 from megacore.tensor_parallel import Partition, partitions
 

@@ -8,16 +8,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from megacore.models.base import Model
+from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_bias
 from megacore.models.layers.shared import Shared
 from megacore.models.layers.transformer import Transformer
-from megacore.models.losses import LM_LOSS, Losses
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import column_parallel
-from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
-from megacore.tensor_parallel.sequence_parallel import SEQUENCE
+from megacore.tensor_parallel.mappings import SEQUENCE, gather_from_tensor_parallel_region
 
 _UNSCALED = 1.0
 """T5 does not divide attention's scores by sqrt(d): the initial weights of its queries are smaller instead."""

@@ -1,21 +1,171 @@
-"""AdamW (Loshchilov and Hutter 2019) over fp32 main weights."""
+"""AdamW (Loshchilov and Hutter 2019) over fp32 main weights.
 
-from collections.abc import Iterator, Mapping, Sequence
+Clipping by the global gradient norm (Pascanu et al. 2013), without a transfer to the host.
+
+Which parameters weight decay applies to.
+
+fp32 main weights and their moments: what the optimizer updates, wherever it lies (Micikevicius et al. 2018).
+
+Main weights and moments divided over replicas (ZeRO-1; Rajbhandari et al. 2020, arXiv:1910.02054).
+
+Each replica sums, updates and keeps in fp32 its shard of every bucket alone; then all gather the weights. An
+all-reduce of gradients would move as much.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
-from megacore.data_parallel.flat import sum_of_ranks
-from megacore.data_parallel.grad_sync import GradSync
+from megacore.data_parallel.buckets import Piece, start_all_gather_, sum_of_ranks
+from megacore.data_parallel.grad_sync import Bucket, GradSync
 from megacore.kernels.adamw import AdamTensors, Hyperparameters
 from megacore.kernels.choice import Kernels, plain_kernels
-from megacore.optim.distributed_optimizer import ShardedWeights
-from megacore.optim.grad_clip import clip_divisor
-from megacore.optim.main_weights import MainWeight, MainWeights, WholeWeights
-from megacore.optim.param_groups import param_groups
+from megacore.parallel.collectives import Pending
+from megacore.parallel.mesh import ALONE
 from megacore.tensor_parallel.partition import Partition
+
+EPSILON = 1e-6
+"""Added to the norm before it divides the limit, as torch and Megatron-LM do."""
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this global norm are divided by so that it is at most `max_norm`: a scalar of at least 1.
+
+    Args:
+        norm: a scalar.
+        max_norm: limit of the norm; 0 does not clip.
+    """
+    return torch.clamp((norm + EPSILON) / max_norm, min=1.0) if max_norm > 0 else torch.ones_like(norm)
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that share their hyperparameters."""
+
+    names: tuple[str, ...]
+    """Global names."""
+    decays: bool
+    """Whether weight decay applies to them."""
+
+
+def has_weight_decay(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter decays: biases and the gains of layer norms (all vectors) do not, as in Megatron-LM.
+
+    `parameter` is the model's, whole or a tensor-parallel part; a flattened piece of it has lost what decides.
+    """
+    return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def param_groups(named_parameters: Iterable[tuple[str, Tensor]]) -> tuple[ParamGroup, ...]:
+    """Divide parameters into those that decay and those that do not; empty groups are left out."""
+    decayed: list[str] = []
+    undecayed: list[str] = []
+    for name, parameter in named_parameters:
+        (decayed if has_weight_decay(name, parameter) else undecayed).append(name)
+    groups = (ParamGroup(tuple(decayed), decays=True), ParamGroup(tuple(undecayed), decays=False))
+    return tuple(group for group in groups if group.names)
+
+
+@dataclass(frozen=True)
+class MainWeight:
+    """Elements of one parameter that this rank updates; all tensors are fp32 and of one shape."""
+
+    name: str
+    """Global name of the parameter."""
+    start: int
+    """First element, counted within the flattened parameter of this tensor-parallel rank."""
+    weight: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    """First moment."""
+    exp_avg_sq: Tensor
+    """Second moment."""
+    target: Tensor | None = None
+    """The model's weight of lower precision, into which an update rounds; None where the main weight is the model's."""
+
+
+class MainWeights(Protocol):
+    """Main weights that are published together."""
+
+    @property
+    def weights(self) -> Sequence[MainWeight]:
+        """What this rank updates."""
+        ...
+
+    def publish(self) -> Pending:
+        """Begin to bring what an update has written into the targets to whoever computes with it."""
+        ...
+
+
+class WholeWeights:
+    """All main weights of a model chunk; where it computes in fp32, they are the model's weights."""
+
+    def __init__(self, sync: GradSync, dtype: torch.dtype) -> None:
+        """Take over the parameters of `sync`, fp32, and cast them to `dtype`; the main weights keep their bits."""
+        self.weights = []
+        for name, parameter in sync.parameters.items():
+            main = parameter.data
+            parameter.data = main.to(dtype)
+            moments = torch.zeros_like(main), torch.zeros_like(main)
+            target = None if dtype == torch.float32 else parameter.data
+            self.weights.append(MainWeight(name, 0, main, sync.gradients[name], *moments, target))
+
+    def publish(self) -> Pending:
+        """The targets are the model's weights: nothing is left to do."""
+        return Pending(ALONE, (), lambda: self.weights[0].weight)
+
+
+class ShardedWeights:
+    """The model's weights of one bucket in a flat buffer, and this rank's shard of them in fp32.
+
+    Shards begin at multiples of the alignment within every parameter: the fused AdamW rounds an element in its vector
+    loop and in the remainder after it differently, and so updates each as it would without shards.
+    """
+
+    def __init__(self, sync: GradSync, bucket: Bucket, dtype: torch.dtype) -> None:
+        """Take over the parameters of a bucket, fp32, and move them, cast to `dtype`, into a flat buffer."""
+        self._replicas = sync.mesh.data_parallel
+        device = bucket.buffer.device
+        self._buffer = torch.zeros(bucket.layout.length, dtype=dtype, device=device)
+        shard = self._buffer[bucket.shard.start : bucket.shard.stop]
+        # An fp32 model's own weights are the main weights.
+        whole_precision = dtype == torch.float32
+        main = shard if whole_precision else torch.zeros_like(shard, dtype=torch.float32)
+        exp_avg, exp_avg_sq = torch.zeros_like(main), torch.zeros_like(main)
+        pieces = list(bucket.layout.within(bucket.shard))
+        for piece in pieces:
+            piece.of(main).copy_(_run(sync.parameters[piece.name], piece))
+        for whole in bucket.layout.pieces:
+            parameter = sync.parameters[whole.name]
+            view = whole.of(self._buffer).view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+        self.weights = [
+            MainWeight(
+                piece.name,
+                piece.start,
+                piece.of(main),
+                piece.of(bucket.reduced),
+                piece.of(exp_avg),
+                piece.of(exp_avg_sq),
+                None if whole_precision else piece.of(shard),
+            )
+            for piece in pieces
+        ]
+
+    def publish(self) -> Pending:
+        """Begin to gather the other ranks' shards."""
+        return start_all_gather_(self._buffer, self._replicas)
+
+
+def _run(parameter: nn.Parameter, piece: Piece) -> Tensor:
+    return parameter.data.flatten()[piece.start : piece.start + piece.length]
+
 
 _KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
 """Where a checkpoint keeps what of a main weight."""

@@ -1,9 +1,17 @@
-"""From a configuration and a number of ranks to the layout that they make."""
+"""From a configuration and a number of ranks to the layout that they make.
+
+How many processes a launch comes to, and how many CPU threads each has.
+"""
+
+from collections.abc import Mapping
 
 from megacore.config.deepspeed_checks import check_deepspeed
-from megacore.config.layouts import check_layout
+from megacore.config.hostfile import hosts_of, local_slots
+from megacore.config.launch import LaunchConfig
+from megacore.config.parallel import check_layout
 from megacore.config.run import RunConfig
-from megacore.errors import ParallelLayoutError
+from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.hardware import Hardware
 from megacore.models.parameters import padded_vocab_size
 from megacore.parallel.rank_layout import RankLayout
 
@@ -27,3 +35,46 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
     except ValueError as error:
         raise ParallelLayoutError(str(error)) from error
     return RankLayout(data=layout.data, pipeline=layout.pipeline, tensor=layout.tensor)
+
+
+def launched_ranks(
+    launch: LaunchConfig, hardware: Hardware, *, without_gpu: int = 1, hosts: Mapping[str, int] | None = None
+) -> tuple[int, int]:
+    """Ranks of a job and CPU threads of each.
+
+    Args:
+        launch: what starts them, and where.
+        hardware: of this machine; the others are taken to be like it.
+        without_gpu: ranks that `launch.nproc_per_node: auto` means on a machine without a GPU.
+        hosts: that take part and their ranks, None for all that may.
+
+    Raises:
+        ParallelLayoutError: there are more ranks than GPUs.
+        ConfigError: the hostfile cannot be used, or a scheduler's machines have no number of ranks.
+    """
+    if launch.kind in ("slurm", "kubernetes"):
+        return _of_a_scheduler(launch, hardware)
+    ranks = (len(hardware.gpus) or without_gpu) if launch.nproc_per_node == "auto" else launch.nproc_per_node
+    here, setting = ranks, f"launch.nproc_per_node is {ranks}"
+    hosts = hosts_of(launch) if hosts is None else hosts
+    if hosts:
+        ranks, here = sum(hosts.values()), local_slots(hosts)
+        setting = f"slots of this machine in {launch.hostfile} is {here}"
+    if hardware.gpus and here > len(hardware.gpus):
+        raise ParallelLayoutError(
+            f"{setting} and this machine has {len(hardware.gpus)} visible "
+            f"GPU{'s' if len(hardware.gpus) > 1 else ''}: set it to {len(hardware.gpus)} or to auto"
+        )
+    beside = here or max(hosts.values(), default=1)  # a machine that only starts the others is taken to be like them
+    return ranks, launch.threads_per_rank or max(1, hardware.cores // beside)
+
+
+def _of_a_scheduler(launch: LaunchConfig, hardware: Hardware) -> tuple[int, int]:
+    """The machines of a scheduler have a number of ranks each, whatever this one has; of a range all are expected."""
+    if launch.nproc_per_node == "auto":
+        raise ConfigError(
+            f"launch.nproc_per_node is auto and launch.kind is {launch.kind}, whose machines nobody has seen yet: give "
+            "the number of ranks of each, one per GPU"
+        )
+    nodes = (launch.node_range or (1, 1))[1]
+    return nodes * launch.nproc_per_node, launch.threads_per_rank or max(1, hardware.cores // launch.nproc_per_node)

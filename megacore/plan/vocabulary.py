@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from megacore.config.run import RunConfig
-from megacore.config.tokenizer import (
+from megacore.config.data import (
     BertWordPieceTokenizer,
     Gpt2BpeTokenizer,
     HfTokenizer,
@@ -13,6 +12,7 @@ from megacore.config.tokenizer import (
     TrainBpeTokenizer,
     TrainWordPieceTokenizer,
 )
+from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 
 HUB_VOCAB_SIZE = 50_257

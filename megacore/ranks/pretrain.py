@@ -23,7 +23,7 @@ def pretrain(job: TrainJob) -> None:
     from megacore.data.build import open_split
     from megacore.engine.build import build_engine
     from megacore.engine.deepspeed.operators import load_operators
-    from megacore.engine.precision import resolve_precision
+    from megacore.hardware import resolve_precision
     from megacore.kernels.choice import summary
     from megacore.observe.flops import peak_tflops
     from megacore.observe.logging import configure_logging, logger

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 from megacore.engine.native import DTYPES
-from megacore.engine.precision import resolve_precision
 from megacore.errors import ParallelLayoutError, TrainingStoppedError
 from megacore.generate.weights import load_model
+from megacore.hardware import resolve_precision
 from megacore.jobs.model import ModelJob
 from megacore.jobs.run import Job, RankJob
 from megacore.models.base import Model
 from megacore.observe.heartbeat import ENDED, Heartbeat
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
-from megacore.pipeline_parallel.copies import shared_stages
+from megacore.pipeline_parallel.partition import shared_stages
 from megacore.plan.layouts import layout_of
 from megacore.ranks.rank import begin_heartbeat
 

@@ -33,12 +33,12 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
         scorer = Scorer(model, mesh, device, vocab_size=job.source.spec.vocab_size, batch_size=job.batch_size)
         found = {}
         if job.wikitext is not None:
-            from megacore.zeroshot.wikitext import read_wikitext
+            from megacore.zeroshot.texts import read_wikitext
 
             text = read_wikitext(Path(job.wikitext), tokenizer)
             found["wikitext"] = asdict(scorer.wikitext(text, job.seq_length, job.overlapping_eval))
         if job.lambada is not None:
-            from megacore.zeroshot.lambada import read_lambada
+            from megacore.zeroshot.texts import read_lambada
 
             passages = read_lambada(Path(job.lambada), tokenizer)
             found["lambada"] = asdict(scorer.lambada(passages, job.seq_length))

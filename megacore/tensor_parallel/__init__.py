@@ -2,9 +2,8 @@
 
 from megacore.tensor_parallel.cross_entropy import linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
-from megacore.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from megacore.tensor_parallel.linear import ColumnParallelLinear, GradSink, RowParallelLinear, column_parallel
 from megacore.tensor_parallel.partition import Partition, partial_gradients, partitions
-from megacore.tensor_parallel.weight_grad import GradSink
 
 __all__ = [
     "ColumnParallelLinear",

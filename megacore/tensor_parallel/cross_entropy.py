@@ -9,9 +9,8 @@ from torch import Tensor
 from megacore.kernels.cross_entropy import REFERENCE, CrossEntropy
 from megacore.parallel.collectives import all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
 from megacore.parallel.mesh import ALONE, ParallelGroup
-from megacore.tensor_parallel.linear import affine
-from megacore.tensor_parallel.sequence_parallel import SEQUENCE
-from megacore.tensor_parallel.weight_grad import matmul_gradient, sink_of
+from megacore.tensor_parallel.linear import affine, matmul_gradient, sink_of
+from megacore.tensor_parallel.mappings import SEQUENCE
 
 _FP16_SCALE = 4096.0
 """What the logits' gradient is multiplied by where it takes their place in fp16, whose smallest normal number, 6e-5, is

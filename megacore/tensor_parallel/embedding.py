@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from megacore.parallel.mesh import ALONE, ParallelGroup
-from megacore.tensor_parallel.mappings import reduce_from_tensor_parallel_region
+from megacore.tensor_parallel.linear import lookup_gradient, sink_of
+from megacore.tensor_parallel.mappings import (
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megacore.tensor_parallel.partition import Partition, divide
-from megacore.tensor_parallel.sequence_parallel import reduce_scatter_to_sequence_parallel_region
-from megacore.tensor_parallel.weight_grad import lookup_gradient, sink_of
 
 
 class VocabParallelEmbedding(nn.Module):

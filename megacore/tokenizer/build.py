@@ -2,6 +2,8 @@
 
 It holds tokenizer_config.json and tokenizer.json, for a byte-level BPE also vocab.json and merges.txt; or, of a
 SentencePiece model, tokenizer.model instead.
+
+A tokenizer.json from the Hugging Face hub.
 """
 
 import json
@@ -13,8 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megacore.artifact.manifest import file_digest
-from megacore.config.keys import key_parameters
-from megacore.config.tokenizer import (
+from megacore.config.data import (
     BertWordPieceTokenizer,
     Gpt2BpeTokenizer,
     HfTokenizer,
@@ -23,12 +24,11 @@ from megacore.config.tokenizer import (
     TrainBpeTokenizer,
     TrainWordPieceTokenizer,
 )
+from megacore.config.keys import key_parameters
 from megacore.corpus.blocks import iterate_texts
-from megacore.errors import DataFormatError
-from megacore.tokenizer.batches import grouped
-from megacore.tokenizer.hub import download_tokenizer
-from megacore.tokenizer.load import JsonTokenizer, Tokenizer, read_backend
-from megacore.tokenizer.roles import SENTINEL, role_names, special_tokens
+from megacore.errors import DataFormatError, DownloadError
+from megacore.tokenizer.load import TOKENIZER_NAME, JsonTokenizer, Tokenizer, grouped, read_backend
+from megacore.tokenizer.vocabulary import SENTINEL, role_names, special_tokens
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece, train_wordpiece
 
 VERSION = 2
@@ -239,3 +239,33 @@ def _digest(path: Path) -> str:
         return file_digest(path)
     except OSError as error:
         raise DataFormatError(f"{path} cannot be read: {error.strerror}: check data.tokenizer") from error
+
+
+def download_tokenizer(choice: HfTokenizer, cache_directory: Path) -> Path:
+    """Its file in `cache_directory`, fetched unless it is there. Raises DataFormatError, DownloadError."""
+    # Imported here: only a tokenizer of the hub needs it.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    name = choice.name if choice.revision is None else f"{choice.name} at {choice.revision}"
+    try:
+        return Path(
+            hf_hub_download(choice.name, TOKENIZER_NAME, revision=choice.revision, cache_dir=str(cache_directory))
+        )
+    except LocalEntryNotFoundError as error:
+        raise DownloadError(
+            f"{TOKENIZER_NAME} of {name} cannot be downloaded: the hub cannot be reached: check the network, or give "
+            "a local file as data.tokenizer.name"
+        ) from error
+    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise DataFormatError(
+            f"data.tokenizer.name {name} is neither a local file nor a repository of the hub with a {TOKENIZER_NAME}"
+        ) from error
+    except OSError as error:
+        raise DownloadError(f"{TOKENIZER_NAME} of {name} cannot be downloaded: {error}: try again") from error

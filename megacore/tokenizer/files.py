@@ -11,17 +11,17 @@ from typing import Any
 from megacore.artifact import StageKey
 from megacore.artifact.files import remove_dead_temporaries, sync_directory, workspace_errors, write_json
 from megacore.artifact.manifest import FileEntry, Manifest, file_digest
-from megacore.config.source import JsonlSource
-from megacore.config.tokenizer import (
+from megacore.config.data import (
     BertWordPieceTokenizer,
     Gpt2BpeTokenizer,
     HfTokenizer,
+    JsonlSource,
     SentencePieceTokenizer,
 )
-from megacore.corpus.jsonl import list_files
+from megacore.corpus.local_files import list_files
 from megacore.corpus.segments import Segment, jsonl_segments
-from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.errors import ConfigError
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.tokenizer.build import fingerprint, open_tokenizer
 from megacore.tokenizer.records import DOCUMENTS_NAME
 from megacore.tokenizer.tokenize import (

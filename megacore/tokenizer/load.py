@@ -1,10 +1,14 @@
-"""A tokenizer as the pipeline uses it: many texts in, ids out."""
+"""A tokenizer as the pipeline uses it: many texts in, ids out.
 
+Division of many texts into parts of bounded size.
+"""
+
+import itertools
 import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +19,6 @@ import tokenizers
 
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.errors import DataFormatError
-from megacore.tokenizer.batches import text_batches
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -232,3 +235,24 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     the tensor-parallel size must divide it.
     """
     return -(-vocab_size // divisible_by) * divisible_by
+
+
+_TEXTS = 256
+
+
+def text_batches(texts: Sequence[str], characters: int) -> list[Sequence[str]]:
+    """The texts in runs of about `characters` together, at least one text each."""
+    batches, start, size = [], 0, 0
+    for number, text in enumerate(texts):
+        size += len(text) + 1
+        if size >= characters:
+            batches.append(texts[start : number + 1])
+            start, size = number + 1, 0
+    return [*batches, texts[start:]] if start < len(texts) else batches
+
+
+def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts some at a time, as trainers of tokenizers take them."""
+    remaining = iter(texts)
+    while batch := list(itertools.islice(remaining, _TEXTS)):
+        yield batch

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.errors import DataFormatError, DownloadError, WorkerLostError
-from megacore.tokenizer.batches import text_batches
+from megacore.tokenizer.load import text_batches
 
 VERSION = 1
 """Of the punkt stage; raised when it produces something else."""

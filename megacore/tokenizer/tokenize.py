@@ -1,4 +1,7 @@
-"""The tokenize stage: a corpus becomes one pair of token files."""
+"""The tokenize stage: a corpus becomes one pair of token files.
+
+A corpus tokenized in parts, which are then merged by streaming.
+"""
 
 import itertools
 import logging
@@ -16,18 +19,25 @@ from megacore.artifact.files import workspace_errors, write_json
 from megacore.corpus.blocks import Block, read_blocks
 from megacore.corpus.documents import read_sources
 from megacore.corpus.segments import segments as corpus_segments
-from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, token_dtype
-from megacore.data.indexed_dataset_writer import permute
-from megacore.data.members import TOKENS_NAMES
 from megacore.errors import DataFormatError
+from megacore.token_files.indexed_dataset import (
+    TOKENS_NAMES,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    bin_path,
+    idx_path,
+    token_dtype,
+)
+from megacore.token_files.indexed_dataset_writer import permute
 from megacore.tokenizer.fast import SAMPLE_CHARACTERS, choose_encoder, take_sample
 from megacore.tokenizer.load import Tokenizer, load_tokenizer
 from megacore.tokenizer.pipeline import BlockEncoder, EncodedBlock, encode_blocks
-from megacore.tokenizer.records import DOCUMENTS_NAME, FileRecord, documents_record, portable
+from megacore.tokenizer.records import DOCUMENTS_NAME, FileRecord, documents_record, join_shards, portable, read_files
 from megacore.tokenizer.sentences import SentenceSplitter, SplitterChoice
 
 if TYPE_CHECKING:
     from megacore.corpus.segments import Segment
+
 
 VERSION = 2
 """Of the tokenize stage; raised when it produces something else."""
@@ -295,3 +305,43 @@ def _check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
                 f"{bin_path(dataset.prefix)} holds the token id {low if low < 0 else high}, but the tokenizer has "
                 f"{vocab_size} entries: give data.tokenizer the one that these tokens were made with"
             )
+
+
+def tokenize_shard(
+    segments: "Sequence[Segment]",
+    tokenizer_directory: Path,
+    directory: Path,
+    options: TokenizeOptions,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, int]:
+    """Write a part of a corpus into the empty `directory` as `tokenize_corpus` does, in reading order.
+
+    A shard may be without a token. Returns and raises as `tokenize_corpus`.
+    """
+    options = replace(options, shuffle_seed=None)
+    tokenizer = load_tokenizer(tokenizer_directory)
+    prefix = tokens_prefix(directory, options)
+    counts, files = write_tokens(segments, tokenizer, prefix, options, workers=workers, progress=progress)
+    record_documents(directory, files, tokenizer, tokenizer_directory, options)
+    return {**counts, "vocab_size": tokenizer.vocab_size}
+
+
+def merge_shards(
+    shard_directories: Sequence[Path], directory: Path, tokenizer_directory: Path, options: TokenizeOptions
+) -> dict[str, int]:
+    """Write what `tokenize_corpus` would have written, from all shards of a corpus in their order.
+
+    Returns its counts. Raises DataFormatError for shards that are damaged or do not belong together, WorkspaceError.
+    """
+    tokenizer = load_tokenizer(tokenizer_directory)
+    files = join_shards([read_files(shard) for shard in shard_directories])
+    with Unshuffled(directory, options) as target:
+        with IndexedDatasetWriter(target, token_dtype(tokenizer.vocab_size)) as writer:
+            for shard in shard_directories:
+                writer.append(IndexedDataset(tokens_prefix(shard, options)))
+        counts = counts_of(writer, files)
+        check_tokens(counts, f"the {len(shard_directories)} shards")
+    record_documents(directory, files, tokenizer, tokenizer_directory, options)
+    return {**counts, "vocab_size": tokenizer.vocab_size}

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megacore.errors import DataFormatError
-from megacore.tokenizer.batches import grouped
+from megacore.tokenizer.load import grouped
 
 BERT_ROLES = {
     "unk_token": "[UNK]",

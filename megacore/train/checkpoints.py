@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY, WEIGHTS_PREFIX
 from megacore.checkpoint.background import CheckpointSaver, SaveFinished
 from megacore.checkpoint.collective import RankGroup, latest_complete_together, verify_together
 from megacore.checkpoint.format import (
@@ -27,7 +28,6 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
-from megacore.train.names import CHECKPOINTS_NAME, CONFIG_KEY, WEIGHTS_PREFIX
 from megacore.train.state import TrainState
 
 _PRECISION_KEY = "precision"

@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Dataset
 from megacore.errors import DataFormatError
-from megacore.models.losses import LM_LOSS
+from megacore.models.base import LM_LOSS
 from megacore.observe.logging import perplexity
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.step import loaded, reader

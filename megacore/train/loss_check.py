@@ -9,7 +9,7 @@ from megacore.config.run import RunConfig
 from megacore.data.sampler import micro_batch_indices
 from megacore.engine.base import Update
 from megacore.errors import LossError
-from megacore.optim.lr_schedule import LrSchedule
+from megacore.optim.param_schedule import LrSchedule
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import Coordinate
 from megacore.train.state import TrainState

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megacore.config.run import RunConfig
-from megacore.engine.precision import resolve_precision
 from megacore.errors import MemoryExhaustedError
-from megacore.hardware import Hardware, memory_info, memory_limit
+from megacore.hardware import Hardware, memory_info, memory_limit, resolve_precision
 from megacore.plan.advice import Place, memory_advice
 from megacore.plan.memory import GIB
 from megacore.train.state import TrainState

@@ -10,11 +10,11 @@ import torch
 
 from megacore.config.run import RunConfig
 from megacore.engine.base import Update
-from megacore.models.losses import LM_LOSS
+from megacore.models.base import LM_LOSS
 from megacore.observe.flops import TransformerShape, step_flops
 from megacore.observe.logging import StepReport
 from megacore.observe.timers import Timers, exposed_communication
-from megacore.optim.lr_schedule import LrSchedule
+from megacore.optim.param_schedule import LrSchedule
 from megacore.plan.throughput import recomputed_layers
 from megacore.train.state import TrainState
 

@@ -12,8 +12,7 @@ from megacore.config.run import RunConfig
 from megacore.data.sampler import is_passed_over, micro_batches
 from megacore.data.samples import Batch, Dataset, Indices
 from megacore.engine.base import Engine, Update
-from megacore.optim.lr_schedule import LrSchedule
-from megacore.optim.weight_decay import WeightDecaySchedule
+from megacore.optim.param_schedule import LrSchedule, WeightDecaySchedule
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rng import micro_batch_seed
 from megacore.train.loss_check import LossCheck

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Literal, Protocol
 
 from megacore.artifact.files import workspace_errors
+from megacore.artifact.workspace import STOP_FILE
 from megacore.errors import PreemptedError, TrainingStoppedError
-from megacore.train.names import STOP_FILE
 
 StopReason = Literal["signal", "exit_duration", "stop_file", "exit_interval"]
 

@@ -13,9 +13,7 @@ from megacore.models.gpt import GPTModel
 from megacore.observe.logging import logger, perplexity
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import batches_of_rank
-from megacore.zeroshot.lambada import Passage
-from megacore.zeroshot.wikitext import WikiText
-from megacore.zeroshot.windows import check_windows, windows
+from megacore.zeroshot.texts import Passage, WikiText, check_windows, windows
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def write_files(root: Path) -> Files:
     import torch
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    from megacore.generate.source import find_model
+    from megacore.convert.model_source import find_model
     from megacore.generate.weights import load_gpt
     from megacore.parallel.mesh import ProcessMesh
 

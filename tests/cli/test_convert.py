@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from megacore.cli import app
 from megacore.convert.megatron.checkpoint import read_megatron
+from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError, ConversionError
-from megacore.generate.source import find_model
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import train_bpe
 from megacore.tokenizer.load import JsonTokenizer

@@ -9,7 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.cli._variadic import repeat_options
+from megacore.cli._options import repeat_options
 from megacore.data import index_directory
 from megacore.data.index_maps import MAP_NAMES, map_path, read_description
 from megacore.data.index_options import SentenceOptions

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from megacore.artifact.manifest import Manifest, list_files
 from megacore.cli import app
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
-from megacore.data.members import write_members
 from megacore.errors import ArtifactError, ConfigError, DataFormatError
+from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import Corpus, write_corpus
 from tests.data._files import write_tokens
 

@@ -1,6 +1,6 @@
 import pytest
 
-from megacore.cli._names import options_named, with_options
+from megacore.cli._options import options_named, with_options
 from megacore.config.data import DataConfig
 from megacore.errors import DataFormatError
 
@@ -16,6 +16,6 @@ def test_the_type_of_an_error_stays() -> None:
 
 
 def test_keys_exist() -> None:
-    from megacore.cli import _names
+    from megacore.cli import _options
 
-    assert {key.split(".")[1] for key in _names._OPTIONS} <= set(DataConfig.model_fields)
+    assert {key.split(".")[1] for key in _options._OPTIONS} <= set(DataConfig.model_fields)

@@ -16,9 +16,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.cli._variadic import repeat_options
-from megacore.data.indexed_dataset import IndexedDataset
+from megacore.cli._options import repeat_options
 from megacore.errors import ConfigError, DataFormatError, MegacoreError
+from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer import Tokenizer, load_tokenizer
 from tests.tokenizer._corpora import TEXTS, train_punkt, train_tokenizer, write_corpus
 

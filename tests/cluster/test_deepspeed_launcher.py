@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.deepspeed_launcher import command
-from megacore.cluster.torchrun import rank_environment
+from megacore.cluster.rank_commands import deepspeed_alone, rank_environment
 from megacore.errors import DataFormatError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
@@ -37,7 +36,7 @@ def run(tmp_path: Path, behaviour: str) -> None:
     values = {"behaviour": behaviour, "directory": str(tmp_path), "exit_directory": str(exit_directory)}
     config.write_text(json.dumps(values))
     supervise(
-        command("tests.launch._gloo_rank", config, 2),
+        deepspeed_alone("tests.launch._gloo_rank", config, 2),
         log=tmp_path / "log",
         exit_directory=exit_directory,
         env={**environment(), **rank_environment(1), "DS_ACCELERATOR": "cpu"},
@@ -105,7 +104,7 @@ def test_hidden_and_chosen_gpus_stay_so(monkeypatch: pytest.MonkeyPatch) -> None
     import base64
 
     def devices() -> Any:
-        (world,) = [word for word in command("m", Path("c.json"), 2) if word.startswith("--world_info=")]
+        (world,) = [word for word in deepspeed_alone("m", Path("c.json"), 2) if word.startswith("--world_info=")]
         return json.loads(base64.urlsafe_b64decode(world.partition("=")[2]))["localhost"]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -17,8 +17,7 @@ from megacore.errors import (
 )
 from megacore.launch.exit_reason import read_launcher_reason, write_launcher_reason, write_reason
 from megacore.launch.launcher_state import write_launcher_state
-from megacore.launch.rank_table import StateReport, rank_states
-from megacore.launch.reported import Report, read_report, write_report
+from megacore.launch.rank_table import Report, StateReport, rank_states, read_report, write_report
 from megacore.launch.supervise import supervise
 from megacore.launch.watch import REMOTE_DELAY, Trouble
 from megacore.observe.heartbeat import Heartbeat, beat_path
@@ -29,7 +28,7 @@ SAYS = """
 import pathlib, sys
 from megacore import errors
 from megacore.launch.exit_reason import write_launcher_reason, write_reason
-from megacore.launch.reported import Report, write_report
+from megacore.launch.rank_table import Report, write_report
 from megacore.launch.rank_table import StateReport
 from megacore.launch.watch import Trouble
 from megacore.launch.launcher_state import write_launcher_state

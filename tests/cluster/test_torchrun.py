@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cluster.torchrun import command, rank_environment
+from megacore.cluster.rank_commands import rank_environment, torchrun_alone
 from megacore.errors import DataFormatError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
@@ -20,7 +20,7 @@ def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
     values = {"behaviour": behaviour, "directory": str(tmp_path), "exit_directory": str(exit_directory)}
     config.write_text(json.dumps(values))
     supervise(
-        command("tests.launch._gloo_rank", config, ranks),
+        torchrun_alone("tests.launch._gloo_rank", config, ranks),
         log=tmp_path / "log",
         exit_directory=exit_directory,
         env={**environment(), **rank_environment(1)},
@@ -30,7 +30,7 @@ def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
 
 
 def test_one_rank_is_a_plain_process(tmp_path: Path) -> None:
-    assert command("m", Path("c.json"), 1) == [sys.executable, "-m", "m", "--config", "c.json"]
+    assert torchrun_alone("m", Path("c.json"), 1) == [sys.executable, "-m", "m", "--config", "c.json"]
     run(tmp_path, "alone", ranks=1)
 
 

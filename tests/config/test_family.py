@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config.family import check_model
-from megacore.config.model import Family, ModelConfig
+from megacore.config.model import Family, ModelConfig, check_model
 
 T5 = {"position_embedding_type": "relative"}
 

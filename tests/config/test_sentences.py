@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from megacore.config.checks import most_noise, most_spans
 from megacore.config.data import DataConfig
 from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
-from megacore.config.sentences import most_noise, most_spans
 from megacore.errors import ConfigError
 
 WORDPIECE = {"kind": "train-wordpiece", "vocab_extra_ids": 5}

@@ -16,12 +16,12 @@ from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.engine.build import build_engine
-from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.engine.deepspeed.join import import_deepspeed
 from megacore.models.build import build_model
 from megacore.models.inputs import input_rules
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
-from megacore.pipeline_parallel.copies import shared_stages
+from megacore.pipeline_parallel.partition import shared_stages
 from tests._dist import still_alive
 from tests._tiny import tiny_config
 

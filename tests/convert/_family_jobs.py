@@ -11,9 +11,9 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
-from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.data.sentence_maps import build_sentence_maps
 from megacore.jobs.run import ConvertJob
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 from tests.convert._models import our_model

@@ -11,11 +11,11 @@ from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
-from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.jobs.run import ConvertJob
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 

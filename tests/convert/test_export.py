@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from megacore.artifact import StageKey, build_artifact
-from megacore.convert.export import export
+from megacore.convert.export import export, samples_of, validation_rows
 from megacore.convert.hf import write
-from megacore.convert.source import CheckpointTensors
-from megacore.convert.splits import samples_of, validation_rows
-from megacore.convert.weights import take_weights
+from megacore.convert.source import CheckpointTensors, take_weights
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.errors import CheckpointError, ConversionError, DataFormatError, WorkspaceError
 from megacore.models.build import build_model

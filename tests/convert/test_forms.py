@@ -7,8 +7,8 @@ import torch
 
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.forms import form_of, model_config, read_spec
-from megacore.convert.layers import recorded_outputs
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
+from megacore.convert.parity import recorded_outputs
 from megacore.models.inputs import ModelInput
 from tests.convert._models import MODELS, on_disk, our_model, samples, their_model, tiny_spec
 

@@ -12,7 +12,7 @@ from megacore.convert.hf.forms import model_config
 from megacore.convert.hf.gpt2 import key_map, module_pairs
 from megacore.convert.hf.write import generation_config
 from megacore.convert.key_map import KeyMap
-from megacore.convert.layers import recorded_outputs
+from megacore.convert.parity import recorded_outputs
 from megacore.models.gpt import GPTModel
 from tests.convert._tiny import SEQ_LENGTH, VOCAB_SIZE, random_model, tiny_config
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacore.convert.layers import layer_differences, recorded_outputs
+from megacore.convert.parity import layer_differences, recorded_outputs
 
 PAIRS = [("0", "0"), ("1", "1"), ("2", "2")]
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from megacore.convert import export as export_module
-from megacore.convert.export import pass_gate
+from megacore.convert.export import pass_gate, validation_rows
 from megacore.convert.hf.forms import form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.key_map import Entry, KeyMap
 from megacore.convert.parity import load_exported, load_exported_tokenizer
 from megacore.convert.report import ParityReport
 from megacore.convert.source import CheckpointTensors
-from megacore.convert.splits import validation_rows
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import ConversionError
 from megacore.tokenizer.build import build_tokenizer

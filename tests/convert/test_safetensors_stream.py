@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.hf.safetensors_stream import write_safetensors
+from megacore.convert.hf.write import write_safetensors
 from megacore.errors import WorkspaceError
 
 

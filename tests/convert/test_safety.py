@@ -20,9 +20,9 @@ from megacore.checkpoint.save import save_checkpoint
 from megacore.convert.hf.directory import open_hf
 from megacore.convert.inert import load_inert
 from megacore.convert.source import CheckpointTensors
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.map_files import load_map
+from megacore.data.index_directory import load_map
 from megacore.errors import MegacoreError
+from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, load_tokenizer
 
 HF_CONFIG = {

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from megacore.convert.export import write_sample
 from megacore.convert.parity import load_exported, load_exported_tokenizer
-from megacore.convert.sample import write_sample
 from tests.convert.conftest import Exported
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.corpus.blocks import read_blocks
-from megacore.corpus.jsonl import count_documents
+from megacore.corpus.local_files import count_documents
 from megacore.corpus.segments import Segment, divide, first_line, jsonl_segments
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)

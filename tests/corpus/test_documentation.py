@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from megacore.config.source import Source
+from megacore.config.data import Source
 from megacore.corpus.remote import TEXT_SUFFIXES, fingerprint
 
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megacore.corpus import fetch as module
-from megacore.corpus import progress
+from megacore.corpus import fetch as progress
 from megacore.corpus.fetch import Patience, fetch
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
 from tests.corpus._server import Site, etag, serve

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megacore.config.source import HubSource
+from megacore.config.data import HubSource
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megacore.config.source import JsonlSource
+from megacore.config.data import JsonlSource
 from megacore.corpus.blocks import iterate_texts, read_blocks
 from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.documents import read_sources
-from megacore.corpus.jsonl import count_documents
+from megacore.corpus.local_files import count_documents
 from megacore.corpus.segments import jsonl_segments, segments
 from megacore.errors import DataFormatError
 from tests.corpus._files import write_form

@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megacore.config.source import JsonlSource, ParquetSource
-from megacore.corpus import parquet
+from megacore.config.data import JsonlSource, ParquetSource
+from megacore.corpus import local_files
 from megacore.corpus.blocks import iterate_texts
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import DataFormatError
@@ -80,6 +80,6 @@ def test_memory_is_bounded_where_values_are_repeated(tmp_path: Path) -> None:
     """The file's own sizes know of each value once."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(["x" * 10_000] * 4_000).dictionary_encode()}), path)
-    assert sum(parquet.group_sizes(path, "text")) < 1 << 20
-    sizes = [column.nbytes for column in parquet.read_column(path, "text", 0, None, 1 << 20)]
+    assert sum(local_files.group_sizes(path, "text")) < 1 << 20
+    sizes = [column.nbytes for column in local_files.read_column(path, "text", 0, None, 1 << 20)]
     assert max(sizes) < 16 << 20

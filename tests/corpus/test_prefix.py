@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.source import PrefixSource
+from megacore.config.data import PrefixSource
 from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.segments import segments
 from megacore.errors import DataFormatError

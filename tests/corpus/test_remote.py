@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.source import HttpSource
+from megacore.config.data import HttpSource
 from megacore.corpus import fetch, remote
 from megacore.corpus.blocks import iterate_texts
 from megacore.corpus.collect import collect, fingerprint

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.source import SourceTreeSource
+from megacore.config.data import SourceTreeSource
 from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.source_tree import list_files, root_of
 from megacore.errors import DataFormatError

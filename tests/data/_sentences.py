@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from megacore.config.spec import SpecialTokens
-from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megacore.data.vocabulary import Vocabulary
+from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megacore.tokenizer.vocabulary import Vocabulary
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 FIRST_TEXT, FIRST_SENTINEL, VOCAB_SIZE = 5, 400, 500

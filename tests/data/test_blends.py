@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megacore.data.blends import build_blend, build_exhaustive_blend, member_sizes, shares
+from megacore.data.index_plans import build_blend, build_exhaustive_blend, member_sizes, shares
 
 
 def test_members_are_asked_for_their_rounded_share_and_a_surplus() -> None:

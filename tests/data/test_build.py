@@ -5,20 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megacore.config.data import BertWordPieceTokenizer
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
-from megacore.config.tokenizer import BertWordPieceTokenizer
-from megacore.data.blended import BlendedDataset, ConcatDataset
 from megacore.data.build import MemberOpener, open_split, sentence_options
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps, map_path, member_directory
-from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.one_epoch import one_epoch, train_tokens
-from megacore.data.samples import Dataset
+from megacore.data.samples import BlendedDataset, ConcatDataset, Dataset
 from megacore.data.sentence_maps import build_sentence_maps
-from megacore.data.vocabulary import check_roles
 from megacore.errors import ConfigError, DataFormatError
+from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.build import build_tokenizer
+from megacore.tokenizer.vocabulary import check_roles
 from megacore.tokenizer.wordpiece import SPECIAL
 from tests.data._config import run_config
 from tests.data._files import write_tokens

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data.epochs import plan_epochs, plan_whole_documents
+from megacore.data.index_plans import plan_epochs, plan_whole_documents
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.config.data import FimConfig
-from megacore.config.tokenizer import TrainBpeTokenizer
+from megacore.config.data import FimConfig, TrainBpeTokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.data.build import open_split
 from megacore.data.fim import FimDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
-from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.data.samples import Batch, Dataset, Indices, as_array
 from megacore.errors import ConfigError
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.tokenizer import Tokenizer, load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 from tests.data._config import run_config

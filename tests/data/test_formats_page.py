@@ -51,7 +51,7 @@ def test_index_json_is_that_of_the_example(example: Path) -> None:
 def test_table_of_the_sample_index(example: Path) -> None:
     import numpy as np
 
-    from megacore.data.indexed_dataset import IndexedDataset
+    from megacore.token_files.indexed_dataset import IndexedDataset
 
     rows = re.findall(r"^\| (\d) \| (\d) \| ([\d ]+) \| (.*) \|$", PAGE, re.MULTILINE)
     tokens = IndexedDataset(example / "tiny_text_document")

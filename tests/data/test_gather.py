@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megacore.data._compiled import Gatherer
 from megacore.data.build import open_split
 from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
-from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megacore.data.packing import least_samples, pack_sample_index
+from megacore.data.index_plans import least_samples, pack_sample_index
+from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from tests.data._config import run_config
 from tests.data._reference import samples_of
 

@@ -26,9 +26,9 @@ from megacore.data.index_maps import (
     plan_epochs,
     read_description,
 )
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.splits import SPLIT_NAMES, split_ranges
+from megacore.data.index_options import SPLIT_NAMES, split_ranges
 from megacore.errors import ConfigError, DataFormatError
+from megacore.token_files.indexed_dataset import IndexedDataset
 from tests.data import _index_helpers_reference as reference
 from tests.data._files import write_tokens
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
 from megacore.errors import DataFormatError
+from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
 from tests.data._files import write_tokens
 
 HEADER_BYTES = 34

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_directory import MAP_NAMES, map_path, read_description
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
-from megacore.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter
 from megacore.errors import DataFormatError
 from megacore.inspect.provenance import Origins
+from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter
 from tests.data._corpus import entry, write_documents
 from tests.data._files import write_tokens
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.data import indexed_dataset_writer
-from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megacore.data.indexed_dataset_writer import permute
 from megacore.errors import DataFormatError, WorkspaceError
+from megacore.token_files import indexed_dataset_writer
+from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import permute
 
 Documents = list[list[list[int]]]
 
@@ -171,7 +171,7 @@ def test_full_disk_is_a_workspace_error(tmp_path: Path) -> None:
 NO_FILE_BEYOND_4_KB = """
 import resource, signal, sys
 import numpy as np
-from megacore.data.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.errors import WorkspaceError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

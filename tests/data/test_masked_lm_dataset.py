@@ -9,10 +9,10 @@ import pytest
 from megacore.config.data import MaskedLmConfig
 from megacore.data.index_directory import map_path
 from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.masked_lm_dataset import MaskedLmDataset
+from megacore.data.sentence_dataset import MaskedLmDataset
 from megacore.data.sentence_maps import build_sentence_maps, load_sentence_map
 from megacore.errors import DataFormatError
+from megacore.token_files.indexed_dataset import IndexedDataset
 from tests.data._sentences import CLS, MASK, SEP, VOCAB_SIZE, bert_row, vocabulary, write_lengths
 
 SEQ_LENGTH = 64

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.data.members import MEMBERS_NAME, token_prefixes, write_members
 from megacore.errors import DataFormatError
+from megacore.token_files.indexed_dataset import MEMBERS_NAME, token_prefixes, write_members
 from tests.data._files import write_tokens
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from megacore.data.index_directory import map_path, member_directory, read_description
 from megacore.data.index_options import IndexOptions, Member, Mixture, SentenceOptions
-from megacore.data.indexed_dataset import IndexedDataset
 from megacore.data.sentence_maps import (
     SentencePart,
     build_sentence_map,
@@ -17,6 +16,7 @@ from megacore.data.sentence_maps import (
     sentence_plan,
 )
 from megacore.errors import ConfigError, DataFormatError
+from megacore.token_files.indexed_dataset import IndexedDataset
 from tests.data import _index_helpers_reference as reference
 from tests.data._sentences import write_lengths
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data.splits import parse_split, split_ranges
+from megacore.data.index_options import parse_split, split_ranges
 from megacore.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from megacore.config.data import SpanCorruptionConfig
 from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
-from megacore.data.indexed_dataset import IndexedDataset
+from megacore.data.sentence_dataset import T5Dataset
 from megacore.data.sentence_maps import build_sentence_maps, load_sentence_map
-from megacore.data.t5_dataset import T5Dataset
+from megacore.token_files.indexed_dataset import IndexedDataset
 from tests.data._sentences import SENTINELS, SEP, joined, t5_row, vocabulary, write_lengths
 
 SEQ_LENGTH, DECODER = 96, 48

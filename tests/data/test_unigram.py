@@ -3,8 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from megacore.data.unigram import UnigramModel
 from megacore.errors import DataFormatError
+from megacore.train.score import UnigramModel
 
 
 def test_perplexity_of_smoothed_frequencies() -> None:

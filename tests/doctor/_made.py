@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megacore.data.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.doctor.facts import Contact, Facts, Needs
 from megacore.doctor.findings import Finding
 from megacore.doctor.protocol import HostProbe
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 
 GIB = 2**30
 MIB = 2**20

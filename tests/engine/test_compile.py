@@ -10,8 +10,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from megacore.config.run import RunConfig
 from megacore.engine.base import Engine
-from megacore.engine.build import build_engine
-from megacore.engine.compile import compiles
+from megacore.engine.build import build_engine, compiles
 from megacore.errors import ConfigError
 from megacore.parallel.mesh import ProcessMesh
 from tests.train import _runs

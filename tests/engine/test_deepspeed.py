@@ -166,7 +166,7 @@ OVERFLOWS = [1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1
 def scales() -> dict[str, Any]:
     """What DeepSpeed's scaler does with OVERFLOWS; what one does that is restored from it at each point."""
     from megacore.engine.deepspeed.join import join_ranks
-    from megacore.engine.deepspeed.scale import DeepSpeedLossScale
+    from megacore.engine.deepspeed.optimizer import DeepSpeedLossScale
 
     join_ranks()
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler as Theirs

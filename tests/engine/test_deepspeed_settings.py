@@ -12,12 +12,12 @@ from megacore.config import RunConfig
 from megacore.config.deepspeed import asked_of
 from megacore.config.deepspeed_checks import is_compared
 from megacore.engine.deepspeed import settings as deepspeed_settings_module
+from megacore.engine.deepspeed.join import import_deepspeed
 from megacore.engine.deepspeed.settings import NEVER, deepspeed_settings
-from megacore.engine.deepspeed.setup import import_deepspeed
 from megacore.errors import ConfigError
 from megacore.foreign.deepspeed_keys import definitions
 from megacore.foreign.files import read_json
-from megacore.optim.lr_schedule import LrSchedule
+from megacore.optim.param_schedule import LrSchedule
 from tests.config._deepspeed import PUBLIC, asking, nested, public
 
 ROOT = Path(__file__).resolve().parents[2]

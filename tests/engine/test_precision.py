@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.engine import precision
-from megacore.engine.precision import cpu_multiplies_bf16, resolve_precision
+from megacore import hardware
+from megacore.hardware import cpu_multiplies_bf16, resolve_precision
 
 
 @pytest.mark.parametrize("given", ["fp32", "bf16", "fp16"])
@@ -20,7 +20,7 @@ def test_a_given_precision_is_taken(given: str, device: str) -> None:
     ("capability", "expected"), [(0, "fp32"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (90, "bf16")]
 )
 def test_auto_on_a_gpu_asks_for_ampere(monkeypatch: pytest.MonkeyPatch, capability: int, expected: str) -> None:
-    monkeypatch.setattr(precision, "cuda_capability", lambda: capability)
+    monkeypatch.setattr(hardware, "cuda_capability", lambda: capability)
     assert resolve_precision("auto", "cuda") == expected
 
 
@@ -45,7 +45,7 @@ def test_an_unknown_cpu_computes_in_fp32(tmp_path: Path) -> None:
 
 def test_asking_imports_no_torch() -> None:
     code = (
-        "import sys; from megacore.engine.precision import resolve_precision; "
+        "import sys; from megacore.hardware import resolve_precision; "
         "resolve_precision('auto', 'cpu'); resolve_precision('auto', 'cuda'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

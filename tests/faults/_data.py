@@ -13,18 +13,15 @@ from typing import Any
 import numpy as np
 
 from megacore.artifact import Manifest, StageKey, build_artifact, open_artifact
-from megacore.config.source import HttpSource, RemoteFile, SourceTreeSource
-from megacore.config.tokenizer import TrainBpeTokenizer
+from megacore.config.data import HttpSource, RemoteFile, SourceTreeSource, TrainBpeTokenizer
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.fetch import Version
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
-from megacore.data.indexed_dataset import IndexedDatasetWriter
-from megacore.data.members import write_members
 from megacore.errors import ArtifactError
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter, write_members
 from megacore.tokenizer.build import build_tokenizer
-from megacore.tokenizer.shards import merge_shards, tokenize_shard
-from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
+from megacore.tokenizer.tokenize import TokenizeOptions, merge_shards, tokenize_corpus, tokenize_shard
 from tests.corpus._server import Site, _Handler, _Server
 from tests.faults._cases import Kind
 

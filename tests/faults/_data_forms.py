@@ -14,20 +14,18 @@ import pyarrow.parquet as pq
 import sentencepiece
 import zstandard
 
-from megacore.config.source import SourceTreeSource
-from megacore.config.tokenizer import TrainBpeTokenizer
-from megacore.corpus import parquet
+from megacore.config.data import SourceTreeSource, TrainBpeTokenizer
+from megacore.corpus import local_files
 from megacore.corpus.blocks import iterate_texts, read_blocks
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import SourceFile, read_sources, write_sources
 from megacore.corpus.fetch import Patience, fetch
-from megacore.corpus.jsonl import count_documents
+from megacore.corpus.local_files import count_documents
 from megacore.corpus.segments import jsonl_segments
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_directory import read_description
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.members import token_prefixes, write_members
 from megacore.errors import DataFormatError
+from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes, write_members
 from megacore.tokenizer.build import build_tokenizer, read_gpt2_bpe
 from megacore.tokenizer.load import JsonTokenizer, Tokenizer, load_tokenizer
 from megacore.tokenizer.records import read_files
@@ -35,8 +33,7 @@ from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 from megacore.tokenizer.sentences import SplitterChoice, make_splitter
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
-from megacore.zeroshot.lambada import read_lambada
-from megacore.zeroshot.wikitext import read_wikitext
+from megacore.zeroshot.texts import read_lambada, read_wikitext
 from tests.corpus._server import Site, _Handler, _Server, etag
 from tests.faults._data import texts, write_corpus
 from tests.faults._mutations import Form
@@ -129,7 +126,7 @@ def read_documents(directory: Path) -> Any:
         if bad:
             raise DataFormatError(bad[0].reason)
         found += good
-    sizes = parquet.group_sizes(path, "text") if path.suffix == ".parquet" else []
+    sizes = local_files.group_sizes(path, "text") if path.suffix == ".parquet" else []
     return count_documents(path, "text"), found, sizes
 
 

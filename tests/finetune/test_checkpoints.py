@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.artifact.workspace import STOP_FILE
 from megacore.checkpoint.format import Marker, verify
 from megacore.errors import CheckpointError
 from megacore.finetune.checkpoints import Progress
-from megacore.train.names import STOP_FILE
 from tests.finetune._tiny_task import Run, TinyTask, config, run, weights
 
 TRAIN = {"micro_batch_size": 8}

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from megacore.config.finetune_task import ClassificationConfig
+from megacore.config.finetune import ClassificationConfig
 from megacore.errors import DataFormatError
 from megacore.finetune.classification import read_labels
 from megacore.finetune.metrics import classification_settings

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
+from megacore.config.finetune import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
 from megacore.errors import ConfigError
 from megacore.finetune.metrics import (
     GLUE,

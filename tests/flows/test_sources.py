@@ -15,10 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from flows.prepare_data import prepare_data
 from flows.pretrain import pretrain
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.data.members import token_prefixes
 from megacore.errors import DataFormatError, WorkerLostError
-from megacore.tokenizer import shards
+from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
+from megacore.tokenizer import tokenize as shards
 from tasks import _pipeline
 from tests.flows.conftest import tiny_config
 

@@ -6,16 +6,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megacore.convert.model_source import find_model
 from megacore.generate.generate import generate
-from megacore.generate.options import GenerateOptions
-from megacore.generate.source import find_model
 from megacore.generate.weights import load_gpt
+from megacore.jobs.model import GenerateOptions
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.tokenizer import load_tokenizer
-from megacore.zeroshot.lambada import read_lambada
 from megacore.zeroshot.score import Scorer
-from megacore.zeroshot.wikitext import read_wikitext
+from megacore.zeroshot.texts import read_lambada, read_wikitext
 from tests._dist import still_alive
 from tests.generate import _tiny
 

@@ -9,7 +9,7 @@ import torch
 
 from megacore.errors import ConfigError
 from megacore.generate.generate import Continuation, generate
-from megacore.generate.options import GenerateOptions
+from megacore.jobs.model import GenerateOptions
 from megacore.models.gpt import GPTModel
 from tests.generate import _tiny
 
@@ -43,7 +43,7 @@ def test_cache_and_company_change_nothing(kind: str) -> None:
 
 def step_by_step(model: GPTModel, prompt: list[int], number: int, options: GenerateOptions) -> tuple[int, ...]:
     """What the prompt becomes when it is read from its beginning for every token, without padding."""
-    from megacore.generate.sampling import Chooser
+    from megacore.generate.generate import Chooser
 
     tokens, chooser = list(prompt), Chooser(options, [number])
     while len(tokens) < len(prompt) + 30:

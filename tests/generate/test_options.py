@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.generate.options import DEFAULT_NEW_TOKENS, GenerateOptions, new_token_limits
+from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions, new_token_limits
 
 
 @pytest.mark.parametrize(

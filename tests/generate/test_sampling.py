@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.generate.options import GenerateOptions
-from megacore.generate.sampling import Chooser, sample
+from megacore.generate.generate import Chooser, sample
+from megacore.jobs.model import GenerateOptions
 
 PROBABILITIES = torch.tensor([0.1, 0.0, 0.35, 0.05, 0.3, 0.2], dtype=torch.float64)
 LOGITS = PROBABILITIES.log()

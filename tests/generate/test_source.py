@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore.convert.model_source import find_model, find_tokenizer, require_family
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
-from megacore.generate.source import find_model, find_tokenizer, require_family
 from megacore.jobs.model import ModelSource
 from tests.generate import _tiny
 

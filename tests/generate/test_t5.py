@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError
 from megacore.generate.generate import generate
-from megacore.generate.options import GenerateOptions, new_token_limits
-from megacore.generate.source import find_model
 from megacore.generate.weights import load_model
+from megacore.jobs.model import GenerateOptions, new_token_limits
 from megacore.models.t5 import T5Model
 from megacore.parallel.mesh import ProcessMesh
 from tests.generate import _tiny

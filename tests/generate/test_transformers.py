@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.convert.model_source import find_model
 from megacore.generate.generate import generate
-from megacore.generate.options import GenerateOptions
-from megacore.generate.source import find_model
 from megacore.generate.weights import load_gpt
+from megacore.jobs.model import GenerateOptions
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from tests.generate import _tiny

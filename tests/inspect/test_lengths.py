@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.inspect import lengths
-from megacore.inspect.lengths import bin_lengths, ranked, summarize_lengths
+from megacore.inspect import tokens as lengths
+from megacore.inspect.tokens import bin_lengths, ranked, summarize_lengths
 
 lengths_of = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 2**31 - 1)), min_size=1, max_size=30)
 

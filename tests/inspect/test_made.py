@@ -14,8 +14,7 @@ from megacore.data.index_options import IndexOptions, Member, Mixture, SentenceO
 from megacore.data.sentence_maps import build_sentence_maps
 from megacore.errors import DataFormatError
 from megacore.inspect.index import find_sample
-from megacore.inspect.made import spelled
-from megacore.inspect.report import report_index, report_sample
+from megacore.inspect.report import report_index, report_sample, spelled
 from megacore.inspect.verify import verify
 from megacore.tokenizer import load_tokenizer
 from tests.data._sentences import write_lengths
@@ -75,7 +74,7 @@ def test_options_are_those_of_the_manifest(tmp_path: Path, tokenizer: Path, monk
     directory = build(tmp_path, "bert")
     before = report_sample(directory, "train", 0, tokenizer)["made"]
     given = {"masked_lm": {"masked_lm_prob": 0.5, "pairs": True}}
-    monkeypatch.setattr("megacore.inspect.made._parameters", lambda place: given)
+    monkeypatch.setattr("megacore.inspect.report._parameters", lambda place: given)
     made = report_sample(directory, "train", 0, tokenizer)["made"]
     assert made["options"]["masked_lm_prob"] == 0.5
     assert len(made["predicts"]) > len(before["predicts"])

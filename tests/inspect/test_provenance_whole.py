@@ -10,19 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.config.source import JsonlSource, ParquetSource, Source, SourceTreeSource
+from megacore.config.data import JsonlSource, ParquetSource, Source, SourceTreeSource
 from megacore.corpus.collect import collect
 from megacore.corpus.segments import divide, segments
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
-from megacore.data.indexed_dataset import IndexedDataset
-from megacore.inspect.provenance import find_origins
-from megacore.inspect.report import report_sample
-from megacore.inspect.source import read_document
-from megacore.inspect.text import find_tokenizer, open_decoder
+from megacore.inspect.provenance import find_origins, read_document
+from megacore.inspect.report import find_tokenizer, open_decoder, report_sample
 from megacore.inspect.tokens import document_tokens, find_prefixes
 from megacore.inspect.verify import verify
-from megacore.tokenizer.shards import merge_shards, tokenize_shard
-from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
+from megacore.token_files.indexed_dataset import IndexedDataset
+from megacore.tokenizer.tokenize import TokenizeOptions, merge_shards, tokenize_corpus, tokenize_shard
 from tests.data._corpus import END_OF_TEXT, byte_tokenizer
 
 TEXTS = [f"Text {number}. " + "It has wörds. " * (number % 7) for number in range(60)]

@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError
-from megacore.inspect import source
-from megacore.inspect.provenance import Place
-from megacore.inspect.source import read_document
+from megacore.inspect import provenance
+from megacore.inspect.provenance import Place, read_document
 from tests.data._corpus import write_lines
 
 TEXTS = ["first", "", "thïrd\nline", "x" * 100, "last"]
@@ -19,7 +18,7 @@ TEXTS = ["first", "", "thïrd\nline", "x" * 100, "last"]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_SCAN_BYTES", 16)
+    monkeypatch.setattr(provenance, "_SCAN_BYTES", 16)
 
 
 def place(path: Path, line: int, key: str = "text") -> Place:

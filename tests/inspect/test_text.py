@@ -9,7 +9,7 @@ from megacore.artifact.build import StageKey, seal
 from megacore.artifact.manifest import Manifest
 from megacore.errors import DataFormatError
 from megacore.inspect.provenance import Origins
-from megacore.inspect.text import find_text, find_tokenizer, open_decoder
+from megacore.inspect.report import find_text, find_tokenizer, open_decoder
 from tests.data._corpus import byte_tokenizer, write_corpus, write_documents
 
 

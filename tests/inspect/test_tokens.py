@@ -2,11 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from megacore.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megacore.data.members import write_members
 from megacore.errors import DataFormatError
 from megacore.inspect import tokens
 from megacore.inspect.tokens import describe, document_of, document_tokens, find_prefixes, id_range
+from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter, write_members
 from tests.data._files import write_tokens
 
 

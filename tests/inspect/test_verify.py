@@ -9,10 +9,10 @@ from megacore.artifact.build import StageKey, seal
 from megacore.artifact.manifest import Manifest, list_files
 from megacore.data.index_directory import map_path
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
-from megacore.data.members import write_members
 from megacore.errors import ArtifactError, DataFormatError
-from megacore.inspect import verify_maps
+from megacore.inspect import verify as verify_maps
 from megacore.inspect.verify import verify
+from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import entry, write_documents
 from tests.data._files import write_tokens
 

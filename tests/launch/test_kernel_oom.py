@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.launch.kernel_oom import KillCounter, memory_text, oom_kills
+from megacore.launch.watch import KillCounter, memory_text, oom_kills
 
 V1 = "9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n"
 

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster import torchrun
+from megacore.cluster import rank_commands
 from megacore.errors import DataFormatError, MegacoreError, MemoryExhaustedError, RankLostError, RankStalledError
 from megacore.launch import watch
 from megacore.launch.exit_reason import write_reason
 from megacore.launch.failure import Attempt
 from megacore.launch.guard import descendants
-from megacore.launch.kernel_oom import KillCounter
 from megacore.launch.rank_table import RankState, furthest_behind, rank_states, table
 from megacore.launch.supervise import supervise
-from megacore.launch.watch import LOST_LIMIT, REMOTE_DELAY, START_DELAY, RankWatch, Trouble
+from megacore.launch.watch import LOST_LIMIT, REMOTE_DELAY, START_DELAY, KillCounter, RankWatch, Trouble
 from megacore.observe.heartbeat import ENDED, Beat, Heartbeat, beat_path, read_heartbeat
 from tests.launch._processes import environment, fake_ranks, wait_until
 
@@ -66,8 +65,8 @@ def row(text: str, rank: int) -> str:
 def test_a_stalled_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
     config = tmp_path / "job.json"
     config.write_text(json.dumps({"exit_directory": str(tmp_path / "exit")}))
-    command = torchrun.command("tests.launch._stuck_rank", config, 2)
-    env = {**environment(), **torchrun.rank_environment(1)}
+    command = rank_commands.torchrun_alone("tests.launch._stuck_rank", config, 2)
+    env = {**environment(), **rank_commands.rank_environment(1)}
     error, text, log = end_of(tmp_path, command, env=env, stall_limit=2.5)
     assert isinstance(error, RankStalledError)
     host = os.uname().nodename

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megacore.config.data import MaskedLmConfig
+from megacore.models.base import LM_LOSS
 from megacore.models.bert import BertModel
 from megacore.models.build import build_model
-from megacore.models.losses import LM_LOSS
 from megacore.parallel.mesh import ProcessMesh
 from tests import _families
 from tests._families import BERTS

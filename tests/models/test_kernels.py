@@ -11,7 +11,7 @@ from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.kernels.cpu.common import runs_bf16, runs_fp32
 from megacore.models.base import Model
 from megacore.models.gpt import GPTModel
-from megacore.models.layers.cache import KeyValueCache
+from megacore.models.layers.shared import KeyValueCache
 from tests import _families
 from tests._families import DECODERS, LENGTH, VARIANTS
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from megacore.errors import ParallelLayoutError
 from megacore.models.build import build_model
-from megacore.models.layers.attention_bias import attention_bias
-from megacore.models.layers.relative import RelativeBias
+from megacore.models.layers.attention_bias import RelativeBias, attention_bias
 from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
 from tests._tensor_ranks import HEADS, MLP_WEIGHTS, attention_reference, joined, random
 from tests._tiny import tiny_config

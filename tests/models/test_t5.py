@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.convert.hf.forms import form_of
-from megacore.models.base import Model
+from megacore.models.base import LM_LOSS, Model
 from megacore.models.build import build_model
 from megacore.models.init import initialize
-from megacore.models.losses import LM_LOSS
 from megacore.models.t5 import T5Model
 from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.observe import tensorboard
+from megacore.observe import recorder as tensorboard
 from megacore.observe.recorder import Recorder
 from tests.observe.test_logging import REPORT
 

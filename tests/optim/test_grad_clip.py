@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megacore.optim.grad_clip import clip_divisor
+from megacore.optim.adam import clip_divisor
 
 
 def test_a_large_gradient_is_divided_to_the_limit_and_a_small_one_is_not() -> None:

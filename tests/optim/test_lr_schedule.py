@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from megacore.config.optim import LrDecayStyle, LrWsdDecayStyle
-from megacore.optim.lr_schedule import LrSchedule
+from megacore.optim.param_schedule import LrSchedule
 from tests._tiny import tiny_config
 
 RECIPE_345M = LrSchedule(lr=1.5e-4, min_lr=1e-5, warmup_steps=3200, decay_steps=320_000, style="cosine")

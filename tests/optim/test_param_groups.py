@@ -2,7 +2,7 @@
 
 import torch
 
-from megacore.optim.param_groups import param_groups
+from megacore.optim.adam import param_groups
 
 PARAMETERS = {
     "embedding.word_embeddings.weight": torch.zeros(8, 4),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megacore.optim.weight_decay import WeightDecaySchedule
+from megacore.optim.param_schedule import WeightDecaySchedule
 from tests._tiny import tiny_config
 
 

@@ -16,11 +16,11 @@ from megacore.data.sampler import micro_batch_indices
 from megacore.engine.base import Engine
 from megacore.engine.build import build_engine
 from megacore.models.stage import Stage
-from megacore.optim.lr_schedule import LrSchedule
+from megacore.optim.param_schedule import LrSchedule
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.parallel.rng import micro_batch_seed
-from megacore.pipeline_parallel.copies import shared_stages
+from megacore.pipeline_parallel.partition import shared_stages
 from tests._dist import still_alive
 
 STEPS = 20

@@ -8,14 +8,14 @@ from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.models.build import build_model
 from megacore.parallel.mesh import ProcessMesh
-from megacore.pipeline_parallel.copies import (
+from megacore.pipeline_parallel.partition import (
     DECODER_BIAS,
     ENCODER_BIAS,
     WORD_EMBEDDINGS,
+    chunks_of,
     copied_parameters,
     shared_stages,
 )
-from megacore.pipeline_parallel.partition import chunks_of
 
 VOCAB = 64
 T5 = {"normalization": "rmsnorm", "add_bias_linear": False, "position_embedding_type": "relative"}

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from megacore.config.t5_stages import T5Stages
+from megacore.config.parallel import T5Stages
 from megacore.errors import ParallelLayoutError
-from megacore.pipeline_parallel.balance import partition
-from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, gpt_chunks, t5_chunks
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, gpt_chunks, partition, t5_chunks
 from tests._tiny import tiny_config
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan.activations import Activations
+from megacore.plan.memory import Activations
 from megacore.plan.throughput import recomputed_layers
 from tests.plan._models import BERT, LLAMA, T5, VOCAB_SIZE, family, saved_bytes
 

@@ -4,7 +4,7 @@ import pytest
 
 from megacore.config import RunConfig
 from megacore.engine.deepspeed.settings import deepspeed_settings
-from megacore.plan.buffers import Buffers, DeepSpeedMemory
+from megacore.plan.zero import Buffers, DeepSpeedMemory
 from tests.plan._deepspeed import deepspeed
 
 SIZES = (1000, 6, 3000, 10)

@@ -8,8 +8,8 @@ import pytest
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError
 from megacore.plan.advice import Place
-from megacore.plan.fit import Room, check_memory
 from megacore.plan.memory import GIB
+from megacore.plan.preflight import Room, check_memory
 
 VOCAB_SIZE = 50_257
 XL = {"engine": "deepspeed", "launch.nproc_per_node": 4, "train.global_batch_size": 64}

@@ -13,8 +13,7 @@ from megacore.models.parameters import (
 )
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan.activations import Activations
-from megacore.plan.memory import MemoryEstimate, engine_name, estimate_memory, estimate_stages
+from megacore.plan.memory import Activations, MemoryEstimate, engine_name, estimate_memory, estimate_stages
 from tests.plan._deepspeed import deepspeed
 from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
 

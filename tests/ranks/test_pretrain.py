@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.cluster import torchrun
+from megacore.cluster import rank_commands
 from megacore.jobs.run import EvaluateJob, TrainJob
 from megacore.models.build import build_model
 from megacore.observe.heartbeat import read_heartbeats
@@ -23,8 +23,8 @@ TIMEOUT = 240
 
 def start(module: str, job_file: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        torchrun.command(f"megacore.launch.{module}", job_file, ranks),
-        env={**os.environ, **torchrun.rank_environment(1)},
+        rank_commands.torchrun_alone(f"megacore.launch.{module}", job_file, ranks),
+        env={**os.environ, **rank_commands.rank_environment(1)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -120,10 +120,10 @@ def test_a_rank_does_not_outlive_its_launcher(data: Path, tmp_path: Path) -> Non
     endless = _runs.config(train=_runs.config().train.model_dump() | {"train_iters": 50, "eval_interval": 1})
     job: TrainJob = _runs.job(endless, data, tmp_path)
     job.write(tmp_path / "run.json")
-    command = torchrun.command("megacore.ranks.pretrain", tmp_path / "run.json", 1)
+    command = rank_commands.torchrun_alone("megacore.ranks.pretrain", tmp_path / "run.json", 1)
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path / "pid"), *command],
-        env={**os.environ, **torchrun.rank_environment(1)},
+        env={**os.environ, **rank_commands.rank_environment(1)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

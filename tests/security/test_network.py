@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.deepspeed_launcher import command as deepspeed_command
-from megacore.cluster.torchrun import command, rank_environment
+from megacore.cluster.rank_commands import deepspeed_alone as deepspeed_command
+from megacore.cluster.rank_commands import rank_environment, torchrun_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,9 @@ def test_servers_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for name in ("_wait_healthy", "_wait_ended", "create_store", "_write_prefect_toml"):
         monkeypatch.setattr(servers, name, lambda *arguments: None)
     monkeypatch.setattr(servers.asyncio, "run", lambda coroutine: coroutine.close())
-    monkeypatch.setattr(servers, "_launch", lambda known, workspace, name, command: started.append(command))
+    monkeypatch.setattr(
+        servers, "_launch", lambda known, workspace, name, torchrun_alone: started.append(torchrun_alone)
+    )
     known = servers.Servers("token", "http://127.0.0.1:1", "http://127.0.0.1:2", {"deploy": None})
     for name in ("PREFECT_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_WORKER_QUERY_SECONDS", "PWD"):
         monkeypatch.setenv(name, "")
@@ -39,7 +41,7 @@ def test_servers_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_ranks_of_one_machine_meet_on_loopback(tmp_path: Path) -> None:
-    words = command("m", tmp_path / "c.json", 2)
+    words = torchrun_alone("m", tmp_path / "c.json", 2)
     assert "--local-addr=127.0.0.1" in words
     assert "--master_addr=127.0.0.1" in deepspeed_command("m", tmp_path / "c.json", 2)
     assert rank_environment(1)["GLOO_SOCKET_IFNAME"] == "lo"
@@ -49,7 +51,7 @@ def test_ranks_of_one_machine_meet_on_loopback(tmp_path: Path) -> None:
 def test_torchruns_pickled_state_is_in_a_file_and_not_on_the_network(tmp_path: Path) -> None:
     stale = tmp_path / ".rendezvous-old"
     stale.write_text("an earlier attempt's")
-    first, second = (command("m", tmp_path / "c.json", 2) for _ in range(2))
+    first, second = (torchrun_alone("m", tmp_path / "c.json", 2) for _ in range(2))
     (endpoint,) = (word.partition("=")[2] for word in first if word.startswith("--rdzv-endpoint="))
     assert Path(endpoint).parent == tmp_path
     assert any(word.startswith("--rdzv-conf=store_type=file,") for word in first)

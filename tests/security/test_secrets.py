@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megacore.artifact import StageKey, build_artifact
+from megacore.config.data import HttpSource
 from megacore.config.difference import changes_of
-from megacore.config.source import HttpSource
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import ConfigError, MegacoreError
 from megacore.jobs.run import ConvertJob, RankJob, TrainJob

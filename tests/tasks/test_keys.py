@@ -13,9 +13,9 @@ from megacore.config import FinetuneConfig, RunConfig, load_config
 from megacore.config.base import FinetuneStage, PretrainStage, Section
 from megacore.config.load import parse_finetune_config
 from megacore.corpus.segments import Segment
-from megacore.data.members import write_members
 from megacore.errors import MegacoreError
 from megacore.hardware import Hardware
+from megacore.token_files.indexed_dataset import write_members
 from tasks import finetune_export, finetune_publish
 from tasks._tokens import tokenize_key
 from tasks.convert import convert_key

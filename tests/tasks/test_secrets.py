@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config.source import HttpSource
+from megacore.config.data import HttpSource
 from megacore.errors import ConfigError
 from tasks import _pipeline
 from tasks._cli import _refuse_secrets

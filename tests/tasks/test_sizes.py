@@ -6,9 +6,9 @@ import pytest
 
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
-from megacore.data.members import TOKENS_NAMES
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
+from megacore.token_files.indexed_dataset import TOKENS_NAMES
 from tasks.index import wanted_samples
 from tasks.train import job_of, make_job, training_counts
 from tests.data._files import write_tokens

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megacore.parallel.mesh import ALONE
-from megacore.tensor_parallel import mappings, sequence_parallel
+from megacore.tensor_parallel import mappings
+from megacore.tensor_parallel import mappings as sequence_parallel
 from tests._tensor_ranks import random
 
 PAIRS = [

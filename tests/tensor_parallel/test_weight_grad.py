@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacore.tensor_parallel import VocabParallelEmbedding
-from megacore.tensor_parallel.weight_grad import matmul_gradient
+from megacore.tensor_parallel.linear import matmul_gradient
 from tests._gpt_ranks import Sink
 from tests._tensor_ranks import ids, random
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megacore.config.tokenizer import TrainBpeTokenizer
+from megacore.config.data import TrainBpeTokenizer
 from megacore.corpus.documents import CorpusWriter
-from megacore.data.indexed_dataset import IndexedDataset
+from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.tokenize import TokenizeOptions, tokens_prefix
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError
-from megacore.tokenizer.assemble import assemble
 from megacore.tokenizer.load import Encoded
+from megacore.tokenizer.pipeline import assemble
 
 Document = list[list[int]]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
 from megacore.config.spec import SpecialTokens
-from megacore.config.tokenizer import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, DownloadError
 from megacore.tokenizer import load_tokenizer, padded_vocab_size

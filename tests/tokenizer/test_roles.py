@@ -8,14 +8,13 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from megacore.config.tokenizer import HfTokenizer, SentencePieceTokenizer, TrainBpeTokenizer
+from megacore.config.data import HfTokenizer, SentencePieceTokenizer, TrainBpeTokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, open_tokenizer
 from megacore.tokenizer.load import JsonTokenizer
-from megacore.tokenizer.roles import role_names, special_tokens
-from megacore.tokenizer.words import continues_word
+from megacore.tokenizer.vocabulary import continues_word, role_names, special_tokens
 from tests.data._corpus import byte_tokenizer
 
 EXTRA = ["<extra_id_0>", "<extra_id_1>", "<extra_id_2>"]

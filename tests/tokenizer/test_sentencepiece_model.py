@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from megacore.config.data import SentencePieceTokenizer
 from megacore.config.spec import SpecialTokens
-from megacore.config.tokenizer import SentencePieceTokenizer
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, fingerprint

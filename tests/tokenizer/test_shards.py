@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from megacore.corpus.segments import divide, jsonl_segments, segments
 from megacore.errors import DataFormatError
-from megacore.tokenizer.shards import merge_shards, tokenize_shard
-from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
+from megacore.tokenizer.tokenize import TokenizeOptions, merge_shards, tokenize_corpus, tokenize_shard
 from tests.tokenizer._corpora import TEXTS, train_tokenizer, write_corpus
 
 

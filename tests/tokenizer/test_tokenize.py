@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.config.source import PrefixSource
+from megacore.config.data import PrefixSource
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
-from megacore.data.indexed_dataset import IndexedDataset
 from megacore.errors import DataFormatError, WorkspaceError
+from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer import load_tokenizer, tokenize
 from megacore.tokenizer.pipeline import encode_blocks
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus, tokens_prefix

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.tokenizer import TrainWordPieceTokenizer
+from megacore.config.data import TrainWordPieceTokenizer
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer

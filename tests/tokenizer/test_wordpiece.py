@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore.config.data import BertWordPieceTokenizer
 from megacore.config.spec import SpecialTokens
-from megacore.config.tokenizer import BertWordPieceTokenizer
 from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, fingerprint

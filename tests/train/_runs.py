@@ -12,13 +12,13 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
-from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.engine.build import build_engine
 from megacore.jobs.run import TrainJob
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
-from megacore.pipeline_parallel.copies import shared_stages
+from megacore.pipeline_parallel.partition import shared_stages
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
 
 VOCAB_SIZE = 61

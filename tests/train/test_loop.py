@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megacore.artifact.workspace import CONFIG_KEY
 from megacore.checkpoint.load import read_state, read_tensors
 from megacore.config.run import RunConfig
 from megacore.errors import DataFormatError, MemoryExhaustedError, TrainingError
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.loop import Trainer
-from megacore.train.names import CONFIG_KEY
 from tests._dist import run_distributed
 from tests.train import _runs
 

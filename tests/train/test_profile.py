@@ -11,8 +11,8 @@ import pytest
 from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, TrainingError
-from megacore.observe.memory_timeline import MemoryTimeline, ResidentSampler, read_allocations, thinned
 from megacore.train import profile as profiles
+from megacore.train.profile import MemoryTimeline, ResidentSampler, read_allocations, thinned
 from tests._dist import run_distributed
 from tests.train import _runs
 

@@ -12,7 +12,6 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.data.build import open_split
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
-from megacore.data.indexed_dataset import IndexedDatasetWriter
 from megacore.engine.native import NativeEngine
 from megacore.jobs.run import EvaluateJob
 from megacore.models.build import build_model
@@ -20,6 +19,7 @@ from megacore.models.gpt import GPTModel
 from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
+from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
 from megacore.train.score import Scorer
 from tests.train import _runs

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from megacore.artifact.workspace import STOP_FILE
 from megacore.checkpoint.format import read_tracker
 from megacore.config.run import RunConfig
 from megacore.errors import PreemptedError, TrainingStoppedError
 from megacore.observe.recorder import Recorder
-from megacore.train.names import STOP_FILE
 from megacore.train.stop import StopRequest
 from tests._dist import run_distributed
 from tests.train import _runs

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.zeroshot.detokenize import count_words, detokenize_wikitext
+from megacore.zeroshot.texts import count_words, detokenize_wikitext
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError
-from megacore.generate.source import find_model
 from megacore.generate.weights import load_gpt
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import Tokenizer
-from megacore.zeroshot.lambada import Passage, read_lambada
 from megacore.zeroshot.score import Scorer
-from megacore.zeroshot.wikitext import WikiText, read_wikitext
+from megacore.zeroshot.texts import Passage, WikiText, read_lambada, read_wikitext
 from tests.generate import _tiny
 from tests.zeroshot import _texts
 
@@ -138,7 +137,7 @@ def test_last_words_are_those_of_transformers(bench: Bench, batch_size: int) -> 
 def test_a_word_counts_when_all_its_tokens_are_the_most_probable(bench: Bench) -> None:
     """Targets that the model itself has written are all correct; one wrong token makes one wrong."""
     from megacore.generate.generate import generate
-    from megacore.generate.options import GenerateOptions
+    from megacore.jobs.model import GenerateOptions
 
     prompts = [passage.context.tolist()[:40] for passage in bench.passages]
     written = generate(bench.ours, prompts, GenerateOptions(max_new_tokens=3), vocab_size=VOCAB)

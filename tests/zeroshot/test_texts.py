@@ -7,8 +7,7 @@ import pytest
 
 from megacore.errors import DataFormatError
 from megacore.tokenizer import Tokenizer
-from megacore.zeroshot.lambada import read_lambada
-from megacore.zeroshot.wikitext import read_wikitext
+from megacore.zeroshot.texts import read_lambada, read_wikitext
 from tests.generate import _tiny
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.zeroshot.windows import Window, check_windows, windows
+from megacore.zeroshot.texts import Window, check_windows, windows
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 8, 9, 10, 16, 17, 18, 33, 100])

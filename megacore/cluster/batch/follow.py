@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from megacore.cluster.batch.beat import FollowerBeat
 from megacore.cluster.batch.kubernetes import KubernetesJob
 from megacore.cluster.batch.scheduler import End, Look, Scheduler, Submission
 from megacore.cluster.batch.slurm import SlurmJob
-from megacore.cluster.batch.spec import STOP_MARGIN, BatchSpec
+from megacore.cluster.batch.spec import STOP_MARGIN, BatchSpec, FollowerBeat
 from megacore.errors import MegacoreError
 from megacore.launch.exit_reason import read_reasons, write_launcher_reason
 from megacore.launch.launcher_state import write_launcher_state

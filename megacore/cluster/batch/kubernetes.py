@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import workspace_errors
-from megacore.cluster.batch.command import TIMEOUT, one_line, run
-from megacore.cluster.batch.render import render
-from megacore.cluster.batch.scheduler import End, Look, Submission
+from megacore.cluster.batch.scheduler import TIMEOUT, End, Look, Submission, one_line, render, run
 from megacore.cluster.batch.spec import BatchSpec, replace
 from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
 

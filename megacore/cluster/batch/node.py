@@ -19,12 +19,11 @@ from types import FrameType
 from typing import Any
 
 from megacore.artifact.files import workspace_errors
-from megacore.cluster import torchrun
-from megacore.cluster.batch.beat import FollowerWatch
+from megacore.cluster import rank_commands
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet
-from megacore.cluster.batch.spec import BatchSpec, replace
+from megacore.cluster.batch.spec import BatchSpec, FollowerWatch, replace
 from megacore.cluster.hosts.network import interface_problem, interface_to
-from megacore.cluster.hosts.node_command import torchrun_command
+from megacore.cluster.hosts.plan import torchrun_command
 from megacore.config.run import RunConfig
 from megacore.errors import LaunchError, MegacoreError, ParallelLayoutError, RankLostError
 from megacore.launch.exit_reason import LAUNCHER_REASON, write_launcher_reason
@@ -161,9 +160,9 @@ def _job_of(spec: BatchSpec, place: Place, meeting: Meeting | None) -> tuple[lis
     threads = spec.launch.threads_per_rank or max(1, place.cpus // spec.ranks_per_node)
     job_file = _own_job_file(spec, place, threads)
     one = meeting is None
-    environment = {**spec.environment, **torchrun.rank_environment(threads, one_machine=one)}
+    environment = {**spec.environment, **rank_commands.rank_environment(threads, one_machine=one)}
     if meeting is None:
-        return torchrun.command(spec.module, job_file, spec.ranks_per_node), environment
+        return rank_commands.torchrun_alone(spec.module, job_file, spec.ranks_per_node), environment
     hosts = dict.fromkeys(place.names, spec.ranks_per_node)
     command = torchrun_command(hosts, place.rank, spec.module, job_file, master=meeting.address, port=meeting.port)
     return command, environment | _interfaces(spec, place, meeting)

@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megacore.artifact.files import workspace_errors
-from megacore.cluster.batch.command import one_line, run
-from megacore.cluster.batch.render import render
-from megacore.cluster.batch.scheduler import End, Look, Submission
+from megacore.cluster.batch.scheduler import End, Look, Submission, one_line, render, run
 from megacore.cluster.batch.spec import BatchSpec, replace
 from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
-from megacore.launch.mark import JOB_VARIABLE
+from megacore.launch.guard import JOB_VARIABLE
 
 REMOVE_LIMIT = 180.0
 """Seconds in which an earlier job must be gone after it was cancelled."""

@@ -16,7 +16,7 @@ from megacore.cluster.hosts.ssh import python
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, LaunchError, ParallelLayoutError
 from megacore.jobs.run import Job, RankJob
-from megacore.launch.mark import JOB_VARIABLE
+from megacore.launch.guard import JOB_VARIABLE
 from megacore.plan.layouts import layout_of
 
 if TYPE_CHECKING:

@@ -32,11 +32,9 @@ from types import FrameType
 
 from megacore.cluster.hosts.channel import BEAT, BEAT_INTERVAL, FULL, Channel, Message, WakeUp, wait
 from megacore.cluster.hosts.network import free_port, interface_problem, interface_to
-from megacore.launch.guard import catches, descendants, end_all
-from megacore.launch.kernel_oom import KillCounter, memory_text
-from megacore.launch.mark import marked
+from megacore.launch.guard import catches, descendants, end_all, marked
 from megacore.launch.rank_table import rank_states
-from megacore.launch.watch import RankWatch
+from megacore.launch.watch import KillCounter, RankWatch, memory_text
 
 HEADLESS_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks whose head is gone."""

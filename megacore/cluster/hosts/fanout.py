@@ -21,15 +21,12 @@ from pathlib import Path
 from types import FrameType
 
 from megacore.cluster.hosts.channel import BEAT, BEAT_INTERVAL, Message, WakeUp, wait
-from megacore.cluster.hosts.connection import Connection
-from megacore.cluster.hosts.host_set import HostSet
+from megacore.cluster.hosts.connection import Connection, HostSet
 from megacore.cluster.hosts.plan import Plan
 from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError
 from megacore.launch.exit_reason import write_launcher_reason
-from megacore.launch.guard import KILL_LIMIT
-from megacore.launch.mark import JOB_VARIABLE
-from megacore.launch.rank_table import StateReport
-from megacore.launch.reported import Report, write_report
+from megacore.launch.guard import JOB_VARIABLE, KILL_LIMIT
+from megacore.launch.rank_table import Report, StateReport, write_report
 from megacore.launch.watch import STANDSTILL, Trouble
 
 HELLO_LIMIT = 45.0

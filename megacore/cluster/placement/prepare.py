@@ -18,10 +18,10 @@ from typing import Any
 
 from megacore.artifact.files import workspace_errors
 from megacore.artifact.manifest import file_digest
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.format import complete_checkpoints
 from megacore.cluster.hosts.ssh import SSH_FAILED, HostResult, Ssh, python, run_on_hosts
-from megacore.cluster.placement.copy import Copier, Transfer, check_rsync
-from megacore.cluster.placement.files import Item
+from megacore.cluster.placement.files import Copier, Item, Transfer, check_rsync
 from megacore.cluster.placement.reads import (
     JOB_FILES_ROLE,
     directory_items,
@@ -35,7 +35,6 @@ from megacore.errors import HostLostError, LaunchError
 from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.model import ModelJob
 from megacore.jobs.run import Job, TrainJob
-from megacore.train.names import CHECKPOINTS_NAME
 
 __all__ = ["loaded_checkpoints", "prepare_finetune_hosts", "prepare_hosts", "prepare_model_hosts"]
 

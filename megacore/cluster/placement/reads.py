@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.format import MARKER_NAME, Marker, complete_checkpoints, latest_complete, verify
 from megacore.cluster.placement.files import Entry, Item
-from megacore.data.token_format import bin_path, idx_path
 from megacore.engine.deepspeed.operators import operator_directories
 from megacore.errors import ArtifactError, CheckpointError, LaunchError
 from megacore.jobs.run import EvaluateJob, Job, TrainJob
-from megacore.train.names import CHECKPOINTS_NAME
+from megacore.token_files.indexed_dataset_writer import bin_path, idx_path
 
 if TYPE_CHECKING:
     from megacore.jobs.model import ModelJob

@@ -5,22 +5,25 @@ and deepspeed is not needed.
 
 Source: microsoft/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint; Megatron-DeepSpeed,
 megatron/checkpointing.py.
+
+What DeepSpeed's checkpoints call the parameters of models of ours and of Megatron-DeepSpeed, and what we do.
+
+A model of ours in a checkpoint of DeepSpeed: which it is, and its parameters from all tensor-parallel ranks.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.format import STATE_NAME
+from megacore.checkpoint.spec import read_spec
 from megacore.config.spec import ModelSpec
 from megacore.convert.deepspeed.files import Saved, checkpoint_directory, saved_files
-from megacore.convert.deepspeed.masters import undivided_parts
-from megacore.convert.deepspeed.names import megatron_names, our_names, style_of
-from megacore.convert.deepspeed.own import OwnTensors, parameter_names, spec_beside
 from megacore.convert.deepspeed.parts import (
     FP32,
     KINDS,
@@ -30,13 +33,193 @@ from megacore.convert.deepspeed.parts import (
     Pieces,
     layer_parts,
     sharded_parts,
+    undivided_parts,
     universal_parts,
 )
-from megacore.convert.megatron.files import VERSIONS, args_in
-from megacore.convert.megatron.merge import MergedTensors
-from megacore.convert.megatron.spec import check_rows, family_of, remarks_on, spec_of
-from megacore.convert.megatron.table import WORD_EMBEDDINGS, layer_numbers, slots
-from megacore.errors import CheckpointError, ConversionError
+from megacore.convert.key_map import Shape
+from megacore.convert.megatron.args import check_rows, family_of, remarks_on, spec_of
+from megacore.convert.megatron.files import VERSIONS, MergedTensors, args_in
+from megacore.convert.megatron.table import WORD_EMBEDDINGS, current_name, layer_numbers, slots
+from megacore.errors import CheckpointError, ConfigError, ConversionError
+from megacore.jobs.run import TrainJob
+from megacore.models.build import build_bare
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.tensor_parallel import partitions
+
+Style = Literal["ours", "megatron"]
+_NAMED_AT_ONCE = 4
+_WRAPPERS = re.compile(r"^(?:(?:module|model|chunk|\d+|tied_modules\.\w+)\.)+")
+"""What a model of ours is registered under: by whatever calls it with a batch, or as a layer of a pipeline."""
+_TIED = re.compile(r"^(?:module\.)?tied_modules\.(\w+)\.weight$")
+"""A parameter that stages of a pipeline of ours share, under its own name."""
+_TIED_LAYER = re.compile(r"^\d+\.weight$")
+"""The same in the files of layers, without its name; the stage's own layer has it too."""
+_OUR_LAYER = re.compile(r"(?:^|\.)(?:encoder|decoder)\.layers\.\d+\.")
+_PIPELINE_LAYER = re.compile(
+    r"^(?:module\.)?(\d+)\.((?:(?:input|post_attention)_(?:layer)?norm|(?:self_)?attention|mlp)\..+)$"
+)
+_PIPELINE_REST: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(rf"^(?:module\.)?(?:\d+|tied_modules\.\w+)\.{theirs}$"), ours)
+    for theirs, ours in (
+        (r"(word|position|tokentype)_embeddings\.weight", r"language_model.embedding.\1_embeddings.weight"),
+        (r"(?:final_layernorm\.)?(weight|bias)", r"language_model.encoder.final_layernorm.\1"),
+        (r"lm_head\.weight", "language_model.output_layer.weight"),
+    )
+)
+"""Modules of Megatron-DeepSpeed's pipeline beside its transformer layers. The final norm has no name but its number."""
+
+
+def style_of(names: Collection[str], where: Path) -> Style:
+    """Whose names these are. Raises ConversionError for those of neither."""
+    if any("language_model." in name for name in names) or any(_PIPELINE_LAYER.match(name) for name in names):
+        return "megatron"
+    if any(_OUR_LAYER.search(name) for name in names):
+        return "ours"
+    shown = ", ".join(list(names)[:_NAMED_AT_ONCE]) or "none"
+    raise ConversionError(
+        f"{where} has parameters {shown}, which are neither a model of ours nor Megatron-DeepSpeed's: only those are "
+        "read from DeepSpeed's checkpoints"
+    )
+
+
+def our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Of each name of a model of ours the global name.
+
+    Args:
+        names: in the files.
+        known: the model's global names, which tell those of tied modules.
+    """
+    tied = {name.replace(".", "_"): name for name in known}
+    found = {}
+    for name in names:
+        match = _TIED.match(name)
+        if match and match[1] in tied:
+            found[name] = tied[match[1]]
+        elif not _TIED_LAYER.match(name):
+            found[name] = _WRAPPERS.sub("", name)
+    return found
+
+
+def megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
+    """Of each name of Megatron-DeepSpeed the dotted name of `megatron_table`, for those that are of weights.
+
+    Args:
+        names: of all pipeline stages, as layers are counted.
+        where: the checkpoint, for messages.
+
+    Raises ConversionError for a module of a pipeline that is not known.
+    """
+    if any("language_model." in name for name in names):
+        found = {name: current_name(_WRAPPERS.sub("", name)) for name in names}
+        return {name: current for name, current in found.items() if current is not None}
+    layers = sorted({int(match[1]) for name in names if (match := _PIPELINE_LAYER.match(name))})
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    return {
+        name: current
+        for name in names
+        if (renamed := _of_pipeline(name, numbers, where)) and (current := current_name(renamed)) is not None
+    }
+
+
+def _of_pipeline(name: str, numbers: Mapping[int, int], where: Path) -> str:
+    layer = _PIPELINE_LAYER.match(name)
+    if layer:
+        return f"language_model.encoder.layers.{numbers[int(layer[1])]}.{layer[2]}"
+    for pattern, ours in _PIPELINE_REST:
+        if match := pattern.match(name):
+            return match.expand(ours)
+    raise ConversionError(f"{where} has a parameter {name}, for which Megatron-DeepSpeed's GPT has no place")
+
+
+RUN_NAME = "run.json"
+_LEVELS = 3
+
+
+def spec_beside(directory: Path) -> ModelSpec:
+    """The model that run.json of its run, or state.json of a checkpoint of ours, in or above `directory` describes.
+
+    Raises:
+        ConversionError: there is neither.
+        CheckpointError: it is damaged.
+    """
+    places = [directory, *directory.absolute().parents][:_LEVELS]
+    for place in places:
+        if (place / RUN_NAME).is_file():
+            try:
+                return TrainJob.read(place / RUN_NAME).spec
+            except ConfigError as error:
+                raise CheckpointError(str(error)) from error
+        if (place / STATE_NAME).is_file():
+            return read_spec(place)
+    raise ConversionError(
+        f"{directory} holds a model of ours and does not say which: put the {RUN_NAME} of its run, or the {STATE_NAME} "
+        f"of a checkpoint of the same model, into it or into {directory.absolute().parent}"
+    )
+
+
+def parameter_names(spec: ModelSpec) -> list[str]:
+    """Global names of a model's parameters."""
+    return [name for name, _ in build_bare(spec, ProcessMesh.serial()).named_parameters()]
+
+
+class OwnTensors(Mapping[str, Tensor]):
+    """Our parameters in float32 by global name; each look-up joins the parts of all ranks.
+
+    Args:
+        spec: the model.
+        ranks: what the tensor-parallel ranks hold, by global name.
+        where: the checkpoint, for messages.
+
+    Raises, when it is made, CheckpointError for tensors that are missing, unknown, of another shape, or of different
+    values on ranks that must hold the same; ParallelLayoutError when the model cannot be divided so.
+    """
+
+    def __init__(self, spec: ModelSpec, ranks: Sequence[Mapping[str, Tensor]], where: Path) -> None:
+        self._ranks = ranks
+        mesh = ProcessMesh(tensor_parallel=ParallelGroup(size=len(ranks)))
+        model = build_bare(spec, mesh)
+        self._cuts = {name: part.dim for name, part in partitions(model).items()}
+        self._names = [name for name, _ in model.named_parameters()]
+        for rank, held in enumerate(ranks):
+            _check_names(set(self._names), held, f"{where}, tensor rank {rank},")
+            for name, parameter in model.named_parameters():
+                self._check(name, tuple(parameter.shape), rank, where)
+
+    def __getitem__(self, name: str) -> Tensor:
+        cut = self._cuts.get(name)
+        if cut is None:
+            return self._ranks[0][name].to(torch.float32, copy=True)
+        return torch.cat([rank[name] for rank in self._ranks], cut).to(torch.float32)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _check(self, name: str, shape: Shape, rank: int, where: Path) -> None:
+        tensor = self._ranks[rank][name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{where} has {name} of shape {tuple(tensor.shape)} on tensor rank {rank}, where the model has "
+                f"{shape}: use the description it was saved with"
+            )
+        if rank and name not in self._cuts and not torch.equal(tensor, self._ranks[0][name]):
+            raise CheckpointError(
+                f"{where} holds two of what should be one: {name} of tensor rank {rank} differs from that of tensor "
+                "rank 0: use another checkpoint"
+            )
+
+
+def _check_names(expected: set[str], held: Mapping[str, Tensor], where: str) -> None:
+    missing, unknown = sorted(expected - held.keys()), sorted(held.keys() - expected)
+    if missing or unknown:
+        raise CheckpointError(
+            f"{where} is of another model than its description: it {'lacks' if missing else 'has no place for'} "
+            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, {len(unknown)} unknown): "
+            "use the description it was saved with"
+        )
+
 
 _TABLE = f"language_model.{WORD_EMBEDDINGS}"
 _OF_FIRST_STAGE = re.compile(r"\btied_modules\.\w+\.(position|tokentype)_embeddings\.")

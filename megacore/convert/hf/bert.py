@@ -8,9 +8,8 @@ from typing import Any
 
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import counterpart
-from megacore.convert.entries import embedding, linear, norm, queries_keys_values
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import Entry, KeyMap, padded_rows
+from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, padded_rows, queries_keys_values
 
 _SEGMENTS = 2
 

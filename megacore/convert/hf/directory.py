@@ -14,7 +14,7 @@ from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.forms import FORMS, Form, read_spec
-from megacore.convert.hf.safetensors_stream import FILE_NAME, INDEX_NAME
+from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 

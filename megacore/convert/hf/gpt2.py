@@ -5,9 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.entries import embedding, output_layer
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import SAME, TRANSPOSED, Entry, KeyMap, Layout, qkv_blocks
+from megacore.convert.key_map import SAME, TRANSPOSED, Entry, KeyMap, Layout, embedding, output_layer, qkv_blocks
 
 
 def key_map(spec: ModelSpec) -> KeyMap:

@@ -8,9 +8,8 @@ from typing import Any
 
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import counterpart
-from megacore.convert.entries import embedding, linear, norm, output_layer, queries_keys_values
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import Entry, KeyMap
+from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, output_layer, queries_keys_values
 
 
 def key_map(spec: ModelSpec) -> KeyMap:

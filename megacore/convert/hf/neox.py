@@ -3,9 +3,8 @@
 from typing import Any
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.entries import embedding, linear, norm, output_layer
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import Entry, KeyMap
+from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, output_layer
 
 
 def key_map(spec: ModelSpec) -> KeyMap:

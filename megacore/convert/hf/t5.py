@@ -6,9 +6,17 @@ Version 1.0 has a tied head and ReLU, 1.1 a head of its own and a gated MLP.
 from typing import Any
 
 from megacore.config.spec import ModelSpec
-from megacore.convert.entries import embedding, interleaved, linear, norm, output_layer, queries_keys_values
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import Entry, KeyMap
+from megacore.convert.key_map import (
+    Entry,
+    KeyMap,
+    embedding,
+    interleaved,
+    linear,
+    norm,
+    output_layer,
+    queries_keys_values,
+)
 
 _POSITIONS = 512
 """Tokens of the original's sequences (its config.json says `n_positions`); relative positions know no end."""

@@ -16,14 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.artifact.files import staged
 from megacore.checkpoint.format import directory_name, write_tracker
 from megacore.config.spec import ModelSpec
-from megacore.convert.megatron.args import args_of, check_megatron
-from megacore.convert.megatron.files import FILE_NAME, checkpoint_directory, rank_files, read_rank_file, write_rank_file
-from megacore.convert.megatron.merge import MergedTensors, layers_held, stages_of, vocabulary_rows
-from megacore.convert.megatron.spec import check_rows, family_of, remarks_on, spec_of
+from megacore.convert.megatron.args import args_of, check_megatron, check_rows, family_of, remarks_on, spec_of
+from megacore.convert.megatron.files import (
+    FILE_NAME,
+    MergedTensors,
+    checkpoint_directory,
+    layers_held,
+    rank_files,
+    read_rank_file,
+    stages_of,
+    vocabulary_rows,
+    write_rank_file,
+)
 from megacore.convert.megatron.table import Slot, nested, slots, stage_slots
-from megacore.convert.staged import staged
 from megacore.errors import ConversionError
 
 CHECKPOINT_VERSION = 3.0

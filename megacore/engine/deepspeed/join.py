@@ -1,9 +1,17 @@
-"""What a DeepSpeed engine needs before it can be made, with and without a pipeline."""
+"""What a DeepSpeed engine needs before it can be made, with and without a pipeline.
+
+The one way to import deepspeed: for the hardware that is here, quietly, and so that no rank compiles anything.
+
+The process mesh as DeepSpeed asks for it: the methods of Megatron-LM's `mpu`.
+"""
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,11 +20,83 @@ from torch import nn
 
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed.settings import NEVER
-from megacore.engine.deepspeed.setup import import_deepspeed
 from megacore.models.layers.transformer import TransformerLayer
 from megacore.parallel.collectives import all_reduce
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.parallel.rank_layout import RankLayout
 from megacore.tensor_parallel import partial_gradients, partitions
+
+_COMPILED_ON_THE_WAY = "deepspeed_shm_comm"
+"""An operator for sums on one host's CPUs, which DeepSpeed otherwise compiles when it joins the ranks."""
+
+
+@cache
+def import_deepspeed() -> ModuleType:
+    """The package, for CPUs and gloo where there is no GPU; a DS_ACCELERATOR that is set already stays."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Of DeepSpeed's own calls, one for each kind and rank.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    package: ModuleType = deepspeed
+    package.utils.logger.setLevel(logging.WARNING)
+    package.ops.__compatible_ops__[_COMPILED_ON_THE_WAY] = False
+    # It prints its memory while it is made, whatever `memory_breakdown` says.
+    package.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None
+    return package
+
+
+class MeshUnit:
+    """Model parallel here means tensor parallel: DeepSpeed wraps one pipeline stage."""
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        """Take the mesh's groups, and make those of one rank, which the mesh has none for. Collective."""
+        self.data_parallel = _with_group(mesh.data_parallel, mesh.layout, "data")
+        """Ranks that hold the same weights, with a process group even where there is one."""
+        self.tensor_parallel = _with_group(mesh.tensor_parallel, mesh.layout, "tensor")
+        """Ranks that hold the other parts of the same layers, likewise."""
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the same weights."""
+        return self.data_parallel.group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return self.data_parallel.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return self.data_parallel.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the other parts of the same layers."""
+        return self.tensor_parallel.group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return self.tensor_parallel.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Their number."""
+        return self.tensor_parallel.size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+def _with_group(own: ParallelGroup, layout: RankLayout, axis: str) -> ParallelGroup:
+    """The axis's group; where it has one rank each, a process group for every rank."""
+    if own.group is not None:
+        return own
+    for ranks in layout.groups(axis):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = ParallelGroup(group, 0, 1, axis)
+    return own
+
 
 _REPORTS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger")
 """Settings that write to DeepSpeed's log."""

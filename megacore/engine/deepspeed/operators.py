@@ -96,7 +96,7 @@ def build_operator(name: Operator) -> Path:
 
     Raises LaunchError, naming what is missing or what the compiler said last.
     """
-    from megacore.engine.deepspeed.setup import import_deepspeed
+    from megacore.engine.deepspeed.join import import_deepspeed
 
     os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"  # pip's ninja
     compiler = os.environ.get("CXX", "c++").split()[0]
@@ -135,7 +135,7 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
 
 def _load(name: Operator) -> None:
     """Make the built libraries those that DeepSpeed's builders return, so that none of them compiles."""
-    from megacore.engine.deepspeed.setup import import_deepspeed
+    from megacore.engine.deepspeed.join import import_deepspeed
 
     import_deepspeed()
     from deepspeed.ops.op_builder.builder import OpBuilder

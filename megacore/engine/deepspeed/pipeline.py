@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megacore.engine.deepspeed.engine import DeepSpeedBase
-from megacore.engine.deepspeed.mpu import MeshUnit
-from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.engine.deepspeed.join import MeshUnit, import_deepspeed
 from megacore.models.stage import Stage
-from megacore.pipeline_parallel.copies import copied_parameters
+from megacore.pipeline_parallel.partition import copied_parameters
 
 
 class StageLayer(nn.Module):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.checkpoint.shard import TensorShard
-from megacore.engine.deepspeed.setup import import_deepspeed
+from megacore.engine.deepspeed.join import import_deepspeed
 from megacore.parallel.mesh import ParallelGroup
 from megacore.tensor_parallel import Partition
 

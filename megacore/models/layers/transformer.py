@@ -13,9 +13,9 @@ from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
 from megacore.kernels.choice import Kernels
 from megacore.models.layers.attention import CrossAttention, SelfAttention
+from megacore.models.layers.attention_bias import RelativeBias
 from megacore.models.layers.mlp import MLP
 from megacore.models.layers.norm import make_norm, parameters_of
-from megacore.models.layers.relative import RelativeBias
 from megacore.models.layers.shared import Shared
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from megacore.cluster.batch import start_batch
+from megacore.cluster.batch.start import start_batch
 from megacore.config.launch import LaunchConfig
 from megacore.jobs.run import RankJob
 from megacore.launch.launcher_state import read_launcher_state

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cluster.batch.beat import INTERVAL, FollowerBeat, FollowerWatch
+from megacore.cluster.batch.spec import INTERVAL, FollowerBeat, FollowerWatch
 
 
 class Clock:

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from prefect.server.schemas.actions import WorkPoolCreate
 
-from megacore.cluster.batch import check_batch, show_batch
 from megacore.cluster.batch.kubernetes import KubernetesJob, waits_for
 from megacore.cluster.batch.kubernetes_node import place_of
 from megacore.cluster.batch.scheduler import End, Look
 from megacore.cluster.batch.spec import BatchSpec
+from megacore.cluster.batch.start import check_batch, show_batch
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
 from megacore.jobs.run import RankJob

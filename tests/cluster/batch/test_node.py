@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from megacore.cluster.batch import node as node_module
-from megacore.cluster.batch.beat import FollowerBeat
 from megacore.cluster.batch.meeting import Meeting
 from megacore.cluster.batch.node import Place, _interfaces, _taking_part
-from megacore.cluster.batch.spec import BatchSpec
+from megacore.cluster.batch.spec import BatchSpec, FollowerBeat
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, ParallelLayoutError
 from megacore.jobs.run import RankJob

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cluster.batch import render as rendering
-from megacore.cluster.batch.render import TEMPLATES, render
+from megacore.cluster.batch import scheduler as rendering
+from megacore.cluster.batch.scheduler import TEMPLATES, render
 from megacore.errors import ConfigError, LaunchError
 
 PLANTS = ("$(touch pwned)", "; touch pwned", "`touch pwned`", "' ; touch pwned ; '", '" ; touch pwned', "{{ 7*7 }}")

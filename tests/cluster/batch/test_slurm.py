@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.batch import check_batch, show_batch, start_batch
 from megacore.cluster.batch.scheduler import End, Submission
 from megacore.cluster.batch.slurm import SlurmJob, accounted, exported
 from megacore.cluster.batch.slurm_node import place_of
 from megacore.cluster.batch.spec import BatchSpec
+from megacore.cluster.batch.start import check_batch, show_batch, start_batch
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
 from megacore.jobs.run import RankJob

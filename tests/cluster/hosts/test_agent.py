@@ -15,7 +15,7 @@ import pytest
 
 from megacore.cluster.hosts.agent import versions
 from megacore.cluster.hosts.channel import Channel, Message
-from megacore.launch.mark import JOB_VARIABLE
+from megacore.launch.guard import JOB_VARIABLE
 from tests.launch._processes import alive, environment, none_alive
 
 RANKS = str(Path(__file__).parent.with_name("_host_ranks.py"))

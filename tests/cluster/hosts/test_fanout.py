@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megacore.cluster.hosts.agent import versions
-from megacore.cluster.hosts.host_set import HostSet
+from megacore.cluster.hosts.connection import HostSet
 from megacore.cluster.hosts.plan import Plan
 from megacore.errors import (
     ConfigError,

@@ -16,10 +16,10 @@ from megacore.artifact.build import StageKey, seal
 from megacore.checkpoint.save import save_checkpoint
 from megacore.cluster.hosts.ssh import HostResult, Ssh
 from megacore.cluster.placement import check as place_check
-from megacore.cluster.placement import copy as place_copy
+from megacore.cluster.placement import files as place_copy
 from megacore.cluster.placement import prepare as placement
 from megacore.cluster.placement.check import answer
-from megacore.cluster.placement.copy import Copier, Transfer, check_rsync, rsync_command
+from megacore.cluster.placement.files import Copier, Transfer, check_rsync, rsync_command
 from megacore.cluster.placement.prepare import prepare_hosts, prepare_model_hosts
 from megacore.cluster.placement.reads import items_of, loaded_checkpoints, model_items_of
 from megacore.config.launch import LaunchConfig

@@ -5,7 +5,7 @@ from torch import Tensor
 from megacore.errors import ConfigError
 from megacore.kernels.cpu.rope import rotate
 from megacore.kernels.rope import reference
-from megacore.models.layers.rotary import rotary_tables
+from megacore.models.layers.embedding import rotary_tables
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
 

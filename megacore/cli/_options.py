@@ -1,0 +1,84 @@
+"""What a configuration's key is called on the command line.
+
+Options that take several values, as Megatron-LM's tools have them: --data-prefix 0.3 A 0.7 B.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from typer.core import TyperCommand
+
+from megacore.errors import MegacoreError
+
+_OPTIONS = {
+    "data.source.files": "--input",
+    "data.source.key": "--json-key",
+    "data.source": "--input",
+    "data.tokenizer.vocab_file": "--vocab-file",
+    "data.tokenizer.merge_file": "--merge-file",
+    "data.tokenizer.model_file": "--tokenizer-file",
+    "data.tokenizer.name": "--tokenizer-file",
+    "data.tokenizer": "--tokenizer",
+    "data.sentence_splitter": "--sentence-splitter",
+    "data.language": "--language",
+    "data.split": "--split",
+    "data.seq_length": "--seq-length",
+    "data.index_style": "--index-style",
+    "data.packing": "--packing",
+    "data.add_extra_token": "--add-extra-token",
+    "data.drop_last_partial": "--drop-last-partial",
+}
+_KEYS = re.compile("|".join(map(re.escape, sorted(_OPTIONS, key=len, reverse=True))))
+
+
+@contextmanager
+def options_named() -> Iterator[None]:
+    """Let errors speak of options: those who call a command on files have no configuration."""
+    try:
+        yield
+    except MegacoreError as error:
+        raise type(error)(with_options(str(error))) from error
+
+
+def with_options(text: str) -> str:
+    """The text with the option in place of each configuration key that has one."""
+    return _KEYS.sub(lambda key: _OPTIONS[key.group()], text)
+
+
+class VariadicCommand(TyperCommand):
+    """A command on files of which some options take several values, besides being given several times."""
+
+    variadic: ClassVar[tuple[str, ...]] = ()
+    """Their names, with both dashes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments after `--name A B` was made `--name A --name B`."""
+        return super().parse_args(ctx, repeat_options(args, self.variadic))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; its errors speak of options."""
+        with options_named():
+            return super().invoke(ctx)
+
+
+def repeat_options(arguments: list[str], names: Collection[str]) -> list[str]:
+    """Put the name of the option before each of the values that follow it; a negative number is a value."""
+    repeated: list[str] = []
+    current: str | None = None
+    for position, argument in enumerate(arguments):
+        if argument.startswith("-") and not _is_number(argument):
+            current = argument if argument in names else None
+        elif current is not None and arguments[position - 1] != current:
+            repeated.append(current)
+        repeated.append(argument)
+    return repeated
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,275 @@
+"""What `megacore generate` and `megacore evaluate` have in common: a model, the ranks that run it, a place for them.
+
+`megacore evaluate`: zero-shot scores of a model.
+
+`megacore generate`: text from a model.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from megacore.config.spec import ModelSpec
+from megacore.errors import ConfigError, DataFormatError, ParallelLayoutError
+
+if TYPE_CHECKING:
+    from megacore.tokenizer import Tokenizer
+
+
+CheckpointOption = Annotated[
+    Path,
+    typer.Option(
+        "--checkpoint", help="a checkpoint (iter_*), a directory of them, of which the newest counts, or an export"
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", help="directory with tokenizer.json; else the model's own")
+]
+TensorParallelOption = Annotated[
+    int, typer.Option("--tensor-model-parallel-size", min=1, help="ranks that share each layer")
+]
+PrecisionOption = Annotated[str, typer.Option("--precision", help="compute type: fp32, bf16, fp16 or auto")]
+
+
+def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[str, Any]:
+    """The fields of a job that say how it is run.
+
+    Raises ParallelLayoutError for more ranks than GPUs or than can share the model, and ConfigError for an unknown
+    precision.
+    """
+    from megacore.config.train import Precision
+    from megacore.hardware import Hardware
+
+    if precision not in get_args(Precision):
+        raise ConfigError(f"--precision is {precision}: give one of {', '.join(get_args(Precision))}")
+    _check_divided(spec, tensor)
+    hardware, ranks = Hardware.detect(), tensor * data
+    if hardware.gpus and ranks > len(hardware.gpus):
+        raise ParallelLayoutError(
+            f"{ranks} ranks were asked for and this machine has {len(hardware.gpus)} visible "
+            f"GPU{'s' if len(hardware.gpus) > 1 else ''}: ask for at most as many"
+        )
+    return {
+        "ranks": ranks,
+        "threads_per_rank": max(1, hardware.cores // ranks),
+        "tensor_model_parallel_size": tensor,
+        "precision": precision,
+    }
+
+
+def _check_divided(spec: ModelSpec, tensor: int) -> None:
+    """What the ranks would refuse too, but later."""
+    model = spec.model
+    for what, length in (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("the width of the MLP", model.ffn_size),
+        ("the padded vocabulary of", spec.padded_vocab_size),
+    ):
+        if length % tensor:
+            raise ParallelLayoutError(
+                f"{what} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give a size that divides "
+                "it"
+            )
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A directory for a job file and the ranks' log, removed afterwards."""
+    with TemporaryDirectory(prefix="megacore-") as directory:
+        yield Path(directory)
+
+
+_FIRST = ("word_ppl", "token_ppl", "accuracy", "target_ppl")
+"""What a reader looks for."""
+_LARGE = 1e6
+
+
+def evaluate(
+    checkpoint: CheckpointOption,
+    wikitext: Annotated[Path | None, typer.Option(help="WikiText's test split, words divided by spaces")] = None,
+    lambada: Annotated[Path | None, typer.Option(help="LAMBADA's test split, JSON Lines with the key text")] = None,
+    overlapping_eval: Annotated[
+        int | None, typer.Option(help="tokens between the starts of WikiText's windows; else they do not overlap")
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a window; else the model's positions")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="windows or passages per forward pass")] = 8,
+    tensor_model_parallel_size: TensorParallelOption = 1,
+    data_parallel_size: Annotated[int, typer.Option(min=1, help="replicas that share the batches")] = 1,
+    precision: PrecisionOption = "fp32",
+    output: Annotated[Path | None, typer.Option(help="JSON file for the scores")] = None,
+) -> None:
+    """Score a checkpoint or an export on texts that it was not trained for."""
+    from megacore.artifact.files import write_json
+    from megacore.convert.model_source import find_model, find_tokenizer, require_family, tokenizer_directory
+    from megacore.jobs.model import ZeroShotJob, places
+    from megacore.ranks.stages import run_job
+    from megacore.ranks.zeroshot import MODULE
+    from megacore.zeroshot.texts import check_windows
+
+    _check_files(wikitext, lambada, overlapping_eval, output)
+    source = find_model(checkpoint)
+    require_family(source, ("gpt",), "megacore evaluate")
+    find_tokenizer(source, tokenizer)
+    length = seq_length or source.spec.max_position_embeddings
+    check_windows(length, overlapping_eval, source.spec.max_position_embeddings)
+    with scratch_directory() as scratch:
+        job = ZeroShotJob(
+            source=source,
+            tokenizer_directory=str(tokenizer_directory(source, tokenizer)),
+            wikitext=None if wikitext is None else str(wikitext.absolute()),
+            lambada=None if lambada is None else str(lambada.absolute()),
+            seq_length=length,
+            overlapping_eval=overlapping_eval,
+            batch_size=batch_size,
+            **ranks_of(source.spec, tensor_model_parallel_size, data_parallel_size, precision),
+            **places(scratch),
+        )
+        scores = run_job(MODULE, job, scratch)
+    if output is not None:
+        write_json(output, {"model": source.directory, **scores})
+    _show(source.directory, scores)
+
+
+def _check_files(
+    wikitext: Path | None, lambada: Path | None, overlapping_eval: int | None, output: Path | None
+) -> None:
+    """What can be said before anything starts. Raises ConfigError, DataFormatError."""
+    if wikitext is None and lambada is None:
+        raise ConfigError("there is nothing to score the model on: give --wikitext, --lambada or both")
+    if wikitext is None and overlapping_eval is not None:
+        raise ConfigError(f"--overlapping-eval is {overlapping_eval} without --wikitext, whose windows it is of")
+    for path in (wikitext, lambada):
+        if path is not None and not path.is_file():
+            raise DataFormatError(f"{path} is no file: check the path")
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output is {output}, which is a directory: give a file")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output is {output}, but {output.absolute().parent} is no directory: make it first")
+
+
+def _show(model: str, scores: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=model)
+    for column in ("text", "measure", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for text, measures in scores.items():
+        for name in sorted(measures, key=lambda name: (name not in _FIRST, name)):
+            value = measures[name]
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" if value < _LARGE else f"{value:.4e}"
+            table.add_row(text, name.replace("_", " "), shown)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def generate(
+    checkpoint: CheckpointOption,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="text to continue; several are allowed")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="file with a prompt on each line")] = None,
+    tokenizer: TokenizerOption = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="tokens per prompt at most; else 64, or what the positions leave")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="draw tokens, logits divided by this; 0 takes the most probable one")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="draw from this many most probable tokens")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="draw from the most probable tokens with this probability together")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the draws")] = 1234,
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts at a time")] = 8,
+    tensor_model_parallel_size: TensorParallelOption = 1,
+    precision: PrecisionOption = "fp32",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+) -> None:
+    """Continue prompts, or answer them with T5: the most probable token each time, or tokens that are drawn."""
+    from megacore.convert.model_source import find_model, find_tokenizer, require_family
+    from megacore.jobs.model import GenerateJob, GenerateOptions, new_token_limits, places
+    from megacore.ranks.generate import MODULE
+    from megacore.ranks.stages import run_job
+
+    options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
+    texts = _prompts(prompt or [], prompt_file)
+    source = find_model(checkpoint)
+    require_family(source, ("gpt", "t5"), "megacore generate")
+    own = find_tokenizer(source, tokenizer)
+    answers, end = source.spec.family == "t5", _end(source.spec, own)
+    prompts = _encoded(own, texts, end if answers else None)
+    new_token_limits(prompts, options, source.spec.max_position_embeddings, answers=answers)
+    with scratch_directory() as scratch:
+        job = GenerateJob(
+            source=source,
+            prompts=prompts,
+            options=options,
+            end=end,
+            batch_size=batch_size,
+            **ranks_of(source.spec, tensor_model_parallel_size, 1, precision),
+            **places(scratch),
+        )
+        found = run_job(MODULE, job, scratch)["continuations"]
+    rows = [_row(own, text, ids, one, answers) for text, ids, one in zip(texts, prompts, found, strict=True)]
+    _generate_show(rows, as_json, answers)
+
+
+def _prompts(given: list[str], file: Path | None) -> list[str]:
+    """The prompts of the command line, then those of the file. Raises ConfigError, DataFormatError."""
+    texts = list(given)
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataFormatError(
+                f"{file} cannot be read ({error}): give a text file with a prompt per line"
+            ) from error
+        empty = next((number for number, line in enumerate(lines, 1) if not line), None)
+        if empty is not None:
+            raise DataFormatError(f"{file}:{empty} is empty: give a prompt on each line")
+        texts += lines
+    if not texts:
+        raise ConfigError("there is no prompt: give --prompt or --prompt-file")
+    return texts
+
+
+def _encoded(tokenizer: "Tokenizer", texts: list[str], end: int | None) -> tuple[tuple[int, ...], ...]:
+    """The ids of each text; what T5 reads ends with `end`."""
+    last = [] if end is None else [end]
+    found = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    return tuple(tuple(ids + last if ids else ids) for ids in found)
+
+
+def _end(spec: "ModelSpec", tokenizer: "Tokenizer") -> int:
+    """Id of the token that ends a text: T5's </s>, else the end of a document."""
+    roles = spec.special_tokens
+    own = roles.sep if spec.family == "t5" and roles.sep is not None else roles.eod
+    return tokenizer.eod_id if own is None else own
+
+
+def _row(
+    tokenizer: "Tokenizer", prompt: str, ids: tuple[int, ...], found: dict[str, Any], answers: bool
+) -> dict[str, Any]:
+    """What is reported of a prompt; its text ends where the model has ended it."""
+    written = found["tokens"][:-1] if found["ended"] else found["tokens"]
+    before = () if answers else ids
+    start, text = tokenizer.decode(before), tokenizer.decode([*before, *written])
+    added = text.removeprefix(start) if text.startswith(start) else tokenizer.decode(written)
+    return {"prompt": prompt, "continuation": added, "prompt_tokens": len(ids), **found}
+
+
+def _generate_show(rows: list[dict[str, Any]], as_json: bool, answers: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(rows, ensure_ascii=False, indent=2) + "\n")
+        return
+    for number, row in enumerate(rows, 1):
+        if len(rows) > 1:
+            sys.stdout.write(f"== prompt {number} ==\n")
+        sys.stdout.write(f"{'' if answers else row['prompt']}{row['continuation']}\n")

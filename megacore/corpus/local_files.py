@@ -1,0 +1,180 @@
+"""Local files of documents, JSON Lines or parquet: nothing is copied, the corpus refers to them.
+
+Local parquet files, a document per row: nothing is copied, the corpus refers to them.
+
+Ready-made token files, as Megatron-LM's tools write them: nothing is copied, the corpus refers to them.
+"""
+
+import glob
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.manifest import file_digest
+from megacore.config.data import JsonlSource, ParquetSource, PrefixSource
+from megacore.config.keys import key_parameters
+from megacore.corpus.documents import SourceFile, write_sources
+from megacore.corpus.formats import form_of, pieces, unreadable
+from megacore.errors import DataFormatError
+from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
+
+_BATCH_ROWS = 1024
+
+
+def group_rows(path: str | Path) -> list[int]:
+    """Rows of each row group."""
+    with _open(path) as file:
+        return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+
+
+def group_sizes(path: str | Path, key: str) -> list[int]:
+    """Bytes that the column `key` takes in each row group, uncompressed. Raises DataFormatError."""
+    with _open(path) as file:
+        _check_column(path, file, key)
+        return [_group_bytes(file, group, key) for group in range(file.num_row_groups)]
+
+
+def check_column(path: str | Path, key: str) -> None:
+    """Raise DataFormatError when the file has no column `key`, or one that is not text."""
+    with _open(path) as file:
+        _check_column(path, file, key)
+
+
+def read_column(path: str | Path, key: str, start: int, stop: int | None, size: int) -> Iterator[Any]:
+    """The column `key` of the row groups start … stop-1 as arrow arrays of about `size` bytes.
+
+    Memory is that of an array and of a page of the file. Raises DataFormatError.
+    """
+    import pyarrow as pa
+
+    with _open(path) as file:
+        _check_column(path, file, key)
+        for group in range(start, file.num_row_groups if stop is None else stop):
+            # Few rows at a time: what they take is known for a group only, and not where values are repeated.
+            rows = file.metadata.row_group(group).num_rows
+            batch = max(1, min(_BATCH_ROWS, size * rows // max(1, _group_bytes(file, group, key))))
+            chunks: list[Any] = []
+            taken = 0
+            for table in file.iter_batches(batch, row_groups=[group], columns=[key], use_threads=False):
+                chunks.append(table.column(0))
+                taken += chunks[-1].nbytes
+                if taken >= size:
+                    yield pa.chunked_array(chunks)
+                    chunks, taken = [], 0
+            if chunks:
+                yield pa.chunked_array(chunks)
+
+
+@contextmanager
+def _open(path: str | Path) -> Iterator[Any]:
+    # Here: pyarrow takes a while to import, and only these files need it.
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        # A buffer makes it read a column as it is needed, instead of a whole row group at once.
+        with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            yield file
+    except pa.ArrowException as error:
+        raise _damaged(path, error) from error
+    except OSError as error:
+        # Arrow reports damaged pages as errors of reading without a number of the operating system.
+        if error.errno is not None:
+            raise unreadable(path, error) from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str | Path, error: Exception) -> DataFormatError:
+    reason = " ".join(str(error).split())  # Arrow's may have several lines
+    return DataFormatError(f"{path} is a damaged parquet file ({reason}): fetch the file again")
+
+
+def _check_column(path: str | Path, file: Any, key: str) -> None:
+    from pyarrow import types
+
+    schema = file.schema_arrow
+    if key not in schema.names:
+        raise DataFormatError(f"{path} has no column {key!r}, only {', '.join(schema.names)}: set data.source.key")
+    kind = schema.field(key).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise DataFormatError(f"{path} has {kind} in column {key!r} instead of text: set data.source.key")
+
+
+def _group_bytes(file: Any, group: int, key: str) -> int:
+    metadata = file.metadata.row_group(group)
+    columns = [metadata.column(number) for number in range(metadata.num_columns)]
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)
+
+
+def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
+    """Return absolute path, size and modification time of every file, in order, and the key."""
+    files = [[file.path, file.size, file.mtime_ns] for file in list_files(source)]
+    return key_parameters(source, "collect", {"files": files})
+
+
+def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, int]:
+    """Write `sources.json`; lines and rows are counted here and parsed when they are tokenized.
+
+    Compressed files are decompressed once for that. Raises DataFormatError for a damaged one, and for parquet without
+    the column.
+    """
+    files = list_files(source)
+    for file in files:
+        if (form_of(file.path) == "parquet") != (source.kind == "parquet"):
+            other = "jsonl" if source.kind == "parquet" else "parquet"
+            raise DataFormatError(f"{file.path} is no {source.kind} file: give it to a source of kind {other}")
+    documents = sum(count_documents(file.path, source.key) for file in files)
+    write_sources(directory, source.kind, files, key=source.key)
+    size = sum(file.size for file in files)
+    return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
+
+
+def count_documents(path: str | Path, key: str) -> int:
+    """How many lines or rows a file has; the last line needs no newline. Raises DataFormatError for a damaged file."""
+    form = form_of(path)
+    if form == "parquet":
+        check_column(path, key)
+        return sum(group_rows(path))
+    count, last = 0, b"\n"
+    for piece in pieces(path, form):
+        count += piece.count(b"\n")
+        last = piece[-1:] or last
+    return count + (last != b"\n")
+
+
+def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
+    """Every file that the paths and globs name, the matches of a glob sorted. Raises DataFormatError."""
+    return [SourceFile.of(path) for pattern in source.files for path in _expand(pattern)]
+
+
+def _expand(pattern: str) -> list[Path]:
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [Path(pattern)]
+    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    if not paths:
+        raise DataFormatError(f"data.source.files: no file matches {pattern!r}: check the glob")
+    return paths
+
+
+def prefix_fingerprint(source: PrefixSource) -> dict[str, Any]:
+    """Return absolute paths, sizes and modification times of both files, and the sha256 of the index."""
+    files = [[file.path, file.size, file.mtime_ns] for file in _files(source)]
+    return key_parameters(source, "collect", {"files": files, "idx_sha256": file_digest(idx_path(source.prefix))})
+
+
+def collect_prefix(source: PrefixSource, directory: Path) -> dict[str, int]:
+    """Write `sources.json` after the files' structure was checked. Raises DataFormatError."""
+    files = _files(source)
+    dataset = IndexedDataset(source.prefix)
+    write_sources(directory, source.kind, files, prefix=str(Path(source.prefix).absolute()))
+    # A pair of files of nothing but empty documents is as empty as one without documents.
+    documents = dataset.documents if len(dataset) else 0
+    size = sum(file.size for file in files)
+    return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
+
+
+def _files(source: PrefixSource) -> list[SourceFile]:
+    return [SourceFile.of(path) for path in (bin_path(source.prefix), idx_path(source.prefix))]

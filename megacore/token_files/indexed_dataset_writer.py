@@ -1,0 +1,296 @@
+"""Writing token files: in batches, merged from several, or with their documents in another order.
+
+Both files are written under temporary names and renamed when they are whole, `.idx` last.
+
+What is common to reading and writing token files: the header, the types, and where the two files are.
+"""
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.artifact.files import sync_directory, workspace_errors
+from megacore.errors import DataFormatError
+
+if TYPE_CHECKING:
+    from megacore.token_files.indexed_dataset import IndexedDataset
+
+
+MAGIC = b"MMIDIDX\x00\x00"
+FORMAT_VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+"""By code in the header."""
+UINT16_LIMIT = 65500
+"""Vocabularies below this many entries are stored as u16, others as i32."""
+MAX_LENGTH = 2**31 - 1
+"""Tokens of a sequence: its length is an i32."""
+_BLOCK = 1 << 20
+"""Rows that are checked or written at a time: temporaries stay small for any number of sequences."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that tokens of a vocabulary are stored in."""
+    return DTYPES[8] if vocab_size < UINT16_LIMIT else DTYPES[4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Where the tokens of `prefix` are."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Where the index of `prefix` is."""
+    return Path(f"{prefix}.idx")
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """The rows 0 … count-1 in slices of bounded size."""
+    for start in range(0, count, _BLOCK):
+        yield slice(start, min(start + _BLOCK, count))
+
+
+_COPY_BYTES = 1 << 24
+_GATHER_DOCUMENTS = 1 << 14
+"""Documents that are gathered at a time."""
+
+
+class IndexedDatasetWriter:
+    """Writes a pair of token files as a context manager.
+
+    Tokens are streamed; 4 bytes per sequence and 8 per document stay in memory. When the block ends with an
+    exception, no file is left and an older pair stays as it was. Raises DataFormatError for a token beyond the
+    vocabulary or a sequence beyond the format, WorkspaceError when the disk refuses.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, *, vocab_size: int | None = None) -> None:
+        """Start the files of `prefix` with tokens of `dtype`, one of DTYPES, below `vocab_size` (None: any)."""
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.tokens = 0
+        self.empty_documents = 0
+        self.sha256: dict[str, str] = {}
+        """Hex digests by suffix (`.bin`, `.idx`), known once the files are whole."""
+        self._limit = vocab_size
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._lengths = array("i")
+        self._document_indices = array("q", [0])
+        self._digest = hashlib.sha256()
+        self._temporary = {path: path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in self._paths}
+        with workspace_errors(bin_path(prefix)):
+            self._file = open(self._temporary[bin_path(prefix)], "wb", buffering=1 << 20)  # noqa: SIM115 (__exit__)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences written so far."""
+        return len(self._lengths)
+
+    @property
+    def documents(self) -> int:
+        """Documents written so far, empty ones included."""
+        return len(self._document_indices) - 1
+
+    def add_document(self, ids: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None) -> None:
+        """Append a document, of one sequence or of sequences with the given lengths; an empty one has none."""
+        tokens = np.asarray(ids)
+        if tokens.size == 0:
+            tokens = tokens.astype(self.dtype)
+        parts = [tokens.size] * bool(tokens.size) if lengths is None else [length for length in lengths if length]
+        self.add_batch(tokens, np.array(parts, np.int64), np.array([len(parts)], np.int64))
+
+    def add_batch(
+        self,
+        ids: npt.NDArray[Any],
+        lengths: npt.NDArray[np.integer[Any]],
+        sequences: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> None:
+        """Append documents: the tokens [n] of all sequences, their lengths [S], and each document's sequences [D].
+
+        Without `sequences` each length is a document's, and a length of 0 an empty document.
+        """
+        if sequences is None:
+            sequences = (lengths > 0).astype(np.int64)
+            lengths = lengths[lengths > 0]
+        if int(lengths.sum()) != ids.size or int(sequences.sum()) != lengths.size:
+            raise ValueError(f"{ids.size} ids in {lengths.size} sequences do not add up")
+        if lengths.size and int(lengths.max()) > MAX_LENGTH:
+            raise DataFormatError(
+                f"a sequence after document {self.documents} has {lengths.max()} tokens; the format ends at "
+                f"{MAX_LENGTH}: divide it"
+            )
+        self._check_ids(ids, lengths, sequences)
+        starts = self.sequences + np.cumsum(sequences, dtype=np.int64)
+        self._write(ids.astype(self.dtype, copy=False))
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._document_indices.frombytes(starts.tobytes())
+        self.empty_documents += int(np.count_nonzero(sequences == 0))
+
+    def append(self, dataset: "IndexedDataset") -> None:
+        """Append all documents of other token files, a part at a time. Raises DataFormatError for another type."""
+        if dataset.dtype != self.dtype:
+            raise DataFormatError(
+                f"{dataset.prefix} holds tokens of type {dataset.dtype}, and {self.prefix} of {self.dtype}: "
+                "they were made with different tokenizers"
+            )
+        first = self.sequences
+        with open(bin_path(dataset.prefix), "rb") as file:
+            while part := file.read(_COPY_BYTES):
+                self._write(np.frombuffer(part, self.dtype))
+        for block in blocks(len(dataset)):
+            self._lengths.frombytes(dataset.lengths[block].tobytes())
+        starts = dataset.document_indices
+        for block in blocks(dataset.documents):
+            after = starts[block.start + 1 : block.stop + 1]
+            self._document_indices.frombytes((after + first).astype(np.int64).tobytes())
+            self.empty_documents += int(np.count_nonzero(after == starts[block]))
+
+    def _check_ids(
+        self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.integer[Any]], sequences: npt.NDArray[np.integer[Any]]
+    ) -> None:
+        limit = self._limit
+        if limit is None:
+            if ids.dtype == self.dtype or self.dtype.kind == "f":
+                return
+            limit = np.iinfo(self.dtype).max + 1
+        low = -1 if self._limit is None and self.dtype.kind == "i" else 0
+        if not ids.size or (int(ids.max()) < limit and (ids.dtype.kind == "u" or int(ids.min()) >= low)):
+            return
+        bad = int(np.flatnonzero((ids >= limit) | (ids < low))[0])
+        sequence = int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
+        document = self.documents + int(np.searchsorted(np.cumsum(sequences), sequence, side="right"))
+        raise DataFormatError(
+            f"document {document} has the token id {ids[bad]}, beyond the {limit} that "
+            f"{bin_path(self.prefix)} can hold: the tokenizer's vocabulary is another"
+        )
+
+    def _write(self, tokens: npt.NDArray[Any]) -> None:
+        data = np.ascontiguousarray(tokens).data.cast("B") if tokens.size else b""
+        with workspace_errors(bin_path(self.prefix)):
+            self._file.write(data)
+        self._digest.update(data)
+        self.tokens += tokens.size
+
+    @property
+    def _paths(self) -> tuple[Path, Path]:
+        return bin_path(self.prefix), idx_path(self.prefix)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            with suppress(OSError):  # a full disk: the error that matters is on its way
+                self._file.close()
+            for temporary in self._temporary.values():
+                temporary.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        """Make both files whole and give them their names."""
+        data, index = self._paths
+        with workspace_errors(data):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        self.sha256 = {".bin": self._digest.hexdigest(), ".idx": self._write_index(self._temporary[index])}
+        with workspace_errors(data):
+            index.unlink(missing_ok=True)  # an older index must not be taken for this file's
+            os.replace(self._temporary[data], data)
+            os.replace(self._temporary[index], index)
+            sync_directory(data.parent)
+
+    def _write_index(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with workspace_errors(path), open(path, "wb", buffering=1 << 20) as file:
+            for part in self._index_parts():
+                file.write(part)
+                digest.update(part)
+            file.flush()
+            os.fsync(file.fileno())
+        return digest.hexdigest()
+
+    def _index_parts(self) -> "Iterator[bytes | memoryview]":
+        lengths = np.frombuffer(self._lengths, np.int32)
+        yield HEADER.pack(MAGIC, FORMAT_VERSION, self._code, len(lengths), len(self._document_indices))
+        yield lengths.astype("<i4", copy=False).tobytes()
+        start = 0
+        for block in blocks(len(lengths)):
+            ends = start + np.cumsum(lengths[block], dtype="<i8") * self.dtype.itemsize
+            yield (ends - lengths[block].astype("<i8") * self.dtype.itemsize).data
+            start = int(ends[-1])
+        yield np.frombuffer(self._document_indices, np.int64).astype("<i8", copy=False).tobytes()
+
+
+def permute(dataset: "IndexedDataset", order: npt.NDArray[np.int64], writer: IndexedDatasetWriter) -> None:
+    """Append the documents of `dataset` in the given order [D] to `writer`, each with all of its sequences.
+
+    Reading is random, writing sequential; a small part of the file at a time is in memory.
+    """
+    with open(bin_path(dataset.prefix), "rb", buffering=0) as file:
+        for start in range(0, len(order), _GATHER_DOCUMENTS):
+            chosen = order[start : start + _GATHER_DOCUMENTS]
+            first, last = dataset.document_indices[chosen], dataset.document_indices[chosen + 1]
+            low, high = _byte_offsets(dataset, first), _byte_offsets(dataset, last)
+            for part in _parts(high - low):
+                places = zip(low[part].tolist(), (high - low)[part].tolist(), strict=True)
+                data = b"".join([_read(file.fileno(), offset, size) for offset, size in places])
+                lengths = dataset.lengths[_ranges(first[part], last[part])]
+                writer.add_batch(np.frombuffer(data, dataset.dtype), lengths, last[part] - first[part])
+
+
+def _read(descriptor: int, offset: int, size: int) -> bytes:
+    """Read by call: pages of a mapping would count as this process's memory, and many at a time."""
+    data = os.pread(descriptor, size, offset)
+    while len(data) < size:  # a call ends at 2 GiB
+        more = os.pread(descriptor, size - len(data), offset + len(data))
+        if not more:
+            raise DataFormatError("the token files became shorter while they were read: nobody may write to them")
+        data += more
+    return data
+
+
+def _byte_offsets(dataset: "IndexedDataset", sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where the sequences [n] begin in `.bin`; the one after the last begins at the end."""
+    offsets = np.full(sequences.shape, dataset.tokens.nbytes, np.int64)
+    inside = sequences < len(dataset)
+    offsets[inside] = dataset.pointers[sequences[inside]]
+    return offsets
+
+
+def _parts(sizes: npt.NDArray[np.int64]) -> Iterator[slice]:
+    """Divide documents into runs of about _COPY_BYTES, at least one document each."""
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + _COPY_BYTES, side="right")))
+        yield slice(start, stop)
+        start = stop
+
+
+def _ranges(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """All numbers first[i] … last[i]-1 for each i, joined."""
+    counts = last - first
+    return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
