@@ -37,7 +37,7 @@ HOPS = (
     "tasks.train:train",
     "megacore.ranks.stages:train",
     "megacore.cluster.start:start_ranks",
-    "megacore.cluster.rank_commands:command",
+    "megacore.cluster.rank_commands:torchrun_alone",
     "megacore.launch.supervise:supervise",
     "megacore.launch.guard:main",
     f"{RANK_ENTRY}:pretrain",

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megacore.config.finetune import CausalLmConfig, FinetuneConfig
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import LOSS, CausalLmConfig
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, token_counts
-from megacore.finetune.metrics import LOSS, perplexity
+from megacore.finetune.metrics import perplexity
 from megacore.finetune.task import Batch, TransformersTask, padded, token_losses, without_labels
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megacore.config.finetune import ClassificationConfig, FinetuneConfig
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import LOSS, ClassificationConfig, ClassificationSettings, classification_settings
 from megacore.errors import DataFormatError
 from megacore.finetune.examples import (
     IDS,
@@ -20,7 +21,7 @@ from megacore.finetune.examples import (
     text_encoder,
     token_counts,
 )
-from megacore.finetune.metrics import LOSS, ClassificationSettings, classification_metrics, classification_settings
+from megacore.finetune.metrics import classification_metrics
 from megacore.finetune.task import Batch, TransformersTask, mask_of, padded, without_labels
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megacore.artifact.files import workspace_errors, write_json
-from megacore.config.finetune import CausalLmConfig, ClassificationConfig, FinetuneConfig, Seq2SeqConfig
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig, classification_settings
 from megacore.errors import ConfigError, DataFormatError, WorkerLostError
 from megacore.finetune.dataset import SPLITS, open_split, save_split
-from megacore.finetune.metrics import check_installed, classification_settings
+from megacore.finetune.metrics import check_installed
 from megacore.finetune.pretrained import quiet, read_model_config, read_tokenizer
 
 if TYPE_CHECKING:

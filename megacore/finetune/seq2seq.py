@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from megacore.artifact.files import workspace_errors
-from megacore.config.finetune import FinetuneConfig, Seq2SeqConfig
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import LOSS, Seq2SeqConfig
 from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, end_id, token_counts
-from megacore.finetune.metrics import LOSS, text_metrics
+from megacore.finetune.metrics import text_metrics
 from megacore.finetune.task import IGNORED, Batch, TransformersTask, mask_of, padded, token_losses
 from megacore.tokenizer.sentences import SplitterChoice, download_punkt, find_punkt, make_splitter, model_directory
 

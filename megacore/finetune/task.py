@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megacore.config.finetune import CausalLmConfig, ClassificationConfig, FinetuneConfig, Seq2SeqConfig
+from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig, best_metric
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, read_task
-from megacore.finetune.metrics import best_metric
 from megacore.finetune.pretrained import MODEL_DIRECTORY, quiet, read_model_config, read_tokenizer
 from megacore.train.memory import is_out_of_memory
 
@@ -87,7 +87,7 @@ class TransformersTask:
         self.config = config
         self.description = read_task(examples_directory)
         self.tokenizer = read_tokenizer(config.model, pretrained_directory)
-        self.metric, self.larger_is_better = best_metric(config)
+        self.metric, self.larger_is_better = best_metric(config.task, config.train.best_metric)
         self._examples, self._pretrained = examples_directory, pretrained_directory
 
     def split(self, name: str) -> "Dataset | None":

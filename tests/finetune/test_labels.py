@@ -3,10 +3,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from megacore.config.finetune import ClassificationConfig
+from megacore.config.finetune_task import ClassificationConfig, classification_settings
 from megacore.errors import DataFormatError
 from megacore.finetune.classification import read_labels
-from megacore.finetune.metrics import classification_settings
 
 
 def read(train: list[Any], valid: list[Any], **task: Any) -> tuple[Any, dict[str, Any]]:

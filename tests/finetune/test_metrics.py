@@ -4,18 +4,17 @@ from typing import Any
 
 import pytest
 
-from megacore.config.finetune import CausalLmConfig, ClassificationConfig, Seq2SeqConfig
-from megacore.errors import ConfigError
-from megacore.finetune.metrics import (
+from megacore.config.finetune_task import (
     GLUE,
+    CausalLmConfig,
+    ClassificationConfig,
+    Seq2SeqConfig,
     best_metric,
-    check_installed,
-    classification_metrics,
     classification_settings,
     metric_names,
-    perplexity,
-    text_metrics,
 )
+from megacore.errors import ConfigError
+from megacore.finetune.metrics import check_installed, classification_metrics, perplexity, text_metrics
 from megacore.finetune.seq2seq import sentence_splitter
 from tests._dist import run_distributed
 from tests.finetune import _rank_cases
@@ -76,7 +75,8 @@ def test_perplexity_of_any_loss() -> None:
 
 def test_the_first_metric_tells_the_best_model(tmp_path: Path) -> None:
     def best(kind: str, name: str | None = None, **task: Any) -> tuple[str, bool]:
-        return best_metric(tiny_config("x", tmp_path, kind, train={"best_metric": name}, task=task))
+        config = tiny_config("x", tmp_path, kind, task=task)
+        return best_metric(config.task, name)
 
     assert best("classification") == ("accuracy", True)
     assert best("classification", "f1") == ("f1", True)
