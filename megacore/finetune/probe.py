@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megacore.errors import ConfigError, LossError
 from megacore.finetune.job import ProbeJob
-from megacore.finetune.stepping import MOST_SKIPPED, Step, prepare
 from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
+from megacore.finetune.trainer import MOST_SKIPPED, Step, prepare
 from megacore.plan.hardware import Hardware
 from megacore.train.memory import reworded
 

@@ -72,9 +72,9 @@ def finetune(job: FinetuneJob) -> None:
     started = time.monotonic()
     with joined_ranks(job) as (rank, device, heartbeat):
         from megacore.engine.precision import resolve_precision
-        from megacore.finetune.stepping import prepare
+        from megacore.finetune.run import Finetuner, finetune_memory_errors
         from megacore.finetune.task import build_task
-        from megacore.finetune.trainer import Finetuner, finetune_memory_errors
+        from megacore.finetune.trainer import prepare
         from megacore.observe.recorder import Recorder
 
         config, run_directory = job.config, Path(job.run_directory)
