@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megacore.errors import ConfigError, LossError
-from megacore.finetune.stepping import MOST_SKIPPED, Step, prepare
 from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
+from megacore.finetune.trainer import MOST_SKIPPED, Step, prepare
 from megacore.hardware import Hardware
 from megacore.jobs.finetune import ProbeJob
 from megacore.train.memory import reworded

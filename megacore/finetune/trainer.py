@@ -1,444 +1,318 @@
-"""One fine-tuning: go on from a checkpoint, train, evaluate, keep the best model, save, stop."""
+"""transformers' Trainer as fine-tunings use it: one optimizer step after another, each told as `Step`."""
 
-import socket
-import time
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from megacore.artifact.files import write_json
-from megacore.checkpoint.collective import RankGroup
-from megacore.checkpoint.format import directory_name, iteration_of
 from megacore.config.finetune import FinetuneConfig
-from megacore.errors import LossError
-from megacore.finetune.best import BEST_NAME, BestModel
-from megacore.finetune.checkpoints import FinetuneCheckpoints, Progress
-from megacore.finetune.resolve import Schedule, memory_advice
-from megacore.finetune.stepping import Step, StepTrainer, check_finite
-from megacore.finetune.task import FinetuneTask, Score, SplitScorer, sample_losses
-from megacore.observe.heartbeat import Heartbeat
-from megacore.observe.logging import logger
-from megacore.observe.recorder import Recorder
-from megacore.train.memory import in_use, reworded
-from megacore.train.report import peak_memory_mb
-from megacore.train.stop import StopLimits, StopReason, StopRequest
+from megacore.errors import CheckpointError, ConfigError, LossError
+from megacore.finetune.distribution import check_distribution, training_arguments
+from megacore.finetune.pretrained import quiet
+from megacore.finetune.resolve import Schedule
+from megacore.finetune.task import FinetuneTask, rows_of, token_count
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+MOST_SKIPPED = 50
+"""Steps in a row that fp16 may skip: a loss scale that has been halved so often will not find its place any more."""
 
 
 @dataclass(frozen=True)
-class FinetuneReport:
-    """Means over one log interval; the fields are those of a step event."""
+class Step:
+    """What one optimizer step gave, the same on each rank but for `grad_norm`'s last digits."""
 
-    iteration: int
-    """Optimizer steps taken."""
-    total_iterations: int
-    epoch: float
-    """Passes over the training split, as a fraction."""
     loss: float
-    """Mean over the interval's steps and all ranks."""
+    """Mean over its samples' batches and all ranks."""
     lr: float
-    """Learning rate of the last step."""
+    """With which it was taken."""
     grad_norm: float | None
-    """Of the last step, before clipping; None where fp16 skipped it."""
-    loss_scale: float | None
-    """Of fp16, else None."""
-    samples_per_second: float
-    tokens_per_second: float
-    """Padding left out."""
-    ms_per_iteration: float
-    memory_mb: float
-    """Peak of this rank in MiB: allocated on the GPU, resident on a CPU."""
-    consumed_samples: int
-    consumed_tokens: int
-    eta_seconds: float
-    """Expected training time of the steps that are left, evaluations not counted."""
-
-    @property
-    def event(self) -> dict[str, Any]:
-        """The values of a step event."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def line(self, schedule: Schedule) -> str:
-        """As the log shows it."""
-        epoch = min(schedule.epochs, int(self.epoch - 1e-9) + 1)
-        norm = "skipped, gradients overflowed" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}"
-        parts = [
-            f"epoch {epoch}/{schedule.epochs}",
-            f"step {self.iteration}/{self.total_iterations}",
-            f"loss {self.loss:.4f}",
-            f"lr {self.lr:.2e}",
-            norm,
-            *([] if self.loss_scale is None else [f"loss scale {self.loss_scale:g}"]),
-            f"{self.samples_per_second:.1f} samples/s",
-            f"ETA {duration(self.eta_seconds)}",
-        ]
-        return " | ".join(parts)
+    """Before clipping; None where fp16 skipped the step."""
+    skipped: bool
+    """Whether fp16 took no step, since gradients overflowed."""
+    batches: int
+    """Forward passes of each rank."""
+    samples: int
+    """Of all ranks."""
+    tokens: int
+    """Of all ranks, padding left out."""
+    notices: tuple[bool, ...]
+    """What any rank had to tell."""
+    ends_epoch: bool
 
 
-def duration(seconds: float) -> str:
-    """In the unit that a reader would choose."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+class StepTrainer(Trainer):
+    """What is added to transformers' Trainer, which is the other base of the class that `prepare` makes.
 
+    Its loop, its data, its DeepSpeed and its checkpoints are used as they are. It logs after each
+    optimizer step; that is where `after_step` is called, which evaluates and saves.
+    """
 
-class Meter:
-    """Gathers an interval's losses and times; evaluations and saves are not counted as training."""
+    after_step: Callable[[Step], None]
+    """Called with each optimizer step on every rank; what it raises ends the training."""
+    before_step: Callable[[], None] = staticmethod(lambda: None)
+    """Called before each optimizer step."""
+    notices: Callable[[], tuple[bool, ...]] = staticmethod(tuple)
+    """Called after each step for what this rank has to tell the others."""
 
-    def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        """The clock starts with `start`."""
-        self._schedule, self._device = schedule, device
-        self._losses: list[float] = []
-        self._since = self._epoch_since = time.monotonic()
-        self._samples = self._tokens = self._iteration = 0
-
-    def start(self, progress: Progress) -> None:
-        """Begin an interval here."""
-        self._losses = []
-        self._samples, self._tokens = progress.consumed_samples, progress.consumed_tokens
-        self._iteration = progress.iteration
-        self._since = time.monotonic()
-
-    def add(self, loss: float) -> None:
-        """Take note of a step's loss."""
-        self._losses.append(loss)
-
-    def lap(self) -> float:
-        """Seconds of training since the last lap, or since `resume`."""
-        now = time.monotonic()
-        seconds, self._epoch_since = now - self._epoch_since, now
-        return seconds
-
-    def resume(self, paused: float) -> None:
-        """Leave `paused` seconds that were no training out of the interval, and count on from now."""
-        self._since += paused
-        self._epoch_since = time.monotonic()
-
-    def report(
-        self, progress: Progress, *, lr: float, grad_norm: float | None, loss_scale: float | None
-    ) -> FinetuneReport:
-        """The interval that ends here; the next one begins."""
-        steps = max(1, progress.iteration - self._iteration)
-        seconds = max(time.monotonic() - self._since, 1e-9)
-        passes = progress.epoch + progress.batches / self._schedule.batches_per_epoch
-        report = FinetuneReport(
-            iteration=progress.iteration,
-            total_iterations=self._schedule.total_steps,
-            epoch=round(passes, 4),
-            loss=sum(self._losses) / len(self._losses) if self._losses else float("nan"),
-            lr=lr,
-            grad_norm=grad_norm,
-            loss_scale=loss_scale,
-            samples_per_second=(progress.consumed_samples - self._samples) / seconds,
-            tokens_per_second=(progress.consumed_tokens - self._tokens) / seconds,
-            ms_per_iteration=1000 * seconds / steps,
-            memory_mb=peak_memory_mb(self._device),
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens,
-            eta_seconds=(self._schedule.total_steps - progress.iteration) * seconds / steps,
-        )
-        self.start(progress)
-        return report
-
-
-def evaluation_line(
-    kind: str, progress: Progress, schedule: Schedule, metrics: dict[str, float], seconds: float
-) -> str:
-    """As the log shows an evaluation, or a test."""
-    values = " | ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
-    return f"{kind} at step {progress.iteration}/{schedule.total_steps} | {values} | {duration(seconds)}"
-
-
-RESULT_NAME = "result.json"
-GATE_SAMPLES = 16
-"""First validation samples whose losses are kept with the best model, for the gate of its export."""
-
-
-class _EndedError(Exception):
-    """Raised through the Trainer's loop to leave it: the run is complete, or something asks it to stop."""
-
-    def __init__(self, reason: StopReason | None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-@contextmanager
-def finetune_memory_errors(config: FinetuneConfig, rank: int) -> Iterator[None]:
-    """Turn an allocation that fails in the body into MemoryExhaustedError, which says what helps."""
-
-    def message(reason: str) -> str:
-        return f"rank {rank} ran out of memory ({reason}): {in_use()}; {memory_advice(config)}"
-
-    with reworded(message):
-        yield
-
-
-class Finetuner:
-    """One fine-tuning on one rank; every rank runs the same loop."""
-
-    def __init__(
-        self,
-        config: FinetuneConfig,
-        task: FinetuneTask,
-        trainer: StepTrainer,
-        recorder: Recorder,
-        run_directory: Path,
-        *,
-        heartbeat: Heartbeat | None = None,
-        started: float | None = None,
-    ) -> None:
-        """Put the parts together.
+    def __init__(self, config: FinetuneConfig, schedule: Schedule, precision: str, **values: Any) -> None:
+        """Prepare to train.
 
         Args:
             config: the fine-tuning.
-            task: what is learned and how it is measured.
-            trainer: what takes the optimizer steps.
-            recorder: where the run's account goes.
-            run_directory: with the run's checkpoints, if any.
-            heartbeat: this rank's, None where nobody watches.
-            started: time.monotonic() when this attempt began; None means now.
-
-        Raises:
-            DataFormatError: the validation split has no sample.
+            schedule: its length.
+            precision: fp32, bf16 or fp16.
+            **values: model, args, data_collator and train_dataset of the Trainer.
         """
-        self._config, self._task, self._trainer, self._recorder = config, task, trainer, recorder
-        self._run_directory, self._heartbeat = run_directory, heartbeat
-        self._schedule, accelerator = trainer.schedule, trainer.accelerator
-        self._rank = accelerator.process_index
-        size = config.train.eval_batch_size
-        self._scorer = SplitScorer(task, "valid", accelerator, size)
-        self._test_scorer = SplitScorer(task, "test", accelerator, size) if task.split("test") else None
-        keep = config.checkpoint.keep_last
-        self._checkpoints = FinetuneCheckpoints(
-            trainer.write_state, recorder, run_directory, keep_last=keep, beat=self._beat
-        )
-        self._best = BestModel(task, accelerator, recorder, run_directory)
-        limits = StopLimits(self._schedule.total_steps, config.train.exit_duration_minutes)
-        self._stop = StopRequest(limits, run_directory, rank=self._rank, started=started)
-        self._meter = Meter(self._schedule, accelerator.device)
-        self.progress = Progress()
-        trainer.before_step = lambda: self._beat("iteration", self.progress.iteration + 1)
-        trainer.after_step, trainer.notices = self._after, self._stop.notices
-        trainer.check_random_state = self._checkpoints.check_random_state
-
-    def run(self) -> None:
-        """Train to the last step, or until something asks to stop; a run that is already there ends at once.
-
-        Raises:
-            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its last step.
-            TrainingError: a loss is not finite, or memory does not suffice.
-            CheckpointError: the checkpoint to go on from is of another number of ranks.
-            WorkspaceError: a checkpoint, the best model or an event cannot be written.
-        """
-        with self._stop.signals(), finetune_memory_errors(self._config, self._rank):
-            reason = self._train()
-            if reason is None:
-                self._finish()
-        self._stop.take_away_file()  # before the event: what comes next is another attempt's
-        self._recorder.event("exit", reason=reason or "finished", iteration=self.progress.iteration)
-        if reason is not None:
-            raise self._stop.error(reason, self.progress.iteration, self._checkpoints.path_of(self.progress.iteration))
-
-    def _train(self) -> StopReason | None:
-        """Go on from a checkpoint, if there is one, to the last step; returns what ended that before."""
-        self.progress, path = self._checkpoints.resume()
-        self._best.find()
-        accelerator, schedule = self._trainer.accelerator, self._schedule
-        hosts = RankGroup(None).everywhere(socket.gethostname)
-        self._recorder.event(
-            "start",
-            iteration=self.progress.iteration,
-            total_iterations=schedule.total_steps,
-            steps_per_epoch=schedule.steps_per_epoch,
-            epochs=schedule.epochs,
-            ranks=accelerator.num_processes,
-            hosts=sorted(set(hosts)),
-            device=accelerator.device.type,
-            distributed=self._config.launch.distributed,
-            precision=self._trainer.precision,
-            validation_samples=self._scorer.samples,
-            resumed_from=None if path is None else iteration_of(path),
-        )
-        if self._is_last and self._best.best is not None and not self.progress.evaluation_due:
-            return None
-        state = None if path is None else self._checkpoints.state_of(path)
-        try:
-            self._trainer.train_from(state, lambda: self._begin(fresh=path is None))
-        except _EndedError as ended:
-            return ended.reason
-        return None
-
-    def _begin(self, *, fresh: bool) -> None:
-        """Evaluate the model as it is now, if that was not done yet; a best model that was lost is made again."""
-        progress = self.progress
-        # At the beginning, and where a signal had left no time for it.
-        due = progress.evaluation_due or (self._is_last and self._best.best is None)
-        if due and not self._evaluate():
-            if fresh:
-                self._checkpoints.save(progress)
-            raise _EndedError("signal")
-        if self._is_last:
-            raise _EndedError(None)
-        self._meter.start(progress)
-        self._meter.resume(0.0)
+        self._config, self.schedule, self.precision = config, schedule, precision
+        self._samples, self._batches = 0, 0
+        self._tokens: list[torch.Tensor] = []
+        self._lr, self._resumed = 0.0, False
+        model_config = values["model"].config
+        use_cache = getattr(model_config, "use_cache", None)
+        super().__init__(**values)
+        # The Trainer changes it, and it would be published with the model.
+        if use_cache is None:
+            vars(model_config).pop("use_cache", None)
+        else:
+            model_config.use_cache = use_cache
+        # Most models take any keyword and do not divide by `num_items_in_batch`: their gradients would be
+        # multiplied by the number of ranks and of accumulated batches.
+        self.model_accepts_loss_kwargs = False
 
     @property
-    def _is_last(self) -> bool:
-        return self.progress.iteration >= self._schedule.total_steps
+    def loss_scale(self) -> float | None:
+        """Of fp16, else None."""
+        if self.precision != "fp16":
+            return None
+        if self.accelerator.scaler is not None:
+            return float(self.accelerator.scaler.get_scale())
+        engine: Any = self.model_wrapped
+        return float(engine.optimizer.loss_scale)
 
-    def _after(self, step: Step) -> None:
-        """Count a step, and do what is due after it: the log, an evaluation, a checkpoint, the end."""
-        progress, train = self.progress, self._config.train
-        progress.skipped = progress.skipped + 1 if step.skipped else 0
-        self._check(step)
-        progress.iteration += 1
-        progress.batches += step.batches
-        progress.consumed_samples += step.samples
-        progress.consumed_tokens += step.tokens
-        self._meter.add(step.loss)
-        last = progress.iteration == self._schedule.total_steps
-        reason = None if last else self._stop.reason(step.notices, progress.iteration)
-        if progress.iteration % train.log_interval == 0 or last:
-            self._log(step)
-        progress.epoch_seconds += self._meter.lap()
-        if step.ends_epoch:
-            self._end_epoch()
-        progress.evaluation_due = step.ends_epoch or last
-        began = time.monotonic()
-        if progress.evaluation_due and reason != "signal" and not self._evaluate():
-            reason = "signal"
-        if step.ends_epoch:
-            self._recorder.event(
-                "epoch",
-                iteration=progress.iteration,
-                epoch=progress.epoch,
-                train_seconds=progress.train_seconds[-1],
-                evaluation_seconds=progress.evaluation_seconds,
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make AdamW, or give the optimizer of a DeepSpeed JSON the groups that do not decay."""
+        from accelerate.utils import DummyOptim
+
+        optim, model = self._config.optim, self.model if model is None else model
+        if isinstance(self.optimizer, DummyOptim):
+            self.optimizer = DummyOptim(parameter_groups(model, None))
+        elif self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(
+                parameter_groups(model, optim.weight_decay),
+                lr=optim.lr,
+                betas=(optim.adam_beta1, optim.adam_beta2),
+                eps=optim.adam_eps,
             )
-        if self._saves(step) or last or reason is not None:
-            self._checkpoints.save(progress)
-        self._meter.resume(time.monotonic() - began)
-        if reason is not None:
-            raise _EndedError(reason)
+        return self.optimizer
 
-    def _check(self, step: Step) -> None:
-        try:
-            check_finite(step, self.progress.iteration + 1, self.progress.skipped, self._trainer.precision)
-        except LossError as error:
-            newest = self._checkpoints.newest()
-            saved = "no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}"
-            raise LossError(f"{error}; {saved}") from error
+    def training_step(self, model: Any, inputs: dict[str, Any], *values: Any, **named: Any) -> torch.Tensor:
+        """Take a forward and backward pass, and count what it read."""
+        if self._resumed:
+            raise CheckpointError("the random numbers of the checkpoint were not taken up: use another checkpoint")
+        # Read before the step, which with a schedule of DeepSpeed's own changes it.
+        optimizer: Any = self.optimizer
+        self._lr = float(optimizer.param_groups[0]["lr"])
+        self._batches += 1
+        self._samples += len(inputs["input_ids"])
+        self._tokens.append(token_count(inputs))
+        with _no_scale_left(self._config):
+            return super().training_step(model, inputs, *values, **named)
 
-    def _end_epoch(self) -> None:
-        progress = self.progress
-        progress.epoch, progress.batches = progress.epoch + 1, 0
-        progress.train_seconds.append(progress.epoch_seconds)
-        progress.epoch_seconds = 0.0
-
-    def _saves(self, step: Step) -> bool:
-        interval = self._config.checkpoint.save_interval
-        return step.ends_epoch if interval is None else self.progress.iteration % interval == 0
-
-    def _signalled(self) -> bool:
-        """Whether any rank got a signal, the same on each."""
-        told = torch.tensor([float(self._stop.signal is not None)])
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Tell of an optimizer step; the Trainer calls it after each, and once more at the end."""
+        if "loss" not in logs:
+            return
+        skipped = float(self.accelerator.optimizer_step_was_skipped)
+        tokens = float(torch.stack(self._tokens).sum())
+        own = [float(self._samples), tokens, skipped, *map(float, self.notices())]
+        together = torch.tensor(own, dtype=torch.float64)
         if dist.is_initialized():
-            dist.all_reduce(told)
-        return bool(told)
+            dist.all_reduce(together)
+        samples, all_tokens, skips, *told = together.tolist()
+        batches, self._batches, self._samples, self._tokens = self._batches, 0, 0, []
+        norm = logs.get("grad_norm")
+        self.after_step(
+            Step(
+                loss=logs["loss"],
+                lr=self._lr,
+                grad_norm=None if norm is None or skips else float(norm),
+                skipped=skips > 0,
+                batches=batches,
+                samples=int(samples),
+                tokens=int(all_tokens),
+                notices=tuple(bool(each) for each in told),
+                ends_epoch=self.state.global_step % self.schedule.steps_per_epoch == 0,
+            )
+        )
 
-    def _evaluate(self) -> bool:
-        """Measure the model on the validation split, and keep it if it is the best so far, with its test scores.
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """Return 0: nobody reads what the Trainer would count."""
+        return 0
 
-        Returns False for an evaluation that a signal broke off: it leaves a few seconds, and they are the checkpoint's.
+    def store_flos(self) -> None:
+        """Leave out the collective that adds up what nobody reads."""
+
+    def write_state(self, directory: Path) -> None:
+        """Write all that `train` goes on from below an empty directory. Collective."""
+        output, self.args.output_dir = self.args.output_dir, str(directory)
+        try:
+            with quiet():
+                self._save_checkpoint(self.model_wrapped, None)
+        finally:
+            self.args.output_dir = output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights of a checkpoint, where they are not in DeepSpeed's or FSDP's own files."""
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            super().save_model(output_dir, _internal_call)
+
+    def train_from(self, checkpoint: Path | None, begin: Callable[[], None]) -> None:
+        """Train to the last step.
+
+        Args:
+            checkpoint: what `write_state` wrote, None to begin.
+            begin: called once the model is ready.
         """
-        progress, model = self.progress, self._trainer.model_wrapped
-        score = self._scorer.score(model, self._beat, self._signalled)
-        if score is None:
-            return False
-        progress.metrics, progress.evaluation_seconds = score.metrics, score.seconds
-        progress.start_metrics = progress.start_metrics or score.metrics
-        self._report("evaluation", score)
-        # What was learned is kept, not what was there before.
-        if progress.iteration and self._best.beats(progress.iteration, score.metrics):
-            tested: Score | None = None
-            if self._test_scorer is not None:
-                tested = self._test_scorer.score(model, self._beat, self._signalled)
-                if tested is None:
-                    return False
-                self._report("test", tested)
-            facts = self._facts(tested)
-            self._best.keep(progress.iteration, score.metrics, model, facts)
-            logger.info("best model so far: %s %.4f", self._best.metric, score.metrics[self._best.metric])
-        progress.evaluation_due, progress.evaluated = False, progress.iteration
-        return True
+        from transformers import TrainerCallback
 
-    def _report(self, kind: str, score: Score) -> None:
-        """Write a pass over a split as a line of the log and as an event."""
-        progress = self.progress
-        logger.info("%s", evaluation_line(kind, progress, self._schedule, score.metrics, score.seconds))
-        self._recorder.event(
-            kind,
-            iteration=progress.iteration,
-            epoch=progress.epoch,
-            loss=score.metrics.get("loss"),
-            metrics=score.metrics,
-            samples=score.samples,
-            seconds=score.seconds,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens,
-        )
+        def ready(*_: Any, **__: Any) -> None:
+            torch.manual_seed(self._config.seed + self.args.process_index)  # each rank drops other activations
+            begin()
 
-    def _facts(self, tested: Score | None) -> dict[str, Any]:
-        """What is kept with the best model: its test scores, and what the gate of the export compares it with."""
-        device = self._trainer.accelerator.device
-        return {
-            "precision": self._trainer.precision,
-            "distributed": self._config.launch.distributed,
-            "start_metrics": self.progress.start_metrics,
-            "test_metrics": None if tested is None else tested.metrics,
-            "sample_losses": sample_losses(self._task, self._trainer.model_wrapped, device, GATE_SAMPLES, self._beat),
+        events = {
+            "on_train_begin": staticmethod(ready),
+            "on_step_begin": staticmethod(lambda *_, **__: self.before_step()),
         }
+        self.add_callback(type("Callback", (TrainerCallback,), events))
+        self._resumed = checkpoint is not None
+        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
-    def _log(self, step: Step) -> None:
-        report = self._meter.report(
-            self.progress, lr=step.lr, grad_norm=step.grad_norm, loss_scale=self._trainer.loss_scale
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        self.check_random_state()
+        self._resumed = False
+
+    check_random_state: Callable[[], None] = staticmethod(lambda: None)
+    """Called once this rank's random numbers were taken up from a checkpoint."""
+
+
+def prepare(
+    config: FinetuneConfig, task: FinetuneTask, *, precision: str, device: torch.device, directory: Path
+) -> StepTrainer:
+    """The task's model, ready to be trained by the ranks that have joined.
+
+    Args:
+        config: the fine-tuning.
+        task: what it learns.
+        precision: fp32, bf16 or fp16, resolved.
+        device: this rank's.
+        directory: of the run.
+
+    Raises:
+        ConfigError: the configuration asks for what this machine or this model has not.
+        DataFormatError: the training split has no sample.
+        LaunchError: Accelerate came to another kind of distribution than was asked for.
+    """
+    from transformers import Trainer
+
+    rows = rows_of(task, "train")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    schedule = Schedule.of(config.train, len(rows), ranks)
+    arguments = training_arguments(
+        config, precision=precision, device=device, total_steps=schedule.total_steps, directory=directory
+    )
+    model: Any = task.build_model()
+    model.train()  # `from_pretrained` leaves it without dropout
+    if config.train.gradient_checkpointing:
+        _checkpoint_activations(model)
+    kind: Any = type("FinetuneTrainer", (StepTrainer, Trainer), {})
+    trainer: StepTrainer = kind(
+        config, schedule, precision, model=model, args=arguments, data_collator=task.collate, train_dataset=rows
+    )
+    check_distribution(trainer.accelerator, config, device)
+    return trainer
+
+
+def _checkpoint_activations(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(
+            f"train.gradient_checkpointing is true and {type(model).__name__} cannot compute its activations again: "
+            "set it to false"
+        ) from error
+
+
+def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
+    """The trained parameters, biases and weights of norms apart: they do not decay.
+
+    Args:
+        model: before it is prepared; under ZeRO-3 its parameters may be divided already.
+        weight_decay: of the others; None leaves it to whoever makes the optimizer.
+    """
+    apart = {id(weight) for module in model.modules() for weight in _undecayed(module)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decaying: dict[str, Any] = {"params": [each for each in trained if id(each) not in apart]}
+    if weight_decay is not None:
+        decaying["weight_decay"] = weight_decay
+    groups = [decaying, {"params": [each for each in trained if id(each) in apart], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _undecayed(module: nn.Module) -> list[nn.Parameter]:
+    own = dict(module.named_parameters(recurse=False))
+    if "norm" in type(module).__name__.lower():
+        return list(own.values())
+    return [parameter for name, parameter in own.items() if name == "bias" or name.endswith("_bias")]
+
+
+@contextmanager
+def _no_scale_left(config: FinetuneConfig) -> Iterator[None]:
+    """Turn DeepSpeed's exception for a loss scale that cannot be lowered further into LossError."""
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise LossError(
+            "fp16 has halved its loss scale down to the least that it may be, and gradients still overflow: set "
+            f"train.precision to bf16 or fp32, or lower optim.lr (now {config.optim.lr:g})"
+        ) from error
+
+
+def check_finite(step: Step, iteration: int, skipped: int, precision: str) -> None:
+    """Refuse a loss or a gradient that is not finite; of fp16, steps that were skipped for it are no error.
+
+    Args:
+        step: just taken.
+        iteration: its number.
+        skipped: steps in a row that were skipped, this one included.
+        precision: fp32, bf16 or fp16.
+
+    Raises LossError with what to do.
+    """
+    if step.skipped:
+        if skipped < MOST_SKIPPED:
+            return
+        raise LossError(
+            f"fp16 has skipped {skipped} steps in a row up to step {iteration} for gradients that overflow: set "
+            "train.precision to bf16 or fp32, or lower optim.lr"
         )
-        logger.info("%s", report.line(self._schedule))
-        self._recorder.event("step", **report.event)
-
-    def _finish(self) -> None:
-        """Write the run's result; on the first rank, the same again where it was written before."""
-        progress = self.progress
-        best = self._best.best
-        assert best is not None
-        result = {
-            "iterations": progress.iteration,
-            "epochs": round(progress.epoch + progress.batches / self._schedule.batches_per_epoch, 4),
-            "best": f"{BEST_NAME}/{directory_name(best.iteration)}",
-            "best_iteration": best.iteration,
-            "metric": self._best.metric,
-            "value": best.value,
-            "metrics": best.metrics,
-            "test_metrics": best.test_metrics,
-            "start_metrics": progress.start_metrics,
-            "train_seconds_per_epoch": self._seconds_per_epoch(),
-            "evaluation_seconds": progress.evaluation_seconds,
-            "checkpoints": self._checkpoints.kept(),
-        }
-        if self._rank == 0:
-            write_json(self._run_directory / RESULT_NAME, result)
-
-    def _seconds_per_epoch(self) -> float:
-        """Training time of a pass: the mean of the complete ones, else what one would take at this rate."""
-        progress = self.progress
-        if progress.train_seconds:
-            return sum(progress.train_seconds) / len(progress.train_seconds)
-        return progress.epoch_seconds * self._schedule.batches_per_epoch / max(1, progress.batches)
-
-    def _beat(self, phase: str, iteration: int | None = None) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.beat(phase, iteration)
+    for name, value in (("loss", step.loss), ("norm of the gradients", step.grad_norm)):
+        if value is not None and not math.isfinite(value):
+            less = "optim.lr" if precision == "fp32" else "optim.lr, or set train.precision to fp32"
+            raise LossError(
+                f"the {name} is {value} at step {iteration} (learning rate {step.lr:.3g}): lower {less}, raise "
+                "optim.warmup_steps, or look for samples without labels"
+            )

@@ -71,9 +71,9 @@ def finetune(job: FinetuneJob) -> None:
     """
     started = time.monotonic()
     with joined_ranks(job) as (rank, device, heartbeat):
-        from megacore.finetune.stepping import prepare
+        from megacore.finetune.run import Finetuner, finetune_memory_errors
         from megacore.finetune.task import build_task
-        from megacore.finetune.trainer import Finetuner, finetune_memory_errors
+        from megacore.finetune.trainer import prepare
         from megacore.hardware import resolve_precision
         from megacore.observe.recorder import Recorder
 

@@ -175,8 +175,8 @@ class Run:
 def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> Run:
     """Run the loop on this rank, as `megacore.ranks.finetune` does once the ranks have joined."""
     from megacore.errors import TrainingStoppedError
-    from megacore.finetune.stepping import prepare
-    from megacore.finetune.trainer import Finetuner
+    from megacore.finetune.run import Finetuner
+    from megacore.finetune.trainer import prepare
     from megacore.observe.recorder import EVENTS_NAME, Recorder
 
     rank = int(os.environ.get("RANK", "0"))

@@ -1,4 +1,4 @@
-"""The search by itself: every threshold is found, with few probes."""
+"""The search by itself: every threshold is found, with few probes; and how many processes a fine-tuning has."""
 
 import math
 
@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.errors import RankLostError
+from megacore.config.load import parse_finetune_config
+from megacore.errors import ConfigError, ParallelLayoutError, RankLostError
 from megacore.finetune.batch_size import Answer, Fits, TooLarge, largest_batch
+from megacore.finetune.resolve import resolve_ranks
+from megacore.hardware import Gpu, Hardware
+from tests.config._finetune import minimal
 
 LIMITS = st.integers(1, 5000)
 
@@ -75,3 +79,32 @@ def test_another_failure_is_raised_and_ends_the_search() -> None:
     with pytest.raises(RankLostError, match="rank 1 was lost"):
         largest_batch(probe, limit=64)
     assert tried == [1, 2, 4]
+
+
+def machine(gpus: int) -> Hardware:
+    """A machine of 8 cores."""
+    return Hardware(8, 2**34, tuple(Gpu("GPU", 2**35) for _ in range(gpus)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "expected"), [("auto", 0, (1, 8)), ("auto", 4, (4, 2)), (2, 0, (2, 4)), (2, 4, (2, 4))]
+)
+def test_ranks_and_their_threads(asked: int | str, gpus: int, expected: tuple[int, int]) -> None:
+    config = parse_finetune_config(minimal() | {"launch": {"nproc_per_node": asked}}, origin="test")
+    assert resolve_ranks(config, machine(gpus)) == expected
+
+
+def test_more_ranks_than_gpus() -> None:
+    config = parse_finetune_config(minimal() | {"launch": {"nproc_per_node": 3}}, origin="test")
+    with pytest.raises(ParallelLayoutError, match=r"launch.nproc_per_node is 3 and this machine has 2 visible GPUs"):
+        resolve_ranks(config, machine(2))
+
+
+@pytest.mark.parametrize(
+    "said", [{"distributed_type": "MULTI_CPU"}, {"distributed_type": "NO", "use_cpu": True, "num_processes": 1}]
+)
+def test_a_yaml_that_asks_for_cpus_is_refused_beside_gpus(said: dict[str, object]) -> None:
+    config = parse_finetune_config(minimal() | {"launch": {"accelerate_config": said}}, origin="test")
+    resolve_ranks(config, machine(0))
+    with pytest.raises(ConfigError, match=r"launch.accelerate_config asks for CPUs, and ranks take the 2 GPUs"):
+        resolve_ranks(config, machine(2))

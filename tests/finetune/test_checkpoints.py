@@ -132,7 +132,7 @@ def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
     dropped: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     from megacore.finetune import checkpoints
-    from megacore.finetune.stepping import StepTrainer
+    from megacore.finetune.trainer import StepTrainer
 
     class CrashError(Exception):
         pass

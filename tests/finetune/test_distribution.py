@@ -10,7 +10,7 @@ import torch
 
 from megacore.errors import ConfigError, LaunchError
 from megacore.finetune.distribution import check_precision, deepspeed_json, training_arguments
-from megacore.finetune.stepping import parameter_groups, prepare
+from megacore.finetune.trainer import parameter_groups, prepare
 from tests.finetune._tiny_task import TinyTask, config
 from tests.finetune._two_ranks import ADAMW, DECAY
 
