@@ -19,7 +19,8 @@ OPENMP = ["-fopenmp"] if sys.platform == "linux" and platform.machine() == "x86_
 
 
 class BuildInParallel(build_ext):
-    """Compiles all files of all modules at the same time, each where something that it reads has changed."""
+    """Compiles all files of all modules at the same time, each where something that it reads has
+    changed."""
 
     def build_extensions(self) -> None:
         compile_in_turn = self.compiler.compile

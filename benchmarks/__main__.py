@@ -3,8 +3,9 @@
     make bench [BENCH="step scaling"] [ARGS="--all"]
     python -m benchmarks [NAME ...] [--all] [--list] [--dry-run] [--output BENCHMARKS.md]
 
-A result stands between the markers `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; everything else is left alone.
-A benchmark ends within 10 minutes or is ended. The exit status is 0 when every goal is met.
+A result stands between the markers `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; everything
+else is left alone. A benchmark ends within 10 minutes or is ended. The exit status is 0 when every
+goal is met.
 """
 
 import argparse
@@ -26,7 +27,9 @@ VERDICTS = ("PASS", "MISS")
 def run(entry: Entry, limit: float = LIMIT) -> tuple[int | None, str]:
     """Exit status and what was printed; None where it was ended for its time."""
     command = [sys.executable, "-m", *entry.arguments]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         output, _ = process.communicate(timeout=limit)
         return process.returncode, output
@@ -72,7 +75,9 @@ def bench(name: str, entry: Entry, path: Path | None) -> bool:
 def main() -> int:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", help="of entries, or what several begin with")
     parser.add_argument("--all", action="store_true", help="the slow ones too")
@@ -85,9 +90,14 @@ def main() -> int:
             sys.stdout.write(f"{name:16} {entry.command}{' (slow)' if entry.slow else ''}\n")
         return 0
     entries = chosen(options.names, everything=options.all, has_gpu=bool(gpus()))
-    met = {name: bench(name, entry, None if options.dry_run else options.output) for name, entry in entries.items()}
+    met = {
+        name: bench(name, entry, None if options.dry_run else options.output)
+        for name, entry in entries.items()
+    }
     missed = [name for name, good in met.items() if not good]
-    sys.stdout.write(f"{'MISS' if missed else 'PASS'}: {len(met) - len(missed)} of {len(met)} benchmarks")
+    sys.stdout.write(
+        f"{'MISS' if missed else 'PASS'}: {len(met) - len(missed)} of {len(met)} benchmarks"
+    )
     sys.stdout.write(f"; not {', '.join(missed)}\n" if missed else "\n")
     return 1 if missed else 0
 

@@ -1,4 +1,7 @@
-"""One rank of `benchmarks.checkpoint`: goes through the rounds with its peers; the first writes the results."""
+"""One rank of `benchmarks.checkpoint`: goes through the rounds with its peers.
+
+The first writes the results.
+"""
 
 import json
 import os
@@ -36,7 +39,11 @@ def model_state(hidden: int, vocabulary: int) -> dict[str, Tensor]:
             f"layers.{layer}.up.bias": (4 * hidden,),
             f"layers.{layer}.down.weight": (hidden, 4 * hidden),
             f"layers.{layer}.down.bias": (hidden,),
-            **{f"layers.{layer}.{norm}.{what}": (hidden,) for norm in ("first", "second") for what in ("w", "b")},
+            **{
+                f"layers.{layer}.{norm}.{what}": (hidden,)
+                for norm in ("first", "second")
+                for what in ("w", "b")
+            },
         }
     return {f"{kind}.{name}": torch.rand(shape) for kind in KINDS for name, shape in shapes.items()}
 
@@ -54,7 +61,10 @@ class Rank:
         self.total = shares.total_bytes
         self.savers = {
             kind: CheckpointSaver(
-                directory / f"run-{kind}", asynchronous=kind == "asynchronous", keep_last=1, keep_best=False
+                directory / f"run-{kind}",
+                asynchronous=kind == "asynchronous",
+                keep_last=1,
+                keep_best=False,
             )
             for kind in ("synchronous", "asynchronous")
         }
@@ -88,7 +98,8 @@ class Rank:
             os.fsync(file.fileno())
 
     def save(self, kind: str) -> tuple[float, SaveFinished]:
-        """A checkpoint from beginning to end with nothing beside it; seconds that `save` took, and what came of it."""
+        """A checkpoint from beginning to end with nothing beside it; seconds that `save` took, and
+        what came of it."""
         self.iteration += 1
         saver = self.savers[kind]
         self.together()
@@ -114,7 +125,9 @@ class Rank:
         self.savers["asynchronous"].save(self.iteration, self.state, {}, validation_loss=None)
         beside: list[float] = []
         # As many on every rank, as the save is over on all at nearly the same time.
-        while len(beside) < 4 or any(self.ranks.everywhere(lambda: self.savers["asynchronous"].progress() is not None)):
+        while len(beside) < 4 or any(
+            self.ranks.everywhere(lambda: self.savers["asynchronous"].progress() is not None)
+        ):
             beside += [self.step() for _ in range(4)]
         self.savers["asynchronous"].wait()
         return sum(alone) / len(alone), sum(beside) / len(beside)
@@ -169,7 +182,10 @@ def _drop(path: Path) -> None:
 
 
 def main() -> None:
-    """Go through the rounds; the first is not reported: buffers and the system's caches are allocated in it."""
+    """Go through the rounds.
+
+    The first is not reported: buffers and the system's caches are allocated in it.
+    """
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
     if options["ranks"] > 1:

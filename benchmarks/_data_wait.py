@@ -1,4 +1,5 @@
-"""Some iterations of the training loop over an indexed data set of made-up tokens; their times as JSON."""
+"""Some iterations of the training loop over an indexed data set of made-up tokens; their times as
+JSON."""
 
 import json
 import statistics
@@ -39,7 +40,12 @@ class Listening(Recorder):
 
 def main() -> None:
     case = replace(CASES["tiny-fp32"], micro_batch_size=2)
-    train = {"train_iters": ITERATIONS, "log_interval": INTERVAL, "eval_interval": 10**6, "eval_iters": 1}
+    train = {
+        "train_iters": ITERATIONS,
+        "log_interval": INTERVAL,
+        "eval_interval": 10**6,
+        "eval_iters": 1,
+    }
     work = Work(case, ENTRANTS["megacore"], train={"global_batch_size": SAMPLES, **train})
     config, tokens = work.config(), SpecialTokens(eod=0)
     set_up_arithmetic(torch.get_num_threads())
@@ -55,18 +61,35 @@ def main() -> None:
         (directory / "index").mkdir()
         options = IndexOptions(split="80,10,10", seq_length=case.seq_length, seed=config.seed)
         build_index_maps(
-            Mixture.single(str(prefix)), directory / "index", options, (SAMPLES * ITERATIONS, SAMPLES, None)
+            Mixture.single(str(prefix)),
+            directory / "index",
+            options,
+            (SAMPLES * ITERATIONS, SAMPLES, None),
         )
         engine = build_engine(
-            config, case.vocab_size, mesh, special_tokens=tokens, device=torch.device("cpu"), precision="fp32"
+            config,
+            case.vocab_size,
+            mesh,
+            special_tokens=tokens,
+            device=torch.device("cpu"),
+            precision="fp32",
         )
-        splits = [GPTDataset(prefix, directory / "index", split, case.seq_length) for split in ("train", "valid")]
+        splits = [
+            GPTDataset(prefix, directory / "index", split, case.seq_length)
+            for split in ("train", "valid")
+        ]
         spec = ModelSpec.of(config, case.vocab_size, tokens)
         with Listening(directory / "run", attempt=1, rank=0, tensorboard=False) as recorder:
             recorder.intervals = []
-            Trainer(config, engine, mesh, Datasets(*splits), recorder, directory / "run", spec=spec).run()
-        iteration, waiting = (statistics.median(column) for column in zip(*recorder.intervals[1:], strict=True))
-    sys.stdout.write(json.dumps({"ms_per_iteration": iteration, "batch_generator_ms": waiting}) + "\n")
+            Trainer(
+                config, engine, mesh, Datasets(*splits), recorder, directory / "run", spec=spec
+            ).run()
+        iteration, waiting = (
+            statistics.median(column) for column in zip(*recorder.intervals[1:], strict=True)
+        )
+    sys.stdout.write(
+        json.dumps({"ms_per_iteration": iteration, "batch_generator_ms": waiting}) + "\n"
+    )
 
 
 if __name__ == "__main__":

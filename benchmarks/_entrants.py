@@ -32,7 +32,9 @@ class Case:
     @property
     def flops(self) -> int:
         """Of the model in a step, without recomputation."""
-        shape = TransformerShape(self.layers, self.hidden, 4 * self.hidden, self.seq_length, self.vocab_size)
+        shape = TransformerShape(
+            self.layers, self.hidden, 4 * self.hidden, self.seq_length, self.vocab_size
+        )
         return step_flops(shape, self.micro_batch_size, "none")
 
 
@@ -68,7 +70,9 @@ ENTRANTS = {
     "nanoGPT compiled": Entrant("nanogpt", compiled=True),
     "nanoGPT compiled, tuned malloc": Entrant("nanogpt", compiled=True, tuned_malloc=True),
     "nanoGPT compiled, fused AdamW": Entrant("nanogpt", compiled=True, fused=True),
-    "nanoGPT compiled, fused AdamW, tuned malloc": Entrant("nanogpt", compiled=True, fused=True, tuned_malloc=True),
+    "nanoGPT compiled, fused AdamW, tuned malloc": Entrant(
+        "nanogpt", compiled=True, fused=True, tuned_malloc=True
+    ),
     "transformers": Entrant("transformers", fused=True),
     "transformers, tuned malloc": Entrant("transformers", fused=True, tuned_malloc=True),
 }

@@ -1,4 +1,5 @@
-"""A small model of random weights, text to learn, and the artifacts that a fine-tuning of it reads."""
+"""A small model of random weights, text to learn, and the artifacts that a fine-tuning of it
+reads."""
 
 import json
 import random
@@ -19,7 +20,12 @@ VALIDATION_SAMPLES = 32
 _LAYERS, _HIDDEN, _HEADS = 4, 128, 4
 _WORDS = tuple(f"word{number}" for number in range(2000))
 _TASKS: dict[str, dict[str, Any]] = {
-    "deberta": {"kind": "classification", "sentence1_column": "first", "sentence2_column": "second", "max_length": 64},
+    "deberta": {
+        "kind": "classification",
+        "sentence1_column": "first",
+        "sentence2_column": "second",
+        "max_length": 64,
+    },
     "gpt2": {"kind": "causal_lm", "block_size": 64},
 }
 
@@ -53,7 +59,11 @@ def prepare(root: Path, model: str, **sections: dict[str, Any]) -> Prepared:
     for split, count in (("train", SAMPLES), ("valid", VALIDATION_SAMPLES)):
         lines = [json.dumps(row) for row in _rows(model, count)]
         (root / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    source = {"kind": "files", "train": [str(root / "train.jsonl")], "valid": [str(root / "valid.jsonl")]}
+    source = {
+        "kind": "files",
+        "train": [str(root / "train.jsonl")],
+        "valid": [str(root / "valid.jsonl")],
+    }
     values: dict[str, Any] = {
         "name": model,
         "model": {"path": str(root / "source")},
@@ -63,7 +73,8 @@ def prepare(root: Path, model: str, **sections: dict[str, Any]) -> Prepared:
         "train": {"micro_batch_size": 8, "precision": "fp32"},
     }
     config = parse_finetune_config(
-        values | {name: values.get(name, {}) | section for name, section in sections.items()}, origin="benchmark"
+        values | {name: values.get(name, {}) | section for name, section in sections.items()},
+        origin="benchmark",
     )
     folders = {name: root / name for name in ("pretrained", "rows", "examples", "cache")}
     for folder in folders.values():
@@ -76,7 +87,10 @@ def prepare(root: Path, model: str, **sections: dict[str, Any]) -> Prepared:
 
 
 def _rows(model: str, count: int) -> list[dict[str, Any]]:
-    """Pairs whose class says from which half of the words they are, or texts; about as long as a sample may be."""
+    """Pairs whose class says from which half of the words they are, or texts.
+
+    About as long as a sample may be.
+    """
     generator = random.Random(count)
     rows: list[dict[str, Any]] = []
     for _ in range(count):
@@ -86,7 +100,13 @@ def _rows(model: str, count: int) -> list[dict[str, Any]]:
             rows.append({"text": " ".join(words)})
         else:
             half = generator.randrange(16, 30)
-            rows.append({"first": " ".join(words[:half]), "second": " ".join(words[half : half + 24]), "label": label})
+            rows.append(
+                {
+                    "first": " ".join(words[:half]),
+                    "second": " ".join(words[half : half + 24]),
+                    "label": label,
+                }
+            )
     return rows
 
 
@@ -101,10 +121,16 @@ def _write_model(directory: Path, model: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if model == "deberta":
         tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
         )
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
     ).save_pretrained(directory)
     torch.manual_seed(1)
     made: Any

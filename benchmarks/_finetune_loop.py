@@ -1,4 +1,6 @@
-"""A fine-tuning written by hand as Accelerate's tutorial does it: one rank; the job file is the real one's.
+"""A fine-tuning written by hand as Accelerate's tutorial does it: one rank.
+
+The job file is the real one's.
 
 python -m benchmarks._finetune_loop --config run.json
 """
@@ -61,13 +63,16 @@ def main() -> None:
         directory=Path(job.run_directory),
     )
     accelerator = accelerate.Accelerator(
-        cpu=arguments.use_cpu and arguments.deepspeed_plugin is None, deepspeed_plugin=arguments.deepspeed_plugin
+        cpu=arguments.use_cpu and arguments.deepspeed_plugin is None,
+        deepspeed_plugin=arguments.deepspeed_plugin,
     )
     head = "CausalLM" if kind == "causal_lm" else "SequenceClassification"
     torch.manual_seed(config.seed)
     model: Any = getattr(transformers, f"AutoModelFor{head}").from_pretrained(source)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
-    scheduler: Any = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+    scheduler: Any = transformers.get_scheduler(
+        "linear", optimizer, num_warmup_steps=0, num_training_steps=steps
+    )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     seconds = []
     for _ in range(train.num_epochs):
@@ -84,7 +89,9 @@ def main() -> None:
             optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
     if accelerator.is_main_process:
-        Path(job.run_directory, RESULT).write_text(json.dumps({"seconds": seconds, "loss": total / len(loader)}))
+        Path(job.run_directory, RESULT).write_text(
+            json.dumps({"seconds": seconds, "loss": total / len(loader)})
+        )
     os._exit(0)
 
 

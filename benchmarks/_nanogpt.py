@@ -1,7 +1,8 @@
-"""A GPT-2 in plain torch, in the manner of karpathy/nanoGPT (its structure and names; the code is our own).
+"""A GPT-2 in plain torch, in the manner of karpathy/nanoGPT (its structure and names; the code is
+our own).
 
-Learned positions, pre-norm layers with biases, exact GeLU, scaled_dot_product_attention, the output layer tied to
-the embedding, and the logits of the whole batch into F.cross_entropy.
+Learned positions, pre-norm layers with biases, exact GeLU, scaled_dot_product_attention, the output
+layer tied to the embedding, and the logits of the whole batch into F.cross_entropy.
 """
 
 import torch
@@ -21,7 +22,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] to [b, s, h]."""
         b, s, h = x.shape
-        q, k, v = (part.view(b, s, self.heads, h // self.heads).transpose(1, 2) for part in self.c_attn(x).split(h, 2))
+        q, k, v = (
+            part.view(b, s, self.heads, h // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split(h, 2)
+        )
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [b, n, s, d]
         output: Tensor = self.c_proj(context.transpose(1, 2).contiguous().view(b, s, h))
         return output

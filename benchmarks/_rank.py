@@ -1,4 +1,7 @@
-"""One rank of one variant: waits for `run N` on standard input, makes N steps, and tells of them as a line of JSON."""
+"""One rank of one variant.
+
+Waits for `run N` on standard input, makes N steps, and tells of them as a line of JSON.
+"""
 
 import json
 import os
@@ -31,7 +34,9 @@ TOKENS = SpecialTokens(eod=VOCAB_SIZE - 1)
 
 def tokens(samples: int) -> Tensor:
     """One global batch of ids, [samples, s + 1]."""
-    return torch.randint(VOCAB_SIZE, (samples, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        VOCAB_SIZE, (samples, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Timers) -> Step:
@@ -48,9 +53,13 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
         if variant.ranks > 1
         else ProcessMesh(timers=timers)
     )
-    engine = build_engine(config, VOCAB_SIZE, mesh, special_tokens=TOKENS, device=CPU, precision=precision)
+    engine = build_engine(
+        config, VOCAB_SIZE, mesh, special_tokens=TOKENS, device=CPU, precision=precision
+    )
     replicas = mesh.data_parallel
-    batches = tokens(variant.samples).split(variant.micro_batch_size)[replicas.rank :: replicas.size]
+    batches = tokens(variant.samples).split(variant.micro_batch_size)[
+        replicas.rank :: replicas.size
+    ]
 
     def step() -> object:
         engine.forward_backward(iter(batches), list(range(len(batches))))
@@ -60,7 +69,8 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
 
 
 def torch_ddp(variant: Variant, config: RunConfig) -> Step:
-    """A step of torch's DistributedDataParallel over the same model in fp32, with torch's fused AdamW."""
+    """A step of torch's DistributedDataParallel over the same model in fp32, with torch's fused
+    AdamW."""
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.utils import clip_grad_norm_
     from torch.optim import AdamW
@@ -69,7 +79,9 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
         def __init__(self) -> None:
             super().__init__()
             kernels = kernels_of(config, CPU, "fp32")
-            stage = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS, kernels=kernels)
+            stage = Stage(
+                config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS, kernels=kernels
+            )
             (self.model,), self.rules = stage.chunks, stage.rules
 
         def forward(self, batch: Tensor) -> Tensor:
@@ -93,7 +105,8 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
 
 
 def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
-    """Seconds of each step, milliseconds per step by phase, and the most memory that this process had."""
+    """Seconds of each step, milliseconds per step by phase, and the most memory that this process
+    had."""
     seconds = []
     timers.take(1)
     for _ in range(steps):
@@ -103,7 +116,11 @@ def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
         step()
         seconds.append(time.perf_counter() - start)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"seconds": statistics.median(seconds), "phases": timers.take(steps), "memory_mb": memory}
+    return {
+        "seconds": statistics.median(seconds),
+        "phases": timers.take(steps),
+        "memory_mb": memory,
+    }
 
 
 def main(name: str, precision: str) -> None:
@@ -115,7 +132,11 @@ def main(name: str, precision: str) -> None:
         dist.init_process_group("gloo")
     timers = Timers(CPU)
     config = variant.config(precision)
-    step = torch_ddp(variant, config) if variant.torch_ddp else own_engine(variant, config, precision, timers)
+    step = (
+        torch_ddp(variant, config)
+        if variant.torch_ddp
+        else own_engine(variant, config, precision, timers)
+    )
     for line in sys.stdin:
         result = measure(step, int(line.split()[1]), timers)
         results: list[Any] = [result]

@@ -1,4 +1,5 @@
-"""One contestant: waits for commands on standard input and answers each with a line of JSON, a list of one object.
+"""One contestant: waits for commands on standard input and answers each with a line of JSON, a list
+of one object.
 
 python -m benchmarks._step_rank WORK
 run N       makes N steps: seconds of one, most memory so far
@@ -20,7 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks._entrants import BETAS, CLIP, LR, OUT_OF_MEMORY, WEIGHT_DECAY, Work
-from benchmarks._steps import Step, endless, megacore_step, nanogpt_step, transformers_model, transformers_step
+from benchmarks._steps import (
+    Step,
+    endless,
+    megacore_step,
+    nanogpt_step,
+    transformers_model,
+    transformers_step,
+)
 from megacore.ranks.process import set_up_arithmetic
 
 _CPU_SIZES, _GPU_SIZES = (512, 1024, 2048), (4096, 8192)
@@ -170,7 +178,9 @@ def serve_trainer(rank: Rank) -> None:
             torch_compile=work.entrant.compiled,
         )
         data = Samples()
-        Watched(transformers_model(case), arguments, train_dataset=data, callbacks=[Turns()]).train()
+        Watched(
+            transformers_model(case), arguments, train_dataset=data, callbacks=[Turns()]
+        ).train()
 
 
 def main(text: str) -> None:

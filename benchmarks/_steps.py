@@ -27,7 +27,10 @@ _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def batches(case: Case, device: torch.device) -> list[Tensor]:
-    """Ids [b, s + 1] of steps one after another: each row counts on by its own stride, with some noise."""
+    """Ids [b, s + 1] of steps one after another.
+
+    Each row counts on by its own stride, with some noise.
+    """
     random = torch.Generator().manual_seed(1)
 
     def drawn(high: int, *shape: int) -> Tensor:
@@ -38,12 +41,15 @@ def batches(case: Case, device: torch.device) -> list[Tensor]:
         b, width = case.micro_batch_size, case.seq_length + 1
         rows = drawn(case.vocab_size, b, 1) + (1 + drawn(4, b, 1)) * torch.arange(width)
         noise = torch.rand(b, width, generator=random) < _NOISE
-        made.append(torch.where(noise, drawn(case.vocab_size, b, width), rows % case.vocab_size).to(device))
+        made.append(
+            torch.where(noise, drawn(case.vocab_size, b, width), rows % case.vocab_size).to(device)
+        )
     return made
 
 
 def initial_weights(case: Case) -> dict[str, Tensor]:
-    """GPT-2's weights (Radford et al. 2019) under transformers' names, those of linear layers [in, out]."""
+    """GPT-2's weights (Radford et al. 2019) under transformers' names, those of linear layers [in,
+    out]."""
     random = torch.Generator().manual_seed(2)
     h, deep = case.hidden, 0.02 / math.sqrt(2 * case.layers)
 
@@ -64,7 +70,10 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
             ("mlp.c_fc", (h, 4 * h), 0.02),
             ("mlp.c_proj", (4 * h, h), deep),
         ):
-            weights |= {f"{block}.{name}.weight": normal(*size, std=std), f"{block}.{name}.bias": torch.zeros(size[1])}
+            weights |= {
+                f"{block}.{name}.weight": normal(*size, std=std),
+                f"{block}.{name}.bias": torch.zeros(size[1]),
+            }
     return (
         weights
         | {f"{norm}.weight": torch.ones(h) for norm in norms}
@@ -80,7 +89,14 @@ def megacore_step(work: Work, device: torch.device) -> tuple[Step, dict[str, str
     case, config = work.case, work.config()
     tokens = SpecialTokens(eod=case.vocab_size - 1)
     mesh = ProcessMesh.serial()
-    engine = build_engine(config, case.vocab_size, mesh, special_tokens=tokens, device=device, precision=work.precision)
+    engine = build_engine(
+        config,
+        case.vocab_size,
+        mesh,
+        special_tokens=tokens,
+        device=device,
+        precision=work.precision,
+    )
     theirs = initial_weights(case)
     own = engine.tensors()
     ours = key_map(ModelSpec.of(config, case.vocab_size, tokens)).ours(theirs)
@@ -103,7 +119,9 @@ def nanogpt_step(work: Work, device: torch.device) -> Step:
     case = work.case
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    model: nn.Module = NanoGpt(case) if work.checkout is None else _checkout_model(work.checkout, case)
+    model: nn.Module = (
+        NanoGpt(case) if work.checkout is None else _checkout_model(work.checkout, case)
+    )
     model.load_state_dict(_for_nanogpt(initial_weights(case)))
     model.to(device)
     groups = [
@@ -113,8 +131,12 @@ def nanogpt_step(work: Work, device: torch.device) -> Step:
     fused = {"fused": True} if work.entrant.fused or device.type == "cuda" else {}
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, **fused)
     scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "fp16")
-    called: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = torch.compile(model) if work.entrant.compiled else model
-    pairs = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches(case, device)]
+    called: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = (
+        torch.compile(model) if work.entrant.compiled else model
+    )
+    pairs = [
+        (batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches(case, device)
+    ]
     given = cycle(pairs)
 
     def step() -> Tensor:
@@ -196,7 +218,9 @@ def autocast(case: Case, device: torch.device) -> Any:
 
 
 def _for_nanogpt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    turned = {name: value.t() if name.endswith(_TRANSPOSED) else value for name, value in weights.items()}
+    turned = {
+        name: value.t() if name.endswith(_TRANSPOSED) else value for name, value in weights.items()
+    }
     return turned | {"lm_head.weight": weights["transformer.wte.weight"]}
 
 

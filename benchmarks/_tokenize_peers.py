@@ -22,7 +22,9 @@ def megacore(arguments: list[str]) -> None:
     from megacore.cli import main
     from megacore.tokenizer import files, tokenize
 
-    def clocked(function: Callable[..., Any], before: str | None, after: str | None) -> Callable[..., Any]:
+    def clocked(
+        function: Callable[..., Any], before: str | None, after: str | None
+    ) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             if before:
                 times.setdefault(before, time.time())

@@ -1,4 +1,5 @@
-"""Processes that wait on standard input and take turns, so that a machine whose speed changes changes it for all."""
+"""Processes that wait on standard input and take turns, so that a machine whose speed changes
+changes it for all."""
 
 import json
 import os
@@ -17,7 +18,8 @@ _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def environment(threads: int, *, tuned_malloc: bool = True) -> dict[str, str]:
-    """Of a process with so many threads, as megacore's launcher sets it, or with glibc's own malloc."""
+    """Of a process with so many threads, as megacore's launcher sets it, or with glibc's own
+    malloc."""
     launched = rank_environment(threads)
     untuned = {name: value for name, value in launched.items() if name not in _MALLOC}
     inherited = {name: value for name, value in os.environ.items() if name not in _MALLOC}
@@ -36,11 +38,15 @@ class Contestant:
     """What each rank said last."""
 
     @classmethod
-    def start(cls, name: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> "Contestant":
+    def start(
+        cls, name: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+    ) -> "Contestant":
         """A process `python -m ARGUMENTS` for each environment."""
         command = [sys.executable, "-m", *arguments]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return cls(name, [subprocess.Popen(command, env=dict(each), **pipes) for each in environments])
+        return cls(
+            name, [subprocess.Popen(command, env=dict(each), **pipes) for each in environments]
+        )
 
     def ask(self, command: str) -> list[dict[str, Any]]:
         """Give every process a command; the first one's answer: a list, by rank."""
@@ -88,7 +94,9 @@ class Contestant:
             process.wait()
 
 
-def compete(contestants: Sequence[Contestant], rounds: int, steps: int, *, warmup: int, seconds: float) -> int:
+def compete(
+    contestants: Sequence[Contestant], rounds: int, steps: int, *, warmup: int, seconds: float
+) -> int:
     """Take turns, every other round backwards, and return the number of rounds.
 
     Args:

@@ -28,7 +28,8 @@ class Variant:
     """Micro batches are free to choose: a pipeline takes many small ones."""
     parallel: dict[str, Any] = field(default_factory=dict)
     torch_ddp: bool = False
-    """Whether torch's DistributedDataParallel and AdamW train the same model, instead of our engine."""
+    """Whether torch's DistributedDataParallel and AdamW train the same model, instead of our
+    engine."""
     samples: int = SAMPLES
     """Of a step on all ranks."""
 
@@ -74,7 +75,9 @@ VARIANTS = {
 WEAK = {f"dp{ranks}": Variant(ranks, 1, 4, samples=4 * ranks) for ranks in (1, 2, 4)}
 """Data-parallel ranks with one thread and 4 samples each: `benchmarks/scaling.py`."""
 PIPELINES = {f"pp2, m {count}": Variant(2, 1, 1, PP2, samples=count) for count in (2, 4, 8, 16)} | {
-    "pp2 interleaved, m 8": Variant(2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}, samples=8)
+    "pp2 interleaved, m 8": Variant(
+        2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}, samples=8
+    )
 }
 """Two stages and m micro batches of one sample."""
 ALL = VARIANTS | WEAK | PIPELINES

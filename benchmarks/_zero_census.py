@@ -45,9 +45,21 @@ _ATTRIBUTES = {
     "ipg_buckets": BUCKETS,
     "extra_large_param_to_reduce": GRADIENTS,
 }
-"""What DeepSpeed's optimizers keep where, in the order in which a storage that has two names is claimed."""
+"""What DeepSpeed's optimizers keep where, in the order in which a storage that has two names is
+claimed."""
 
-_MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+_MALLINFO2 = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
 """Fields of glibc's `struct mallinfo2`."""
 
 
@@ -58,7 +70,8 @@ class Census:
     kinds: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """By what they hold."""
     hosted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Of these, what lies in main memory instead of the device's; on a CPU what would, by what it is."""
+    """Of these, what lies in main memory instead of the device's; on a CPU what would, by what it
+    is."""
     unknown: int = 0
     """In live tensors that are no part of the state as it is known here."""
     largest_unknown: list[str] = field(default_factory=list)
@@ -75,15 +88,24 @@ def take(engine: Engine, zero: ZeroSettings, allocated_before: int) -> Census:
         if _new(tensor, claimed):
             bytes_ = tensor.untyped_storage().nbytes()
             census.kinds[kind] += bytes_
-            on_host = tensor.device.type == "cpu" if engine.device.type == "cuda" else _offloaded(kind, zero)
+            on_host = (
+                tensor.device.type == "cpu"
+                if engine.device.type == "cuda"
+                else _offloaded(kind, zero)
+            )
             census.hosted[kind] += bytes_ * on_host
     for kind in (STEP_GRADIENTS, LEFT_GRADIENTS):
         if GRADIENTS not in census.kinds and kind in census.kinds:  # there are no others
-            census.kinds[GRADIENTS], census.hosted[GRADIENTS] = census.kinds.pop(kind), census.hosted.pop(kind)
+            census.kinds[GRADIENTS], census.hosted[GRADIENTS] = (
+                census.kinds.pop(kind),
+                census.hosted.pop(kind),
+            )
     unknown = []
     for tensor in _live():
         if _new(tensor, claimed):
-            unknown.append((tensor.untyped_storage().nbytes(), f"{tensor.dtype} {list(tensor.shape)}"))
+            unknown.append(
+                (tensor.untyped_storage().nbytes(), f"{tensor.dtype} {list(tensor.shape)}")
+            )
     unknown.sort(reverse=True)
     census.unknown = sum(count for count, _ in unknown)
     census.largest_unknown = [f"{count / 1e6:.2f} MB {what}" for count, what in unknown[:5]]
@@ -92,7 +114,8 @@ def take(engine: Engine, zero: ZeroSettings, allocated_before: int) -> Census:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What the device's allocator has given out, on a CPU what glibc's malloc has: more than tensors."""
+    """What the device's allocator has given out, on a CPU what glibc's malloc has: more than
+    tensors."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
 
@@ -122,7 +145,13 @@ def _offloaded(kind: str, zero: ZeroSettings) -> bool:
         return zero.offload_param != "none"
     if kind == GRADIENTS and zero.stage < 2:
         return False
-    return zero.offload_optimizer != "none" and kind in (GRADIENTS, MAIN, MOMENTS, STEP_GRADIENTS, STAGING)
+    return zero.offload_optimizer != "none" and kind in (
+        GRADIENTS,
+        MAIN,
+        MOMENTS,
+        STEP_GRADIENTS,
+        STAGING,
+    )
 
 
 def _new(tensor: Tensor, claimed: set[int]) -> bool:
@@ -188,7 +217,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for each in value:
             yield from _tensors(each)
     elif is_dataclass(value) and not isinstance(value, type):
-        # A bucket's `buffer`: its other fields name parameters and gradients that are known already.
+        # A bucket's `buffer`: its other fields name parameters and gradients that are known
+        # already.
         yield from _tensors(vars(value).get("buffer"))
 
 

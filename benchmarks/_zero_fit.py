@@ -18,7 +18,10 @@ _SMOKE_MB = 64
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` that fits, when all below one that fits do; 0 when 1 does not."""
+    """The largest number from 1 to `most` that fits, when all below one that fits do.
+
+    0 when 1 does not.
+    """
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, high * 2
@@ -38,7 +41,10 @@ def try_steps(work: Work) -> list[dict[str, Any]] | None:
             results = ranks.ask(f"run {_STEPS}")
     except OutOfMemoryError:
         results = None
-    sys.stderr.write(f"{work.size} {work.variant}: {work.micro_batch_size} {'fits' if results else 'does not fit'}\n")
+    sys.stderr.write(
+        f"{work.size} {work.variant}: {work.micro_batch_size} "
+        f"{'fits' if results else 'does not fit'}\n"
+    )
     return results
 
 
@@ -47,9 +53,10 @@ def fit_table(options: argparse.Namespace, precision: str) -> None:
     if any(VARIANTS[name].compiled_adam for name in FITS):
         build_operator("cpu_adam")
     sys.stdout.write(
-        f"\n{precision}, {options.ranks} ranks, full recomputation, epochs of {options.samples:,} samples\n\n"
-        "| model | variant | largest micro batch | time of an epoch (s) | peak on the device (MB) | peak of a rank in "
-        "main memory (MB) |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
+        f"\n{precision}, {options.ranks} ranks, full recomputation, epochs of {options.samples:,} "
+        "samples\n\n"
+        "| model | variant | largest micro batch | time of an epoch (s) | peak on the device (MB) "
+        "| peak of a rank in main memory (MB) |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
     )
     for size in ["tiny"] if options.smoke else options.sizes:
         for name in FITS:
@@ -73,6 +80,8 @@ def _cells(work: Work, options: argparse.Namespace) -> str:
     if not size:
         return "out of memory at 1 | - | - | -"
     results = tried[size]
-    seconds = max(rank["seconds"] for rank in results) * math.ceil(options.samples / (size * work.ranks))
+    seconds = max(rank["seconds"] for rank in results) * math.ceil(
+        options.samples / (size * work.ranks)
+    )
     peaks = (max(rank[kind] for rank in results) for kind in ("device_mb", "training_mb"))
     return f"{size} | {seconds:,.0f} | {' | '.join(f'{peak:,.0f}' for peak in peaks)}"

@@ -1,4 +1,7 @@
-"""One rank of one way to keep a model's state: does what standard input says, and tells of it as lines of JSON."""
+"""One rank of one way to keep a model's state.
+
+Does what standard input says, and tells of it as lines of JSON.
+"""
 
 import json
 import os
@@ -27,7 +30,12 @@ from megacore.parallel.rank_layout import RankLayout
 
 OUT_OF_MEMORY = 77
 """Exit code."""
-_PHRASES = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_PHRASES = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class Rank:
@@ -40,7 +48,9 @@ class Rank:
         size = SIZES[work.size]
         shape = (work.micro_batches, work.micro_batch_size, size.seq_length + 1)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.batches = list(torch.randint(size.vocab_size, shape, generator=generator).to(self.device))
+        self.batches = list(
+            torch.randint(size.vocab_size, shape, generator=generator).to(self.device)
+        )
         self.tokens = SpecialTokens(eod=size.vocab_size - 1)
         self.engine: Engine | None = None
         self.allocated_before = census.allocated_bytes(self.device)
@@ -59,7 +69,11 @@ class Rank:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        peak = torch.cuda.max_memory_allocated(self.device) / 1e6 if self.device.type == "cuda" else 0.0
+        peak = (
+            torch.cuda.max_memory_allocated(self.device) / 1e6
+            if self.device.type == "cuda"
+            else 0.0
+        )
         return {
             "seconds": statistics.median(seconds),
             "before_mb": self.resident_before,
@@ -94,7 +108,8 @@ class Rank:
         return step
 
     def _ddp(self) -> Callable[[], object]:
-        """torch's DistributedDataParallel over transformers' GPT-2 of the same shape, autocast to the compute type."""
+        """torch's DistributedDataParallel over transformers' GPT-2 of the same shape, autocast to
+        the compute type."""
         from torch.nn.parallel import DistributedDataParallel
         from torch.nn.utils import clip_grad_norm_
         from transformers import GPT2Config, GPT2LMHeadModel

@@ -84,7 +84,8 @@ class Ranks:
         codes: list[int | None] = []
         while time.monotonic() < deadline:
             codes = [process.poll() for process in self.processes]
-            if OUT_OF_MEMORY in codes or -9 in codes:  # the kernel's killer, which no rank survives to tell of
+            # the kernel's killer, which no rank survives to tell of
+            if OUT_OF_MEMORY in codes or -9 in codes:
                 raise OutOfMemoryError
             if None not in codes:
                 break

@@ -1,4 +1,7 @@
-"""What `benchmarks/zero.py` compares: models, and ways to keep their state on data-parallel ranks."""
+"""What `benchmarks/zero.py` compares.
+
+Models, and ways to keep their state on data-parallel ranks.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -37,7 +40,8 @@ class Variant:
     """One way to keep the state of a model."""
 
     engine: str = "deepspeed"
-    """deepspeed, native, or ddp for torch's DistributedDataParallel and AdamW over transformers' model."""
+    """deepspeed, native, or ddp for torch's DistributedDataParallel and AdamW over transformers'
+    model."""
     parallel: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
@@ -84,7 +88,8 @@ class Work:
     """Of each rank in one step."""
     recompute: str = "none"
     limit_mb: int = 0
-    """On a CPU what may be allocated after the model, as if there were no more; 0 does not limit."""
+    """On a CPU what may be allocated after the model, as if there were no more; 0 does not
+    limit."""
 
     @property
     def threads(self) -> int:

@@ -1,13 +1,14 @@
-"""Saving and loading a checkpoint beside a plain copy of the same bytes on the same disk, and what training waits for.
+"""Saving and loading a checkpoint beside a plain copy of the same bytes on the same disk, and what
+training waits for.
 
     python -m benchmarks.checkpoint [--directory DIR] [--ranks 1 2] [--rounds 5] [--hidden 768]
 
-Ranks are data-parallel replicas: together they write each byte once, and each of them loads the whole. In every round,
-one after another: the bytes are written to a plain file and synced, and read again from the disk; saved, training
-waiting; saved beside the training; verified and loaded, from the disk again; and steps of a small model are made alone
-and beside a save. Ratios are taken within a round, and medians over the rounds are printed. The last line is the
-verdict; a missed goal ends the command with status 1. `--smoke` goes through all of it with a few megabytes and judges
-nothing.
+Ranks are data-parallel replicas: together they write each byte once, and each of them loads the
+whole. In every round, one after another: the bytes are written to a plain file and synced, and read
+again from the disk; saved, training waiting; saved beside the training; verified and loaded, from
+the disk again; and steps of a small model are made alone and beside a save. Ratios are taken within
+a round, and medians over the rounds are printed. The last line is the verdict; a missed goal ends
+the command with status 1. `--smoke` goes through all of it with a few megabytes and judges nothing.
 """
 
 import argparse
@@ -73,7 +74,10 @@ def measure(ranks: int, options: argparse.Namespace, directory: Path) -> dict[st
 
 
 def ratios(ranks: int, rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over the rounds. A load's bytes are those that all ranks fill: each holds the whole state."""
+    """Medians over the rounds.
+
+    A load's bytes are those that all ranks fill: each holds the whole state.
+    """
     taken = {
         "save": [each["copy"] / each["synchronous"] for each in rounds],
         "asynchronous": [each["copy"] / each["asynchronous"] for each in rounds],
@@ -88,8 +92,11 @@ def ratios(ranks: int, rounds: list[dict[str, float]]) -> dict[str, float]:
 def table(results: dict[int, dict[str, Any]]) -> list[str]:
     """Rows of Markdown."""
     rows = [
-        "| ranks | GiB | plain copy (s) | plain read (s) | save (s) | to the copy | asynchronous save (s) | stall (s) "
-        "| of the save | step beside a save | verify + load (s) | to the copy | to the read |",
+        (
+            "| ranks | GiB | plain copy (s) | plain read (s) | save (s) | to the copy | "
+            "asynchronous save (s) | stall (s) | of the save | step beside a save | verify + load "
+            "(s) | to the copy | to the read |"
+        ),
         "| ---: |" + " ---: |" * 12,
     ]
     for ranks, result in results.items():
@@ -131,16 +138,28 @@ def checks(results: dict[int, dict[str, Any]]) -> list[Check]:
 
 def main() -> None:
     """Measure, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's for temporaries")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="on the disk to measure; default: the system's for temporaries",
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5, help="after one that is not reported")
-    parser.add_argument("--hidden", type=int, default=768, help="of 12 layers; 768 are 1.4 GiB with Adam's moments")
-    parser.add_argument("--smoke", action="store_true", help="a few megabytes, one round, no verdict")
+    parser.add_argument(
+        "--hidden", type=int, default=768, help="of 12 layers; 768 are 1.4 GiB with Adam's moments"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few megabytes, one round, no verdict"
+    )
     options = parser.parse_args()
     results = {}
     for ranks in options.ranks:
-        with tempfile.TemporaryDirectory(prefix="megacore-checkpoint-", dir=options.directory) as directory:
+        with tempfile.TemporaryDirectory(
+            prefix="megacore-checkpoint-", dir=options.directory
+        ) as directory:
             results[ranks] = measure(ranks, options, Path(directory))
     sys.stdout.write("\n".join([*table(results), ""]))
     if options.smoke:

@@ -1,11 +1,14 @@
-"""Samples per second that one process reads at random, from tokens that are in the operating system's memory.
+"""Samples per second that one process reads at random, from tokens that are in the operating
+system's memory.
 
-    python -m benchmarks.dataset_read [--megabytes 400] [--micro-batch-size 8] [--rounds 5] [--megatron DIR]
+    python -m benchmarks.dataset_read [--megabytes 400] [--micro-batch-size 8] [--rounds 5]
+        [--megatron DIR]
 
-All ways to read take turns over the same samples, and the best round of each is printed, since other processes only
-ever slow one down: `gather` (one micro batch into one array), the iterator that training uses (a thread reads ahead),
-one sample at a time, a loop over memory-mapped arrays in NumPy, and, with DIR a checkout of Megatron-LM whose
-megatron/core/datasets/helpers.cpp is compiled, its GPTDataset. The ratio is to the last of these that was run.
+All ways to read take turns over the same samples, and the best round of each is printed, since
+other processes only ever slow one down: `gather` (one micro batch into one array), the iterator
+that training uses (a thread reads ahead), one sample at a time, a loop over memory-mapped arrays in
+NumPy, and, with DIR a checkout of Megatron-LM whose megatron/core/datasets/helpers.cpp is compiled,
+its GPTDataset. The ratio is to the last of these that was run.
 """
 
 import argparse
@@ -101,7 +104,9 @@ def ours(dataset: GPTDataset, size: int) -> list[Contestant]:
 
 def numpy_loop(directory: Path, seq_length: int) -> Contestant:
     """What a reader in Python does: three maps, then a view per document, joined."""
-    documents, rows, order = (np.load(map_path(directory, "train", name), mmap_mode="r") for name in MAP_NAMES)
+    documents, rows, order = (
+        np.load(map_path(directory, "train", name), mmap_mode="r") for name in MAP_NAMES
+    )
     tokens = np.memmap(directory / "tokens.bin", np.uint16, mode="r")
     index = np.fromfile(directory / "tokens.idx", np.uint8)
     sequences = int(index[18:26].view("<u8")[0])
@@ -134,7 +139,9 @@ def megatron(checkout: Path, directory: Path, seq_length: int) -> Contestant:
     importlib.import_module("megatron.core.parallel_state")
     core = importlib.import_module("megatron.core.datasets.gpt_dataset")
     split = importlib.import_module("megatron.core.datasets.utils").Split.train
-    tokenizer = types.SimpleNamespace(vocab_size=VOCAB_SIZE, eod=VOCAB_SIZE - 1, pad=-1, unique_identifiers={})
+    tokenizer = types.SimpleNamespace(
+        vocab_size=VOCAB_SIZE, eod=VOCAB_SIZE - 1, pad=-1, unique_identifiers={}
+    )
     config = core.GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=seq_length,
@@ -163,7 +170,10 @@ def table(contestants: list[Contestant]) -> list[str]:
         f"| way to read | samples/s | samples/s of processor time | to {reference.name} |",
         "| --- | ---: | ---: | ---: |",
         *(
-            f"| {each.name} | {each.rate:,.0f} | {each.processor_rate:,.0f} | {each.rate / reference.rate:.1f} |"
+            (
+                f"| {each.name} | {each.rate:,.0f} | {each.processor_rate:,.0f} | "
+                f"{each.rate / reference.rate:.1f} |"
+            )
             for each in contestants
         ),
     ]
@@ -181,7 +191,9 @@ def checks(contestants: list[Contestant]) -> list[Check]:
 
 def main() -> int:
     """Write, compete, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=400, help="of tokens, at 2 bytes each")
     parser.add_argument("--document", type=int, default=800, help="tokens of a document on average")
     parser.add_argument("--seq-length", type=int, default=1024)
@@ -194,7 +206,10 @@ def main() -> int:
         write(directory, options.megabytes, options.document, options.seq_length)
         dataset = GPTDataset(directory / "tokens", directory, "train", options.seq_length)
         int(dataset.tokens.tokens.sum(dtype=np.int64))  # every page is in memory from here on
-        contestants = [*ours(dataset, options.micro_batch_size), numpy_loop(directory, options.seq_length)]
+        contestants = [
+            *ours(dataset, options.micro_batch_size),
+            numpy_loop(directory, options.seq_length),
+        ]
         if options.megatron:
             contestants.append(megatron(options.megatron, directory, options.seq_length))
         for _ in range(options.rounds):

@@ -1,13 +1,15 @@
-"""Fine-tuning beside a loop written by hand over Accelerate, and the largest micro batches under a limit of memory.
+"""Fine-tuning beside a loop written by hand over Accelerate, and the largest micro batches under a
+limit of memory.
 
     python -m benchmarks.finetune speed --model deberta [--methods ddp zero2 zero3] [--rounds 3]
     python -m benchmarks.finetune batch --model deberta [--limit-gb 1.5]
 
-`speed` trains both loops in turns, every other round backwards, each time with new processes of two ranks: the same
-model, samples, micro batch and DeepSpeed settings, no evaluation counted. Of each run the first epoch is left out, and
-its fastest other epoch taken; ratios are taken within a round, and their median is printed. `batch` is the comparison
-of `finetune --find-batch-size` with one rank, which may have so much memory. zero3-offload is left out unless it is
-named: without a GPU all lies in main memory anyway.
+`speed` trains both loops in turns, every other round backwards, each time with new processes of two
+ranks: the same model, samples, micro batch and DeepSpeed settings, no evaluation counted. Of each
+run the first epoch is left out, and its fastest other epoch taken; ratios are taken within a round,
+and their median is printed. `batch` is the comparison of `finetune --find-batch-size` with one
+rank, which may have so much memory. zero3-offload is left out unless it is named: without a GPU all
+lies in main memory anyway.
 """
 
 import argparse
@@ -37,7 +39,8 @@ from megacore.ranks.finetune_stages import finetune
 EPOCHS = 5
 RANKS = 2
 GOAL = 0.9
-"""Of the samples per second of the loop by hand: ours also counts tokens, agrees on a stop and checks for NaN."""
+"""Of the samples per second of the loop by hand: ours also counts tokens, agrees on a stop and
+checks for NaN."""
 
 
 @dataclass
@@ -50,7 +53,9 @@ class Pair:
     @property
     def ratio(self) -> float:
         """Median of the ratios within rounds."""
-        return statistics.median(own / other for own, other in zip(self.ours, self.by_hand, strict=True))
+        return statistics.median(
+            own / other for own, other in zip(self.ours, self.by_hand, strict=True)
+        )
 
 
 def run_ours(job: FinetuneJob) -> float:
@@ -79,14 +84,20 @@ def take_turns(prepared: Prepared, root: Path, methods: list[str], rounds: int) 
     for number in range(rounds):
         turns = [(method, ours) for method in methods for ours in (True, False)]
         for method, ours in turns if number % 2 == 0 else reversed(turns):
-            config: Any = method_config(prepared.config, method, prepared.config.train.micro_batch_size)  # type: ignore[arg-type]
-            config = config.model_copy(update={"train": config.train.model_copy(update={"num_epochs": EPOCHS})})
+            config: Any = method_config(
+                prepared.config, method, prepared.config.train.micro_batch_size
+            )  # type: ignore[arg-type]
+            config = config.model_copy(
+                update={"train": config.train.model_copy(update={"num_epochs": EPOCHS})}
+            )
             who = "ours" if ours else "by-hand"
             job = prepared.job(config, root / f"{number}-{method}-{who}", RANKS, 1)
             load = os.getloadavg()[0]
             rate = prepared.samples / (run_ours if ours else run_by_hand)(job)
             getattr(pairs[method], who.replace("-", "_")).append(rate)
-            progress(f"round {number + 1} {method} {who}: {rate:.0f} samples/s, load before {load:.1f}")
+            progress(
+                f"round {number + 1} {method} {who}: {rate:.0f} samples/s, load before {load:.1f}"
+            )
     return pairs
 
 
@@ -95,15 +106,24 @@ def speed(options: argparse.Namespace, root: Path) -> int:
     prepared = prepare(root / "data", options.model)
     pairs = take_turns(prepared, root, options.methods, options.rounds)
     rows = [
-        [name, *(f"{statistics.median(rates):.0f}" for rates in (pair.ours, pair.by_hand)), f"{pair.ratio:.2f}"]
+        [
+            name,
+            *(f"{statistics.median(rates):.0f}" for rates in (pair.ours, pair.by_hand)),
+            f"{pair.ratio:.2f}",
+        ]
         for name, pair in pairs.items()
     ]
     sys.stdout.write(
-        f"{prepared.samples} samples of 64 tokens at most, 4 layers of 128, {RANKS} ranks of one thread, micro batch "
-        f"{prepared.config.train.micro_batch_size}, fp32; samples per second:\n\n"
+        (
+            f"{prepared.samples} samples of 64 tokens at most, 4 layers of 128, {RANKS} ranks of "
+            f"one thread, micro batch {prepared.config.train.micro_batch_size}, fp32; samples per "
+            "second:\n\n"
+        )
         + table(["distribution", "ours", "by hand", "ours to by hand"], rows)
     )
-    checks = [Check(f"{name} to the loop by hand", pair.ratio, GOAL) for name, pair in pairs.items()]
+    checks = [
+        Check(f"{name} to the loop by hand", pair.ratio, GOAL) for name, pair in pairs.items()
+    ]
     return verdict(f"finetune {options.model}", checks)
 
 
@@ -111,7 +131,9 @@ def batch(options: argparse.Namespace, root: Path) -> int:
     """The table of --find-batch-size."""
     search = {"methods": options.methods, "memory_limit_gb": options.limit_gb, "steps": 2}
     launch, train = {"nproc_per_node": 1, "threads_per_rank": 2}, {"micro_batch_size": 16}
-    prepared = prepare(root / "data", options.model, find_batch_size=search, launch=launch, train=train)
+    prepared = prepare(
+        root / "data", options.model, find_batch_size=search, launch=launch, train=train
+    )
     reports = []
     for method in options.methods:
 
@@ -135,12 +157,16 @@ def batch(options: argparse.Namespace, root: Path) -> int:
 
 def main() -> int:
     """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("speed", "batch"))
     parser.add_argument("--model", choices=MODELS, default="deberta")
     parser.add_argument("--methods", nargs="+", choices=DISTRIBUTIONS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit-gb", type=float, default=1.0, help="memory of the rank in GB (10^9 bytes)")
+    parser.add_argument(
+        "--limit-gb", type=float, default=1.0, help="memory of the rank in GB (10^9 bytes)"
+    )
     options = parser.parse_args()
     import_deepspeed()  # before transformers does, which lets it write into the result
     options.methods = options.methods or [name for name in DISTRIBUTIONS if name != "zero3-offload"]

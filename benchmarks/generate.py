@@ -1,10 +1,13 @@
-"""Greedy tokens per second of CPU time: ours with and without the cache of keys and values, and transformers'.
+"""Greedy tokens per second of CPU time: ours with and without the cache of keys and values, and
+transformers'.
 
-    python -m benchmarks.generate [--rounds 3] [--prompt 128] [--tokens 64] [--layers 6] [--hidden 384]
+    python -m benchmarks.generate [--rounds 3] [--prompt 128] [--tokens 64] [--layers 6]
+        [--hidden 384]
 
-A GPT-2 and a Llama of random weights; transformers loads the same weights from an export. All ways take turns on one
-thread over the same prompts, reading them included; the best round of each counts, since other processes only ever slow
-one down. That all ways write the same tokens is checked.
+A GPT-2 and a Llama of random weights; transformers loads the same weights from an export. All ways
+take turns on one thread over the same prompts, reading them included; the best round of each
+counts, since other processes only ever slow one down. That all ways write the same tokens is
+checked.
 """
 
 import argparse
@@ -85,7 +88,12 @@ def ways(spec: ModelSpec, count: int) -> list[Way]:
         return lambda prompts: [
             list(found.tokens)
             for found in generate(
-                ours, prompts, options, vocab_size=VOCAB_SIZE, batch_size=len(prompts), use_cache=use_cache
+                ours,
+                prompts,
+                options,
+                vocab_size=VOCAB_SIZE,
+                batch_size=len(prompts),
+                use_cache=use_cache,
             )
         ]
 
@@ -104,17 +112,31 @@ def ways(spec: ModelSpec, count: int) -> list[Way]:
         )
         return [row[len(prompts[0]) :] for row in written.tolist()]
 
-    return [Way("transformers", transformers), Way("ours", own(True)), Way("ours, no cache", own(False))]
+    return [
+        Way("transformers", transformers),
+        Way("ours", own(True)),
+        Way("ours, no cache", own(False)),
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("rounds", 3), ("prompt", 128), ("tokens", 64), ("layers", 6), ("hidden", 384)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (
+        ("rounds", 3),
+        ("prompt", 128),
+        ("tokens", 64),
+        ("layers", 6),
+        ("hidden", 384),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
     checks: list[Check] = []
-    print("| model | batch | way | tokens/s | to transformers |\n| --- | ---: | --- | ---: | ---: |")
+    print(
+        "| model | batch | way | tokens/s | to transformers |\n| --- | ---: | --- | ---: | ---: |"
+    )
     for name, values in MODELS.items():
         positions = options.prompt + options.tokens
         config = ModelConfig(
@@ -124,18 +146,31 @@ def main() -> int:
             max_position_embeddings=positions,
             **values,
         )
-        all_ways = ways(ModelSpec(family="gpt", model=config, vocab_size=VOCAB_SIZE), options.tokens)
+        all_ways = ways(
+            ModelSpec(family="gpt", model=config, vocab_size=VOCAB_SIZE), options.tokens
+        )
         for batch in (1, 8):
             generator = torch.Generator().manual_seed(batch)
-            prompts = torch.randint(VOCAB_SIZE, (batch, options.prompt), generator=generator).tolist()
+            prompts = torch.randint(
+                VOCAB_SIZE, (batch, options.prompt), generator=generator
+            ).tolist()
             for way in all_ways:
                 way.rate = 0.0
             for _ in range(options.rounds):
                 written = [way.run(prompts, options.tokens) for way in all_ways]
                 assert all(each == written[0] for each in written), "the ways write other tokens"
-            checks.append(Check(f"{name}, batch {batch}, to transformers", all_ways[1].rate / all_ways[0].rate, GOAL))
+            checks.append(
+                Check(
+                    f"{name}, batch {batch}, to transformers",
+                    all_ways[1].rate / all_ways[0].rate,
+                    GOAL,
+                )
+            )
             for way in all_ways:
-                print(f"| {name} | {batch} | {way.name} | {way.rate:,.1f} | {way.rate / all_ways[0].rate:.2f} |")
+                print(
+                    f"| {name} | {batch} | {way.name} | {way.rate:,.1f} | "
+                    f"{way.rate / all_ways[0].rate:.2f} |"
+                )
 
     return verdict("generate", checks)
 

@@ -1,15 +1,19 @@
-"""Training of GPT-2 345M on one CUDA device: what BENCHMARKS.md says of GPUs, in one run of at most 10 minutes.
+"""Training of GPT-2 345M on one CUDA device.
 
-    python -m benchmarks.gpu [--micro-batches 8 16 32 64] [--parts sweep contest recompute fp16 small]
-    python -m benchmarks.gpu --smoke
+What BENCHMARKS.md says of GPUs, in one run of at most 10 minutes.
 
-sweep       micro batches of megacore until one does not fit; MFU against measured matrix products, at the best
+    python -m benchmarks.gpu [--micro-batches 8 16 32 64] [--parts sweep contest recompute fp16
+    small] python -m benchmarks.gpu --smoke
+
+sweep       micro batches of megacore until one does not fit; MFU against measured matrix products,
+            at the best
 contest     megacore, compiled nanoGPT and transformers' Trainer in turns, at the same micro batch
 recompute   peak memory and rate with recompute none, selective and full
 fp16        with dynamic loss scaling
 small       a tiny GPT with and without compilation, where launching kernels is what takes the time
 
-One process at a time has the device but in the contest. `--smoke` goes through every line with a tiny model on the CPU.
+One process at a time has the device but in the contest. `--smoke` goes through every line with a
+tiny model on the CPU.
 """
 
 import argparse
@@ -36,8 +40,16 @@ MICRO_BATCHES = (8, 16, 32, 64)
 LIMIT = 540.0
 """Seconds after which no part begins."""
 FP16_STEPS, FP16_LAST = 60, 10
-"""The loss scale starts at 2**32 and loses its first steps on the way down; the last ones are averaged."""
-HEADER = ["contestant", "tokens/s", "quartiles", "MFU", "megacore is times as fast", "peak memory (MB)"]
+"""The loss scale starts at 2**32 and loses its first steps on the way down; the last ones are
+averaged."""
+HEADER = [
+    "contestant",
+    "tokens/s",
+    "quartiles",
+    "MFU",
+    "megacore is times as fast",
+    "peak memory (MB)",
+]
 
 
 class DeviceFullError(Exception):
@@ -53,13 +65,17 @@ class Bench:
         self.case = CASES["smoke-bf16" if options.smoke else "345m-bf16"]
         self.micro_batches = [1, 2] if options.smoke else options.micro_batches
         self.steps, self.rounds = (2, 3) if options.smoke else (5, 8)
-        self.contest_batch = self.micro_batches[-1] if options.smoke else options.contest_micro_batch
+        self.contest_batch = (
+            self.micro_batches[-1] if options.smoke else options.contest_micro_batch
+        )
         self.peak = 0.0
         self.checks: list[Check] = []
 
     def work(self, case: Case | None = None, name: str = OURS, **train: Any) -> Work:
         """What a process is to do."""
-        return Work(case or self.case, ENTRANTS[name], device=self.device, threads=_threads(), train=train)
+        return Work(
+            case or self.case, ENTRANTS[name], device=self.device, threads=_threads(), train=train
+        )
 
     @contextmanager
     def running(self, work: Work, name: str = OURS) -> Iterator[Contestant]:
@@ -100,9 +116,18 @@ def sweep(bench: Bench) -> None:
             break
         seconds, memory = found
         best = max(best, bench.mfu(case, seconds))
-        rows.append([str(size), f"{case.tokens / seconds:,.0f}", f"{bench.mfu(case, seconds):.1%}", f"{memory:,.0f}"])
+        rows.append(
+            [
+                str(size),
+                f"{case.tokens / seconds:,.0f}",
+                f"{bench.mfu(case, seconds):.1%}",
+                f"{memory:,.0f}",
+            ]
+        )
     _show("Micro batches", ["micro batch", "tokens/s", "MFU", "peak memory (MB)"], rows)
-    bench.checks.append(Check("MFU at the best micro batch", best, 0.0 if bench.smoke else MFU_GOAL, unit=""))
+    bench.checks.append(
+        Check("MFU at the best micro batch", best, 0.0 if bench.smoke else MFU_GOAL, unit="")
+    )
 
 
 def contest(bench: Bench) -> None:
@@ -132,9 +157,17 @@ def recompute(bench: Bench) -> None:
     rows = []
     for kind in ("none", "selective", "full"):
         found = bench.measured(bench.work(case, recompute=kind))
-        cells = ["does not fit", "-"] if found is None else [f"{case.tokens / found[0]:,.0f}", f"{found[1]:,.0f}"]
+        cells = (
+            ["does not fit", "-"]
+            if found is None
+            else [f"{case.tokens / found[0]:,.0f}", f"{found[1]:,.0f}"]
+        )
         rows.append([kind, *cells])
-    _show(f"Recomputation, micro batch {case.micro_batch_size}", ["recompute", "tokens/s", "peak memory (MB)"], rows)
+    _show(
+        f"Recomputation, micro batch {case.micro_batch_size}",
+        ["recompute", "tokens/s", "peak memory (MB)"],
+        rows,
+    )
 
 
 def fp16(bench: Bench) -> None:
@@ -146,8 +179,20 @@ def fp16(bench: Bench) -> None:
         seconds = ours.run(bench.steps)
         memory = float(ours.last[0]["memory_mb"])
     end = statistics.fmean(losses[-FP16_LAST:]) if all(map(math.isfinite, losses)) else math.nan
-    row = ["fp16", f"{case.tokens / seconds:,.0f}", f"{losses[0]:.3f}", f"{end:.3f}", f"{memory:,.0f}"]
-    header = ["precision", "tokens/s", "first loss", f"mean of the last of {steps}", "peak memory (MB)"]
+    row = [
+        "fp16",
+        f"{case.tokens / seconds:,.0f}",
+        f"{losses[0]:.3f}",
+        f"{end:.3f}",
+        f"{memory:,.0f}",
+    ]
+    header = [
+        "precision",
+        "tokens/s",
+        "first loss",
+        f"mean of the last of {steps}",
+        "peak memory (MB)",
+    ]
     _show("Dynamic loss scaling", header, [row])
     goal = math.inf if bench.smoke else losses[0] - 1.0
     bench.checks.append(Check("fp16 loss at the end", end, goal, at_most=True, unit="nats"))
@@ -158,7 +203,9 @@ def small(bench: Bench) -> None:
     case = CASES["smoke-bf16" if bench.smoke else "tiny-bf16"]
     works = {"megacore": bench.work(case)}
     if "compile" in TrainConfig.model_fields:
-        works = {f"megacore, compile {value}": bench.work(case, compile=value) for value in ("off", "on")}
+        works = {
+            f"megacore, compile {value}": bench.work(case, compile=value) for value in ("off", "on")
+        }
     works |= {name: bench.work(case, name) for name in ("nanoGPT", COMPILED)}
     rows = []
     for name, work in works.items():
@@ -185,13 +232,17 @@ def _device_name(smoke: bool) -> str:
     if smoke:
         return "the CPU, a tiny model: these figures mean nothing"
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is visible here: run this on a machine with one, or give --smoke")
+        raise SystemExit(
+            "no CUDA device is visible here: run this on a machine with one, or give --smoke"
+        )
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 
 def main() -> int:
     """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--micro-batches", nargs="+", type=int, default=list(MICRO_BATCHES))
     parser.add_argument("--contest-micro-batch", type=int, default=16)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -210,7 +261,9 @@ def main() -> int:
             bench.checks.append(Check(f"{part} within the time", math.nan, 0.0, unit=""))
             continue
         progress(f"{part} after {time.monotonic() - began:.0f} s")
-        {"sweep": sweep, "contest": contest, "recompute": recompute, "fp16": fp16, "small": small}[part](bench)
+        {"sweep": sweep, "contest": contest, "recompute": recompute, "fp16": fp16, "small": small}[
+            part
+        ](bench)
     return verdict(f"gpu {'smoke' if options.smoke else bench.device}", bench.checks)
 
 

@@ -1,14 +1,18 @@
-"""Two machines: their speed beside one, and what the loss of one costs. Stand-ins: network namespaces on this machine.
+"""Two machines: their speed beside one, and what the loss of one costs.
+
+Stand-ins: network namespaces on this machine.
 
     python -m benchmarks.hosts [--parts speed loss]
 
-speed   tokens/s of data-parallel training with one rank on one host, two on one, and one on each of two: the same
-        cores do the work, so the last two differ by what lies between the hosts
-loss    one of two hosts is killed, frozen or cut off in the middle of a training, with `launch.host_timeout` as it is:
-        seconds until the run has ended with the host's name, until no rank is left on either, and, once the host is
-        back, from the start of the next attempt to its first step
+speed   tokens/s of data-parallel training with one rank on one host, two on one, and one on each of
+        two: the same cores do the work, so the last two differ by what lies between the hosts
+loss    one of two hosts is killed, frozen or cut off in the middle of a training, with
+        `launch.host_timeout` as it is: seconds until the run has ended with the host's name, until
+        no rank is left on either, and, once the host is back, from the start of the next attempt to
+        its first step
 
-Needs root, iproute2, OpenSSH's server and rsync; says which of them is missing, and measures nothing then.
+Needs root, iproute2, OpenSSH's server and rsync; says which of them is missing, and measures
+nothing then.
 """
 
 import argparse
@@ -42,7 +46,9 @@ MODEL = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 4}
 SEQ_LENGTH = 128
 
 
-def training(rig: Rig, name: str, slots: dict[str, int], iterations: int, attempt: int = 1) -> TrainJob:
+def training(
+    rig: Rig, name: str, slots: dict[str, int], iterations: int, attempt: int = 1
+) -> TrainJob:
     """A run of ITERATIONS on `slots`, a rank with one thread each; its data lie on host a."""
     hostfile = rig.directory / f"hostfile-{name}"
     hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
@@ -77,20 +83,37 @@ def speed(rig: Rig, logs: Path) -> list[Check]:
     }
     for number, (label, slots) in enumerate(cases.items()):
         (logs / f"speed{number}").mkdir()
-        attempt = _jobs.Attempt(rig, training(rig, f"speed{number}", slots, ITERATIONS), logs / f"speed{number}")
+        attempt = _jobs.Attempt(
+            rig, training(rig, f"speed{number}", slots, ITERATIONS), logs / f"speed{number}"
+        )
         said = attempt.outcome(300)
         if said["error"]:
             raise SystemExit(f"{label}: {said['error']}: {said['message']}")
         done = steps(attempt.run)[WARM:]
         rates[label] = statistics.median(event["tokens_per_second"] for event in done)
         exposed = statistics.median(event["exposed_communication_ms"] for event in done)
-        rows.append([label, f"{rates[label]:,.0f}", f"{rates[label] / rates['1 host, 1 rank']:.2f}", f"{exposed:.1f}"])
+        rows.append(
+            [
+                label,
+                f"{rates[label]:,.0f}",
+                f"{rates[label] / rates['1 host, 1 rank']:.2f}",
+                f"{exposed:.1f}",
+            ]
+        )
     _show(
-        f"{BATCH} samples of {SEQ_LENGTH} tokens on each rank of one thread, median of {ITERATIONS - WARM} steps",
+        f"{BATCH} samples of {SEQ_LENGTH} tokens on each rank of one thread, median of "
+        f"{ITERATIONS - WARM} steps",
         ["where", "tokens/s", "of one rank", "exposed (ms)"],
         rows,
     )
-    return [Check("2 hosts", rates["2 hosts"] / rates["1 host, 2 ranks"], ACROSS_GOAL, unit="of 2 ranks on one")]
+    return [
+        Check(
+            "2 hosts",
+            rates["2 hosts"] / rates["1 host, 2 ranks"],
+            ACROSS_GOAL,
+            unit="of 2 ranks on one",
+        )
+    ]
 
 
 def loss(rig: Rig, logs: Path) -> list[Check]:
@@ -101,7 +124,8 @@ def loss(rig: Rig, logs: Path) -> list[Check]:
         attempt.until_saved()
         began = time.time()
         getattr(rig, how)("b")
-        gone = _until_no_rank(rig, "a" if how == "freeze" else "ab", began)  # frozen ranks end when they go on
+        # frozen ranks end when they go on
+        gone = _until_no_rank(rig, "a" if how == "freeze" else "ab", began)
         said = attempt.outcome(2 * END_GOAL)
         if said["error"] != "HostLostError" or "host b" not in said["message"]:
             raise SystemExit(f"{how}: {said['error']}: {said['message']}")
@@ -114,10 +138,18 @@ def loss(rig: Rig, logs: Path) -> list[Check]:
         attempt = _attempt(rig, logs, number)
         _until_steps(attempt.run, before)
         resumes.append(time.time() - again)
-        rows.append([how, f"{said['at'] - began:.1f}", f"{gone['a']:.1f}", itself, f"{resumes[-1]:.1f}"])
+        rows.append(
+            [how, f"{said['at'] - began:.1f}", f"{gone['a']:.1f}", itself, f"{resumes[-1]:.1f}"]
+        )
     _show(
         "Seconds from the loss of one of two hosts, launch.host_timeout 20 s",
-        ["how", "error that names it", "no rank on the other", "no rank on itself", "next attempt's first step"],
+        [
+            "how",
+            "error that names it",
+            "no rank on the other",
+            "no rank on itself",
+            "next attempt's first step",
+        ],
         rows,
     )
     return [
@@ -139,7 +171,13 @@ def _until_no_rank(rig: Rig, names: str, began: float) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def all_gone() -> bool:
-        found.update({host: time.time() - began for host in names if host not in found and not rig.ranks(host)})
+        found.update(
+            {
+                host: time.time() - began
+                for host in names
+                if host not in found and not rig.ranks(host)
+            }
+        )
         return len(found) == len(names)
 
     _jobs.wait_for(all_gone, 2 * END_GOAL, f"the end of the ranks on {names}")
@@ -149,7 +187,10 @@ def _until_no_rank(rig: Rig, names: str, began: float) -> dict[str, float]:
 @contextlib.contextmanager
 def prepared() -> Iterator[Rig]:
     """Two hosts, the first with data for every part."""
-    with tempfile.TemporaryDirectory(prefix="megacore-hosts-") as folder, hosts(Path(folder) / "rig") as rig:
+    with (
+        tempfile.TemporaryDirectory(prefix="megacore-hosts-") as folder,
+        hosts(Path(folder) / "rig") as rig,
+    ):
         _runs.SAMPLES, _runs.SEQ_LENGTH = ENDLESS * BATCH, SEQ_LENGTH
         _jobs.write_data(rig.disk("a"))
         yield rig
@@ -162,7 +203,9 @@ def _show(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 def main() -> int:
     """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     problem = rig_problem()

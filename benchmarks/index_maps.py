@@ -1,12 +1,14 @@
-"""Index maps of 10 M documents x 10 epochs (100 M entries, 29 M samples of 2048); a blend of 8 x 50 M samples.
+"""Index maps of 10 M documents x 10 epochs (100 M entries, 29 M samples of 2048); a blend of 8 x 50
+M samples.
 
-    python -m benchmarks.index_maps [--megatron PATH] [--rounds 5] [--documents 10000000] [--samples 50000000]
+    python -m benchmarks.index_maps [--megatron PATH] [--rounds 5] [--documents 10000000]
+        [--samples 50000000]
 
-Each measurement runs in a process of its own, on one thread. Its first round is on memory that the process has not
-touched before ("first touch"); of the others the best one counts ("warm"). The peak memory is the process's, with
-Python and the documents' lengths. PATH is a checkout of https://github.com/NVIDIA/Megatron-LM: its helpers.cpp is
-compiled into a temporary directory and runs the same work as its GPTDataset and BlendedDataset do, whose results are
-compared with ours.
+Each measurement runs in a process of its own, on one thread. Its first round is on memory that the
+process has not touched before ("first touch"); of the others the best one counts ("warm"). The peak
+memory is the process's, with Python and the documents' lengths. PATH is a checkout of
+https://github.com/NVIDIA/Megatron-LM: its helpers.cpp is compiled into a temporary directory and
+runs the same work as its GPTDataset and BlendedDataset do, whose results are compared with ours.
 """
 
 import argparse
@@ -73,7 +75,9 @@ def their_maps(documents: int, library: Any) -> Work:
         document_index = index.reshape(-1).astype(np.int32)
         del index
         state.shuffle(document_index)
-        rows = library.build_sample_idx_int32(lengths, document_index, SEQ_LENGTH, epochs, tokens, True, 1)
+        rows = library.build_sample_idx_int32(
+            lengths, document_index, SEQ_LENGTH, epochs, tokens, True, 1
+        )
         order = np.arange(len(rows) - 1, dtype=np.uint32)
         state.shuffle(order)
         return [document_index, rows, order]
@@ -96,7 +100,9 @@ def their_blend(samples: int, library: Any) -> Work:
 
     def work() -> list[np.ndarray]:
         dataset_index, sample_index = np.zeros(samples, np.int16), np.zeros(samples, np.int64)
-        library.build_blending_indices(dataset_index, sample_index, weights, len(weights), samples, False)
+        library.build_blending_indices(
+            dataset_index, sample_index, weights, len(weights), samples, False
+        )
         return [dataset_index, sample_index]
 
     return work
@@ -147,7 +153,18 @@ def compile_library(megatron: Path, directory: Path) -> Path:
     includes = [f"-I{path}" for path in (sysconfig.get_path("include"), pybind11.get_include())]
     compiler = os.environ.get("CXX", "g++")
     subprocess.run(
-        [compiler, "-O3", "-shared", "-std=c++17", "-fPIC", *includes, str(source), "-o", str(target)], check=True
+        [
+            compiler,
+            "-O3",
+            "-shared",
+            "-std=c++17",
+            "-fPIC",
+            *includes,
+            str(source),
+            "-o",
+            str(target),
+        ],
+        check=True,
     )
     return target
 
@@ -156,14 +173,19 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
     """Measure in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.index_maps", *arguments, "--measure", name]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    output = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     result: dict[str, Any] = json.loads(output)
     return result
 
 
 def row(name: str, result: dict[str, Any], reference: dict[str, Any] | None) -> str:
     """A line of Markdown."""
-    warm, reference_warm = min(result["wall"][1:]), min(reference["wall"][1:]) if reference else None
+    warm, reference_warm = (
+        min(result["wall"][1:]),
+        min(reference["wall"][1:]) if reference else None,
+    )
     ratio = f"{reference_warm / warm:.1f} x" if reference_warm else "-"
     same = "-" if reference is None else "yes" if reference["digest"] == result["digest"] else "NO"
     return (
@@ -173,10 +195,14 @@ def row(name: str, result: dict[str, Any], reference: dict[str, Any] | None) -> 
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM to compare with")
     parser.add_argument("--rounds", type=int, default=5, help="besides the first")
-    parser.add_argument("--documents", type=int, default=10_000_000, help="of the maps, in an epoch")
+    parser.add_argument(
+        "--documents", type=int, default=10_000_000, help="of the maps, in an epoch"
+    )
     parser.add_argument("--samples", type=int, default=50_000_000, help="of the blend")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--compiled", help=argparse.SUPPRESS)
@@ -200,8 +226,12 @@ def main() -> int:
         sys.stdout.write(json.dumps(measure(options.measure, options)))
         return 0
     found: dict[str, dict[str, Any]] = {}
-    arguments = [f"--{name}={getattr(options, name)}" for name in ("rounds", "documents", "samples")]
-    sys.stdout.write("| work | warm (s) | processor (s) | first touch (s) | peak (MB) | to Megatron | same |\n")
+    arguments = [
+        f"--{name}={getattr(options, name)}" for name in ("rounds", "documents", "samples")
+    ]
+    sys.stdout.write(
+        "| work | warm (s) | processor (s) | first touch (s) | peak (MB) | to Megatron | same |\n"
+    )
     sys.stdout.write("| --- |" + " ---: |" * 6 + "\n")
     with tempfile.TemporaryDirectory() as directory:
         if options.megatron:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels [--precision bf16|fp32] [--rounds 20] [--steps 2] [--threads 2]
 
-Three tiny models that use all operations; in a process, engines that differ in one operation take turns. The ratio is
-taken within each round, and its median counts.
+Three tiny models that use all operations; in a process, engines that differ in one operation take
+turns. The ratio is taken within each round, and its median counts.
 """
 
 import argparse
@@ -82,7 +82,9 @@ def entrant(model: dict[str, Any], precision: str, kernels: Kernels) -> Entrant:
     tokens = SpecialTokens(eod=VOCAB_SIZE - 1)
     stage = Stage(config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=tokens, kernels=kernels)
     engine = NativeEngine(stage, config, precision)
-    ids = torch.randint(VOCAB_SIZE, (SAMPLES, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        VOCAB_SIZE, (SAMPLES, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1)
+    )
 
     def step() -> object:
         engine.forward_backward(iter([ids]), [0])
@@ -95,9 +97,18 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
     """The rows and goals of one model."""
     model, operations = MODELS[name]
     chosen, plain = choose_kernels(torch.device("cpu"), DTYPES[options.precision]), plain_kernels()
-    without = {operation: replace(chosen, **{operation: getattr(plain, operation)}) for operation in operations}
-    entrants = {"all": entrant(model, options.precision, chosen), "none": entrant(model, options.precision, plain)}
-    entrants |= {operation: entrant(model, options.precision, kernels) for operation, kernels in without.items()}
+    without = {
+        operation: replace(chosen, **{operation: getattr(plain, operation)})
+        for operation in operations
+    }
+    entrants = {
+        "all": entrant(model, options.precision, chosen),
+        "none": entrant(model, options.precision, plain),
+    }
+    entrants |= {
+        operation: entrant(model, options.precision, kernels)
+        for operation, kernels in without.items()
+    }
     for each in entrants.values():
         each.run(WARMUP)
         each.seconds.clear()
@@ -108,11 +119,19 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
     rows, checks = [], []
     own = entrants.pop("all").seconds
     for operation, each in entrants.items():
-        ratio = statistics.median(other / mine for other, mine in zip(each.seconds, own, strict=True))
+        ratio = statistics.median(
+            other / mine for other, mine in zip(each.seconds, own, strict=True)
+        )
         same = operation != "none" and chosen.names[operation] == plain.names[operation]
         implementation = "" if operation == "none" else chosen.names[operation]
-        label = "all of them" if operation == "none" else operation + " (the same twice: the noise)" * same
-        before, after = (f"{1000 * statistics.median(seconds):.1f}" for seconds in (each.seconds, own))
+        label = (
+            "all of them"
+            if operation == "none"
+            else operation + " (the same twice: the noise)" * same
+        )
+        before, after = (
+            f"{1000 * statistics.median(seconds):.1f}" for seconds in (each.seconds, own)
+        )
         rows.append([f"{name}: {label}", implementation, before, after, f"{ratio:.3f}"])
         if not same:
             checks.append(Check(f"{name} {label}", ratio, LOSS))
@@ -121,15 +140,20 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
 
 def main() -> int:
     """Measure all models, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2, help="of each engine in a round")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     launched = environment(options.threads)
-    if any(os.environ.get(name) != value for name, value in launched.items()):  # as megacore's launcher starts a rank
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]], launched)
+    # as megacore's launcher starts a rank
+    if any(os.environ.get(name) != value for name, value in launched.items()):
+        os.execve(
+            sys.executable, [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]], launched
+        )
     set_up_arithmetic(options.threads)
     rows, checks = [], []
     for name in MODELS:
@@ -137,7 +161,13 @@ def main() -> int:
         found = compete(name, options)
         rows += found[0]
         checks += found[1]
-    header = ["operation", "computed by", "ms a step with plain torch instead", "ms a step", "ratio"]
+    header = [
+        "operation",
+        "computed by",
+        "ms a step with plain torch instead",
+        "ms a step",
+        "ratio",
+    ]
     sys.stdout.write(table(header, rows))
     return verdict(f"kernels {options.precision}", checks)
 

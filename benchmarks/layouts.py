@@ -1,10 +1,11 @@
-"""One optimizer step of a tiny GPT (4 layers, 256, 8 heads, s 256, v 8192, 8 samples) in several layouts on this CPU.
+"""One optimizer step of a tiny GPT (4 layers, 256, 8 heads, s 256, v 8192, 8 samples) in several
+layouts on this CPU.
 
     python -m benchmarks.layouts [--variants tp2 pp2] [--rounds 12] [--steps 3] [--precision fp32]
 
-All variants are started first and then take turns, a few steps each, so that a machine whose speed changes changes
-it for all: the ratio to the serial run is taken within each round, and the median over the rounds is printed. Goals
-are judged for the variants that take part.
+All variants are started first and then take turns, a few steps each, so that a machine whose speed
+changes changes it for all: the ratio to the serial run is taken within each round, and the median
+over the rounds is printed. Goals are judged for the variants that take part.
 """
 
 import argparse
@@ -26,8 +27,15 @@ GOALS = (("tp2", REFERENCE, 0.95), ("pp2 interleaved", REFERENCE, 0.80), ("dp2",
 def start(name: str, precision: str) -> Contestant:
     """Start the ranks of a variant; they build their model and wait."""
     variant = ALL[name]
-    meeting = {"WORLD_SIZE": str(variant.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [environment(variant.threads) | meeting | {"RANK": str(rank)} for rank in range(variant.ranks)]
+    meeting = {
+        "WORLD_SIZE": str(variant.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        environment(variant.threads) | meeting | {"RANK": str(rank)}
+        for rank in range(variant.ranks)
+    ]
     return Contestant.start(name, ["benchmarks._rank", name, precision], ranks)
 
 
@@ -36,7 +44,9 @@ def row_of(each: Contestant, reference: Contestant, precision: str) -> list[str]
     variant = VARIANTS[each.name]
     flops = step_flops(TransformerShape.of(variant.config(precision), VOCAB_SIZE), SAMPLES, "none")
     phases = [
-        "-" if variant.torch_ddp else f"{max(rank['phases'].get(phase, 0.0) for rank in each.last):.1f}"
+        "-"
+        if variant.torch_ddp
+        else f"{max(rank['phases'].get(phase, 0.0) for rank in each.last):.1f}"
         for phase in PHASES
     ]
     exposed = max(exposed_communication(rank["phases"]) for rank in each.last)
@@ -54,7 +64,9 @@ def row_of(each: Contestant, reference: Contestant, precision: str) -> list[str]
 
 def main() -> int:
     """Start, compete, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each variant in a round")
@@ -67,15 +79,28 @@ def main() -> int:
     contestants = {name: start(name, options.precision) for name in names}
     try:
         compete(
-            list(contestants.values()), options.rounds, options.steps, warmup=options.steps, seconds=options.seconds
+            list(contestants.values()),
+            options.rounds,
+            options.steps,
+            warmup=options.steps,
+            seconds=options.seconds,
         )
     finally:
         for each in contestants.values():
             each.end()
-    header = ["layout", "ranks x threads", "tokens/s", "to serial", "TFLOPs", "memory per rank (MB)"]
+    header = [
+        "layout",
+        "ranks x threads",
+        "tokens/s",
+        "to serial",
+        "TFLOPs",
+        "memory per rank (MB)",
+    ]
     header += ["exposed communication (ms)", *(f"{phase} (ms)" for phase in PHASES)]
     reference = contestants[REFERENCE]
-    sys.stdout.write(table(header, [row_of(each, reference, options.precision) for each in contestants.values()]))
+    sys.stdout.write(
+        table(header, [row_of(each, reference, options.precision) for each in contestants.values()])
+    )
     checks = [
         Check(f"{name} to {other}", contestants[name].times_as_fast_as(contestants[other]), goal)
         for name, other, goal in GOALS

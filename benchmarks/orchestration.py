@@ -1,9 +1,11 @@
-"""What the flow costs beside the work: a tiny `pretrain` from nothing, and again with every stage cached.
+"""What the flow costs beside the work: a tiny `pretrain` from nothing, and again with every stage
+cached.
 
     python -m benchmarks.orchestration [--cached 2]
 
-Each run is a process of its own in a workspace of its own, as `make pretrain` starts it. Work is the sum of what the
-stages' manifests say they took; the rest is imports, Prefect's server, tasks, supervision and MLflow's tables.
+Each run is a process of its own in a workspace of its own, as `make pretrain` starts it. Work is
+the sum of what the stages' manifests say they took; the rest is imports, Prefect's server, tasks,
+supervision and MLflow's tables.
 """
 
 import argparse
@@ -55,14 +57,19 @@ def write_corpus(directory: Path) -> None:
     """Python source, different in every file."""
     directory.mkdir()
     for number in range(60):
-        lines = [f"def function_{number}_{line}(value):\n    return value * {line} + {number}\n" for line in range(30)]
+        lines = [
+            f"def function_{number}_{line}(value):\n    return value * {line} + {number}\n"
+            for line in range(30)
+        ]
         (directory / f"module_{number:03d}.py").write_text("\n".join(lines), encoding="utf-8")
 
 
 def run(conf: Path, workspace: Path) -> tuple[float, dict[str, tuple[str, float]]]:
     """Seconds of one flow run, and outcome and seconds of each stage with its task."""
     elsewhere = ("PREFECT_", "MLFLOW_")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(elsewhere)}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(elsewhere)
+    }
     variables |= {"MEGACORE_WORKSPACE": str(workspace), "COLUMNS": "200"}
     command = [sys.executable, "-m", "flows.pretrain", "--conf", str(conf)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -85,12 +92,16 @@ def run(conf: Path, workspace: Path) -> tuple[float, dict[str, tuple[str, float]
 def work_seconds(workspace: Path) -> float:
     """What the stages' manifests say they took."""
     manifests = workspace.glob("*/*/manifest.json")
-    return sum(float(json.loads(path.read_text(encoding="utf-8"))["duration"]) for path in manifests)
+    return sum(
+        float(json.loads(path.read_text(encoding="utf-8"))["duration"]) for path in manifests
+    )
 
 
 def main() -> int:
     """Run from nothing, then cached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cached", type=int, default=2, help="runs that find everything")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="orchestration-") as name:
@@ -101,19 +112,35 @@ def main() -> int:
         first, stages = run(conf, workspace)
         work = work_seconds(workspace)
         again = [run(conf, workspace) for _ in range(options.cached)]
-    ran = [stage for _, found in again for stage, (outcome, _) in found.items() if outcome != "cached"]
+    ran = [
+        stage for _, found in again for stage, (outcome, _) in found.items() if outcome != "cached"
+    ]
     if ran or any(outcome != "ran" for outcome, _ in stages.values()):
-        raise SystemExit(f"from nothing {stages}, and then {ran} ran again: this compares something else")
+        raise SystemExit(
+            f"from nothing {stages}, and then {ran} ran again: this compares something else"
+        )
     cached = statistics.median(seconds for seconds, _ in again)
     within = [sum(seconds for _, seconds in found.values()) for found in (stages, again[-1][1])]
-    header = ["run", "all (s)", "the stages' work (s)", "stages as tasks (s)", "beside the work (s)"]
+    header = [
+        "run",
+        "all (s)",
+        "the stages' work (s)",
+        "stages as tasks (s)",
+        "beside the work (s)",
+    ]
     rows = [
         ["from nothing", f"{first:.1f}", f"{work:.1f}", f"{within[0]:.1f}", f"{first - work:.1f}"],
         ["all cached", f"{cached:.1f}", "0.0", f"{within[1]:.1f}", f"{cached:.1f}"],
     ]
     sys.stdout.write(table(header, rows))
     checks = [
-        Check("beside the work of a run from nothing", first - work, OVERHEAD_GOAL, at_most=True, unit="s"),
+        Check(
+            "beside the work of a run from nothing",
+            first - work,
+            OVERHEAD_GOAL,
+            at_most=True,
+            unit="s",
+        ),
         Check("a run with all cached", cached, CACHED_GOAL, at_most=True, unit="s"),
     ]
     return verdict("orchestration", checks)

@@ -1,12 +1,15 @@
-"""What more ranks cost: weak scaling, exposed communication, the pipeline's bubble, and waiting for data.
+"""What more ranks cost: weak scaling, exposed communication, the pipeline's bubble, and waiting for
+data.
 
     python -m benchmarks.scaling [--parts weak bubble data] [--rounds 8] [--steps 3]
 
-weak    1, 2 and 4 data-parallel ranks of one thread, the same samples on each: the time of a step is to stay. Where
-        ranks are more than cores they share them, and the best that can be is cores / ranks.
-bubble  two pipeline stages with m micro batches: the share of the time that stages idle, beside (p - 1) / (m v + p - 1)
-        and beside the schedule simulated with the passes' measured times
-data    iterations of the training loop over an indexed data set: the share of the time that they wait for samples
+weak    1, 2 and 4 data-parallel ranks of one thread, the same samples on each: the time of a step
+        is to stay. Where ranks are more than cores they share them, and the best that can be is
+        cores / ranks.
+bubble  two pipeline stages with m micro batches: the share of the time that stages idle, beside (p
+        - 1) / (m v + p - 1) and beside the schedule simulated with the passes' measured times
+data    iterations of the training loop over an indexed data set: the share of the time that they
+        wait for samples
 """
 
 import argparse
@@ -28,7 +31,8 @@ PARTS = ("weak", "bubble", "data")
 WEAK_GOAL = 0.8
 """Of the rate that the cores allow, on two ranks."""
 BUBBLE_GOAL = 0.05
-"""Largest share of the time by which the bubble may exceed the simulated one, median over the pipelines."""
+"""Largest share of the time by which the bubble may exceed the simulated one, median over the
+pipelines."""
 DATA_GOAL = 0.01
 """Share of an iteration."""
 
@@ -58,9 +62,22 @@ def weak(options: argparse.Namespace) -> list[Check]:
         )
         if ranks == 2:
             checks.append(
-                Check("weak scaling on 2 ranks", efficiency / best, WEAK_GOAL, unit="of what the cores allow")
+                Check(
+                    "weak scaling on 2 ranks",
+                    efficiency / best,
+                    WEAK_GOAL,
+                    unit="of what the cores allow",
+                )
             )
-    header = ["ranks of 1 thread", "tokens/s", "ms per step", "efficiency", "at best", "of it", "exposed (ms)"]
+    header = [
+        "ranks of 1 thread",
+        "tokens/s",
+        "ms per step",
+        "efficiency",
+        "at best",
+        "of it",
+        "exposed (ms)",
+    ]
     _show(f"Weak scaling, {cores} cores, 4 samples on each rank, fp32", header, rows)
     return checks
 
@@ -75,11 +92,21 @@ def bubble(options: argparse.Namespace) -> list[Check]:
         measured = idle_share(each)
         beyond.append(measured - simulated)
         exposed = max(exposed_communication(rank["phases"]) for rank in each.last)
-        rows.append([name, f"{theory:.1%}", f"{simulated:.1%}", f"{measured:.1%}", f"{exposed:.1f}"])
+        rows.append(
+            [name, f"{theory:.1%}", f"{simulated:.1%}", f"{measured:.1%}", f"{exposed:.1f}"]
+        )
     header = ["pipeline", "(p - 1) / (m v + p - 1)", "simulated", "measured", "exposed (ms)"]
     _show("Bubble, as a share of the time between first and last pass", header, rows)
     largest = statistics.median(beyond)
-    return [Check("bubble beyond the simulated one", largest, BUBBLE_GOAL, at_most=True, unit="of the time")]
+    return [
+        Check(
+            "bubble beyond the simulated one",
+            largest,
+            BUBBLE_GOAL,
+            at_most=True,
+            unit="of the time",
+        )
+    ]
 
 
 def idle_share(each: Contestant) -> float:
@@ -96,11 +123,15 @@ def idle_share(each: Contestant) -> float:
 def expected_idle(variant: Variant, each: Contestant) -> tuple[float, float]:
     """By the formula of equal stages, and by the schedule with each stage's measured times."""
     parallel = variant.config("fp32").parallel
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    stages, chunks = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size or 1,
+    )
     count = variant.samples
     schedule = build_schedule(parallel.pipeline_schedule, stages, count, chunks)
     times = [
-        [rank["phases"][phase] / count / chunks for rank in each.last] * chunks  # a stage's chunks count alike
+        # a stage's chunks count alike
+        [rank["phases"][phase] / count / chunks for rank in each.last] * chunks
         for phase in ("forward-compute", "backward-compute")
     ]
     extra = simulate(schedule, *times).bubble_fraction
@@ -111,7 +142,9 @@ def data(options: argparse.Namespace) -> list[Check]:
     """Of the training loop's iterations the share spent in `batch-generator`."""
     threads = len(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "benchmarks._data_wait"]
-    done = subprocess.run(command, env=environment(threads), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment(threads), stdout=subprocess.PIPE, text=True, check=True
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     share = found["batch_generator_ms"] / found["ms_per_iteration"]
     row = [f"{found['ms_per_iteration']:.1f}", f"{found['batch_generator_ms']:.3f}", f"{share:.3%}"]
@@ -121,7 +154,13 @@ def data(options: argparse.Namespace) -> list[Check]:
 
 def _compete(contestants: list[Contestant], options: argparse.Namespace) -> None:
     try:
-        compete(contestants, options.rounds, options.steps, warmup=options.steps, seconds=options.seconds)
+        compete(
+            contestants,
+            options.rounds,
+            options.steps,
+            warmup=options.steps,
+            seconds=options.seconds,
+        )
     finally:
         for each in contestants:
             each.end()
@@ -134,11 +173,15 @@ def _show(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 def main() -> int:
     """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="of each in a round")
-    parser.add_argument("--seconds", type=float, default=200.0, help="after which no round of a part begins")
+    parser.add_argument(
+        "--seconds", type=float, default=200.0, help="after which no round of a part begins"
+    )
     options = parser.parse_args()
     checks: list[Check] = []
     for part in PARTS:

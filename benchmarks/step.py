@@ -1,13 +1,16 @@
-"""One training step of megacore beside what a user would pick instead, all on this machine and in turns.
+"""One training step of megacore beside what a user would pick instead, all on this machine and in
+turns.
 
     python -m benchmarks.step [--case tiny-bf16] [--rounds 12] [--steps 3] [--nanogpt CHECKOUT]
     python -m benchmarks.step --losses 50 [--case tiny-bf16]
 
-Contestants: megacore's native engine as its launcher starts it; a plain torch GPT in nanoGPT's manner, eager, compiled,
-with torch's fused AdamW, with glibc's own malloc and with the thresholds that megacore's launcher sets; transformers'
-GPT-2 in Trainer's loop. All have the same weights, batches, learning rate, AdamW and clipping, and their first losses
-must agree. They are started first and then take turns, a few steps each: ratios are taken within a round, and their
-median counts. `--losses` holds the losses of megacore in the case's precision against its own in fp32 instead.
+Contestants: megacore's native engine as its launcher starts it; a plain torch GPT in nanoGPT's
+manner, eager, compiled, with torch's fused AdamW, with glibc's own malloc and with the thresholds
+that megacore's launcher sets; transformers' GPT-2 in Trainer's loop. All have the same weights,
+batches, learning rate, AdamW and clipping, and their first losses must agree. They are started
+first and then take turns, a few steps each: ratios are taken within a round, and their median
+counts. `--losses` holds the losses of megacore in the case's precision against its own in fp32
+instead.
 """
 
 import argparse
@@ -34,8 +37,24 @@ GOALS: dict[str, dict[str, float]] = {
 }
 """How many times as fast as each of these megacore is to be."""
 LINE_UP = {
-    "tiny-fp32": [OURS, EAGER, "nanoGPT, tuned malloc", EAGER_FUSED, COMPILED, COMPILED_TUNED, "transformers"],
-    "tiny-bf16": [OURS, EAGER, EAGER_FUSED, COMPILED, COMPILED_TUNED, "nanoGPT compiled, fused AdamW", "transformers"],
+    "tiny-fp32": [
+        OURS,
+        EAGER,
+        "nanoGPT, tuned malloc",
+        EAGER_FUSED,
+        COMPILED,
+        COMPILED_TUNED,
+        "transformers",
+    ],
+    "tiny-bf16": [
+        OURS,
+        EAGER,
+        EAGER_FUSED,
+        COMPILED,
+        COMPILED_TUNED,
+        "nanoGPT compiled, fused AdamW",
+        "transformers",
+    ],
     "124m-fp32": [OURS, EAGER, COMPILED, "transformers"],
     "124m-bf16": [OURS, EAGER, COMPILED, COMPILED_TUNED, "transformers"],
     "smoke-fp32": [OURS, EAGER, EAGER_FUSED, "transformers"],
@@ -49,29 +68,39 @@ FIRST_LOSSES = 3
 LOSS_BARS = {"fp32": 2e-4, "bf16": 5e-3}
 """Largest difference of the first losses between contestants, in nats."""
 REFERENCE_BAR = 1e-2
-"""Largest difference of a loss to fp32's, in nats, over 50 steps: bf16 keeps 8 bits, so its numbers of about 9 lie 0.06
-apart, and the mean of 2,048 losses is far closer than one."""
+"""Largest difference of a loss to fp32's, in nats, over 50 steps: bf16 keeps 8 bits, so its numbers
+of about 9 lie 0.06 apart, and the mean of 2,048 losses is far closer than one."""
 
 
 def start(name: str, work: Work) -> Contestant:
     """A process that builds its model and waits."""
     variables = environment(work.threads, tuned_malloc=work.entrant.tuned_malloc)
-    return Contestant.start(name, ["benchmarks._step_rank", json.dumps(work.as_json())], [variables])
+    return Contestant.start(
+        name, ["benchmarks._step_rank", json.dumps(work.as_json())], [variables]
+    )
 
 
 def line_up(options: argparse.Namespace) -> dict[str, Work]:
     """Who takes part."""
     case = CASES[options.case]
     names = options.contestants or LINE_UP[options.case]
-    works = {name: Work(case, ENTRANTS[name], threads=options.threads) for name in dict.fromkeys([OURS, *names])}
+    works = {
+        name: Work(case, ENTRANTS[name], threads=options.threads)
+        for name in dict.fromkeys([OURS, *names])
+    }
     if options.nanogpt:
         twins = [name for name in names if name.startswith(EAGER) and "AdamW" not in name]
-        works |= {f"{name} (checkout)": replace(works[name], checkout=options.nanogpt) for name in twins}
+        works |= {
+            f"{name} (checkout)": replace(works[name], checkout=options.nanogpt) for name in twins
+        }
     return works
 
 
 def check_losses(contestants: list[Contestant], case: Case) -> float:
-    """Let all make a few steps; the largest difference to megacore's losses. Ends when one computes something else."""
+    """Let all make a few steps; the largest difference to megacore's losses.
+
+    Ends when one computes something else.
+    """
     losses = {each.name: each.ask(f"losses {FIRST_LOSSES}")[0]["losses"] for each in contestants}
     ours = losses[OURS]
     bar, even = LOSS_BARS[case.precision], math.log(case.vocab_size)
@@ -81,8 +110,9 @@ def check_losses(contestants: list[Contestant], case: Case) -> float:
         worst = max(worst, difference)
         if abs(theirs[0] - even) > 0.2 or difference > bar:
             raise SystemExit(
-                f"{name} computes something else: losses {theirs} where megacore has {ours}; the first is to be "
-                f"within 0.2 of ln(v) = {even:.4f}, and all within {bar:g} of megacore's"
+                f"{name} computes something else: losses {theirs} where megacore has {ours}; the "
+                f"first is to be within 0.2 of ln(v) = {even:.4f}, and all within {bar:g} of "
+                "megacore's"
             )
     progress(f"first losses of {len(losses)} contestants agree within {worst:.1e}: {ours}")
     return worst
@@ -93,7 +123,9 @@ def matmul_rate(contestant: Contestant) -> float:
     return float(contestant.ask("matmul")[0]["tflops"])
 
 
-def rows_of(contestants: list[Contestant], memory: list[float], case: Case, peak: float) -> list[list[str]]:
+def rows_of(
+    contestants: list[Contestant], memory: list[float], case: Case, peak: float
+) -> list[list[str]]:
     """A row of the table for each, with its peak memory in MB."""
     ours = contestants[0]
     rows = []
@@ -122,7 +154,9 @@ def compare(options: argparse.Namespace) -> int:
         worst = check_losses(contestants, case)
         peak = matmul_rate(contestants[0])
         left = options.seconds - (time.monotonic() - began)
-        made = compete(contestants, options.rounds or rounds, options.steps or steps, warmup=1, seconds=left)
+        made = compete(
+            contestants, options.rounds or rounds, options.steps or steps, warmup=1, seconds=left
+        )
         memory = [each.last[0]["memory_mb"] for each in contestants]
         peak = max(peak, matmul_rate(contestants[0]))
         rows = rows_of(contestants, memory, case, peak)
@@ -131,13 +165,23 @@ def compare(options: argparse.Namespace) -> int:
     finally:
         for each in contestants:
             each.end()
-    header = ["contestant", "tokens/s", "quartiles", "MFU", "megacore is times as fast", "peak memory (MB)"]
+    header = [
+        "contestant",
+        "tokens/s",
+        "quartiles",
+        "MFU",
+        "megacore is times as fast",
+        "peak memory (MB)",
+    ]
     sys.stdout.write(
-        f"{options.case}: {case}, {options.threads} threads, {made} rounds of {options.steps or steps} steps, matrix "
-        f"products {peak * 1000:.0f} GFLOP/s, first losses within {worst:.1e} nats.\n\n{table(header, rows)}\n"
+        f"{options.case}: {case}, {options.threads} threads, {made} rounds of "
+        f"{options.steps or steps} steps, matrix products {peak * 1000:.0f} GFLOP/s, first losses "
+        f"within {worst:.1e} nats.\n\n{table(header, rows)}\n"
     )
     sys.stdout.write("".join(f"{name}: {what}\n" for name, what in loop.items() if what))
-    sys.stdout.write("kernels: " + ", ".join(f"{name}: {what}" for name, what in kernels.items()) + "\n")
+    sys.stdout.write(
+        "kernels: " + ", ".join(f"{name}: {what}" for name, what in kernels.items()) + "\n"
+    )
     by_name = {each.name: each for each in contestants}
     checks = [
         Check(f"megacore to {name}", contestants[0].times_as_fast_as(by_name[name]), goal)
@@ -159,26 +203,42 @@ def track_losses(options: argparse.Namespace) -> int:
             each.end()
     header = ["step", case.precision, "fp32", "difference"]
     shown = sorted({0, *range(9, len(ours), 10), len(ours) - 1})
-    rows = [[str(at + 1), f"{ours[at]:.4f}", f"{exact[at]:.4f}", f"{ours[at] - exact[at]:+.4f}"] for at in shown]
+    rows = [
+        [str(at + 1), f"{ours[at]:.4f}", f"{exact[at]:.4f}", f"{ours[at] - exact[at]:+.4f}"]
+        for at in shown
+    ]
     sys.stdout.write(table(header, rows))
     difference = max(abs(one - other) for one, other in zip(ours, exact, strict=True))
     relative = max(abs(one - other) / other for one, other in zip(ours, exact, strict=True))
     sys.stdout.write(f"\nlargest relative difference {relative:.2e} over {len(ours)} steps\n")
     name = f"largest difference of a loss in {case.precision} to fp32's"
-    return verdict(f"losses {options.case}", [Check(name, difference, REFERENCE_BAR, at_most=True, unit="nats")])
+    return verdict(
+        f"losses {options.case}",
+        [Check(name, difference, REFERENCE_BAR, at_most=True, unit="nats")],
+    )
 
 
 def main() -> int:
     """Compare, or track the losses."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=GOALS, default="tiny-bf16")
     parser.add_argument("--contestants", nargs="+", choices=ENTRANTS, help="beside megacore")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, help="of each contestant in a round")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no round begins")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="after which no round begins"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--nanogpt", metavar="CHECKOUT", help="train nanoGPT's own model.py beside ours in its manner")
-    parser.add_argument("--losses", type=int, metavar="N", help="compare N losses with fp32's instead")
+    parser.add_argument(
+        "--nanogpt",
+        metavar="CHECKOUT",
+        help="train nanoGPT's own model.py beside ours in its manner",
+    )
+    parser.add_argument(
+        "--losses", type=int, metavar="N", help="compare N losses with fp32's instead"
+    )
     options = parser.parse_args()
     return track_losses(options) if options.losses else compare(options)
 

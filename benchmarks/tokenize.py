@@ -1,15 +1,19 @@
-"""Tokenizing a corpus of JSON Lines with a byte-level BPE, whole processes from start to exit, beside its peers.
+"""Tokenizing a corpus of JSON Lines with a byte-level BPE, whole processes from start to exit,
+beside its peers.
 
     python -m benchmarks.tokenize [--input FILE] [--size-mb 300] [--rounds 5] [--workers 2]
-        [--vocab-file V --merge-file M] [--text FILE ...] [--contestants megacore loop hf megatron --megatron DIR]
+        [--vocab-file V --merge-file M] [--text FILE ...]
+        [--contestants megacore loop hf megatron --megatron DIR]
 
-Without --input the corpus is made of the Python sources of this machine (standard library, then site-packages, sorted
-by path) and of the --text files, one document each, until it has --size-mb; it is the same on the same machine.
-Without GPT-2's two files a vocabulary of 32,000 is trained on 20 MB of the corpus.
+Without --input the corpus is made of the Python sources of this machine (standard library, then
+site-packages, sorted by path) and of the --text files, one document each, until it has --size-mb;
+it is the same on the same machine. Without GPT-2's two files a vocabulary of 32,000 is trained on
+20 MB of the corpus.
 
-megacore is the command `megacore tokenize --append-eod`: oracle, hashes and fsync included. loop is orjson, gigatoken
-on 32 MB blocks and one write; hf is `encode_batch_fast` of `tokenizers` and megatron its tools/preprocess_data.py, both
-on the first 8 MB. Contestants take turns; MB/s is the median over the rounds, with the best in brackets.
+megacore is the command `megacore tokenize --append-eod`: oracle, hashes and fsync included. loop is
+orjson, gigatoken on 32 MB blocks and one write; hf is `encode_batch_fast` of `tokenizers` and
+megatron its tools/preprocess_data.py, both on the first 8 MB. Contestants take turns; MB/s is the
+median over the rounds, with the best in brackets.
 """
 
 import argparse
@@ -49,7 +53,9 @@ class Contestant:
         """Run it once, whole."""
         environment = {**os.environ, "BENCHMARK_STARTED": repr(time.time())}
         started = time.perf_counter()
-        process = subprocess.Popen(self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         assert process.stdout is not None
         output = process.stdout.read().decode()
         _, status, usage = os.wait4(process.pid, 0)
@@ -78,7 +84,9 @@ def make_corpus(path: Path, size: int, texts: list[str]) -> None:
             before = written
             for source in sources(texts):
                 try:
-                    written += file.write(json.dumps({"text": source.read_text(encoding="utf-8")}) + "\n")
+                    written += file.write(
+                        json.dumps({"text": source.read_text(encoding="utf-8")}) + "\n"
+                    )
                 except (OSError, UnicodeDecodeError):
                     continue
                 if written >= size:
@@ -112,10 +120,22 @@ def contestants(options: argparse.Namespace, corpus: Path, folder: Path) -> list
     files = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
     part = cut(corpus, folder / "slice.jsonl", SLICE_MB * MB)
     peer = [sys.executable, "-m", "benchmarks._tokenize_peers"]
-    target = ["--output-prefix", str(folder / "out"), "--append-eod", "--workers", str(options.workers)]
+    target = [
+        "--output-prefix",
+        str(folder / "out"),
+        "--append-eod",
+        "--workers",
+        str(options.workers),
+    ]
     found = {
-        "megacore": ([*peer, "megacore", "tokenize", *files, *target, "--overwrite", "--input", str(corpus)], corpus),
-        "loop": ([*peer, "loop", str(corpus), str(vocab), str(merges), str(folder / "loop.bin")], corpus),
+        "megacore": (
+            [*peer, "megacore", "tokenize", *files, *target, "--overwrite", "--input", str(corpus)],
+            corpus,
+        ),
+        "loop": (
+            [*peer, "loop", str(corpus), str(vocab), str(merges), str(folder / "loop.bin")],
+            corpus,
+        ),
         "hf": ([*peer, "hf", str(part), str(vocab), str(merges), str(folder / "hf.bin")], part),
     }
     if options.megatron is not None:
@@ -131,19 +151,25 @@ def contestants(options: argparse.Namespace, corpus: Path, folder: Path) -> list
 
 def table(found: list[Contestant]) -> list[str]:
     """Rows of Markdown."""
-    rows = ["| contestant | MB | seconds | MB/s (best) | CPU seconds | peak MB |", "| --- |" + " ---: |" * 5]
+    rows = [
+        "| contestant | MB | seconds | MB/s (best) | CPU seconds | peak MB |",
+        "| --- |" + " ---: |" * 5,
+    ]
     for each in found:
         seconds = statistics.median(each.seconds)
         size = each.size / MB
         rows.append(
-            f"| {each.name} | {size:.0f} | {seconds:.2f} | {size / seconds:.1f} ({size / min(each.seconds):.1f}) "
-            f"| {statistics.median(each.cpu):.2f} | {max(each.peak_mb):.0f} |"
+            f"| {each.name} | {size:.0f} | {seconds:.2f} | {size / seconds:.1f} "
+            f"({size / min(each.seconds):.1f}) | {statistics.median(each.cpu):.2f} | "
+            f"{max(each.peak_mb):.0f} |"
         )
     for each in found:
         if each.phases:
             rows += ["", f"| phase of {each.name} | seconds |", "| --- | ---: |"]
             for phase in PHASES:
-                rows.append(f"| {phase} | {statistics.median(run[phase] for run in each.phases):.2f} |")
+                rows.append(
+                    f"| {phase} | {statistics.median(run[phase] for run in each.phases):.2f} |"
+                )
     return rows
 
 
@@ -160,15 +186,21 @@ def checks(found: list[Contestant]) -> list[Check]:
 
 def main() -> int:
     """Make the corpus, compete, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", type=Path, help="JSON Lines with the key text")
-    parser.add_argument("--text", nargs="+", default=[], help="text files that the corpus begins with")
+    parser.add_argument(
+        "--text", nargs="+", default=[], help="text files that the corpus begins with"
+    )
     parser.add_argument("--size-mb", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--vocab-file", type=Path)
     parser.add_argument("--merge-file", type=Path)
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=["megacore", "loop", "hf"])
+    parser.add_argument(
+        "--contestants", nargs="+", choices=CONTESTANTS, default=["megacore", "loop", "hf"]
+    )
     parser.add_argument("--megatron", help="a checkout of Megatron-LM that can be run")
     parser.add_argument("--folder", help="where to write: a directory of a real disk")
     options = parser.parse_args()

@@ -1,13 +1,15 @@
-"""The state of a model on data-parallel ranks: DeepSpeed's ZeRO and offload beside the native engine.
+"""The state of a model on data-parallel ranks: DeepSpeed's ZeRO and offload beside the native
+engine.
 
     python -m benchmarks.zero state [--precision fp32 bf16] [--rounds 2] [--steps 2]
     python -m benchmarks.zero fit --device cuda [--sizes 345M 1.5B]
 
-`state` counts, on one of two ranks of GPT-2 small, the bytes of parameters, gradients and optimizer state from the
-engine's own tensors after the last backward pass and before the step, and holds them against ZeRO's formula; then
-peak memory and tokens per second. One variant runs at a time, in processes of its own; every other round goes through
-them backwards, ratios are taken within a round, and medians are printed. `fit` looks for the largest micro batch that
-fits and takes the time of an epoch at it. `--smoke` does either with a tiny model.
+`state` counts, on one of two ranks of GPT-2 small, the bytes of parameters, gradients and optimizer
+state from the engine's own tensors after the last backward pass and before the step, and holds them
+against ZeRO's formula; then peak memory and tokens per second. One variant runs at a time, in
+processes of its own; every other round goes through them backwards, ratios are taken within a
+round, and medians are printed. `fit` looks for the largest micro batch that fits and takes the time
+of an epoch at it. `--smoke` does either with a tiny model.
 """
 
 import argparse
@@ -59,7 +61,9 @@ class Measured:
 
     def ratio(self, other: "Measured") -> float:
         """Median over the rounds of how many times as fast this is as another."""
-        return statistics.median(theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True))
+        return statistics.median(
+            theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)
+        )
 
 
 def formula(work: Work, psi: int) -> ZeroBytes:
@@ -93,8 +97,13 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
     for name, each in measured.items():
         kinds, expected = dict(each.found["kinds"]), formula(each.work, each.found["psi"])
         known = sum(kinds.values())
-        optimizer = (census.MOMENTS,) if each.work.precision == "fp32" else (census.MAIN, census.MOMENTS)
-        offloaded = sum(each.found["hosted"].get(kind, 0) for kind in (census.PARAMETERS, census.GRADIENTS, *optimizer))
+        optimizer = (
+            (census.MOMENTS,) if each.work.precision == "fp32" else (census.MAIN, census.MOMENTS)
+        )
+        offloaded = sum(
+            each.found["hosted"].get(kind, 0)
+            for kind in (census.PARAMETERS, census.GRADIENTS, *optimizer)
+        )
         pairs = {
             "parameters": (kinds.pop(census.PARAMETERS, 0), expected.parameters),
             "gradients": (kinds.pop(census.GRADIENTS, 0), expected.gradients),
@@ -104,7 +113,11 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
         cells = [f"{count / MB:,.0f} ({count / wanted:.3f})" for count, wanted in pairs.values()]
         cells += [f"{offloaded / MB:,.0f}" if offloaded else "-"]
         cells += [f"{kinds.pop(kind, 0) / MB:,.1f}" for kind in _OWN_COLUMNS]
-        further = [f"{_further(kind)} {count / MB:,.0f}" for kind, count in kinds.items() if count >= MB / 10]
+        further = [
+            f"{_further(kind)} {count / MB:,.0f}"
+            for kind, count in kinds.items()
+            if count >= MB / 10
+        ]
         cells += [", ".join(further) or "-", f"{known / (known + each.found['unknown']):.3%}"]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows, ratios
@@ -113,19 +126,29 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
 def speed_table(measured: dict[str, Measured]) -> list[str]:
     """Rows of Markdown."""
     rows = [
-        "| variant | tokens/s | to native | to native, distributed optimizer | before the model | peak of building it "
-        "| peak of training | of this temporary | heap of the model | of this known |",
+        (
+            "| variant | tokens/s | to native | to native, distributed optimizer | before the "
+            "model | peak of building it | peak of training | of this temporary | heap of the "
+            "model | of this known |"
+        ),
         "| --- |" + " ---: |" * 9,
     ]
     for name, each in measured.items():
         work = each.work
-        tokens = SIZES[work.size].seq_length * work.micro_batch_size * work.micro_batches * work.ranks
+        tokens = (
+            SIZES[work.size].seq_length * work.micro_batch_size * work.micro_batches * work.ranks
+        )
         known, heap = sum(each.found["kinds"].values()), each.found["allocated"]
-        before, building, training = (each.peak(moment) for moment in ("before", "building", "training"))
+        before, building, training = (
+            each.peak(moment) for moment in ("before", "building", "training")
+        )
         cells = [f"{tokens / statistics.median(each.seconds):,.0f}"]
         cells += [f"{each.ratio(measured[other]):.2f}" for other in (REFERENCE, DISTRIBUTED)]
         # Beside the model, between two steps there is nothing but what the process began with.
-        cells += [f"{mb:,.0f}" for mb in (before, building, training, training - before - heap / MB, heap / MB)]
+        cells += [
+            f"{mb:,.0f}"
+            for mb in (before, building, training, training - before - heap / MB, heap / MB)
+        ]
         cells += [f"{known / heap:.1%}"]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
@@ -138,11 +161,22 @@ def _further(kind: str) -> str:
 def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measured]:
     """What takes part, nothing of it measured."""
     size = "tiny" if options.smoke else "124M"
-    names = [name for name in STATES if name in {REFERENCE, DISTRIBUTED, *(options.variants or STATES)}]
+    names = [
+        name for name in STATES if name in {REFERENCE, DISTRIBUTED, *(options.variants or STATES)}
+    ]
     if any(VARIANTS[name].compiled_adam for name in names):
         build_operator("cpu_adam")
     return {
-        name: Measured(Work(name, size, precision, options.device, options.ranks, micro_batches=options.micro_batches))
+        name: Measured(
+            Work(
+                name,
+                size,
+                precision,
+                options.device,
+                options.ranks,
+                micro_batches=options.micro_batches,
+            )
+        )
         for name in names
     }
 
@@ -154,30 +188,45 @@ def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
         each = measured[name]
         each.run(steps)
         sys.stderr.write(
-            f"{each.work.precision} round {number + 1} {name}: {each.seconds[-1]:.2f} s, load before {load:.1f}, "
-            f"largest unknown {each.found['largest_unknown'][:1]}\n"
+            f"{each.work.precision} round {number + 1} {name}: {each.seconds[-1]:.2f} s, load "
+            f"before {load:.1f}, largest unknown {each.found['largest_unknown'][:1]}\n"
         )
 
 
 def report(measured: dict[str, Measured]) -> Check:
-    """Print both tables and what differs from the formula; how many times more of a state than it there is at most."""
+    """Print both tables and what differs from the formula.
+
+    How many times more of a state than it there is at most.
+    """
     rows, ratios = state_table(measured)
     beyond = [
-        f"{name}: {what} {ratio:.3f} of the formula" for name, what, ratio in ratios if abs(ratio - 1) > TOLERANCE
+        f"{name}: {what} {ratio:.3f} of the formula"
+        for name, what, ratio in ratios
+        if abs(ratio - 1) > TOLERANCE
     ]
     first = measured[REFERENCE]
-    title = f"{first.work.precision}, {first.found['psi']:,} parameters; MB, and how many times the formula:"
+    title = (
+        f"{first.work.precision}, {first.found['psi']:,} parameters; MB, and how many times the "
+        "formula:"
+    )
     sys.stdout.write("\n".join(["", title, "", *rows, "", *speed_table(measured), ""]))
     for line in beyond:
         sys.stdout.write(f"beyond {TOLERANCE:.0%}: {line}\n")
     sys.stdout.flush()
     most = max(ratio for _, _, ratio in ratios)
-    return Check(f"{first.work.precision}: most of a state to the formula", most, 1.0 + TOLERANCE, at_most=True)
+    return Check(
+        f"{first.work.precision}: most of a state to the formula",
+        most,
+        1.0 + TOLERANCE,
+        at_most=True,
+    )
 
 
 def main() -> int:
     """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("state", "fit"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, help="default: 2 on a CPU, every GPU")
@@ -187,7 +236,9 @@ def main() -> int:
     state.add_argument("--variants", nargs="+", choices=STATES, help="beside the two native ones")
     state.add_argument("--rounds", type=int, default=2)
     state.add_argument("--steps", type=int, default=2, help="of each variant in a round")
-    state.add_argument("--micro-batches", type=int, default=2, help="of one sample, on each rank in a step")
+    state.add_argument(
+        "--micro-batches", type=int, default=2, help="of one sample, on each rank in a step"
+    )
     fit = parser.add_argument_group("fit")
     fit.add_argument("--sizes", nargs="+", choices=SIZES, default=["345M", "1.5B"])
     fit.add_argument("--samples", type=int, default=10_000, help="of an epoch")
@@ -196,7 +247,9 @@ def main() -> int:
     if options.ranks is None:
         options.ranks = 2 if options.device == "cpu" else _gpus()
     checks: list[Check] = []
-    for precision in options.precision or (["fp32", "bf16"] if options.what == "state" else ["bf16"]):
+    for precision in options.precision or (
+        ["fp32", "bf16"] if options.what == "state" else ["bf16"]
+    ):
         if options.what == "fit":
             fit_table(options, precision)
             continue

@@ -1,4 +1,4 @@
-"""Flow `evaluate`: perplexity of the checkpoints of a finished training, and zero-shot scores of the best."""
+"""Flow `evaluate`: perplexity of the kept checkpoints, and zero-shot scores of the best."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tasks.zeroshot import zeroshot, zeroshot_summary
 
 
 def zero_shot_stage(pipeline: Pipeline, *inputs: Artifact) -> Artifact | None:
-    """The scores of the best checkpoint on the texts of `evaluate.zero_shot`, where there are any."""
+    """Scores of the best checkpoint on the texts of `evaluate.zero_shot`, where there are any."""
     return pipeline.stage(zeroshot, *inputs) if pipeline.config.evaluate.zero_shot.wanted else None
 
 

@@ -17,12 +17,14 @@ from tasks.zeroshot import zeroshot_summary
 
 
 def publication_stages(pipeline: Pipeline, trained: Artifact, *data: Artifact) -> None:
-    """What follows a training: scores, conversion with its gate, publication, and the summary of all."""
+    """What follows a training: scores, conversion with its gate, publication and the summary."""
     evaluation = pipeline.stage(evaluate, trained, *data)
     scored = zero_shot_stage(pipeline, trained, evaluation, *data)
     exported = pipeline.stage(convert, trained, evaluation, *data)
     published = pipeline.stage(publish, trained, evaluation, exported, *data)
-    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published) + zeroshot_summary(scored)
+    pipeline.summary = outcome(
+        pipeline.config, trained, evaluation, exported, published
+    ) + zeroshot_summary(scored)
 
 
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)

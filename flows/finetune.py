@@ -1,4 +1,7 @@
-"""Flow `finetune`: a pretrained model and a task → samples → training with Accelerate → transformers model → MLflow."""
+"""Flow `finetune`: a pretrained model and a task become a fine-tuned one.
+
+Model and task → samples → training with Accelerate → transformers model → MLflow.
+"""
 
 from typing import Any
 
@@ -35,9 +38,9 @@ def finetune(
 ) -> State[Any] | None:
     """Fine-tune what `conf` says (a name in conf/finetune/ or a path), with dotted `overrides`.
 
-    `dry_run` shows keys and what is cached, and runs nothing. `find_batch_size` finds the largest micro batch of each
-    distribution that fits, and trains nothing further. A training that is stopped on request ends the run in the state
-    Stopped.
+    `dry_run` shows keys and what is cached, and runs nothing. `find_batch_size` finds the largest
+    micro batch of each distribution that fits, and trains nothing further. A training that is
+    stopped on request ends the run in the state Stopped.
     """
     if dry_run:
         finetune_dry_run(conf, overrides, find_batch_size=find_batch_size)
@@ -49,7 +52,9 @@ def finetune(
         model, samples = prepared(pipeline)
         if find_batch_size:
             pipeline.summary = find_batch_sizes(pipeline, model, samples)
-            create_markdown_artifact(pipeline.summary, key="batch-sizes-table", description=f"of {config.name}")
+            create_markdown_artifact(
+                pipeline.summary, key="batch-sizes-table", description=f"of {config.name}"
+            )
             return None
         trained = pipeline.stage(train, model, samples)
         exported = pipeline.stage(finetune_export, trained, model, samples)

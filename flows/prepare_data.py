@@ -13,7 +13,10 @@ from tasks.tokenize import blend, make_tokenizer, tokenize
 
 
 def data_stages(pipeline: Pipeline) -> tuple[Artifact, Artifact, Artifact]:
-    """The data stages in order, each source by itself; returns the tokens, the tokenizer and the index maps."""
+    """The data stages in order, each source by itself.
+
+    Returns the tokens, the tokenizer and the index maps.
+    """
     config = pipeline.config
     corpora = tuple(pipeline.stage(download, source) for source in config.data.sources)
     tokenizer = pipeline.stage(make_tokenizer, corpora)

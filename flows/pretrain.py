@@ -1,4 +1,4 @@
-"""Flow `pretrain`: text → tokens → index maps → training → perplexity → transformers model → MLflow."""
+"""Flow `pretrain`: text → tokens → maps → training → perplexity → transformers model → MLflow."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ def pretrain(
 ) -> State[Any] | None:
     """Pretrain what `conf` says (a name in conf/ or a path), with dotted `overrides`.
 
-    `dry_run` shows keys, what is cached, memory and days, and runs nothing. A training that is stopped on request ends
-    the run in the state Stopped.
+    `dry_run` shows keys, what is cached, memory and days, and runs nothing. A training that is
+    stopped on request ends the run in the state Stopped.
     """
     if dry_run:
         dry_run_report(conf, overrides)

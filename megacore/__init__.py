@@ -1,3 +1,6 @@
-"""Parallel pretraining of large language models, usable alone or through the Prefect flows of this repository."""
+"""Parallel pretraining of large language models.
+
+Usable alone, or through the Prefect flows of this repository.
+"""
 
 __version__ = "0.1.0"

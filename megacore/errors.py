@@ -1,4 +1,6 @@
-"""The exceptions a user can meet. Each message says what is wrong, where, the value found, and what to do.
+"""The exceptions a user can meet.
+
+Each message says what is wrong, where, the value found, and what to do.
 
 `retryable` tells an orchestrator whether the same work may succeed when it is started again;
 `exit_code` is what a command line exits with.
@@ -14,7 +16,9 @@ class MegacoreError(Exception):
     exit_code: int = 1
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(redact(argument) if isinstance(argument, str) else argument for argument in arguments))
+        super().__init__(
+            *(redact(argument) if isinstance(argument, str) else argument for argument in arguments)
+        )
 
 
 class ConfigError(MegacoreError):
@@ -69,7 +73,7 @@ class TrainingError(MegacoreError):
 
 
 class MemoryExhaustedError(TrainingError):
-    """A rank needed more memory than there is, as it said itself or as the kernel did that killed it."""
+    """A rank needed more memory than there is, by its own word or the kernel's."""
 
 
 class LossError(TrainingError):
@@ -77,13 +81,19 @@ class LossError(TrainingError):
 
 
 class TrainingStoppedError(MegacoreError):
-    """Training stopped before its end because it was asked to; a complete checkpoint holds where it stands."""
+    """Training stopped before its end because it was asked to.
+
+    A complete checkpoint holds where it stands.
+    """
 
     exit_code = 75  # sysexits.h: try again later
 
 
 class PreemptedError(TrainingStoppedError):
-    """A signal asked for it, as a scheduler does that takes a machine back; starting again goes on."""
+    """A signal asked for it, as a scheduler does that takes a machine back.
+
+    Starting again goes on.
+    """
 
     retryable = True
 
@@ -95,7 +105,10 @@ class LaunchError(MegacoreError):
 
 
 class RankLostError(LaunchError):
-    """A rank died of a signal or without a reason; a retry resumes from the last complete checkpoint."""
+    """A rank died of a signal or without a reason.
+
+    A retry resumes from the last complete checkpoint.
+    """
 
     retryable = True
 
@@ -105,7 +118,10 @@ class RankStalledError(RankLostError):
 
 
 class HostLostError(RankLostError):
-    """A machine of the job died, froze or was cut off; a retry resumes from the last complete checkpoint."""
+    """A machine of the job died, froze or was cut off.
+
+    A retry resumes from the last complete checkpoint.
+    """
 
 
 class WorkerLostError(LaunchError):

@@ -43,14 +43,20 @@ class Hardware:
         return "cuda" if self.gpus else "cpu"
 
     def resolve_precision(self, precision: str) -> str:
-        """fp32, bf16 or fp16 for `train.precision`; auto is bf16 where that is native, else fp32."""
+        """fp32, bf16 or fp16 for `train.precision`.
+
+        auto is bf16 where that is native, else fp32.
+        """
         if precision != "auto":
             return precision
         return "bf16" if self.native_bf16 else "fp32"
 
     @classmethod
     def detect(cls) -> "Hardware":
-        """This machine, as this process sees it (CUDA_VISIBLE_DEVICES, affinity and container limits counted)."""
+        """This machine, as this process sees it.
+
+        CUDA_VISIBLE_DEVICES, affinity and container limits count.
+        """
         return _detect()
 
 
@@ -72,11 +78,18 @@ def memory_info() -> dict[str, int]:
     """What /proc/meminfo says of main memory, in bytes: MemTotal, MemAvailable and others."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = (line.split(":", 1) for line in lines)
-    return {name: int(value.split()[0]) * 1024 for name, value in fields if value.strip().endswith("kB")}
+    return {
+        name: int(value.split()[0]) * 1024 for name, value in fields if value.strip().endswith("kB")
+    }
 
 
-def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the kernel lets this process's control groups have, the least of them; None without a limit."""
+def memory_limit(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that the kernel lets this process's control groups have.
+
+    The least of them counts; None without a limit.
+    """
     limits = []
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
         number, controllers, path = line.split(":", 2)
@@ -105,7 +118,10 @@ def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def _visible_gpus() -> tuple[Gpu, ...]:
-    """Name and memory of each GPU, from the driver; no context is made, so no GPU memory is taken."""
+    """Name and memory of each GPU, from the driver.
+
+    No context is made, so no GPU memory is taken.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -137,18 +153,24 @@ def resolve_precision(precision: str, device_type: str) -> str:
     """Compute type of a run: "fp32", "bf16" or "fp16".
 
     Args:
-        precision: `train.precision`; "auto" means bf16 where the hardware multiplies it natively, else fp32.
+        precision: `train.precision`; "auto" means bf16 where the hardware multiplies it natively,
+            else fp32.
         device_type: "cpu" or "cuda".
     """
     if precision != "auto":
         return precision
-    native = cuda_capability() >= BF16_CAPABILITY if device_type == "cuda" else cpu_multiplies_bf16()
+    native = (
+        cuda_capability() >= BF16_CAPABILITY if device_type == "cuda" else cpu_multiplies_bf16()
+    )
     return "bf16" if native else "fp32"
 
 
 @cache
 def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has instructions for products of bf16; without them bf16 is slower than fp32."""
+    """Whether this CPU has instructions for products of bf16.
+
+    Without them bf16 is slower than fp32.
+    """
     try:
         lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

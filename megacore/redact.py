@@ -1,4 +1,7 @@
-"""Secrets are left out of everything that is shown, logged or written: in URLs, under telling names, by their value."""
+"""Secrets are left out of everything that is shown, logged or written.
+
+They are known in URLs, under telling names, or by their value.
+"""
 
 import hashlib
 import logging
@@ -11,7 +14,8 @@ HIDDEN = "***"
 """What stands in the place of a secret."""
 
 _PASSING = (
-    r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|api[_-]?key|access[_-]?key|private[_-]?key)"
+    r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|api[_-]?key|access[_-"
+    r"]?key|private[_-]?key)"
     r"|sig|sas|auth|pwd"
 )
 """Names of parameters that let somebody in, and never say which content is asked for."""
@@ -25,19 +29,26 @@ _HEADER = re.compile(r"\b((?i:Bearer|Basic))\s+(?=\S*(?:[\d=]|[a-z][A-Z]))[\w.~+
 _CREDENTIAL = re.compile(_PASSING, re.IGNORECASE)
 _NAME = re.compile(
     r"(?:(?:^|.*[_.-])(?:auth|access|api|bearer|hf|hub|refresh|security|session|wandb)[_-])?token"
-    r"|.*(?:secret|passw(?:or)?d|passphrase|credentials?|api[_-]?key|access[_-]?key|private[_-]?key)",
+    r"|.*(?:secret|passw(?:or)?d|passphrase|credentials?|api[_-]?key|access[_-]?key|private[_-"
+    r"]?key)",
     re.IGNORECASE,
 )
 """Keys of a mapping whose text is a secret. The tokens of a vocabulary (eod_token) are none."""
-_VARIABLE = re.compile(r".*(?:_TOKEN|SECRET|SECRET_KEY|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|CREDENTIALS|AUTH_STRING)$")
+_VARIABLE = re.compile(
+    r".*(?:_TOKEN|SECRET|SECRET_KEY|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|CREDENTIALS|AUTH_STRING)$"
+)
 _SHORTEST = 8
-"""Characters of a variable's value below which it is no secret but a word that may stand anywhere."""
+"""Characters of a variable's value below which it is no secret but a word that may stand
+anywhere."""
 
 
 def redact(text: str, *, environment: bool = True) -> str:
-    """`text` without the credentials of URLs and headers, and without the secrets of this process's environment.
+    """`text` without the credentials of URLs and headers.
 
-    Without `environment` those stay: what is read back must not change because a path holds a password's word.
+    Secrets of this process's environment are left out too.
+
+    Without `environment` those stay: what is read back must not change because a path holds a
+    password's word.
     """
     if "://" in text:
         text = _USER.sub(f"{HIDDEN}@", text)
@@ -50,7 +61,10 @@ def redact(text: str, *, environment: bool = True) -> str:
 
 
 def redact_values(value: Any, *, environment: bool = True) -> Any:
-    """Nested mappings and sequences with every text redacted, and hidden where its key says that it is a secret."""
+    """Nested mappings and sequences with every text redacted.
+
+    Values whose key says that they are secret are hidden.
+    """
     if isinstance(value, str):
         return redact(value, environment=environment)
     if isinstance(value, Mapping):
@@ -66,7 +80,10 @@ def redact_values(value: Any, *, environment: bool = True) -> Any:
 
 
 def address_identity(url: str) -> str:
-    """What of an address says which content it has, for a key: credentials are left out, other keys are digested."""
+    """What of an address says which content it has, for a key.
+
+    Credentials are left out, other keys are digested.
+    """
 
     def identify(match: re.Match[str]) -> str:
         if _CREDENTIAL.fullmatch(match[1]):
@@ -86,7 +103,9 @@ class RedactingFilter(logging.Filter):
         if shown != text:
             record.msg, record.args = shown, ()
         if isinstance(record.exc_info, tuple):
-            record.exc_text = redact(record.exc_text or logging.Formatter().formatException(record.exc_info))
+            record.exc_text = redact(
+                record.exc_text or logging.Formatter().formatException(record.exc_info)
+            )
         return True
 
 

@@ -1,4 +1,7 @@
-"""Processes that outlive the command which starts them, and their end: by process id, whole trees, never by name."""
+"""Processes that outlive the command which starts them, and their end.
+
+They end by process id, whole trees, never by name.
+"""
 
 import contextlib
 import os
@@ -14,7 +17,8 @@ import psutil
 from megacore.errors import LaunchError
 
 MARK = "MEGACORE_SERVERS"
-"""Environment variable `<token>:<name>` that every descendant inherits, whatever session or parent it gets."""
+"""Environment variable `<token>:<name>` that every descendant inherits, whatever session or parent
+it gets."""
 
 _CLOCK_TOLERANCE = 2.0
 """Seconds by which a start time may move when the system clock is set."""
@@ -27,19 +31,24 @@ class Started:
     name: str
     pid: int
     created: float
-    """Start time, seconds since the epoch: a process id that was given to another process has another one."""
+    """Start time, seconds since the epoch: a process id that was given to another process has
+    another one."""
     log: str
 
     def process(self) -> psutil.Process | None:
         """The process itself; None when it has ended, also when its id is in use again."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.created) < _CLOCK_TOLERANCE and not _is_zombie(process):
+            if abs(process.create_time() - self.created) < _CLOCK_TOLERANCE and not _is_zombie(
+                process
+            ):
                 return process
         return None
 
 
-def spawn(name: str, command: list[str], *, token: str, env: dict[str, str], cwd: Path, log: Path) -> Started:
+def spawn(
+    name: str, command: list[str], *, token: str, env: dict[str, str], cwd: Path, log: Path
+) -> Started:
     """Start `command` in a session of its own, without stdin, its output appended to `log`."""
     with open(log, "ab") as output:
         child = subprocess.Popen(
@@ -84,7 +93,10 @@ def end(token: str, name: str, started: Started | None, grace: float) -> int:
     while members := family(token, name, started):
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in members)
-            raise LaunchError(f"{name}: processes {pids} do not end after SIGKILL: see what they wait for with ps -l")
+            raise LaunchError(
+                f"{name}: processes {pids} do not end after SIGKILL: see what they wait for with "
+                "ps -l"
+            )
         seen.update(process.pid for process in members)
         for process in members:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,14 +1,17 @@
-"""Labelled text for conf/finetune/bert-tiny.yaml, from what conf/bert-tiny.yaml was pretrained on: Python's library.
+"""Labelled text for conf/finetune/bert-tiny.yaml: Python's library.
+
+conf/bert-tiny.yaml was pretrained on it.
 
     python scripts/code_pairs.py [directory]
 
-writes train.jsonl, valid.jsonl and test.jsonl (default: workspace/pairs), the same ones each time. A sample is a
-statement whose first word is hidden by [MASK], and the label is that word:
+writes train.jsonl, valid.jsonl and test.jsonl (default: workspace/pairs), the same ones each time.
+A sample is a statement whose first word is hidden by [MASK], and the label is that word:
 
     {"statement": "[MASK] os.path.join(self.root, name)", "keyword": "return"}
 
-Few are labelled: with 128 a model has to know the language already. What a small one can learn of it in a minute is in
-corpus/: the whole statements of the training files. No file gives statements to two splits.
+Few are labelled: with 128 a model has to know the language already. What a small one can learn of
+it in a minute is in corpus/: the whole statements of the training files. No file gives statements
+to two splits.
 """
 
 import hashlib
@@ -68,7 +71,9 @@ def files(library: Path) -> Iterator[tuple[str, Path]]:
 
 def by_split(library: Path) -> dict[str, dict[str, list[str]]]:
     """The statements behind each keyword, by split; those of Python's own tests are left out."""
-    found: dict[str, dict[str, list[str]]] = {split: {word: [] for word in KEYWORDS} for split in COUNTS}
+    found: dict[str, dict[str, list[str]]] = {
+        split: {word: [] for word in KEYWORDS} for split in COUNTS
+    }
     for name, path in files(library):
         if "/test/" not in f"/{name}":
             for keyword, rest in statements_of(path):
@@ -77,14 +82,23 @@ def by_split(library: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def write_corpus(library: Path, directory: Path) -> int:
-    """The statements of the training files, nothing hidden and nothing labelled, as text to pretrain on; how many."""
+    """The training files' statements, nothing hidden or labelled, as text to pretrain on.
+
+    Returns how many.
+    """
     temporary, total = directory.with_name(f"{directory.name}.tmp-{os.getpid()}"), 0
     temporary.mkdir()
     for name, path in files(library):
-        lines = [f"{keyword} {rest}" for keyword, rest in statements_of(path)] if split_of(name) == "train" else []
+        lines = (
+            [f"{keyword} {rest}" for keyword, rest in statements_of(path)]
+            if split_of(name) == "train"
+            else []
+        )
         if len(lines) >= _FEWEST:
             kept = lines[:_MOST]
-            (temporary / name.replace("/", "_")).write_text("\n".join(kept) + "\n", encoding="utf-8")
+            (temporary / name.replace("/", "_")).write_text(
+                "\n".join(kept) + "\n", encoding="utf-8"
+            )
             total += len(kept)
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
@@ -92,22 +106,35 @@ def write_corpus(library: Path, directory: Path) -> int:
 
 
 def statements_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Keyword and rest of each line that reads like a statement; of a file that is no text nothing."""
+    """Keyword and rest of each line that reads like a statement.
+
+    Of a file that is no text nothing.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return
     for line in lines:
         keyword, _, rest = line.strip().partition(" ")
-        prose = rest.endswith(".") or any(f" {word} " in f" {rest} " for word in ("a", "an", "the", "is not a"))
-        if keyword in KEYWORDS and len(rest) >= _SHORTEST and not prose and rest.endswith(":") == (keyword in BLOCKS):
+        prose = rest.endswith(".") or any(
+            f" {word} " in f" {rest} " for word in ("a", "an", "the", "is not a")
+        )
+        if (
+            keyword in KEYWORDS
+            and len(rest) >= _SHORTEST
+            and not prose
+            and rest.endswith(":") == (keyword in BLOCKS)
+        ):
             yield keyword, rest
 
 
 def samples(statements: dict[str, list[str]], count: int, split: str) -> Iterator[dict[str, str]]:
     """Statements drawn without repetition, the keywords in turn."""
     generator = random.Random(split)
-    drawn = {word: generator.sample(sorted(set(rests)), count // len(KEYWORDS)) for word, rests in statements.items()}
+    drawn = {
+        word: generator.sample(sorted(set(rests)), count // len(KEYWORDS))
+        for word, rests in statements.items()
+    }
     for number in range(count // len(KEYWORDS)):
         for word in KEYWORDS:
             yield {"statement": f"{MASK} {drawn[word][number]}", "keyword": word}

@@ -1,9 +1,12 @@
-"""`make server`, `make stop`, `make status`: Prefect, its worker and MLflow on this machine, on loopback.
+"""`make server`, `make stop`, `make status`.
+
+Prefect, its worker and MLflow on this machine, on loopback.
 
 `make deploy` prepares a server on another machine.
 
-`start` makes all of them ready or leaves nothing behind. What runs is remembered in `servers.json` in the
-workspace; `prefect.toml` in the repository lets a plain `prefect deployment run pretrain/gpt2-tiny --watch` find them.
+`start` makes all of them ready or leaves nothing behind. What runs is remembered in `servers.json`
+in the workspace; `prefect.toml` in the repository lets a plain `prefect deployment run
+pretrain/gpt2-tiny --watch` find them.
 """
 
 import asyncio
@@ -69,7 +72,9 @@ class Servers:
         """Read it back; None when nothing was started. Raises LaunchError when it is damaged."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            values["processes"] = {name: Started(**entry) for name, entry in values["processes"].items()}
+            values["processes"] = {
+                name: Started(**entry) for name, entry in values["processes"].items()
+            }
             return cls(**values)
         except FileNotFoundError:
             return None
@@ -95,7 +100,8 @@ class Servers:
         tracked = f"track    export MLFLOW_TRACKING_URI={self.mlflow_url}\n" if self.tracked else ""
         return (
             f"Prefect  {self.prefect_url}\nMLflow   {self.mlflow_url}\n{tracked}"
-            "run      .venv/bin/prefect deployment run pretrain/gpt2-tiny --watch\nend      make stop"
+            "run      .venv/bin/prefect deployment run pretrain/gpt2-tiny --watch\n"
+            "end      make stop"
         )
 
 
@@ -105,15 +111,22 @@ def state_file(workspace: Workspace) -> Path:
 
 
 def start(workspace: Workspace) -> None:
-    """Start everything that does not run yet. Raises LaunchError, and then nothing is left running."""
+    """Start everything that does not run yet.
+
+    Raises LaunchError, and then nothing is left running.
+    """
     known = Servers.read(state_file(workspace))
     if known and all(known.running.values()):
         print(f"already running:\n{known.describe()}")
         return
     if known:
         stop(workspace)
-    if PREFECT_TOML.exists() and not PREFECT_TOML.read_text(encoding="utf-8").startswith(TOML_HEADER):
-        raise LaunchError(f"{PREFECT_TOML} was not written by make server: move it away, then start again")
+    if PREFECT_TOML.exists() and not PREFECT_TOML.read_text(encoding="utf-8").startswith(
+        TOML_HEADER
+    ):
+        raise LaunchError(
+            f"{PREFECT_TOML} was not written by make server: move it away, then start again"
+        )
     check_backends()
     prefect_port, mlflow_port = _port("PREFECT_PORT", 4200), _port("MLFLOW_PORT", 5000)
     require_free_port(prefect_port, "the Prefect server", "PREFECT_PORT")
@@ -144,7 +157,12 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
     if servers.tracked and os.environ.get("MLFLOW_TRACKING_URI") == workspace.tracking_uri:
         os.environ["MLFLOW_TRACKING_URI"] = servers.mlflow_url
     prefect = [sys.executable, "-m", "prefect"]
-    _launch(servers, workspace, "prefect", [*prefect, "server", "start", "--host", HOST, "--port", str(prefect_port)])
+    _launch(
+        servers,
+        workspace,
+        "prefect",
+        [*prefect, "server", "start", "--host", HOST, "--port", str(prefect_port)],
+    )
     if not servers.tracked:
         create_store(workspace.tracking_uri)
     _launch(servers, workspace, "mlflow", _mlflow_command(workspace, mlflow_port))
@@ -158,7 +176,18 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
     _write_prefect_toml(servers, workspace)
 
 
-_WORKER = ("worker", "start", "--pool", WORK_POOL, "--type", "process", "--name", "local", "--install-policy", "never")
+_WORKER = (
+    "worker",
+    "start",
+    "--pool",
+    WORK_POOL,
+    "--type",
+    "process",
+    "--name",
+    "local",
+    "--install-policy",
+    "never",
+)
 
 
 def _mlflow_command(workspace: Workspace, port: int) -> list[str]:
@@ -196,21 +225,30 @@ def _wait_ended(started: Started) -> None:
         time.sleep(0.2)
     if status:
         raise LaunchError(
-            f"{started.name} failed with exit code {os.waitstatus_to_exitcode(status)}{_last_words(started)}"
+            f"{started.name} failed with exit code "
+            f"{os.waitstatus_to_exitcode(status)}{_last_words(started)}"
         )
 
 
-def _require_alive(started: Started, deadline: float, problem: str, *, ended_is_fine: bool = False) -> None:
+def _require_alive(
+    started: Started, deadline: float, problem: str, *, ended_is_fine: bool = False
+) -> None:
     if not ended_is_fine and started.process() is None:
         raise LaunchError(f"{started.name} ended while it was starting{_last_words(started)}")
     if time.monotonic() > deadline:
-        raise LaunchError(f"{started.name} {problem} after {START_TIMEOUT:.0f} s{_last_words(started)}")
+        raise LaunchError(
+            f"{started.name} {problem} after {START_TIMEOUT:.0f} s{_last_words(started)}"
+        )
 
 
 def _last_words(started: Started) -> str:
     lines = Path(started.log).read_text(encoding="utf-8", errors="replace").split("\n")
     said = [line.strip(" │╭╮╰╯─") for line in lines if line.strip(" │╭╮╰╯─")]
-    return f": {redact(said[-1])[:200]} (log: {started.log})" if said else f" without a word (log: {started.log})"
+    return (
+        f": {redact(said[-1])[:200]} (log: {started.log})"
+        if said
+        else f" without a word (log: {started.log})"
+    )
 
 
 async def _prepare_server() -> None:
@@ -224,7 +262,9 @@ async def _prepare_server() -> None:
     automation = _crash_silent_runs()
     async with get_client() as client:
         with contextlib.suppress(ObjectAlreadyExists):
-            await client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template))
+            await client.create_work_pool(
+                WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template)
+            )
         if not await client.read_automations_by_name(automation.name):
             await client.create_automation(automation)
 
@@ -238,18 +278,25 @@ def _crash_silent_runs() -> Any:
     ended = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended")
     return AutomationCore(
         name="crash-silent-runs",
-        description=f"A flow run without heartbeat for {SILENT_RUN.seconds} s has lost its process.",
+        description=(
+            f"A flow run without heartbeat for {SILENT_RUN.seconds} s has lost its process."
+        ),
         trigger=EventTrigger(
             match={"prefect.resource.id": "prefect.flow-run.*"},
             after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{state}" for state in ended)},
+            expect={
+                "prefect.flow-run.heartbeat",
+                *(f"prefect.flow-run.{state}" for state in ended),
+            },
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
             within=SILENT_RUN,
         ),
         actions=[
-            ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {SILENT_RUN.seconds} s"),
+            ChangeFlowRunState(
+                state=StateType.CRASHED, message=f"no heartbeat for {SILENT_RUN.seconds} s"
+            ),
         ],
     )
 
@@ -259,7 +306,10 @@ async def _worker_online(servers: Servers) -> None:
 
     deadline = time.monotonic() + START_TIMEOUT
     async with get_client() as client:
-        while not any(worker.status == "ONLINE" for worker in await client.read_workers_for_work_pool(WORK_POOL)):
+        while not any(
+            worker.status == "ONLINE"
+            for worker in await client.read_workers_for_work_pool(WORK_POOL)
+        ):
             _require_alive(servers.processes["worker"], deadline, "is not online")
             await asyncio.sleep(0.5)
 
@@ -281,10 +331,15 @@ def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
 
 
 def deploy(workspace: Workspace) -> None:
-    """Put work pool, automation and deployments onto a server that somebody else has started. Raises LaunchError."""
+    """Put work pool, automation and deployments onto a server that somebody else has started.
+
+    Raises LaunchError.
+    """
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        raise ConfigError("PREFECT_API_URL is not set: name the server, as https://prefect.example.org/api")
+        raise ConfigError(
+            "PREFECT_API_URL is not set: name the server, as https://prefect.example.org/api"
+        )
     from httpx import HTTPError
     from prefect.exceptions import PrefectHTTPStatusError
 
@@ -294,12 +349,16 @@ def deploy(workspace: Workspace) -> None:
     except (HTTPError, PrefectHTTPStatusError) as error:
         reason = redact(str(error).splitlines()[0] if str(error) else type(error).__name__)[:200]
         raise LaunchError(
-            f"the Prefect server at {redact(url)} did not take it: {reason}: check PREFECT_API_URL and "
-            "PREFECT_API_AUTH_STRING"
+            f"the Prefect server at {redact(url)} did not take it: {reason}: check PREFECT_API_URL "
+            "and PREFECT_API_AUTH_STRING"
         ) from error
-    done = subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], cwd=ROOT, check=False
+    )
     if done.returncode:
-        raise LaunchError(f"prefect deploy failed with exit code {done.returncode} (its message is above)")
+        raise LaunchError(
+            f"prefect deploy failed with exit code {done.returncode} (its message is above)"
+        )
 
 
 def stop(workspace: Workspace) -> None:
@@ -356,7 +415,10 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"interrupted: `make stop` ends what `make {arguments[0]}` may have left", file=sys.stderr)
+        print(
+            f"interrupted: `make stop` ends what `make {arguments[0]}` may have left",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

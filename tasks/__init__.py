@@ -1,1 +1,4 @@
-"""One Prefect task per stage: its cache key, its retries, its supervision, and what MLflow is told."""
+"""One Prefect task per stage.
+
+Its cache key, its retries, its supervision, and what MLflow is told.
+"""

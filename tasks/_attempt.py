@@ -20,7 +20,9 @@ STOP_FLUSH = 5.0
 
 
 @contextmanager
-def reported_end(tracking: Tracking, forwarder: Forwarder, events: Path, attempt: int) -> Iterator[None]:
+def reported_end(
+    tracking: Tracking, forwarder: Forwarder, events: Path, attempt: int
+) -> Iterator[None]:
     """Tell MLflow how the attempt in the body ended, whatever it raised.
 
     Args:
@@ -40,7 +42,8 @@ def reported_end(tracking: Tracking, forwarder: Forwarder, events: Path, attempt
 def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
     """Why an attempt ended: what its ranks say in their `exit` event, else the name of the error.
 
-    A cancellation or a signal to this process reaches the ranks as a signal, and they have said so if they could save.
+    A cancellation or a signal to this process reaches the ranks as a signal, and they have said so
+    if they could save.
 
     Args:
         events: the run's events.jsonl.
@@ -49,7 +52,11 @@ def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
     """
     if isinstance(error, Exception) and not isinstance(error, TrainingStoppedError):
         return type(error).__name__  # the ranks may have finished before that
-    mine = (event for event, _ in EventReader(events) if event["kind"] == "exit" and event["attempt"] == attempt)
+    mine = (
+        event
+        for event, _ in EventReader(events)
+        if event["kind"] == "exit" and event["attempt"] == attempt
+    )
     said = [str(event["reason"]) for event in mine]
     return said[-1] if said else "finished" if error is None else type(error).__name__
 
@@ -71,5 +78,6 @@ def _end(
         reason = exit_reason(events, attempt, error)
         with tracking.errors("take why the run ended"):
             tracking.client.set_tag(run_id, EXIT_TAG, reason)
-    except Exception as failure:  # whatever it is, it must neither hide a training's own error nor lose its end
+    except Exception as failure:
+        # whatever it is, it must neither hide a training's own error nor lose its end
         get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)

@@ -1,4 +1,7 @@
-"""Caching of stages: one key per artifact, and a hit that is believed only after the files were checked."""
+"""Caching of stages.
+
+One key per artifact, and a hit that is believed only after the files were checked.
+"""
 
 import logging
 from collections.abc import Callable
@@ -40,7 +43,9 @@ def artifact_directory(key: StageKey) -> Path:
     return Workspace.of().folder(key.stage) / key.key
 
 
-def artifact_problem(key: StageKey, config: FlowConfig, directory: Path | None = None) -> str | None:
+def artifact_problem(
+    key: StageKey, config: FlowConfig, directory: Path | None = None
+) -> str | None:
     """Why the artifact cannot be taken as it is, in one clause; None when it can."""
     directory = directory or artifact_directory(key)
     if not directory.exists():
@@ -55,7 +60,9 @@ def artifact_problem(key: StageKey, config: FlowConfig, directory: Path | None =
 
 
 class ArtifactPolicy(CachePolicy):
-    """Prefect's key is task name + artifact key; a record whose artifact is damaged or gone is removed.
+    """Prefect's key is task name + artifact key.
+
+    A record whose artifact is damaged or gone is removed.
 
     `check(config, *inputs)` says what is wrong with the artifact, or None.
     """
@@ -72,7 +79,10 @@ class ArtifactPolicy(CachePolicy):
         flow_parameters: dict[str, Any],
         **kwargs: Any,
     ) -> str | None:
-        """The cache key; an exception here would silently turn caching off, so it is logged as what it is."""
+        """The cache key.
+
+        An exception here would silently turn caching off, so it is logged as what it is.
+        """
         try:
             key: StageKey = self.key_of(**inputs)
             record = f"{task_ctx.task.name}-{key.key}"
@@ -95,10 +105,12 @@ def stage_task(
     check: Callable[..., str | None] | None = None,
     may_pass: RetryCondition | None = None,
 ) -> Callable[[Callable[..., StageResult]], Task[..., StageResult]]:
-    """Make a Prefect task of a stage: `key_of` and `check` take the same arguments as the stage itself.
+    """Make a Prefect task of a stage.
 
-    A failure that may pass is retried `launch.retries` times, or, with a condition `may_pass` of the stage's own, as
-    often as that allows.
+    `key_of` and `check` take the same arguments as the stage itself.
+
+    A failure that may pass is retried `launch.retries` times, or, with a condition `may_pass` of
+    the stage's own, as often as that allows.
     """
 
     def default_check(config: FlowConfig, **inputs: Any) -> str | None:

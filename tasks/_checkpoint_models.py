@@ -1,7 +1,7 @@
 """Kept checkpoints as MLflow LoggedModels: sorted by a metric, MLflow's table says which is best.
 
-A LoggedModel names a checkpoint's directory; no file is copied. When retention deletes the directory, the
-LoggedModel stays, tagged `checkpoint_state=deleted`.
+A LoggedModel names a checkpoint's directory; no file is copied. When retention deletes the
+directory, the LoggedModel stays, tagged `checkpoint_state=deleted`.
 """
 
 import math
@@ -22,10 +22,18 @@ MODEL_TYPE = "checkpoint"
 def ensure_checkpoint_model(
     tracking: Tracking, run_id: str, run_name: str, event: Mapping[str, Any], run_directory: Path
 ) -> str:
-    """Id of the LoggedModel of a `checkpoint` event, made if absent; replaying the event changes nothing."""
+    """Id of the LoggedModel of a `checkpoint` event, made if absent.
+
+    Replaying the event changes nothing.
+    """
     client, iteration = tracking.client, int(event["iteration"])
     path = run_directory / event["path"]
-    tags = {"path": str(path), "uri": path.as_uri(), "size_bytes": str(event["size_bytes"]), STATE_TAG: "kept"}
+    tags = {
+        "path": str(path),
+        "uri": path.as_uri(),
+        "size_bytes": str(event["size_bytes"]),
+        STATE_TAG: "kept",
+    }
     model = _find(tracking, run_id, iteration)
     if model is None:
         model = client.create_logged_model(
@@ -40,7 +48,12 @@ def ensure_checkpoint_model(
         client.set_logged_model_tags(model.model_id, tags)
     _link(tracking, run_id, model.model_id, iteration)
     log_model_metrics(
-        tracking, run_id, model, _validation_metrics(event), step=iteration, timestamp_ms=round(1000 * event["time"])
+        tracking,
+        run_id,
+        model,
+        _validation_metrics(event),
+        step=iteration,
+        timestamp_ms=round(1000 * event["time"]),
     )
     if model.status != "READY":
         client.finalize_logged_model(model.model_id, "READY")
@@ -48,12 +61,19 @@ def ensure_checkpoint_model(
 
 
 def _validation_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """What a checkpoint event says of its model: of a fine-tuning its metrics by name, else loss and perplexity."""
+    """What a checkpoint event says of its model.
+
+    Of a fine-tuning its metrics by name, else loss and perplexity.
+    """
     loss, metrics = event.get("validation_loss"), event.get("metrics")
     if metrics is not None:
         values = {"loss": loss, **metrics}
-        return {f"valid_{name}": float(value) for name, value in values.items() if value is not None}
-    return {} if loss is None else {"valid_lm_loss": float(loss), "valid_ppl": perplexity(float(loss))}
+        return {
+            f"valid_{name}": float(value) for name, value in values.items() if value is not None
+        }
+    return (
+        {} if loss is None else {"valid_lm_loss": float(loss), "valid_ppl": perplexity(float(loss))}
+    )
 
 
 def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:
@@ -66,7 +86,9 @@ def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:
 def log_test_perplexities(
     tracking: Tracking, run_id: str, perplexities: Mapping[int, float], *, timestamp_ms: int
 ) -> None:
-    """Give the LoggedModels of the checkpoints at these iterations their `test_ppl`; the first value stays.
+    """Give the LoggedModels of the checkpoints at these iterations their `test_ppl`.
+
+    The first value stays.
 
     Raises TrackingError.
     """
@@ -74,15 +96,30 @@ def log_test_perplexities(
         for iteration, ppl in perplexities.items():
             model = _find(tracking, run_id, iteration)
             if model is not None:
-                log_model_metrics(tracking, run_id, model, {"test_ppl": ppl}, step=iteration, timestamp_ms=timestamp_ms)
+                log_model_metrics(
+                    tracking,
+                    run_id,
+                    model,
+                    {"test_ppl": ppl},
+                    step=iteration,
+                    timestamp_ms=timestamp_ms,
+                )
 
 
 def log_scores(
-    tracking: Tracking, run_id: str, iteration: int, scores: Mapping[str, float], *, timestamp_ms: int
+    tracking: Tracking,
+    run_id: str,
+    iteration: int,
+    scores: Mapping[str, float],
+    *,
+    timestamp_ms: int,
 ) -> None:
-    """Give the run, and the LoggedModel of its checkpoint at this iteration, the scores that they do not have yet.
+    """Give the run, and its checkpoint's LoggedModel, the scores that they do not have yet.
 
-    Another value of a score is added: what it is measured with may have changed. Raises TrackingError.
+    The checkpoint is that of this iteration.
+
+    Another value of a score is added: what it is measured with may have changed. Raises
+    TrackingError.
     """
     from mlflow.entities import Metric
 
@@ -90,7 +127,14 @@ def log_scores(
         model = _find(tracking, run_id, iteration)
         known = {(metric.key, metric.value) for metric in (model.metrics or [] if model else [])}
         fresh = [
-            Metric(name, value, timestamp_ms, iteration, model_id=model.model_id if model else None, run_id=run_id)
+            Metric(
+                name,
+                value,
+                timestamp_ms,
+                iteration,
+                model_id=model.model_id if model else None,
+                run_id=run_id,
+            )
             for name, value in scores.items()
             if (name, value) not in known
         ]
@@ -128,7 +172,8 @@ def perplexity(loss: float) -> float:
 def _find(tracking: Tracking, run_id: str, iteration: int) -> "LoggedModel | None":
     found = tracking.client.search_logged_models(
         [tracking.experiment_id],
-        f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND params.step = '{iteration}'",
+        f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND params.step = "
+        f"'{iteration}'",
         max_results=1,
     )
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""The command line of a flow: `python -m flows.pretrain --conf gpt2-tiny -o train.train_iters=50`."""
+"""The command line of a flow: `python -m flows.pretrain --conf … -o train.train_iters=50`."""
 
 import argparse
 import inspect
@@ -16,19 +16,31 @@ from tasks._orphans import watch_over_server
 
 _SWITCHES = {
     "dry_run": "show keys, cache, memory and days; run nothing",
-    "find_batch_size": "find the largest micro batch of each distribution that fits, print the table, train nothing",
+    "find_batch_size": (
+        "find the largest micro batch of each distribution that fits, print the table, train "
+        "nothing"
+    ),
 }
 """Parameters of flows that are true or false, and what they do."""
 
 
 def run_flow(flow: Flow[..., Any]) -> None:
     """Run `flow` from the command line; a user's error is one sentence and an exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__
+    )
     known = inspect.signature(flow.fn).parameters
     directory = "conf/finetune/" if flow.name == "finetune" else "conf/"
-    parser.add_argument("--conf", default=known["conf"].default, help=f"name of a file in {directory}, or a path")
     parser.add_argument(
-        "-o", "--override", action="append", default=[], metavar="KEY=VALUE", help="dotted key, as train.train_iters=50"
+        "--conf", default=known["conf"].default, help=f"name of a file in {directory}, or a path"
+    )
+    parser.add_argument(
+        "-o",
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="dotted key, as train.train_iters=50",
     )
     switches = {name: text for name, text in _SWITCHES.items() if name in known}
     for name, text in switches.items():
@@ -38,7 +50,10 @@ def run_flow(flow: Flow[..., Any]) -> None:
         _require_server()
         if not PREFECT_API_URL.value():
             watch_over_server()  # the one that Prefect brings along
-        parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": parse_overrides(arguments.override)}
+        parameters: dict[str, Any] = {
+            "conf": arguments.conf,
+            "overrides": parse_overrides(arguments.override),
+        }
         _refuse_secrets(parameters["overrides"])
         flow(**parameters, **{name: getattr(arguments, name) for name in switches})
     except MegacoreError as error:
@@ -46,7 +61,9 @@ def run_flow(flow: Flow[..., Any]) -> None:
         sys.stderr.write(f"{'' if asked else 'error: '}{error}\n")
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; run the same command to go on from the last complete checkpoint\n")
+        sys.stderr.write(
+            "stopped; run the same command to go on from the last complete checkpoint\n"
+        )
         raise SystemExit(130) from None
 
 
@@ -55,8 +72,8 @@ def _refuse_secrets(overrides: dict[str, Any]) -> None:
     for key, value in overrides.items():
         if redact_values({key: value}) != {key: value}:
             raise ConfigError(
-                f"override {key} holds a credential, and Prefect stores a run's parameters: write it into the file "
-                "that --conf names, readable by you alone"
+                f"override {key} holds a credential, and Prefect stores a run's parameters: write "
+                "it into the file that --conf names, readable by you alone"
             )
 
 
@@ -65,6 +82,6 @@ def _require_server() -> None:
     url = PREFECT_API_URL.value()
     if url and not answers(f"{url}/health"):
         raise LaunchError(
-            f"the Prefect server at {url} (from prefect.toml or PREFECT_API_URL) does not answer: `make server` starts "
-            "it, `make stop` forgets it"
+            f"the Prefect server at {url} (from prefect.toml or PREFECT_API_URL) does not answer: "
+            "`make server` starts it, `make stop` forgets it"
         )

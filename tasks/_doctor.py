@@ -1,4 +1,4 @@
-"""The machines of a run are examined before its ranks start, and what was found is kept with the run."""
+"""A run's machines are examined before its ranks start; the result is kept with it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,16 +20,23 @@ _TAG_PREFLIGHT = "megacore.preflight_sha256"
 
 
 def check_hosts(job: Job | FinetuneJob) -> None:
-    """Examine the machines of a job over several, as `launch.preflight` says; another job's are left alone.
+    """Examine the machines of a job over several, as `launch.preflight` says.
 
-    A retry of the same task run does not ask again: its machines were fit, and those that are lost since are named by
-    the launcher. Raises LaunchError for the first thing by which the job cannot run.
+    Another job's are left alone.
+
+    A retry of the same task run does not ask again: its machines were fit, and those that are lost
+    since are named by the launcher. Raises LaunchError for the first thing by which the job cannot
+    run.
     """
     from prefect import get_run_logger
     from prefect.runtime import task_run
 
     launch = job.config.launch
-    if launch.preflight == "off" or len(job.hosts or hosts_of(launch)) < 2 or (task_run.run_count or 0) > 1:
+    if (
+        launch.preflight == "off"
+        or len(job.hosts or hosts_of(launch)) < 2
+        or (task_run.run_count or 0) > 1
+    ):
         return
     from megacore.doctor.examine import examine
     from megacore.doctor.subject import RunData, Subject
@@ -50,15 +57,18 @@ def check_hosts(job: Job | FinetuneJob) -> None:
     error = examination.first_error()
     if error is not None:
         raise LaunchError(
-            f"the machines are not fit for this run: {error.sentence()} ({path} says all; launch.preflight: off starts "
-            "without asking)"
+            f"the machines are not fit for this run: {error.sentence()} ({path} says all; "
+            "launch.preflight: off starts without asking)"
         )
     hosts, seconds = len(examination.hosts), examination.seconds
     log.info("doctor: %d hosts examined in %.1f s, nothing is in the way", hosts, seconds)
 
 
 def send_preflight(tracking: "Tracking", run_id: str, run_directory: Path) -> None:
-    """Make the report an artifact of the MLflow run, unless it has this very one. Raises TrackingError."""
+    """Make the report an artifact of the MLflow run, unless it has this very one.
+
+    Raises TrackingError.
+    """
     path = run_directory / PREFLIGHT_FILE
     if not path.is_file():
         return

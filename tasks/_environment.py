@@ -1,4 +1,4 @@
-"""Settings that Prefect and MLflow read when they are imported: import this module before either."""
+"""Settings that Prefect and MLflow read when imported: import this module before either."""
 
 import json
 import os
@@ -35,7 +35,9 @@ def prepare_environment() -> Workspace:
 def mlflow_server(workspace: Workspace) -> str | None:
     """Address of the MLflow server that `make server` has started and that answers, or None."""
     try:
-        address = str(json.loads((workspace.root / "servers.json").read_text(encoding="utf-8"))["mlflow_url"])
+        address = str(
+            json.loads((workspace.root / "servers.json").read_text(encoding="utf-8"))["mlflow_url"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return address if answers(f"{address}/health") else None

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _NEW_TOKENS = 256
-"""Tokens that a pipeline writes at most, as transformers has it; that can lead past a small position table."""
+"""Tokens that a pipeline writes at most, as transformers has it; that can lead past a small
+position table."""
 
 
 class Task(NamedTuple):
@@ -35,13 +36,17 @@ def task_of(directory: Path) -> Task:
     if architecture.endswith("ForSequenceClassification"):
         return Task("text-classification", "TextClassificationPipeline", architecture, {})
     if config.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
-        return Task("text2text-generation", "Text2TextGenerationPipeline", architecture, {}, served=False)
+        return Task(
+            "text2text-generation", "Text2TextGenerationPipeline", architecture, {}, served=False
+        )
     if architecture.endswith(("ForPreTraining", "ForMaskedLM")):
         masked = architecture.replace("ForPreTraining", "ForMaskedLM")
         return Task("fill-mask", "FillMaskPipeline", masked, {})
     positions = [int(config[name]) for name in _POSITIONS if config.get(name)]
     written = min(_NEW_TOKENS, positions[0] // 2) if positions else _NEW_TOKENS
-    return Task("text-generation", "TextGenerationPipeline", architecture, {"max_new_tokens": written})
+    return Task(
+        "text-generation", "TextGenerationPipeline", architecture, {"max_new_tokens": written}
+    )
 
 
 def flavor(task: Task) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Training's events, forwarded to MLflow exactly once.
 
-`events.jsonl` decides what is sent: of each (kind, iteration) the first event, in the file's order, with its
-own time as timestamp. The offset up to which the store has everything lies in the run directory and moves on
-after each batch. What may have arrived without being committed (after a start, a failure, a kill) is compared
-with the store's history first. Nothing here makes training wait: deliveries run in a thread, failures are tried
-again later.
+`events.jsonl` decides what is sent: of each (kind, iteration) the first event, in the file's order,
+with its own time as timestamp. The offset up to which the store has everything lies in the run
+directory and moves on after each batch. What may have arrived without being committed (after a
+start, a failure, a kill) is compared with the store's history first. Nothing here makes training
+wait: deliveries run in a thread, failures are tried again later.
 """
 
 import json
@@ -91,7 +91,10 @@ class Batch:
 
 
 def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
-    """The metrics of an event of CURVES, by iteration and, but of an epoch, by tokens; null values have none."""
+    """The metrics of an event of CURVES, by iteration and, but of an epoch, by tokens.
+
+    null values have none.
+    """
     group, names = CURVES[event["kind"]]
     timestamp = round(1000 * event["time"])
     values = dict(event.get(METRICS) or {}) | {name: event[name] for name in names if name in event}
@@ -99,7 +102,12 @@ def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
         if value is not None:
             yield Point(f"{group}/{name}", float(value), timestamp, int(event["iteration"]))
             if event["kind"] != "epoch":
-                yield Point(f"{group}/{name}{BY_TOKENS}", float(value), timestamp, int(event["consumed_tokens"]))
+                yield Point(
+                    f"{group}/{name}{BY_TOKENS}",
+                    float(value),
+                    timestamp,
+                    int(event["consumed_tokens"]),
+                )
 
 
 def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
@@ -137,11 +145,13 @@ def _checked_points(event: Mapping[str, Any], events: Path, end: int) -> list[Po
 
 
 def _damaged(events: Path, end: int, reason: str) -> DataFormatError:
-    return DataFormatError(f"{events}: the event that ends at byte {end} is damaged ({reason}): delete the run")
+    return DataFormatError(
+        f"{events}: the event that ends at byte {end} is damaged ({reason}): delete the run"
+    )
 
 
 class Forwarder:
-    """Delivers a run directory's events to its MLflow run, which it makes when the store first answers."""
+    """Delivers a run directory's events to its MLflow run, made when the store answers."""
 
     def __init__(
         self,
@@ -194,8 +204,8 @@ class Forwarder:
     def flush(self, timeout: float = 120.0) -> str:
         """Deliver everything that is in events.jsonl by now and return the run's id.
 
-        Raises TrackingError when the store took nothing for `timeout` seconds, and DataFormatError when
-        events.jsonl is damaged.
+        Raises TrackingError when the store took nothing for `timeout` seconds, and DataFormatError
+        when events.jsonl is damaged.
         """
         self._progress = time.monotonic()
         # A delivery that is under way may have read the file before its last events were there.
@@ -209,7 +219,9 @@ class Forwarder:
                 return self._run_id
             pause = self._due - time.monotonic()
             if time.monotonic() + pause > self._progress + timeout:
-                raise TrackingError(f"the run's events are not all in MLflow: {self._error}") from self._error
+                raise TrackingError(
+                    f"the run's events are not all in MLflow: {self._error}"
+                ) from self._error
             time.sleep(max(0.0, pause))
 
     def finish(self, status: RunStatus = "FINISHED", timeout: float = 120.0) -> str:
@@ -223,7 +235,9 @@ class Forwarder:
             left = self._progress + timeout - time.monotonic()
             if left <= 0:
                 self._closed = True
-                raise TrackingError(f"MLflow took no events for {timeout:g} s: start again to send the rest")
+                raise TrackingError(
+                    f"MLflow took no events for {timeout:g} s: start again to send the rest"
+                )
             self._worker.join(left)
 
     def _busy(self) -> bool:
@@ -270,7 +284,8 @@ class Forwarder:
             try:
                 self._send(batch)
             except TrackingError:
-                # The batch may be there all the same, or the store may have lost the run: ask before going on.
+                # The batch may be there all the same, or the store may have lost the run: ask
+                # before going on.
                 self._run_id = None
                 raise
             if not self._closed:
@@ -298,7 +313,9 @@ class Forwarder:
         except FileNotFoundError:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TrackingError(f"{path} is damaged ({error}): delete it, and events are compared anew") from error
+            raise TrackingError(
+                f"{path} is damaged ({error}): delete it, and events are compared anew"
+            ) from error
 
     def _send(self, batch: Batch) -> None:
         from mlflow.entities import Metric
@@ -307,7 +324,10 @@ class Forwarder:
         with self._tracking.errors("take the run's events"):
             points = self._unsent(batch.points) if self._offset < self._doubt_end else batch.points
             if points:
-                metrics = [Metric(point.key, point.value, point.timestamp_ms, point.step) for point in points]
+                metrics = [
+                    Metric(point.key, point.value, point.timestamp_ms, point.step)
+                    for point in points
+                ]
                 self._tracking.client.log_batch(self._run_id, metrics=metrics)
             for event in batch.checkpoints:
                 self._record_checkpoint(event)
@@ -315,7 +335,10 @@ class Forwarder:
                 self._send_file(self._directory / name)
 
     def _send_file(self, path: Path) -> None:
-        """Make a profile an artifact of the run, in a folder of its own; one that was removed since is left out."""
+        """Make a profile an artifact of the run, in a folder of its own.
+
+        One that was removed since is left out.
+        """
         assert self._run_id is not None
         if path.is_file():
             self._tracking.client.log_artifact(self._run_id, str(path), path.parent.name)
@@ -333,7 +356,9 @@ class Forwarder:
     def _record_checkpoint(self, event: Mapping[str, Any]) -> None:
         assert self._run_id is not None
         if event["kind"] == "checkpoint":
-            ensure_checkpoint_model(self._tracking, self._run_id, self._config.name, event, self._directory)
+            ensure_checkpoint_model(
+                self._tracking, self._run_id, self._config.name, event, self._directory
+            )
         else:
             mark_deleted(self._tracking, self._run_id, int(event["iteration"]))
 
@@ -347,7 +372,10 @@ class Forwarder:
 
 
 def _ends_an_event(events: Path, offset: int) -> bool:
-    """False when the file lost its end (a machine that went down): then everything is compared anew."""
+    """False when the file lost its end (a machine that went down).
+
+    Then everything is compared anew.
+    """
     if offset == 0:
         return True
     with open(events, "rb") as file:

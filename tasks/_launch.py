@@ -68,22 +68,32 @@ def console_handler() -> PrefectConsoleHandler | None:
 
 
 def _says_more_than_the_bar(record: logging.LogRecord) -> bool:
-    """False for the wide lines of each log interval: beside a bar they go to the log and to Prefect alone."""
+    """False for the wide lines of each log interval.
+
+    Beside a bar they go to the log and to Prefect alone.
+    """
     return _WIDE.match(record.getMessage()) is None
 
 
 class TrainingMonitor:
-    """Watches one training: log lines, a bar in the terminal, a progress artifact with ETA, and MLflow."""
+    """Watches one training: log lines, a terminal bar, a progress artifact, and MLflow."""
 
     def __init__(
-        self, log: Path, events: Path, train_iters: int | None, forwarder: Forwarder, *, label: str = "training"
+        self,
+        log: Path,
+        events: Path,
+        train_iters: int | None,
+        forwarder: Forwarder,
+        *,
+        label: str = "training",
     ) -> None:
         """Nothing is read or shown yet.
 
         Args:
             log: output of the ranks.
             events: the run's events.jsonl.
-            train_iters: iterations of the whole training; None where its events say so (`total_iterations`).
+            train_iters: iterations of the whole training; None where its events say so
+                (`total_iterations`).
             forwarder: sends the events on.
             label: what the bar and the artifact are called.
         """
@@ -117,7 +127,10 @@ class TrainingMonitor:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
         self._bar.console.pop_theme()
@@ -162,8 +175,12 @@ class TrainingMonitor:
         text = f"iteration {iteration} of {total}, {rest}"
         try:
             if self._artifact is None:
-                self._artifact = create_progress_artifact(progress=percent, key=self.label, description=text)
+                self._artifact = create_progress_artifact(
+                    progress=percent, key=self.label, description=text
+                )
             else:
-                update_progress_artifact(artifact_id=self._artifact, progress=percent, description=text)
+                update_progress_artifact(
+                    artifact_id=self._artifact, progress=percent, description=text
+                )
         except Exception as error:  # a display must never end a training
             get_run_logger().warning("the progress artifact was not updated: %s", error)

@@ -1,4 +1,4 @@
-"""A user's error in Prefect's log is its sentence, without forty lines of the engine's traceback."""
+"""A user's error in Prefect's log is its sentence, without the engine's traceback."""
 
 import logging
 
@@ -18,7 +18,9 @@ class SentenceFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is shown; an error is shortened, never lost."""
-        if str(record.msg).startswith("Task run failed") and UNLIMITED_RETRIES in tuple(record.args or ()):
+        if str(record.msg).startswith("Task run failed") and UNLIMITED_RETRIES in tuple(
+            record.args or ()
+        ):
             return False
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         if isinstance(error, MegacoreError):
@@ -30,7 +32,10 @@ class SentenceFilter(logging.Filter):
 
 
 def shorten_user_errors() -> None:
-    """Apply the filter to the loggers of flow and task runs, and hide secrets; calling it again changes nothing."""
+    """Apply the filter to the loggers of flow and task runs, and hide secrets.
+
+    Calling it again changes nothing.
+    """
     for name in RUN_LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(known, SentenceFilter) for known in logger.filters):

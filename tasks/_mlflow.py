@@ -68,7 +68,7 @@ class RunFacts:
 
 
 class Tracking:
-    """An MLflow store: MLFLOW_TRACKING_URI when that is set, else the workspace's own SQLite file."""
+    """An MLflow store: MLFLOW_TRACKING_URI when set, else the workspace's own SQLite file."""
 
     def __init__(self, workspace: Workspace, experiment: str) -> None:
         self.workspace = workspace
@@ -86,25 +86,36 @@ class Tracking:
 
     @cached_property
     def client(self) -> "MlflowClient":
-        """MLflow's client. The first use of a new SQLite file creates its tables, which takes seconds."""
+        """MLflow's client.
+
+        The first use of a new SQLite file creates its tables, which takes seconds.
+        """
         for name in _QUIET_LOGGERS:
             logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow import MlflowClient
 
         with self.errors("open its store"):
             create_store(self.uri)
-            return MlflowClient(tracking_uri=self.uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or self.uri)
+            return MlflowClient(
+                tracking_uri=self.uri,
+                registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or self.uri,
+            )
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment, made if absent; its files go below the workspace when the store is ours."""
+        """Id of the experiment, made if absent.
+
+        Its files go below the workspace when the store is ours.
+        """
         from mlflow.exceptions import MlflowException
 
         with self.errors(f"open experiment {self.experiment!r}"):
             found = self.client.get_experiment_by_name(self.experiment)
             if found is None:
                 try:
-                    return self.client.create_experiment(self.experiment, artifact_location=self._artifact_location())
+                    return self.client.create_experiment(
+                        self.experiment, artifact_location=self._artifact_location()
+                    )
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
@@ -139,10 +150,13 @@ class Tracking:
 
 
 def create_store(uri: str) -> None:
-    """Make the tables of a SQLite store that does not exist yet; of any other store nothing is touched.
+    """Make the tables of a SQLite store that does not exist yet.
 
-    MLflow's migrations take seconds and cannot be taken up again where they were cut: a kill in between would leave
-    a file that no later run can open. So they run on a temporary file, which is then renamed.
+    Of any other store nothing is touched.
+
+    MLflow's migrations take seconds and cannot be taken up again where they were cut: a kill in
+    between would leave a file that no later run can open. So they run on a temporary file, which is
+    then renamed.
     """
     if not uri.startswith(_SQLITE):
         return
@@ -169,9 +183,9 @@ def create_store(uri: str) -> None:
 def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, facts: RunFacts) -> str:
     """Id of the run directory's MLflow run, which is running and described afterwards.
 
-    The directory gets a random token before the run is created with that token as a tag: a crash between
-    creating the run and noting its id finds it again. A run that the store no longer has is replaced by a
-    new one. Raises TrackingError.
+    The directory gets a random token before the run is created with that token as a tag: a crash
+    between creating the run and noting its id finds it again. A run that the store no longer has is
+    replaced by a new one. Raises TrackingError.
     """
     path = run_directory / RUN_FILE
     with lock(path), tracking.errors("open the run"):
@@ -205,7 +219,10 @@ def recorded_run_id(run_directory: Path) -> str | None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values as `{"train.train_iters": "1200"}`: JSON for what is no string, cut at MLflow's limit."""
+    """Nested values as `{"train.train_iters": "1200"}`, cut at MLflow's limit.
+
+    What is no string is JSON.
+    """
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -221,7 +238,9 @@ def git_facts(repository: Path) -> dict[str, str]:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(repository), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
         commit = git("rev-parse", "HEAD")
@@ -251,7 +270,9 @@ def _read_state(path: Path) -> dict[str, str | None]:
     except FileNotFoundError:
         return {"token": None, "run_id": None}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrackingError(f"{path} is damaged ({error}): delete it, and a new MLflow run is made") from error
+        raise TrackingError(
+            f"{path} is damaged ({error}): delete it, and a new MLflow run is made"
+        ) from error
 
 
 def _recorded_run(tracking: Tracking, state: Mapping[str, str | None]) -> "Run | None":
@@ -271,12 +292,19 @@ def _recorded_run(tracking: Tracking, state: Mapping[str, str | None]) -> "Run |
 
 
 def _run_with_token(tracking: Tracking, token: str | None) -> "Run | None":
-    found = tracking.client.search_runs([tracking.experiment_id], f"tags.`{_TAG_TOKEN}` = '{token}'", max_results=1)
+    found = tracking.client.search_runs(
+        [tracking.experiment_id], f"tags.`{_TAG_TOKEN}` = '{token}'", max_results=1
+    )
     return found[0] if found else None
 
 
-def _describe(tracking: Tracking, run: "Run", run_directory: Path, config: FlowConfig, facts: RunFacts) -> None:
-    """Bring parameters, tags, inputs and config.yaml up to date: what is there already is not sent again."""
+def _describe(
+    tracking: Tracking, run: "Run", run_directory: Path, config: FlowConfig, facts: RunFacts
+) -> None:
+    """Bring parameters, tags, inputs and config.yaml up to date.
+
+    What is there already is not sent again.
+    """
     from mlflow.entities import RunTag
 
     text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
@@ -300,13 +328,18 @@ def _describe(tracking: Tracking, run: "Run", run_directory: Path, config: FlowC
 
 
 def _log_params(tracking: Tracking, run: "Run", params: Mapping[str, str]) -> dict[str, str]:
-    """Send parameters that the run lacks; return those that changed since as tags, as MLflow's never change."""
+    """Send parameters that the run lacks.
+
+    Return those that changed since as tags, as MLflow's never change.
+    """
     from mlflow.entities import Param
 
     logged = run.data.params
     missing = [Param(name, value) for name, value in params.items() if name not in logged]
     for start in range(0, len(missing), _PARAMS_PER_BATCH):
-        tracking.client.log_batch(run.info.run_id, params=missing[start : start + _PARAMS_PER_BATCH])
+        tracking.client.log_batch(
+            run.info.run_id, params=missing[start : start + _PARAMS_PER_BATCH]
+        )
     return {
         _TAG_CHANGED + name: value
         for name, value in params.items()

@@ -1,9 +1,11 @@
-"""Ends the server that a flow without one brings along, when the flow itself is killed and can no longer do it.
+"""Ends the server that a flow without one brings along.
+
+It does so when the flow itself is killed and no longer can.
 
     python -m tasks._orphans TOKEN
 
-waits for the end of stdin, a pipe whose other end the flow's process alone holds. Only the standard library is
-imported.
+waits for the end of stdin, a pipe whose other end the flow's process alone holds. Only the standard
+library is imported.
 """
 
 import atexit
@@ -24,7 +26,10 @@ _GRACE = 3.0
 
 
 def watch_over_server() -> None:
-    """Start the watcher; it ends with this process, and after it the server. To be called before the server starts."""
+    """Start the watcher; it ends with this process, and after it the server.
+
+    To be called before the server starts.
+    """
     token = os.environ[MARK] = secrets.token_hex(8)
     command = [sys.executable, "-m", "tasks._orphans", token]
     watcher = subprocess.Popen(
@@ -51,7 +56,9 @@ def servers(token: str) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError):  # it ended, or is another user's
-                marked = f"{MARK}={token}".encode() in Path("/proc", name, "environ").read_bytes().split(b"\0")
+                marked = f"{MARK}={token}".encode() in Path(
+                    "/proc", name, "environ"
+                ).read_bytes().split(b"\0")
                 if marked and _SERVER in Path("/proc", name, "cmdline").read_bytes():
                     found.append(int(name))
     return found

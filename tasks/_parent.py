@@ -1,4 +1,7 @@
-"""What a fine-tuning begins with, looked up in the registry: where its files are, and whose child the new model is."""
+"""What a fine-tuning begins with, looked up in the registry.
+
+Where its files are, and whose child the new model is.
+"""
 
 import json
 import re
@@ -60,7 +63,9 @@ class Parent:
 
 
 def pinned(config: FinetuneConfig) -> FinetuneConfig:
-    """The configuration with the version in the place of an alias: what the alias means may change while this runs.
+    """The configuration with the version in the place of an alias.
+
+    What the alias means may change while this runs.
 
     Raises ConfigError for a model that the registry does not have, TrackingError.
     """
@@ -83,12 +88,17 @@ def parent_directory(config: FinetuneConfig) -> Path | None:
     version = _registered(config)
     location = _location(_tracking(config), version)
     parsed = urlparse(location)
-    root = Path(unquote(parsed.path)) if parsed.scheme in ("", "file") else _downloaded(config, version, location)
+    root = (
+        Path(unquote(parsed.path))
+        if parsed.scheme in ("", "file")
+        else _downloaded(config, version, location)
+    )
     for candidate in (root / MODEL_DIRECTORY, root):
         if (candidate / CONFIG_NAME).is_file():
             return candidate
     raise ConfigError(
-        f"model.path is {config.model.path}, whose files at {redact(location)} have no {MODEL_DIRECTORY}/{CONFIG_NAME}:"
+        f"model.path is {config.model.path}, whose files at {redact(location)} have no "
+        f"{MODEL_DIRECTORY}/{CONFIG_NAME}:"
         " it is not a transformers model that a flow published, or its files were deleted"
     )
 
@@ -144,11 +154,13 @@ def _registered(config: FinetuneConfig) -> "ModelVersion":
     path, tracking = config.model.path, _tracking(config)
     found = _FORM.fullmatch(path)
     if found is None:
-        raise ConfigError(f"model.path is {path}: give models:/NAME@candidate, or models:/NAME/3 for a version")
+        raise ConfigError(
+            f"model.path is {path}: give models:/NAME@candidate, or models:/NAME/3 for a version"
+        )
     if not tracking.exists:
         raise ConfigError(
-            f"model.path is {path}, and there is no MLflow store at {redact(tracking.uri)}: pretrain the model first, "
-            "or set MLFLOW_TRACKING_URI"
+            f"model.path is {path}, and there is no MLflow store at {redact(tracking.uri)}: "
+            "pretrain the model first, or set MLFLOW_TRACKING_URI"
         )
     from mlflow.exceptions import MlflowException
 
@@ -163,8 +175,9 @@ def _registered(config: FinetuneConfig) -> "ModelVersion":
                 raise
         known = [model.name for model in client.search_registered_models(max_results=_NAMED)]
     raise ConfigError(
-        f"model.path is {path}, which the model registry at {redact(tracking.uri)} does not have (it has "
-        f"{', '.join(known) or 'none'}): pretrain and publish it first, or correct model.path"
+        f"model.path is {path}, which the model registry at {redact(tracking.uri)} does not have "
+        f"(it has {', '.join(known) or 'none'}): pretrain and publish it first, or correct "
+        "model.path"
     )
 
 
@@ -178,7 +191,10 @@ def _location(tracking: Tracking, version: "ModelVersion") -> str:
 
 
 def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) -> Path:
-    """A server's files in the workspace: a version never changes, so what is there whole is not fetched again."""
+    """A server's files in the workspace.
+
+    A version never changes, so what is there whole is not fetched again.
+    """
     tracking = _tracking(config)
     folder = Workspace.of().folder("pretrained") / DOWNLOADS
     target = folder / f"{version.name}-{version.version}-{version.creation_timestamp}"
@@ -192,10 +208,14 @@ def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) 
                 from mlflow.artifacts import download_artifacts
 
                 with tracking.errors(f"give the files of {config.model.path}"):
-                    download_artifacts(artifact_uri=location, dst_path=str(temporary), tracking_uri=tracking.uri)
+                    download_artifacts(
+                        artifact_uri=location, dst_path=str(temporary), tracking_uri=tracking.uri
+                    )
                 sync_tree(temporary)
                 temporary.rename(target)
-    inner = [path for path in target.iterdir() if path.is_dir() and (path / MODEL_DIRECTORY).is_dir()]
+    inner = [
+        path for path in target.iterdir() if path.is_dir() and (path / MODEL_DIRECTORY).is_dir()
+    ]
     return inner[0] if len(inner) == 1 else target
 
 
@@ -215,5 +235,7 @@ def _version_of_export(tracking: Tracking, digest: str) -> "ModelVersion | None"
     if not tracking.exists:
         return None
     with tracking.errors("look up the model of an export"):
-        found = tracking.client.search_model_versions(f"tag.`{DIGEST_TAG}` = '{digest}'", max_results=1)
+        found = tracking.client.search_model_versions(
+            f"tag.`{DIGEST_TAG}` = '{digest}'", max_results=1
+        )
     return found[0] if found else None

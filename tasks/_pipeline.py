@@ -57,20 +57,26 @@ class Pipeline(Generic[Config]):
     summary: str = ""
     """Markdown that is shown below the table and stored with the flow run."""
     ended: State[Any] | None = None
-    """What the flow is to return: the state of a run whose training was stopped on request, else None."""
+    """What the flow is to return: the state of a run whose training was stopped on request, else
+    None."""
 
     @classmethod
     def start(cls, config: Config) -> Self:
         """Show the merged configuration as an artifact of the flow run."""
         text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
-        create_markdown_artifact(f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}")
+        create_markdown_artifact(
+            f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}"
+        )
         return cls(config)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         """Show the table, after a failure too: it says which stage failed and what is already done.
 
@@ -97,7 +103,9 @@ class Pipeline(Generic[Config]):
         result = state.result()
         cached = state.name == "Cached" or not result.ran
         artifact = result.artifact
-        self.rows.append(StageRow(name, "cached" if cached else "ran", seconds, artifact.key, artifact.counts))
+        self.rows.append(
+            StageRow(name, "cached" if cached else "ran", seconds, artifact.key, artifact.counts)
+        )
         return artifact
 
     def _row_name(self, stage: str) -> str:
@@ -115,23 +123,39 @@ class Pipeline(Generic[Config]):
             table.add_row(*row.values())
         console.print(table)
         if self.summary:
-            create_markdown_artifact(self.summary, key="summary", description=f"outcome of {self.config.name}")
+            create_markdown_artifact(
+                self.summary, key="summary", description=f"outcome of {self.config.name}"
+            )
             console.print(Markdown(self.summary))
 
 
 def stopped(error: TrainingStoppedError) -> State[Any]:
-    """The end of a flow run whose training was stopped: neither done nor failed; its result is the error."""
+    """The end of a flow run whose training was stopped: neither done nor failed.
+
+    Its result is the error.
+    """
     command = resume_command()
-    return Cancelled(name="Stopped", message=f"{error}: {command}" if command else str(error), data=error)
+    return Cancelled(
+        name="Stopped", message=f"{error}: {command}" if command else str(error), data=error
+    )
 
 
 def resume_command() -> str | None:
-    """The command line that goes on with the present flow run, its secrets left out; None outside of a flow run."""
+    """The command line that goes on with the present flow run, its secrets left out.
+
+    None outside of a flow run.
+    """
     context = FlowRunContext.get()
     if context is None or context.flow is None:
         return None
     parameters = context.parameters or {}
-    words = ["python", "-m", f"flows.{context.flow.name.replace('-', '_')}", "--conf", str(parameters["conf"])]
+    words = [
+        "python",
+        "-m",
+        f"flows.{context.flow.name.replace('-', '_')}",
+        "--conf",
+        str(parameters["conf"]),
+    ]
     for key, value in redact_values(parameters.get("overrides") or {}).items():
         words += ["-o", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
     words += [f"--{name.replace('_', '-')}" for name, value in parameters.items() if value is True]
@@ -139,7 +163,10 @@ def resume_command() -> str | None:
 
 
 def numbered(stage: str, number: int) -> str:
-    """Name of a stage's run for the source with this number, counted from 0, as in collect and collect 2."""
+    """Name of a stage's run for the source with this number, as in collect and collect 2.
+
+    Numbers count from 0.
+    """
     return f"{stage} {number + 1}" if number else stage
 
 

@@ -23,9 +23,11 @@ class PlannedStage(NamedTuple):
     """The stage, numbered where there are several."""
     key_of: Callable[..., StageKey]
     inputs: tuple[str | tuple[str, ...] | None, ...] = ()
-    """Names of the stages it reads, in the order of its task's arguments; None where it reads nothing."""
+    """Names of the stages it reads, in the order of its task's arguments; None where it reads
+    nothing."""
     problem: Callable[..., str | None] | None = None
-    """Of the configuration and the artifacts: why it would run; None looks at the artifact of its key."""
+    """Of the configuration and the artifacts: why it would run; None looks at the artifact of its
+    key."""
     directory: Callable[..., Path] | None = None
     """Of the same: where its artifact lies; None means under its key."""
 
@@ -41,20 +43,35 @@ class PlannedStage(NamedTuple):
         return tuple(itertools.chain.from_iterable(groups))
 
 
-def planned_row(planned: PlannedStage, config: FlowConfig, known: dict[str, Artifact]) -> dict[str, str]:
+def planned_row(
+    planned: PlannedStage, config: FlowConfig, known: dict[str, Artifact]
+) -> dict[str, str]:
     """A line of the table; an artifact that is there is added to `known`, by the stage's name."""
     missing = [name for name in planned.reads if name not in known]
     if missing:
-        return {"stage": planned.name, "key": f"known after {missing[0]}", "state": "would run", "why": "new input"}
+        return {
+            "stage": planned.name,
+            "key": f"known after {missing[0]}",
+            "state": "would run",
+            "why": "new input",
+        }
     inputs: list[Any] = [
-        tuple(known[name] for name in each) if isinstance(each, tuple) else known[each] if each else None
+        tuple(known[name] for name in each)
+        if isinstance(each, tuple)
+        else known[each]
+        if each
+        else None
         for each in planned.inputs
     ]
     key = planned.key_of(config, *inputs)
     try:
-        problem = planned.problem(config, *inputs) if planned.problem else artifact_problem(key, config)
+        problem = (
+            planned.problem(config, *inputs) if planned.problem else artifact_problem(key, config)
+        )
         if problem is None:
-            directory = planned.directory(config, *inputs) if planned.directory else artifact_directory(key)
+            directory = (
+                planned.directory(config, *inputs) if planned.directory else artifact_directory(key)
+            )
             known[planned.name] = open_artifact(directory)
     except MegacoreError as error:
         problem = str(error)

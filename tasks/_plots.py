@@ -1,4 +1,4 @@
-"""Pictures of a run: loss and perplexity over the iterations, and the lengths of its documents, as PNG."""
+"""Pictures of a run as PNG: loss, perplexity, and the lengths of its documents."""
 
 import operator
 from collections.abc import Mapping
@@ -46,7 +46,8 @@ class Curve:
     def smoothed(self) -> "Curve":
         """The moving average over 2% of the points, or the curve itself while it has few.
 
-        The window is centred, at the end one-sided; at the start, where a loss falls steeply, it is narrow.
+        The window is centred, at the end one-sided; at the start, where a loss falls steeply, it is
+        narrow.
         """
         count = len(self.values)
         if count < _SMOOTH_LEAST:
@@ -110,7 +111,10 @@ def plot_run(events: Path, directory: Path, run_name: str) -> list[Path]:
 
 
 def length_histogram(lengths: "npt.NDArray[np.int32]", path: Path, title: str) -> Path:
-    """Write the distribution of sequence lengths, in tokens, to `path` (.png or .svg) and return it."""
+    """Write the distribution of sequence lengths, in tokens, to `path`, and return it.
+
+    It is .png or .svg.
+    """
     from megacore.inspect.draw import draw_lengths
 
     return draw_lengths(lengths, path, title)
@@ -123,7 +127,9 @@ def _loss_figure(curves: Curves, run_name: str) -> "Figure":
         smooth = train.smoothed()
         if smooth is not train:
             axes.plot(train.iterations, train.values, color=_TRAIN_COLOR, linewidth=0.8, alpha=0.7)
-        axes.plot(smooth.iterations, smooth.values, color=_SMOOTH_COLOR, linewidth=1.6, label="train")
+        axes.plot(
+            smooth.iterations, smooth.values, color=_SMOOTH_COLOR, linewidth=1.6, label="train"
+        )
     _plot_validation(axes, curves.valid_loss, "validation", "{:.3f}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
@@ -134,7 +140,11 @@ def _ppl_figure(curves: Curves, run_name: str) -> "Figure":
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     values = curves.valid_ppl.values or [1.0]
-    steps = (1.0, 2.0, 5.0) if max(values) > _WIDE_RANGE * min(values) else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    steps = (
+        (1.0, 2.0, 5.0)
+        if max(values) > _WIDE_RANGE * min(values)
+        else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+    )
     figure, axes = _figure(f"{run_name}: validation perplexity", "perplexity (log scale)", curves)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
@@ -164,7 +174,11 @@ def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
     per_iteration = curves.tokens_per_iteration
     if per_iteration:
         top = axes.secondary_xaxis(
-            "top", functions=(partial(operator.mul, per_iteration), partial(operator.mul, 1 / per_iteration))
+            "top",
+            functions=(
+                partial(operator.mul, per_iteration),
+                partial(operator.mul, 1 / per_iteration),
+            ),
         )
         top.set_xlabel("consumed tokens", loc="right")
         top.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
@@ -175,8 +189,12 @@ def _plot_validation(axes: "Axes", curve: Curve, label: str, number: str) -> Non
     """Plot the curve and write its best value beside the point."""
     if not curve.values:
         return
-    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(curve.values) <= _MARKED_POINTS else {}
-    axes.plot(curve.iterations, curve.values, color=_VALID_COLOR, linewidth=1.4, label=label, **marker)
+    marker: dict[str, Any] = (
+        {"marker": "o", "markersize": 4} if len(curve.values) <= _MARKED_POINTS else {}
+    )
+    axes.plot(
+        curve.iterations, curve.values, color=_VALID_COLOR, linewidth=1.4, label=label, **marker
+    )
     best = min(range(len(curve.values)), key=curve.values.__getitem__)
     axes.annotate(
         f"best {number.format(curve.values[best])} at {curve.iterations[best]:,}",

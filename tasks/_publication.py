@@ -1,4 +1,7 @@
-"""Publication as a stage, of pretrainings and fine-tunings: the run and its model in MLflow, and a receipt for it."""
+"""Publication as a stage, of pretrainings and fine-tunings.
+
+The run and its model in MLflow, and a receipt for it.
+"""
 
 import json
 from collections.abc import Callable
@@ -30,9 +33,14 @@ def tracking_of(config: FlowConfig) -> Tracking:
 
 
 def receipt_problem(config: FlowConfig, key: StageKey) -> str | None:
-    """Why the model must be published (again); None when the registry still has what the receipt says."""
+    """Why the model must be published (again).
+
+    None when the registry still has what the receipt says.
+    """
     problem = artifact_problem(key, config)
-    if problem is None and not published_exists(tracking_of(config), read_receipt(artifact_directory(key))):
+    if problem is None and not published_exists(
+        tracking_of(config), read_receipt(artifact_directory(key))
+    ):
         return "the model registry no longer has it"
     return problem
 
@@ -51,7 +59,8 @@ def build_publication(
         key: of the publication.
         run_directory: of the run; MLflow gets what it lacks of its events.
         facts: what MLflow records of the run beside its configuration.
-        send: given the store and the MLflow run, registers the exported model and returns the receipt.
+        send: given the store and the MLflow run, registers the exported model and returns the
+            receipt.
 
     Raises TrackingError, ConversionError.
     """
@@ -65,7 +74,11 @@ def build_publication(
             # The training is finished whatever becomes of its publication.
             end_run(tracking, run_id)
         write_json(directory / RECEIPT, receipt)
-        return {"model": receipt["model_name"], "version": receipt["version"], "run_id": receipt["run_id"]}
+        return {
+            "model": receipt["model_name"],
+            "version": receipt["version"],
+            "run_id": receipt["run_id"],
+        }
 
     if receipt_problem(config, key) is not None:
         # A receipt for what is no longer there counts for nothing.
@@ -73,7 +86,9 @@ def build_publication(
     return build(config, key, fill)
 
 
-def places(tracking: Tracking, run_directory: Path, export_directory: Path, published: Path) -> list[str]:
+def places(
+    tracking: Tracking, run_directory: Path, export_directory: Path, published: Path
+) -> list[str]:
     """Where the model, the run and their pages in MLflow are, as lines of markdown."""
     return [
         f"- transformers model: `{export_directory / 'model'}`",
@@ -84,7 +99,7 @@ def places(tracking: Tracking, run_directory: Path, export_directory: Path, publ
 
 
 def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
-    """Links where a server shows the store, else names and how to start one, as lines of markdown."""
+    """Links where a server shows the store, else how to start one, as lines of markdown."""
     server = shown_by(tracking)
     if server is None:
         return [
@@ -102,7 +117,11 @@ def shown_by(tracking: Tracking) -> str | None:
     """Address of the server that shows the store; None without one."""
     if tracking.uri.startswith("http"):
         return tracking.uri
-    return mlflow_server(tracking.workspace) if tracking.uri == tracking.workspace.tracking_uri else None
+    return (
+        mlflow_server(tracking.workspace)
+        if tracking.uri == tracking.workspace.tracking_uri
+        else None
+    )
 
 
 def run_url(tracking: Tracking, server: str, run_id: str) -> str:

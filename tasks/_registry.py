@@ -1,8 +1,9 @@
-"""Publication: the exported transformers model as a LoggedModel and a version in the model registry.
+"""Publication: the exported model as a LoggedModel and a version in the model registry.
 
-`mlflow.transformers.save_model` would load the model, ask the hub for a card and import what transformers
-merely knows of; the few files that make a directory an MLflow model are written here instead, so that
-`mlflow.transformers.load_model` and `mlflow.pyfunc.load_model` take it like any other.
+`mlflow.transformers.save_model` would load the model, ask the hub for a card and import what
+transformers merely knows of; the few files that make a directory an MLflow model are written here
+instead, so that `mlflow.transformers.load_model` and `mlflow.pyfunc.load_model` take it like any
+other.
 """
 
 import json
@@ -35,7 +36,8 @@ REPORT_FILES = ("parity.json", "sample.txt")
 
 _CONFIGS = ("config.json", "generation_config.json")
 _NO_TOKENIZER = (".safetensors", ".safetensors.index.json", ".md")
-"""Endings of the other files of `model/`; which ones a tokenizer has differs between its classes."""
+"""Endings of the other files of `model/`; which ones a tokenizer has differs between its
+classes."""
 _REQUIREMENTS = ("mlflow", "torch", "transformers")
 
 
@@ -51,11 +53,14 @@ def publish_model(
     tags: Mapping[str, str],
     pictures: Sequence[Path] = (),
 ) -> dict[str, str]:
-    """Register an export as a version of model `name`, alias `candidate`; the same export again gives the same one.
+    """Register an export as a version of model `name`, alias `candidate`.
+
+    The same export again gives the same one.
 
     Args:
         tracking: the store.
-        run_id: MLflow run of the pretraining; the gate's report, the sample and the pictures become its artifacts.
+        run_id: MLflow run of the pretraining; the gate's report, the sample and the pictures become
+            its artifacts.
         export_directory: holds model/ (a transformers directory), parity.json and sample.txt.
         name: in the registry.
         digest: identity of the export's content.
@@ -78,7 +83,9 @@ def publish_model(
         for picture in pictures:
             tracking.client.log_artifact(run_id, str(picture), "plots")
         lineage = {**tags, DIGEST_TAG: digest}
-        model = _ensure_model(tracking, run_id, export_directory / "model", name, iteration, lineage)
+        model = _ensure_model(
+            tracking, run_id, export_directory / "model", name, iteration, lineage
+        )
         log_model_metrics(
             tracking,
             run_id,
@@ -117,25 +124,38 @@ def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-    return version.tags.get(DIGEST_TAG) == receipt["digest"] and any(file.path == "MLmodel" for file in files)
+    return version.tags.get(DIGEST_TAG) == receipt["digest"] and any(
+        file.path == "MLmodel" for file in files
+    )
 
 
 def _check_export(directory: Path) -> None:
     needed = [*(directory / name for name in REPORT_FILES), directory / "model" / "config.json"]
     missing = [path for path in needed if not path.is_file()]
     if missing:
-        raise ConversionError(f"{missing[0]} is missing: delete {directory} to export the model again")
+        raise ConversionError(
+            f"{missing[0]} is missing: delete {directory} to export the model again"
+        )
 
 
 def _ensure_model(
-    tracking: Tracking, run_id: str, directory: Path, name: str, iteration: int, tags: Mapping[str, str]
+    tracking: Tracking,
+    run_id: str,
+    directory: Path,
+    name: str,
+    iteration: int,
+    tags: Mapping[str, str],
 ) -> "LoggedModel":
-    """The LoggedModel of this export with all its files; an upload that was cut short is done again."""
+    """The LoggedModel of this export with all its files.
+
+    An upload that was cut short is done again.
+    """
     from mlflow.entities import LoggedModelOutput
 
     found = tracking.client.search_logged_models(
         [tracking.experiment_id],
-        f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{DIGEST_TAG} = '{tags[DIGEST_TAG]}'",
+        f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{DIGEST_TAG} = "
+        f"'{tags[DIGEST_TAG]}'",
         max_results=1,
     )
     model = (
@@ -154,13 +174,17 @@ def _ensure_model(
         return model
     _upload(tracking, model, directory)
     outputs = tracking.client.get_run(run_id).outputs
-    if model.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else ())}:
+    if model.model_id not in {
+        output.model_id for output in (outputs.model_outputs if outputs else ())
+    }:
         tracking.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, iteration)])
     return tracking.client.finalize_logged_model(model.model_id, "READY")
 
 
 def _has_files(tracking: Tracking, model_id: str) -> bool:
-    return any(file.path == "MLmodel" for file in tracking.client.list_logged_model_artifacts(model_id))
+    return any(
+        file.path == "MLmodel" for file in tracking.client.list_logged_model_artifacts(model_id)
+    )
 
 
 def _ensure_version(
@@ -178,8 +202,8 @@ def _ensure_version(
     for version in client.search_model_versions(f"name = '{name}'"):
         if version.tags.get(MODEL_TAG) == model.model_id:
             return version
-    # MLflow's SQL registry looks models:/<id> up in the process's default store and forgets `model_id`:
-    # hence the location as source, and the id as a tag.
+    # MLflow's SQL registry looks models:/<id> up in the process's default store and forgets
+    # `model_id`: hence the location as source, and the id as a tag.
     return client.create_model_version(
         name,
         source=model.artifact_location,
@@ -190,13 +214,20 @@ def _ensure_version(
 
 
 def _show_version(tracking: Tracking, model_id: str, version: "ModelVersion") -> None:
-    """Name the version on the LoggedModel's own page: MLflow does so only when a server is in between."""
+    """Name the version on the LoggedModel's own page.
+
+    MLflow does so only when a server is in between.
+    """
     from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
     entry = {"name": version.name, "version": str(version.version)}
-    known = json.loads(tracking.client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+    known = json.loads(
+        tracking.client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]")
+    )
     if all({key: str(item[key]) for key in entry} != entry for item in known):
-        tracking.client.set_logged_model_tags(model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([*known, entry])})
+        tracking.client.set_logged_model_tags(
+            model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([*known, entry])}
+        )
 
 
 def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:

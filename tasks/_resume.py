@@ -20,7 +20,9 @@ _SHOWN = 8
 
 
 def resumed_digest(config: RunConfig) -> str | None:
-    """Identity of the checkpoint of another run that this one goes on from; None where there is none.
+    """Identity of the checkpoint of another run that this one goes on from.
+
+    None where there is none.
 
     Raises ConfigError when it is not there.
     """
@@ -29,14 +31,16 @@ def resumed_digest(config: RunConfig) -> str | None:
     marker = Path(config.resume.checkpoint) / MARKER_NAME
     if not marker.is_file():
         raise ConfigError(
-            f"resume.checkpoint is {config.resume.checkpoint}, which has no {MARKER_NAME}: give the directory of a "
-            "complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
+            f"resume.checkpoint is {config.resume.checkpoint}, which has no {MARKER_NAME}: give "
+            "the directory of a complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
         )
     return file_digest(marker)
 
 
 def check_resumed(config: RunConfig) -> None:
-    """Show what differs from the configuration of the checkpoint to go on from, and refuse what was not allowed.
+    """Show what differs from the checkpoint's configuration.
+
+    Refuse to go on from it with what was not allowed.
 
     Raises ConfigError, CheckpointError.
     """
@@ -50,8 +54,8 @@ def check_resumed(config: RunConfig) -> None:
     before = read_state(path).get(CONFIG_KEY)
     if before is None:
         raise ConfigError(
-            f"resume.checkpoint is {path}, which holds no configuration, as those do that a training wrote: begin with "
-            "its weights by train.pretrained_checkpoint"
+            f"resume.checkpoint is {path}, which holds no configuration, as those do that a "
+            "training wrote: begin with its weights by train.pretrained_checkpoint"
         )
     changes = changes_of(before, config, another_run=True)
     get_run_logger().info("going on from %s; changed since: %s", path, described(changes))
@@ -61,9 +65,12 @@ def check_resumed(config: RunConfig) -> None:
 
 
 def tell_of_other_runs(config: RunConfig) -> None:
-    """Say, where a run is new, that another of its name stands in the workspace, in what they differ, and how to go on.
+    """Say, where a run is new, that another of its name stands in the workspace.
 
-    A changed value that a training's result depends on makes another run: whoever wanted to go on would start all over.
+    Say in what they differ, and how to go on.
+
+    A changed value that a training's result depends on makes another run: whoever wanted to go on
+    would start all over.
     """
     if config.resume.checkpoint is not None:
         return
@@ -80,16 +87,26 @@ def tell_of_other_runs(config: RunConfig) -> None:
         get_run_logger().warning("this is a new run: %s", _how_to_go_on(config, *newest[1:]))
 
 
-def _how_to_go_on(config: RunConfig, checkpoint: Path, keyed: list[Change], begun: str | None) -> str:
+def _how_to_go_on(
+    config: RunConfig, checkpoint: Path, keyed: list[Change], begun: str | None
+) -> str:
     """What there is of another run, which began at the checkpoint `begun`, if at one."""
     if not keyed:
-        return f"the last one of the same name went on from {begun}; to go on with it, set resume.checkpoint to that"
-    shown = described(keyed[:_SHOWN]) + (f" and {len(keyed) - _SHOWN} more" if len(keyed) > _SHOWN else "")
+        return (
+            f"the last one of the same name went on from {begun}; to go on with it, set "
+            "resume.checkpoint to that"
+        )
+    shown = described(keyed[:_SHOWN]) + (
+        f" and {len(keyed) - _SHOWN} more" if len(keyed) > _SHOWN else ""
+    )
     differs = f"it differs from the last one of the same name ({shown})"
     if not _has_this_model(checkpoint, config):
         return f"{differs}, whose checkpoints are of another model"
     names = ", ".join(dict.fromkeys(change.to_allow for change in keyed))
-    return f"{differs}; to go on from that one, set resume.checkpoint to {checkpoint} and resume.override to [{names}]"
+    return (
+        f"{differs}; to go on from that one, set resume.checkpoint to {checkpoint} and "
+        f"resume.override to [{names}]"
+    )
 
 
 def _has_this_model(checkpoint: Path, config: RunConfig) -> bool:

@@ -17,12 +17,16 @@ from megacore.errors import MegacoreError, PreemptedError, RankLostError
 FAILURES_FILE = "failures.json"
 """In the run directory: the failures in a row of the task run that trains there."""
 RETRIED = (RankLostError, PreemptedError)
-"""What may pass: ranks that were lost, with their machine or without, that stalled, or that a signal ended."""
+"""What may pass: ranks that were lost, with their machine or without, that stalled, or that a
+signal ended."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failed attempts of one task run since it last had a new checkpoint; an attempt that saved one is the first."""
+    """Failed attempts of one task run since it last had a new checkpoint.
+
+    An attempt that saved one is the first.
+    """
 
     task_run: str
     count: int
@@ -31,7 +35,10 @@ class Failures:
 
     @classmethod
     def read(cls, directory: Path, task_run: str) -> "Failures":
-        """Those of `task_run` in a run directory; none where it has noted none yet, whatever other task runs did."""
+        """Those of `task_run` in a run directory.
+
+        None where it has noted none yet, whatever other task runs did.
+        """
         try:
             found = cls(**json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8")))
             return found if found.task_run == task_run else cls(task_run, 0, 0)
@@ -39,7 +46,7 @@ class Failures:
             return cls(task_run, 0, 0)
 
     def after(self, before: int, now: int) -> "Failures":
-        """With one more failure, of an attempt that began at checkpoint `before` and left `now` as the newest."""
+        """With one more failure, of an attempt that led from checkpoint `before` to `now`."""
         return Failures(self.task_run, 1 if now > before else self.count + 1, now)
 
     def write(self, directory: Path) -> None:
@@ -65,19 +72,25 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
         retries: how often it is tried again without a new checkpoint.
 
     Raises:
-        MegacoreError: what the body raised; the last one says how many retries brought no new checkpoint.
+        MegacoreError: what the body raised; the last one says how many retries brought no new
+            checkpoint.
     """
     before = newest_iteration(run_directory)
     try:
         yield
     except RETRIED as error:
-        failures = Failures.read(run_directory, task_run).after(before, newest_iteration(run_directory))
+        failures = Failures.read(run_directory, task_run).after(
+            before, newest_iteration(run_directory)
+        )
         try:
             failures.write(run_directory)
         except (OSError, MegacoreError) as unwritable:
-            # What cannot be counted must not be repeated without end: the condition finds no record.
+            # What cannot be counted must not be repeated without end: the condition finds no
+            # record.
             (run_directory / FAILURES_FILE).unlink(missing_ok=True)
-            get_run_logger().warning("the failure cannot be counted (%s), so it is not retried", unwritable)
+            get_run_logger().warning(
+                "the failure cannot be counted (%s), so it is not retried", unwritable
+            )
             raise error from None
         if failures.count <= retries:
             get_run_logger().warning(
@@ -92,22 +105,33 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
         if retries == 0:
             raise
         raise type(error)(
-            f"{error}; given up after {failures.count} attempts without progress, which is launch.retries = {retries} "
-            f"and the first: the same command goes on {_place(failures.iteration)}"
+            f"{error}; given up after {failures.count} attempts without progress, which is "
+            f"launch.retries = {retries} and the first: the same command goes on "
+            f"{_place(failures.iteration)}"
         ) from error
 
 
 def training_may_pass(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Prefect's retry condition of a pretraining, decided by what its run directory says of the attempts so far."""
+    """Prefect's retry condition of a pretraining.
+
+    The run directory's account of the attempts so far decides it.
+    """
     from tasks.train import run_directory
 
     return may_pass(
-        task_run, state, lambda inputs: run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"])
+        task_run,
+        state,
+        lambda inputs: run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"]),
     )
 
 
-def may_pass(task_run: Any, state: State[Any], directory_of: Callable[[Mapping[str, Any]], Path]) -> bool:
-    """Whether a training that failed is tried once more; `directory_of` its task's inputs is its run directory."""
+def may_pass(
+    task_run: Any, state: State[Any], directory_of: Callable[[Mapping[str, Any]], Path]
+) -> bool:
+    """Whether a training that failed is tried once more.
+
+    `directory_of` its task's inputs is its run directory.
+    """
     error = state.result(raise_on_failure=False)
     context = TaskRunContext.get()
     if not isinstance(error, RETRIED) or context is None:

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from megacore.tokenizer.tokenize import TokenizeOptions
 
 
-def tokenize_key(config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None) -> StageKey:
+def tokenize_key(
+    config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None
+) -> StageKey:
     """The key of one source's token files; they do not depend on how the work was divided."""
     from megacore.tokenizer.tokenize import VERSION
 
@@ -18,7 +20,9 @@ def tokenize_key(config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt
     parameters = key_parameters(config, "tokenize", resolved)
     if not config.data.split_sentences:
         del parameters["sentences"]
-    inputs = {"corpus": corpus, "tokenizer": tokenizer} | ({} if punkt is None else {"punkt": punkt})
+    inputs = {"corpus": corpus, "tokenizer": tokenizer} | (
+        {} if punkt is None else {"punkt": punkt}
+    )
     return StageKey.of("tokenize", VERSION, parameters, **inputs)
 
 

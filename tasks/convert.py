@@ -25,7 +25,12 @@ def convert_key(
     """The key of the exported model."""
     parameters = key_parameters(config, "convert", {"checkpoint": evaluation.counts["best"]})
     return StageKey.of(
-        "convert", stages.CONVERT_VERSION, parameters, trained=trained, evaluation=evaluation, tokenizer=tokenizer
+        "convert",
+        stages.CONVERT_VERSION,
+        parameters,
+        trained=trained,
+        evaluation=evaluation,
+        tokenizer=tokenizer,
     )
 
 
@@ -46,7 +51,8 @@ def convert(
         best = evaluation.counts["best"]
         job = ConvertJob(
             **job_of(
-                # One rank holds the whole model, whatever layout trained it and whatever GPUs there are.
+                # One rank holds the whole model, whatever layout trained it and whatever GPUs there
+                # are.
                 config,
                 trained.directory,
                 tokens,
@@ -74,11 +80,15 @@ def convert(
         return build(config, key, fill)
 
 
-def _card(config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact) -> dict[str, str]:
+def _card(
+    config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact
+) -> dict[str, str]:
     counts = evaluation.counts
     return {
         "name": config.name,
-        "source": "; ".join(source.model_dump_json(exclude_none=True) for source in config.data.sources),
+        "source": "; ".join(
+            source.model_dump_json(exclude_none=True) for source in config.data.sources
+        ),
         "tokens": f"{tokens.counts['tokens']:,} tokens, artifact {tokens.key}",
         "run": trained.directory.name,
         "iteration": str(counts["iteration"]),

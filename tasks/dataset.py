@@ -12,7 +12,10 @@ from tasks._cache import StageResult, build, stage_task
 
 
 def dataset_key(config: FinetuneConfig) -> StageKey:
-    """The key of the rows: what their source holds. Raises DataFormatError for a source that is not there."""
+    """The key of the rows: what their source holds.
+
+    Raises DataFormatError for a source that is not there.
+    """
     from megacore.finetune.dataset import DATASET_VERSION, dataset_fingerprint
 
     parameters = key_parameters(config, "dataset", dataset_fingerprint(config.data, config.seed))
@@ -30,7 +33,9 @@ def dataset(config: FinetuneConfig) -> StageResult:
         cache = Workspace.of().folder("dataset") / DOWNLOADS
         counts = collect_rows(config.data, directory, cache, seed=config.seed)
         if dataset_key(config) != key:
-            raise DataFormatError("data.source changed while it was read: start again when nobody writes to it")
+            raise DataFormatError(
+                "data.source changed while it was read: start again when nobody writes to it"
+            )
         return counts
 
     return build(config, key, fill)

@@ -28,7 +28,9 @@ def download(config: RunConfig, source: Source) -> StageResult:
     def fill(directory: Path) -> dict[str, Any]:
         counts = collect(source, directory)
         if collect_key(config, source) != key:
-            raise DataFormatError("data.source changed while it was read: start again when nobody writes to it")
+            raise DataFormatError(
+                "data.source changed while it was read: start again when nobody writes to it"
+            )
         return counts
 
     return build(config, key, fill)
@@ -55,6 +57,8 @@ def download_punkt(config: RunConfig) -> StageResult:
 
     def fill(directory: Path) -> dict[str, Any]:
         sentences.download_punkt(directory, config.data.language)
-        return {"bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())}
+        return {
+            "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        }
 
     return build(config, punkt_key(config), fill)

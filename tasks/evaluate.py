@@ -23,7 +23,9 @@ def evaluate_key(
 ) -> StageKey:
     """The key of the perplexities."""
     parameters = key_parameters(config, "evaluate")
-    return StageKey.of("evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index)
+    return StageKey.of(
+        "evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index
+    )
 
 
 @stage_task("evaluate", evaluate_key)
@@ -39,7 +41,9 @@ def evaluate(
             **make_job(config, trained.directory, tokens, tokenizer, index).model_dump()
             | {
                 "exit_directory": str(scratch / "exit"),
-                "checkpoints": tuple(str(trained.directory / item["path"]) for item in trained.counts["checkpoints"]),
+                "checkpoints": tuple(
+                    str(trained.directory / item["path"]) for item in trained.counts["checkpoints"]
+                ),
                 "output": str(scratch / REPORT),
             }
         )
@@ -56,7 +60,9 @@ def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) 
     rows.sort(key=lambda row: row["iteration"])
     best = min(rows, key=lambda row: row["valid_loss"])
     write_json(directory / REPORT, {"checkpoints": rows, "unigram": unigram})
-    sentence_losses = {name: value for name, value in best.items() if name.endswith(("_sop_loss", "_nsp_loss"))}
+    sentence_losses = {
+        name: value for name, value in best.items() if name.endswith(("_sop_loss", "_nsp_loss"))
+    }
     return {
         "checkpoints": len(rows),
         "best": best["checkpoint"],
@@ -76,7 +82,7 @@ def read_evaluation(artifact: Artifact) -> dict[str, Any]:
 
 
 def fresh_scratch(run_directory: Path, name: str) -> Path:
-    """An empty directory of the run for the job file, log and exit reasons of one artifact's stage."""
+    """An empty directory for the job file, log and exit reasons of one artifact's stage."""
     scratch = run_directory / "jobs" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Stage `examples`: the tokenized samples of a fine-tuning, proven to fit its task and its model."""
+"""Stage `examples`: a fine-tuning's tokenized samples, proven to fit its task and model."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ def examples_key(config: FinetuneConfig, pretrained: Artifact, dataset: Artifact
     from megacore.finetune.examples import EXAMPLES_VERSION
 
     parameters = key_parameters(config, "examples")
-    return StageKey.of("examples", EXAMPLES_VERSION, parameters, dataset=dataset, pretrained=pretrained)
+    return StageKey.of(
+        "examples", EXAMPLES_VERSION, parameters, dataset=dataset, pretrained=pretrained
+    )
 
 
 @stage_task("examples", examples_key)

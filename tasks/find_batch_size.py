@@ -1,4 +1,7 @@
-"""Stage `find-batch-size`: the largest micro batch of each distribution, and one epoch at that size, side by side."""
+"""Stage `find-batch-size`: the largest micro batch of each distribution.
+
+One epoch at that size is run for each, and they stand side by side.
+"""
 
 import json
 import os
@@ -15,10 +18,24 @@ from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of
 from megacore.config.keys import key_parameters
-from megacore.finetune.batch_size import Answer, Fits, as_markdown, gigabytes, notes, table_rows, train_seconds
+from megacore.finetune.batch_size import (
+    Answer,
+    Fits,
+    as_markdown,
+    gigabytes,
+    notes,
+    table_rows,
+    train_seconds,
+)
 from megacore.finetune.resolve import resolve_ranks
 from megacore.hardware import Hardware
-from megacore.ranks.batch_size_search import FIND_BATCH_SIZE_VERSION, Watch, check_methods, compare, method_config
+from megacore.ranks.batch_size_search import (
+    FIND_BATCH_SIZE_VERSION,
+    Watch,
+    check_methods,
+    compare,
+    method_config,
+)
 from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
 from tasks._pipeline import Pipeline
@@ -34,14 +51,20 @@ _FIXED = {"train.micro_batch_size": 1, "train.num_epochs": 1, "train.max_steps":
 
 
 def check_find_batch_size(config: FinetuneConfig) -> None:
-    """Refuse, before anything runs, a method or a limit that this machine has not. Raises ConfigError."""
+    """Refuse, before anything runs, a method or a limit that this machine has not.
+
+    Raises ConfigError.
+    """
     check_methods(config, Hardware.detect())
 
 
 def find_batch_size_key(
     config: FinetuneConfig, method: Distribution, pretrained: Artifact, examples: Artifact
 ) -> StageKey:
-    """The key of one method's row: everything that memory, time and metrics depend on, and the machine."""
+    """The key of one method's row.
+
+    Everything that memory, time and metrics depend on, and the machine.
+    """
     hardware = Hardware.detect()
     ranks, threads = resolve_ranks(config, hardware)
     searched = method_config(config, method, 1)
@@ -51,16 +74,24 @@ def find_batch_size_key(
         "precision": hardware.resolve_precision(config.train.precision),
         "ranks": [ranks, threads, *hosts_of(config.launch).values()],
         "machine": [*(gpu.name for gpu in hardware.gpus), hardware.cores, *_gigabytes(hardware)],
-        "versions": {name: _version(name) for name in _PACKAGES if name != "deepspeed" or method.startswith("zero")},
+        "versions": {
+            name: _version(name)
+            for name in _PACKAGES
+            if name != "deepspeed" or method.startswith("zero")
+        },
     }
     parameters = key_parameters(searched, STAGE, resolved)
     parameters["search"] = list(parameters["search"].values())
-    return StageKey.of(STAGE, FIND_BATCH_SIZE_VERSION, parameters, pretrained=pretrained, examples=examples)
+    return StageKey.of(
+        STAGE, FIND_BATCH_SIZE_VERSION, parameters, pretrained=pretrained, examples=examples
+    )
 
 
 def _gigabytes(hardware: Hardware) -> list[int]:
     """Main memory and that of each GPU, rounded: the kernel's own share differs between starts."""
-    return [round(count / 1e9) for count in (hardware.memory, *(gpu.memory for gpu in hardware.gpus))]
+    return [
+        round(count / 1e9) for count in (hardware.memory, *(gpu.memory for gpu in hardware.gpus))
+    ]
 
 
 def _version(package: str) -> str | None:
@@ -78,14 +109,23 @@ def find_batch_size(
     key = find_batch_size_key(config, method, pretrained, examples)
 
     def fill(directory: Path) -> dict[str, Any]:
-        # It stays after a failure, whose message names a log in it, until the next build or `megacore clean`.
+        # It stays after a failure, whose message names a log in it, until the next build or
+        # `megacore clean`.
         scratch = Workspace.of().folder(STAGE) / f"{key.key}.tmp-runs"
         with workspace_errors(scratch):
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
         samples = examples.counts["train"]
         watch = _Watcher(method).watch
-        report = compare(config, method, pretrained.path, examples.path, samples=samples, scratch=scratch, watch=watch)
+        report = compare(
+            config,
+            method,
+            pretrained.path,
+            examples.path,
+            samples=samples,
+            scratch=scratch,
+            watch=watch,
+        )
         write_json(directory / REPORT, report)
         os.rename(scratch, directory / RUNS)
         return counts_of(report)
@@ -109,14 +149,22 @@ class _Watcher:
             self._tail.poll()
 
     def _say(self, batch: int, answer: Answer) -> None:
-        outcome = f"fits, {gigabytes(answer.peak_memory)} GB" if isinstance(answer, Fits) else "is too large"
+        outcome = (
+            f"fits, {gigabytes(answer.peak_memory)} GB"
+            if isinstance(answer, Fits)
+            else "is too large"
+        )
         get_run_logger().info("%s: a micro batch of %d %s", self._method, batch, outcome)
 
 
 def counts_of(report: dict[str, Any]) -> dict[str, Any]:
     """What the artifact says of itself."""
     epoch = report["epoch"]
-    times = {} if epoch is None else {"epoch_seconds": train_seconds(epoch), epoch["metric"]: epoch["value"]}
+    times = (
+        {}
+        if epoch is None
+        else {"epoch_seconds": train_seconds(epoch), epoch["metric"]: epoch["value"]}
+    )
     return {"method": report["method"], "batch": report["batch"], **times}
 
 
@@ -126,11 +174,18 @@ def read_report(artifact: Artifact) -> dict[str, Any]:
     return report
 
 
-def find_batch_sizes(pipeline: Pipeline[FinetuneConfig], pretrained: Artifact, examples: Artifact) -> str:
-    """Compare the methods of `find_batch_size.methods`, a stage for each; the table and its advice as markdown."""
+def find_batch_sizes(
+    pipeline: Pipeline[FinetuneConfig], pretrained: Artifact, examples: Artifact
+) -> str:
+    """Compare the methods of `find_batch_size.methods`, a stage for each.
+
+    Returns the table and its advice as markdown.
+    """
     methods = pipeline.config.find_batch_size.methods
     stages = [pipeline.stage(find_batch_size, method, pretrained, examples) for method in methods]
     reports = [read_report(artifact) for artifact in stages]
     rows = table_rows(reports)
-    create_table_artifact(rows, key="batch-sizes", description=f"largest micro batches of {pipeline.config.name}")
+    create_table_artifact(
+        rows, key="batch-sizes", description=f"largest micro batches of {pipeline.config.name}"
+    )
     return as_markdown(rows) + notes(reports)

@@ -32,13 +32,16 @@ from tasks._parent import parent_of
 from tasks._retry import counted_failures, may_pass
 
 RESULT_FILE = "result.json"
-"""In the run directory, written last by the ranks: metrics before and after, and which model is the best."""
+"""In the run directory, written last by the ranks: metrics before and after, and which model is the
+best."""
 SEALED = "best/**/*"
 """The manifest lists the files of the best model: checkpoints are for going on alone."""
 
 
 def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageKey:
-    """Identity of the run and of its result: what divides the work belongs to it, as checkpoints do not outlive that.
+    """Identity of the run and of its result.
+
+    What divides the work belongs to it, as checkpoints do not outlive that.
 
     Raises ParallelLayoutError, ConfigError.
     """
@@ -49,7 +52,11 @@ def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifac
     }
     parameters = key_parameters(config, "finetune", resolved)
     return StageKey.of(
-        "finetune", finetune_stages.FINETUNE_VERSION, parameters, examples=examples, pretrained=pretrained
+        "finetune",
+        finetune_stages.FINETUNE_VERSION,
+        parameters,
+        examples=examples,
+        pretrained=pretrained,
     )
 
 
@@ -71,7 +78,8 @@ def finetuning_may_pass(task: Any, task_run: Any, state: State[Any]) -> bool:
 def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageResult:
     """Train; a retry goes on from the last complete checkpoint.
 
-    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a new checkpoint.
+    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a
+    new checkpoint.
     """
     key = finetune_key(config, pretrained, examples)
     directory = artifact_directory(key)
@@ -85,7 +93,9 @@ def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
 
-def _run(config: FinetuneConfig, key: StageKey, directory: Path, pretrained: Artifact, examples: Artifact) -> None:
+def _run(
+    config: FinetuneConfig, key: StageKey, directory: Path, pretrained: Artifact, examples: Artifact
+) -> None:
     from tasks.finetune_preflight import check_cost
 
     check_cost(config, pretrained, examples)
@@ -104,7 +114,9 @@ def _run(config: FinetuneConfig, key: StageKey, directory: Path, pretrained: Art
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
 
 
-def make_job(config: FinetuneConfig, directory: Path, pretrained: Artifact, examples: Artifact) -> FinetuneJob:
+def make_job(
+    config: FinetuneConfig, directory: Path, pretrained: Artifact, examples: Artifact
+) -> FinetuneJob:
     """The job file of this run's next attempt. Raises ParallelLayoutError, ConfigError."""
     ranks, threads = resolve_ranks(config, Hardware.detect())
     return FinetuneJob(
@@ -120,11 +132,14 @@ def make_job(config: FinetuneConfig, directory: Path, pretrained: Artifact, exam
 
 
 def run_facts(config: FinetuneConfig, key: str, examples: Artifact) -> RunFacts:
-    """What MLflow records of a run beside its configuration: its samples, and the model that it began with."""
+    """What MLflow records of a run beside its configuration: samples, and initial model."""
     return RunFacts(
         key=key,
         datasets={"training": examples},
-        tags={"megacore.conf": config.name, **{f"megacore.{k}": v for k, v in parent_of(config).tags().items()}},
+        tags={
+            "megacore.conf": config.name,
+            **{f"megacore.{k}": v for k, v in parent_of(config).tags().items()},
+        },
     )
 
 
@@ -135,7 +150,9 @@ def read_result(directory: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return result
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): delete {directory} to train again") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): delete {directory} to train again"
+        ) from error
 
 
 def result_counts(directory: Path) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Stage `finetune-export`: the best model as a transformers directory that scores as it did in training."""
+"""Stage `finetune-export`: the best model as a transformers directory.
+
+It scores as it did in training.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ from tasks.evaluate import fresh_scratch, log_tail
 from tasks.finetune import make_job
 
 
-def export_key(config: FinetuneConfig, finetuned: Artifact, pretrained: Artifact, examples: Artifact) -> StageKey:
+def export_key(
+    config: FinetuneConfig, finetuned: Artifact, pretrained: Artifact, examples: Artifact
+) -> StageKey:
     """The key of the exported model, whose card names its parent."""
     resolved = {"best": finetuned.counts["best"], "parent": parent_of(config).tags()}
     parameters = key_parameters(config, "finetune-export", resolved)

@@ -37,9 +37,12 @@ _PACKAGES = ("accelerate", "transformers", "datasets")
 
 
 def load_checked_finetuning(conf: str, overrides: Mapping[str, Any] | None) -> FinetuneConfig:
-    """Load `conf`, apply `overrides`, pin a registered model to its version, and refuse what cannot work here.
+    """Load `conf`, apply `overrides`, and refuse what cannot work here.
 
-    Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or TrackingError before any stage starts.
+    A registered model is pinned to its version.
+
+    Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or TrackingError before any
+    stage starts.
     """
     config = _load(conf, overrides)
     check_here(config)
@@ -62,15 +65,19 @@ def check_here(config: FinetuneConfig) -> None:
     """
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"a fine-tuning needs {package}, which is not installed: pip install megacore[finetune]")
+            raise ConfigError(
+                f"a fine-tuning needs {package}, which is not installed: pip install "
+                "megacore[finetune]"
+            )
     launch, hardware = config.launch, Hardware.detect()
     asking = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
     needed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
     if needed and importlib.util.find_spec("deepspeed") is None:
         value = launch.kind if asking == "launch.kind" else launch.distributed
         raise ConfigError(
-            f"{asking} is {value}, which needs deepspeed, and that is not installed: pip install megacore[deepspeed], "
-            f"or set {asking} to {'torchrun' if asking == 'launch.kind' else 'ddp'}"
+            f"{asking} is {value}, which needs deepspeed, and that is not installed: pip install "
+            f"megacore[deepspeed], or set {asking} to "
+            f"{'torchrun' if asking == 'launch.kind' else 'ddp'}"
         )
     check_launcher(launch)
     resolve_ranks(config, hardware)
@@ -78,19 +85,22 @@ def check_here(config: FinetuneConfig) -> None:
         return
     if config.train.precision == "fp16":
         raise ConfigError(
-            "train.precision is fp16, which needs a GPU, and this machine has none: set it to auto, bf16 or fp32"
+            "train.precision is fp16, which needs a GPU, and this machine has none: set it to "
+            "auto, bf16 or fp32"
         )
     if launch.distributed != "ddp" and not launch.allow_cpu:
         raise ConfigError(
-            f"launch.distributed is {launch.distributed}, which divides a model over the memory of GPUs, and this "
-            "machine has none: set launch.distributed to ddp, or launch.allow_cpu to true to start it all the same"
+            f"launch.distributed is {launch.distributed}, which divides a model over the memory of "
+            "GPUs, and this machine has none: set launch.distributed to ddp, or launch.allow_cpu "
+            "to true to start it all the same"
         )
 
 
 def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> str:
     """What the training is expected to take, in one line.
 
-    Raises ConfigError where CPUs would need more than CPU_DAYS_LIMIT days and launch.allow_cpu is false.
+    Raises ConfigError where CPUs would need more than CPU_DAYS_LIMIT days and launch.allow_cpu is
+    false.
     """
     hardware = Hardware.detect()
     ranks, threads = resolve_ranks(config, hardware)
@@ -99,19 +109,22 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
     schedule = Schedule.of(train, samples, ranks)
     tokens = examples.counts["tokens"] * schedule.total_steps / schedule.steps_per_epoch
     passes = 8 if train.gradient_checkpointing else 6
-    rate = assumed_flops_per_second(hardware, hardware.resolve_precision(train.precision), ranks, threads)
+    rate = assumed_flops_per_second(
+        hardware, hardware.resolve_precision(train.precision), ranks, threads
+    )
     days = passes * parameters * tokens / rate / SECONDS_PER_DAY
     where = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
     cost = (
-        f"{parameters / 1e6:.1f} M parameters on {ranks} {where}: {schedule.total_steps} steps, about "
-        f"{_duration(days)} at an assumed {rate / 1e12:.3g} TFLOP/s"
+        f"{parameters / 1e6:.1f} M parameters on {ranks} {where}: {schedule.total_steps} steps, "
+        f"about {_duration(days)} at an assumed {rate / 1e12:.3g} TFLOP/s"
     )
     seen = launch_is_here(config)
     if seen and not hardware.gpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:
         raise ConfigError(
-            f"{config.name} is sized for GPUs and this machine has none: its CPUs would need about {_duration(days)} "
-            f"for {schedule.total_steps} steps of {parameters / 1e6:.0f} M parameters: set train.max_steps or take a "
-            "smaller model, or set launch.allow_cpu to true to start it all the same"
+            f"{config.name} is sized for GPUs and this machine has none: its CPUs would need about "
+            f"{_duration(days)} for {schedule.total_steps} steps of {parameters / 1e6:.0f} M "
+            "parameters: set train.max_steps or take a smaller model, or set launch.allow_cpu to "
+            "true to start it all the same"
         )
     return cost
 
@@ -122,7 +135,10 @@ def launch_is_here(config: FinetuneConfig) -> bool:
 
 
 def parameter_count(directory: Path) -> int:
-    """Numbers in the weights of a transformers directory; without weights, those of the layers that its shape means."""
+    """Numbers in the weights of a transformers directory.
+
+    Without weights, those of the layers that its shape means.
+    """
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return sum(map(_numbers, files))
@@ -131,7 +147,10 @@ def parameter_count(directory: Path) -> int:
     def first(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
 
-    hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "num_layers")
+    hidden, layers = (
+        first("hidden_size", "n_embd", "d_model"),
+        first("num_hidden_layers", "n_layer", "num_layers"),
+    )
     layers += first("decoder_layers", "num_decoder_layers")
     return first("vocab_size") * hidden + 12 * layers * hidden**2
 
@@ -141,7 +160,9 @@ def _numbers(path: Path) -> int:
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return sum(
+        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+    )
 
 
 def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:
@@ -173,8 +194,12 @@ def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:
     ]
 
 
-def finetune_dry_run(conf: str, overrides: Mapping[str, Any] | None, *, find_batch_size: bool = False) -> None:
-    """Print (and store) each stage's key, whether it is cached, and what would be started; run nothing.
+def finetune_dry_run(
+    conf: str, overrides: Mapping[str, Any] | None, *, find_batch_size: bool = False
+) -> None:
+    """Print (and store) each stage's key, whether it is cached, and what would be started.
+
+    Run nothing.
 
     A key is unknown until its inputs exist. What the machine cannot do is shown too, then raised.
 
@@ -223,7 +248,10 @@ def _commands(config: FinetuneConfig, known: Mapping[str, Artifact]) -> list[str
         directory = run_directory(config, known["pretrained"], known["examples"])
     ranks, threads = resolve_ranks(config, Hardware.detect())
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
-    return ["launch:", *shown_commands(config.launch, "megacore.ranks.finetune", job, directory / "run.json")]
+    return [
+        "launch:",
+        *shown_commands(config.launch, "megacore.ranks.finetune", job, directory / "run.json"),
+    ]
 
 
 def _duration(days: float) -> str:

@@ -1,4 +1,7 @@
-"""Stage `finetune-publish`: the run, its checkpoints and the fine-tuned model in MLflow, as its parent's child."""
+"""Stage `finetune-publish`: the run, its checkpoints and the fine-tuned model in MLflow.
+
+The model is its parent's child.
+"""
 
 from typing import Any
 
@@ -8,7 +11,14 @@ from megacore.config.keys import key_parameters
 from tasks._cache import StageResult, stage_task
 from tasks._mlflow import Tracking
 from tasks._parent import Parent, parent_of
-from tasks._publication import build_publication, places, receipt_problem, run_url, shown_by, tracking_of
+from tasks._publication import (
+    build_publication,
+    places,
+    receipt_problem,
+    run_url,
+    shown_by,
+    tracking_of,
+)
 from tasks._registry import publish_model
 from tasks.finetune import run_facts
 
@@ -16,7 +26,11 @@ VERSION = 1
 
 
 def publish_key(
-    config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
+    config: FinetuneConfig,
+    pretrained: Artifact,
+    examples: Artifact,
+    finetuned: Artifact,
+    exported: Artifact,
 ) -> StageKey:
     """The key of a publication: what is published, under which name, as whose child."""
     resolved = {"registered_model": config.registered_model, "parent": parent_of(config).tags()}
@@ -33,13 +47,20 @@ def publish_key(
 
 
 def publication_problem(config: FinetuneConfig, *inputs: Artifact, **named: Artifact) -> str | None:
-    """Why the model must be published (again); None when the registry still has what the receipt says."""
+    """Why the model must be published (again).
+
+    None when the registry still has what the receipt says.
+    """
     return receipt_problem(config, publish_key(config, *inputs, **named))
 
 
 @stage_task("finetune-publish", publish_key, check=publication_problem)
 def finetune_publish(
-    config: FinetuneConfig, pretrained: Artifact, examples: Artifact, finetuned: Artifact, exported: Artifact
+    config: FinetuneConfig,
+    pretrained: Artifact,
+    examples: Artifact,
+    finetuned: Artifact,
+    exported: Artifact,
 ) -> StageResult:
     """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
     directory, counts = finetuned.directory, finetuned.counts
@@ -66,29 +87,44 @@ def finetune_publish(
         )
 
     key = publish_key(config, pretrained, examples, finetuned, exported)
-    return build_publication(config, key, directory, lambda: run_facts(config, directory.name, examples), send)
+    return build_publication(
+        config, key, directory, lambda: run_facts(config, directory.name, examples), send
+    )
 
 
-def outcome(config: FinetuneConfig, finetuned: Artifact, exported: Artifact, published: Artifact) -> str:
-    """The markdown at the end: each metric before and after, which epoch was best, and where things are."""
+def outcome(
+    config: FinetuneConfig, finetuned: Artifact, exported: Artifact, published: Artifact
+) -> str:
+    """The markdown at the end.
+
+    Each metric before and after, which epoch was best, and where things are.
+    """
     counts, parent = finetuned.counts, parent_of(config)
     name = counts["metric"]
     before, after = counts["start_metrics"], counts["metrics"]
     tested = counts["test_metrics"] or {}
     rows = [
-        f"| {key} | {before[key]:.4f} | {after[key]:.4f} | {f'{tested[key]:.4f}' if key in tested else '-'} |"
+        (
+            f"| {key} | {before[key]:.4f} | {after[key]:.4f} | "
+            f"{f'{tested[key]:.4f}' if key in tested else '-'} |"
+        )
         for key in sorted(after)
         if key in before
     ]
     lines = [
-        f"## {config.name}: validation {name} {after[name]:.4f}, {before[name]:.4f} before training",
+        (
+            f"## {config.name}: validation {name} {after[name]:.4f}, {before[name]:.4f} before "
+            "training"
+        ),
         "",
         "| | validation, before | validation, best model | test, best model |",
         "| --- | ---: | ---: | ---: |",
         *rows,
         "",
-        f"Best after {_best_epoch(counts):g} of {counts['epochs']:g} epochs, at step {counts['best_iteration']} of "
-        f"{counts['iterations']}.",
+        (
+            f"Best after {_best_epoch(counts):g} of {counts['epochs']:g} epochs, at step "
+            f"{counts['best_iteration']} of {counts['iterations']}."
+        ),
         "",
         f"- begun with: {_begun_with(config, parent)}",
         *places(tracking_of(config), finetuned.directory, exported.directory, published.directory),
@@ -103,12 +139,18 @@ def _best_epoch(counts: dict[str, Any]) -> float:
 
 def _begun_with(config: FinetuneConfig, parent: Parent) -> str:
     """The parent, linked to the run that trained it where a server shows that."""
-    text = f"`{parent.model}`" if parent.name is None else f"`models:/{parent.name}/{parent.version}`"
+    text = (
+        f"`{parent.model}`" if parent.name is None else f"`models:/{parent.name}/{parent.version}`"
+    )
     if config.model.random_weights:
         text = f"random weights, shape and tokenizer of {text}"
     if parent.run_id is None:
         return text
     tracking = tracking_of(config)
     server = shown_by(tracking)
-    run = parent.run_id if server is None else f"[{parent.run_id}]({run_url(tracking, server, parent.run_id)})"
+    run = (
+        parent.run_id
+        if server is None
+        else f"[{parent.run_id}]({run_url(tracking, server, parent.run_id)})"
+    )
     return f"{text} of MLflow run {run}"

@@ -19,9 +19,16 @@ SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
-    """Samples of the train and validation split; the test split is one epoch of each source, whatever its size."""
+    """Samples of the train and validation split.
+
+    The test split is one epoch of each source, whatever its size.
+    """
     train = config.train
-    return BatchSchedule.of(config).consumed_after(train.train_iters), train.eval_iters * train.global_batch_size, None
+    return (
+        BatchSchedule.of(config).consumed_after(train.train_iters),
+        train.eval_iters * train.global_batch_size,
+        None,
+    )
 
 
 def index_split(config: RunConfig) -> str | None:
@@ -66,7 +73,7 @@ def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
 
 
 def resolved_samples(config: RunConfig) -> dict[str, Any]:
-    """Return what decides a run's samples beside plain values of the configuration: splits, weights, segments."""
+    """Return what decides a run's samples beside plain values of the configuration."""
     data = config.data
     resolved: dict[str, Any] = {"split": index_split(config)}
     if config.family == "bert":
@@ -81,7 +88,7 @@ def resolved_samples(config: RunConfig) -> dict[str, Any]:
 
 
 def without_other_families(config: RunConfig, samples: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of samples without those sections that another family's samples are made by."""
+    """Return the parameters of samples without the sections of other families."""
     other = {name for name, family in SAMPLES_OF.items() if family != config.family}
     return {name: value for name, value in samples.items() if name not in other}
 
@@ -92,7 +99,10 @@ def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[
 
 
 def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
-    """The key of the maps: what decides them, so that more iterations within an epoch change nothing."""
+    """The key of the maps.
+
+    What decides them, so that more iterations within an epoch change nothing.
+    """
     from megacore.data.index_maps import VERSION, index_plan
     from megacore.data.sentence_maps import sentence_plan
 
@@ -111,6 +121,8 @@ def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
     build_maps = build_index_maps if config.family == "gpt" else build_sentence_maps
 
     def fill(directory: Path) -> dict[str, Any]:
-        return build_maps(mixture(config, tokens), directory, index_options(config), wanted_samples(config))
+        return build_maps(
+            mixture(config, tokens), directory, index_options(config), wanted_samples(config)
+        )
 
     return build(config, index_key(config, tokens), fill)

@@ -32,10 +32,13 @@ from tasks.zeroshot import text_digests, zeroshot_key
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 
-def load_checked_config(conf: str, overrides: Mapping[str, Any] | None, *, trains: bool = True) -> RunConfig:
+def load_checked_config(
+    conf: str, overrides: Mapping[str, Any] | None, *, trains: bool = True
+) -> RunConfig:
     """Load `conf`, apply `overrides`, and refuse what cannot work on this machine.
 
-    Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or ConversionError before any stage starts.
+    Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or ConversionError before
+    any stage starts.
     """
     config = load_config(conf, overrides, conf_dir=CONF_DIR)
     Workspace.of()
@@ -68,7 +71,10 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
     tokens = "blend" if several else members[0]
     data = (tokens, "tokenizer", "index")
     return [
-        *(PlannedStage(name, partial(collect_key, source=one)) for name, one in zip(corpora, sources, strict=True)),
+        *(
+            PlannedStage(name, partial(collect_key, source=one))
+            for name, one in zip(corpora, sources, strict=True)
+        ),
         PlannedStage("tokenizer", tokenizer_key, (corpora,)),
         *([PlannedStage("punkt", punkt_key)] if punkt else []),
         *(
@@ -85,12 +91,19 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
             else []
         ),
         PlannedStage("convert", convert_key, ("train", "evaluate", *data)),
-        PlannedStage("publish", publish_key, ("train", "evaluate", "convert", *data), problem=publication_problem),
+        PlannedStage(
+            "publish",
+            publish_key,
+            ("train", "evaluate", "convert", *data),
+            problem=publication_problem,
+        ),
     ]
 
 
 def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
-    """Print (and store) each stage's key, whether it is cached, and what the training would cost; run nothing.
+    """Print (and store) each stage's key, whether it is cached, and what the training would cost.
+
+    Run nothing.
 
     A key is unknown until its inputs exist. What the machine cannot do is shown too, then raised.
     """
@@ -102,20 +115,30 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
         refusal, cost = error, str(error)
     known: dict[str, Artifact] = {}
     rows = [planned_row(planned, config, known) for planned in planned_stages(config)]
-    show_plan(config.name, rows, f"training: {cost}", refusal, lambda: launch_commands(config, known))
+    show_plan(
+        config.name, rows, f"training: {cost}", refusal, lambda: launch_commands(config, known)
+    )
 
 
 def launch_commands(config: RunConfig, known: Mapping[str, Artifact]) -> list[str]:
-    """What would start the training on each host; the run's key is left open while its inputs are not there."""
+    """What would start the training on each host.
+
+    The run's key is left open while its inputs are not there.
+    """
     tokens = known.get("blend" if len(config.data.sources) > 1 else "tokenize")
     directory = Workspace.of().folder("train") / "<key>"
     if tokens is not None and "tokenizer" in known:
         directory = run_directory(config, tokens, known["tokenizer"])
     ranks, threads = resolve_launch(config, Hardware.detect())
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
-    return ["launch:", *shown_commands(config.launch, "megacore.ranks.pretrain", job, directory / "run.json")]
+    return [
+        "launch:",
+        *shown_commands(config.launch, "megacore.ranks.pretrain", job, directory / "run.json"),
+    ]
 
 
-def _run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> Path:
+def _run_directory(
+    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> Path:
     """Where a training lies: not under its key, which train_iters is part of."""
     return run_directory(config, tokens, tokenizer)

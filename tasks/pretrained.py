@@ -13,7 +13,9 @@ from tasks._parent import note_parent, parent_directory, parent_of
 
 
 def pretrained_key(config: FinetuneConfig) -> StageKey:
-    """The key of a model: the content of its files, whatever names it; of the hub its name and revision.
+    """The key of a model: the content of its files, whatever names it.
+
+    Of the hub its name and revision.
 
     Raises ConfigError for a model that is not there, TrackingError.
     """
@@ -25,8 +27,11 @@ def pretrained_key(config: FinetuneConfig) -> StageKey:
         if local is None
         else {"files": pretrained_digests(local, weights=not model.random_weights)}
     )
-    # Said in any case: a directory without weights has the same files either way, and is refused where they are wanted.
-    parameters = key_parameters(config, "pretrained", content | {"weights": not model.random_weights})
+    # Said in any case: a directory without weights has the same files either way, and is refused
+    # where they are wanted.
+    parameters = key_parameters(
+        config, "pretrained", content | {"weights": not model.random_weights}
+    )
     return StageKey.of("pretrained", PRETRAINED_VERSION, parameters)
 
 
@@ -41,7 +46,9 @@ def pretrained(config: FinetuneConfig) -> StageResult:
         cache = Workspace.of().folder("pretrained") / DOWNLOADS
         counts = collect_pretrained(config.model, directory, cache, local=parent_directory(config))
         if pretrained_key(config) != key:
-            raise DataFormatError("model.path changed while it was read: start again when nobody writes to it")
+            raise DataFormatError(
+                "model.path changed while it was read: start again when nobody writes to it"
+            )
         note_parent(directory, parent_of(config))
         return counts
 

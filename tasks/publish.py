@@ -45,12 +45,21 @@ def publish_key(
     """The key of a publication: what is published, and under which name."""
     parameters = key_parameters(config, "publish", {"registered_model": config.registered_model})
     return StageKey.of(
-        "publish", VERSION, parameters, trained=trained, evaluation=evaluation, export=export, tokens=tokens
+        "publish",
+        VERSION,
+        parameters,
+        trained=trained,
+        evaluation=evaluation,
+        export=export,
+        tokens=tokens,
     )
 
 
 def publication_problem(config: RunConfig, *inputs: Artifact, **named: Artifact) -> str | None:
-    """Why the model must be published (again); None when the registry still has what the receipt says."""
+    """Why the model must be published (again).
+
+    None when the registry still has what the receipt says.
+    """
     return receipt_problem(config, publish_key(config, *inputs, **named))
 
 
@@ -71,7 +80,9 @@ def publish(
         key,
         trained.directory,
         lambda: run_facts(config, trained.directory.name, tokens),
-        lambda tracking, run_id: _send(config, tracking, run_id, trained, evaluation, export, tokens),
+        lambda tracking, run_id: _send(
+            config, tracking, run_id, trained, evaluation, export, tokens
+        ),
     )
 
 
@@ -103,13 +114,18 @@ def _send(
         digest=export.digest,
         iteration=counts["iteration"],
         metrics={name: counts[name] for name in METRICS if name in counts},
-        tags={"run": trained.directory.name, "evaluate": evaluation.key, "convert": export.key, "tokenize": tokens.key},
+        tags={
+            "run": trained.directory.name,
+            "evaluate": evaluation.key,
+            "convert": export.key,
+            "tokenize": tokens.key,
+        },
         pictures=pictures,
     )
 
 
 def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
-    """The pictures of the documents' lengths that the tokenize stage drew, numbered where there are several."""
+    """The pictures of the documents' lengths from the tokenize stage, numbered if several."""
     from tasks._plots import LENGTHS_FILE
 
     drawn = [Path(prefix).with_name(LENGTHS_FILE) for prefix in token_prefixes(tokens.directory)]
@@ -121,14 +137,30 @@ def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
     return copies
 
 
-def outcome(config: RunConfig, trained: Artifact, evaluation: Artifact, export: Artifact, published: Artifact) -> str:
-    """The markdown at the end: perplexities, a sample of what the model writes, and where things are."""
+def outcome(
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    export: Artifact,
+    published: Artifact,
+) -> str:
+    """The markdown at the end.
+
+    Perplexities, a sample of what the model writes, and where things are.
+    """
     counts = evaluation.counts
-    get_run_logger().info("validation PPL: %.2f (unigram %.1f)", counts["valid_ppl"], counts["unigram_valid_ppl"])
-    get_run_logger().info("test PPL: %.2f (unigram %.1f)", counts["test_ppl"], counts["unigram_test_ppl"])
+    get_run_logger().info(
+        "validation PPL: %.2f (unigram %.1f)", counts["valid_ppl"], counts["unigram_valid_ppl"]
+    )
+    get_run_logger().info(
+        "test PPL: %.2f (unigram %.1f)", counts["test_ppl"], counts["unigram_test_ppl"]
+    )
     sample = (export.directory / "sample.txt").read_text(encoding="utf-8")
     lines = [
-        f"## {config.name}: test PPL {counts['test_ppl']:.2f}, validation PPL {counts['valid_ppl']:.2f}",
+        (
+            f"## {config.name}: test PPL {counts['test_ppl']:.2f}, validation PPL "
+            f"{counts['valid_ppl']:.2f}"
+        ),
         "",
         evaluation_summary(evaluation),
         "What it writes:",

@@ -1,4 +1,7 @@
-"""Stage `tokenize-shard`: a large corpus in parts, each a task of its own, merged into one pair of files."""
+"""Stage `tokenize-shard`: a large corpus in parts, merged into one pair of files.
+
+Each part is a task of its own.
+"""
 
 import os
 from collections.abc import Sequence
@@ -26,18 +29,28 @@ MB = 1_000_000
 
 
 def shard_key(
-    config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None, shard: "tuple[Segment, ...]"
+    config: RunConfig,
+    corpus: Artifact,
+    tokenizer: Artifact,
+    punkt: Artifact | None,
+    shard: "tuple[Segment, ...]",
 ) -> StageKey:
     """The key of one shard: as of the whole, with the parts of the corpus's files that it reads."""
     whole = tokenize_key(config, corpus, tokenizer, punkt)
     parts = [[os.path.relpath(part.path, corpus.path), part.start, part.stop] for part in shard]
     # All of the whole's parameters: no other whole shares its shards, which are deleted with it.
-    return StageKey("tokenize-shard", whole.version, whole.parameters | {"segments": parts}, whole.inputs)
+    return StageKey(
+        "tokenize-shard", whole.version, whole.parameters | {"segments": parts}, whole.inputs
+    )
 
 
 @stage_task("tokenize-shard", shard_key)
 def tokenize_shard(
-    config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None, shard: "tuple[Segment, ...]"
+    config: RunConfig,
+    corpus: Artifact,
+    tokenizer: Artifact,
+    punkt: Artifact | None,
+    shard: "tuple[Segment, ...]",
 ) -> StageResult:
     """Write a part of a corpus as `.bin`/`.idx`."""
     from megacore.tokenizer import tokenize as shards
@@ -46,7 +59,9 @@ def tokenize_shard(
 
     def fill(directory: Path) -> dict[str, Any]:
         return dict(
-            shards.tokenize_shard(shard, tokenizer.directory, directory, options, workers=_threads(config.data))
+            shards.tokenize_shard(
+                shard, tokenizer.directory, directory, options, workers=_threads(config.data)
+            )
         )
 
     return build(config, shard_key(config, corpus, tokenizer, punkt, shard), fill)
@@ -71,10 +86,12 @@ def tokenize_in_shards(
     directory: Path,
     done: list[Artifact],
 ) -> dict[str, Any]:
-    """Run a task for each shard where `data.shard_runner` says, and merge what they wrote into `directory`.
+    """Run a task for each shard where `data.shard_runner` says.
 
-    The artifacts of the shards are added to `done`. When shards fail, the others are finished first: the next run
-    takes them as they are. Raises the first failed shard's error.
+    What they wrote is merged into `directory`.
+
+    The artifacts of the shards are added to `done`. When shards fail, the others are finished
+    first: the next run takes them as they are. Raises the first failed shard's error.
     """
     from megacore.corpus.segments import divide, segments
     from megacore.tokenizer.tokenize import merge_shards
@@ -82,29 +99,41 @@ def tokenize_in_shards(
     assert config.data.shard_mb is not None
     parts = divide(segments(corpus.directory), config.data.shard_mb * MB)
     launch = config.launch
-    task = tokenize_shard.with_options(retries=launch.retries, retry_delay_seconds=launch.retry_delay)
+    task = tokenize_shard.with_options(
+        retries=launch.retries, retry_delay_seconds=launch.retry_delay
+    )
     get_run_logger().info("tokenizing %d shards in %s", len(parts), config.data.shard_runner)
     with shard_runner(config.data) as runner:
         inputs = {"config": config, "corpus": corpus, "tokenizer": tokenizer, "punkt": punkt}
         futures = [runner.submit(task, {**inputs, "shard": shard}) for shard in parts]
-        outcomes = [_outcome(future, number, len(parts)) for number, future in enumerate(futures, 1)]
+        outcomes = [
+            _outcome(future, number, len(parts)) for number, future in enumerate(futures, 1)
+        ]
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if failures:
         raise failures[0]
     done += [outcome.artifact for outcome in outcomes if isinstance(outcome, StageResult)]
     options = tokenize_options(config, punkt)
-    return dict(merge_shards([shard.directory for shard in done], directory, tokenizer.directory, options))
+    return dict(
+        merge_shards([shard.directory for shard in done], directory, tokenizer.directory, options)
+    )
 
 
-def _outcome(future: PrefectFuture[StageResult], number: int, count: int) -> StageResult | Exception:
+def _outcome(
+    future: PrefectFuture[StageResult], number: int, count: int
+) -> StageResult | Exception:
     """What the shard's task returned or raised; a worker's death is told as such."""
     try:
         return future.result()
     except Exception as error:
-        if isinstance(error, BrokenExecutor) or type(error).__name__ in ("KilledWorker", "CommClosedError"):
+        if isinstance(error, BrokenExecutor) or type(error).__name__ in (
+            "KilledWorker",
+            "CommClosedError",
+        ):
             return WorkerLostError(
-                f"the worker of shard {number} of {count} died ({type(error).__name__}: {error}): the shards that are "
-                "done are kept; give it more memory (a smaller data.shard_mb or data.shard_workers) and run it again"
+                f"the worker of shard {number} of {count} died ({type(error).__name__}: {error}): "
+                "the shards that are done are kept; give it more memory (a smaller data.shard_mb "
+                "or data.shard_workers) and run it again"
             )
         return error
 
@@ -120,7 +149,8 @@ def shard_runner(data: DataConfig) -> "TaskRunner[Any]":
         from prefect_dask import DaskTaskRunner
     except ImportError as error:
         raise ConfigError(
-            f"data.shard_runner is dask, but {error.name} is not installed: install megacore[dask], or choose threads"
+            f"data.shard_runner is dask, but {error.name} is not installed: install "
+            "megacore[dask], or choose threads"
         ) from error
     if data.dask_address is not None:
         return DaskTaskRunner(address=data.dask_address)

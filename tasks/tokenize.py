@@ -44,7 +44,9 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
 
 
 @stage_task("tokenize", tokenize_key)
-def tokenize(config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None) -> StageResult:
+def tokenize(
+    config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None
+) -> StageResult:
     """Write a corpus as `.bin`/`.idx`; beyond `data.shard_mb` as shards, which are merged."""
     from megacore.tokenizer.tokenize import tokenize_corpus
 
@@ -54,7 +56,9 @@ def tokenize(config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Ar
     def fill(directory: Path) -> dict[str, Any]:
         if needs_shards(config, corpus):
             return tokenize_in_shards(config, corpus, tokenizer, punkt, directory, shards)
-        counts = tokenize_corpus(corpus.directory, tokenizer.directory, directory, options, workers=config.data.workers)
+        counts = tokenize_corpus(
+            corpus.directory, tokenizer.directory, directory, options, workers=config.data.workers
+        )
         return dict(counts)
 
     result = build(config, tokenize_key(config, corpus, tokenizer, punkt), fill)
@@ -76,7 +80,8 @@ def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
     what = "sentence" if config.data.split_sentences else "document"
     length_histogram(IndexedDataset(prefix).lengths, picture, f"{config.name}: tokens per {what}")
     encoded = base64.b64encode(picture.read_bytes()).decode("ascii")
-    # As markdown: Prefect shows an image artifact's whole address below it, and this address is the image.
+    # As markdown: Prefect shows an image artifact's whole address below it, and this address is the
+    # image.
     create_markdown_artifact(
         f"![tokens per {what}](data:image/png;base64,{encoded})\n",
         key="token-lengths",

@@ -32,21 +32,26 @@ from tasks._retry import counted_failures, training_may_pass
 from tasks.index import resolved_samples, without_other_families
 
 SEALED = "checkpoints/*/complete.json"
-"""A training's manifest lists the completion markers: each holds the hashes of its checkpoint's files."""
+"""A training's manifest lists the completion markers: each holds the hashes of its checkpoint's
+files."""
 
 
 def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
     """Identity of the run: it leaves out what may change on resume, train_iters among it."""
     from megacore.hardware import Hardware
 
-    resolved: dict[str, Any] = {f"samples.{name}": value for name, value in resolved_samples(config).items()}
+    resolved: dict[str, Any] = {
+        f"samples.{name}": value for name, value in resolved_samples(config).items()
+    }
     resolved["train.pretrained_checkpoint"] = pretrained_digest(config)
     resolved["precision"] = Hardware.detect().resolve_precision(config.train.precision)
     if config.resume.checkpoint is not None:
         resolved["resume"] = resumed_digest(config)
     parameters = key_parameters(config, "run", resolved)
     parameters["samples"] = without_other_families(config, parameters["samples"])
-    return StageKey.of("train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer)
+    return StageKey.of(
+        "train", stages.TRAIN_VERSION, parameters, tokens=tokens, tokenizer=tokenizer
+    )
 
 
 def pretrained_digest(config: RunConfig) -> str | None:
@@ -61,16 +66,20 @@ def pretrained_digest(config: RunConfig) -> str | None:
     marker = Path(config.train.pretrained_checkpoint) / MARKER_NAME
     if not marker.is_file():
         raise ConfigError(
-            f"train.pretrained_checkpoint is {config.train.pretrained_checkpoint}, which has no {MARKER_NAME}: give "
-            "the directory of a complete checkpoint, as in runs/KEY/checkpoints/iter_0001000"
+            f"train.pretrained_checkpoint is {config.train.pretrained_checkpoint}, which has no "
+            f"{MARKER_NAME}: give the directory of a complete checkpoint, as in "
+            "runs/KEY/checkpoints/iter_0001000"
         )
     return file_digest(marker)
 
 
 def check_pretrained(config: RunConfig) -> None:
-    """Refuse, before anything runs, a pretrained checkpoint that is not there or of another architecture.
+    """Refuse, before anything runs, a pretrained checkpoint that is missing or does not fit.
 
-    Whether it has the tokenizer's vocabulary is seen when training starts. Raises ConfigError, CheckpointError.
+    It does not fit when of another architecture.
+
+    Whether it has the tokenizer's vocabulary is seen when training starts. Raises ConfigError,
+    CheckpointError.
     """
     from megacore.checkpoint.spec import check_same_model, read_spec
     from megacore.config.spec import ModelSpec
@@ -82,7 +91,9 @@ def check_pretrained(config: RunConfig) -> None:
     check_same_model(path, there, ModelSpec.of(config, there.vocab_size))
 
 
-def train_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageKey:
+def train_key(
+    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> StageKey:
     """Identity of the run trained so far, and of what it passed over on the way."""
     run = run_key(config, tokens, tokenizer)
     skipped = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
@@ -95,7 +106,9 @@ def run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> P
     return Workspace.of().folder("train") / run_key(config, tokens, tokenizer).key
 
 
-def training_problem(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> str | None:
+def training_problem(
+    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> str | None:
     """Why the run must be trained (further), in one clause; None when it is complete."""
     from megacore.checkpoint.format import verify
 
@@ -115,7 +128,8 @@ def training_problem(config: RunConfig, tokens: Artifact, tokenizer: Artifact, i
 def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageResult:
     """Train to `train.train_iters`; a retry goes on from the last complete checkpoint.
 
-    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a new checkpoint.
+    It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a
+    new checkpoint.
     """
     directory = run_directory(config, tokens, tokenizer)
     key = train_key(config, tokens, tokenizer, index)
@@ -137,13 +151,18 @@ def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
     for path, marker in complete_checkpoints(directory / "checkpoints").items():
         if marker.iteration > wanted:
             raise ConfigError(
-                f"train.train_iters is {wanted}, but {path} is further already: raise it to at least "
-                f"{marker.iteration}, or change the seed to start another run"
+                f"train.train_iters is {wanted}, but {path} is further already: raise it to at "
+                f"least {marker.iteration}, or change the seed to start another run"
             )
 
 
 def _run(
-    config: RunConfig, key: StageKey, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
+    config: RunConfig,
+    key: StageKey,
+    directory: Path,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
 ) -> None:
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
@@ -163,7 +182,10 @@ def _run(
 
 
 def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact) -> None:
-    """Say when an extended run leaves the course of its first part, and so equals no run of this length."""
+    """Say when an extended run leaves the course of its first part.
+
+    It then equals no run of this length.
+    """
     try:
         before = TrainJob.read(directory / "run.json")
     except ConfigError:
@@ -175,11 +197,15 @@ def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact)
     )
     if old != new:
         log.warning(
-            "the learning rate schedule of this run changes from %s to %s: set both in optim to keep it", old, new
+            "the learning rate schedule of this run changes from %s to %s: set both in optim to "
+            "keep it",
+            old,
+            new,
         )
     if before.index_directory != index.path:
         log.warning(
-            "train.train_iters %d needs more epochs of the data than %d did: the samples are drawn in a new order",
+            "train.train_iters %d needs more epochs of the data than %d did: the samples are drawn "
+            "in a new order",
             config.train.train_iters,
             before.config.train.train_iters,
         )
@@ -190,7 +216,9 @@ def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:
     return RunFacts(key=key, datasets={"training": tokens}, tags={"megacore.conf": config.name})
 
 
-def make_job(config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> TrainJob:
+def make_job(
+    config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> TrainJob:
     """The job file of this run's next attempt, on the machines and ranks that take part now.
 
     Raises ParallelLayoutError, and LaunchError when too few machines of an elastic run answer.
@@ -202,7 +230,9 @@ def make_job(config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Ar
     vocab_size = tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size, attempt=stages.next_attempt(directory))
     ranks, threads = resolve_launch(config, Hardware.detect(), vocab_size, hosts=hosts)
-    return job_of(config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads, hosts=hosts)
+    return job_of(
+        config, directory, tokens, tokenizer, index, ranks=ranks, threads=threads, hosts=hosts
+    )
 
 
 def job_of(
@@ -216,7 +246,10 @@ def job_of(
     threads: int,
     hosts: Mapping[str, int] | None = None,
 ) -> TrainJob:
-    """A job of this run on `ranks` ranks of `threads` CPU threads each, on `hosts` (None: on this machine)."""
+    """A job of this run on `ranks` ranks of `threads` CPU threads each.
+
+    It is on `hosts` (None: on this machine).
+    """
     return TrainJob(
         config=config,
         token_prefixes=token_prefixes(tokens.directory),
@@ -253,9 +286,17 @@ def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def finished_training(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> Artifact:
-    """The training that `pretrain` has finished for this configuration. Raises ConfigError when there is none."""
+def finished_training(
+    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> Artifact:
+    """The training that `pretrain` has finished for this configuration.
+
+    Raises ConfigError when there is none.
+    """
     problem = training_problem(config, tokens, tokenizer, index)
     if problem:
-        raise ConfigError(f"{config.name} has no finished training here ({problem}): run pretrain/{config.name} first")
+        raise ConfigError(
+            f"{config.name} has no finished training here ({problem}): run pretrain/{config.name} "
+            "first"
+        )
     return open_artifact(run_directory(config, tokens, tokenizer))

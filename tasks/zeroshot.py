@@ -29,7 +29,12 @@ REPORT = "zeroshot.json"
 
 
 def zeroshot_key(
-    config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
 ) -> StageKey:
     """The key of the scores. Raises ConfigError when a text is not there."""
     resolved = text_digests(config) | {"checkpoint": evaluation.counts["best"]}
@@ -38,7 +43,10 @@ def zeroshot_key(
 
 
 def text_digests(config: RunConfig) -> dict[str, str | None]:
-    """Digest of each text's content, None where it is not wanted. Raises ConfigError when one cannot be read."""
+    """Digest of each text's content, None where it is not wanted.
+
+    Raises ConfigError when one cannot be read.
+    """
     digests: dict[str, str | None] = {}
     for name in ("wikitext", "lambada"):
         path = getattr(config.evaluate.zero_shot, name)
@@ -46,17 +54,25 @@ def text_digests(config: RunConfig) -> dict[str, str | None]:
             digests[name] = None if path is None else file_digest(Path(path))
         except OSError as error:
             raise ConfigError(
-                f"evaluate.zero_shot.{name} is {path}, which cannot be read: {error.strerror}: correct the path, or "
-                "remove it"
+                f"evaluate.zero_shot.{name} is {path}, which cannot be read: {error.strerror}: "
+                "correct the path, or remove it"
             ) from error
     return digests
 
 
 @stage_task("zeroshot", zeroshot_key)
 def zeroshot(
-    config: RunConfig, trained: Artifact, evaluation: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+    config: RunConfig,
+    trained: Artifact,
+    evaluation: Artifact,
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
 ) -> StageResult:
-    """Score the checkpoint with the lowest validation loss, and tell MLflow; a retry tells it what it lacks."""
+    """Score the checkpoint with the lowest validation loss, and tell MLflow.
+
+    A retry tells it what it lacks.
+    """
     key = zeroshot_key(config, trained, evaluation, tokens, tokenizer, index)
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -77,7 +93,9 @@ def zeroshot(
 def make_job(
     config: RunConfig, trained: Artifact, evaluation: Artifact, tokenizer: Artifact, scratch: Path
 ) -> ZeroShotJob:
-    """The job on the ranks that train; pipeline stages become replicas, as a model alone needs little memory.
+    """The job on the ranks that train.
+
+    Pipeline stages become replicas, as a model alone needs little memory.
 
     Raises ParallelLayoutError.
     """
@@ -112,27 +130,43 @@ def metrics_of(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The scores under their names in MLflow."""
     found = {}
     if "wikitext" in scores:
-        found = {"wikitext_ppl": scores["wikitext"]["word_ppl"], "wikitext_token_ppl": scores["wikitext"]["token_ppl"]}
+        found = {
+            "wikitext_ppl": scores["wikitext"]["word_ppl"],
+            "wikitext_token_ppl": scores["wikitext"]["token_ppl"],
+        }
     if "lambada" in scores:
-        found |= {"lambada_accuracy": scores["lambada"]["accuracy"], "lambada_ppl": scores["lambada"]["target_ppl"]}
+        found |= {
+            "lambada_accuracy": scores["lambada"]["accuracy"],
+            "lambada_ppl": scores["lambada"]["target_ppl"],
+        }
     return found
 
 
 def _log(config: RunConfig, trained: Artifact, tokens: Artifact, scored: Artifact) -> None:
     """Give the MLflow run of the training its scores. Raises TrackingError."""
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
-    forwarder = Forwarder(tracking, trained.directory, config, run_facts(config, trained.directory.name, tokens))
+    forwarder = Forwarder(
+        tracking, trained.directory, config, run_facts(config, trained.directory.name, tokens)
+    )
     run_id = forwarder.flush()
     try:
         scores = metrics_of(read_scores(scored))
-        log_scores(tracking, run_id, scored.counts["iteration"], scores, timestamp_ms=round(1000 * time.time()))
+        log_scores(
+            tracking,
+            run_id,
+            scored.counts["iteration"],
+            scores,
+            timestamp_ms=round(1000 * time.time()),
+        )
     finally:
         end_run(tracking, run_id)
 
 
 def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
     """What was measured on each text."""
-    scores: dict[str, dict[str, Any]] = json.loads((artifact.directory / REPORT).read_text(encoding="utf-8"))
+    scores: dict[str, dict[str, Any]] = json.loads(
+        (artifact.directory / REPORT).read_text(encoding="utf-8")
+    )
     return scores
 
 
@@ -145,11 +179,16 @@ def zeroshot_summary(scored: Artifact | None) -> str:
     if "wikitext" in scores:
         found = scores["wikitext"]
         stride = (
-            f", windows {found['overlapping_eval']} apart" if found["overlapping_eval"] < found["seq_length"] else ""
+            f", windows {found['overlapping_eval']} apart"
+            if found["overlapping_eval"] < found["seq_length"]
+            else ""
         )
         lines.append(f"| WikiText PPL per word{stride} | {found['word_ppl']:,.2f} |")
         lines.append(f"| WikiText PPL per token{stride} | {found['token_ppl']:,.2f} |")
     if "lambada" in scores:
         found = scores["lambada"]
-        lines.append(f"| LAMBADA accuracy ({found['correct']:,} of {found['passages']:,}) | {found['accuracy']:.2%} |")
+        lines.append(
+            f"| LAMBADA accuracy ({found['correct']:,} of {found['passages']:,}) | "
+            f"{found['accuracy']:.2%} |"
+        )
     return "\n".join(lines) + "\n"

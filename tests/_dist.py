@@ -1,4 +1,5 @@
-"""Run a function on several gloo ranks; a hang, a crash or an exception fails with every rank's account of it."""
+"""Run a function on several gloo ranks; a hang, a crash or an exception fails with every rank's
+account of it."""
 
 import faulthandler
 import os
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 GRACE = 3.0
-"""Seconds that the other ranks get once one has failed, and that a hanging rank gets to write its stacks."""
+"""Seconds that the other ranks get once one has failed, and that a hanging rank gets to write its
+stacks."""
 HEARTBEAT = "MEGACORE_TEST_HEARTBEAT"
-"""Environment variable with the path of the file that `still_alive` touches, and the file's name."""
+"""Environment variable with the path of the file that `still_alive` touches, and the file's
+name."""
 _POLL = 0.05
 
 
@@ -25,17 +28,23 @@ class DistributedError(AssertionError):
     """A rank raised, died or did not finish in time."""
 
 
-def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """Call `fn(*args)` on `world_size` processes of one gloo group and return what each rank returned, by rank.
+def run_distributed(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` processes of one gloo group and return what each rank
+    returned, by rank.
 
-    `fn` is a function at module level; arguments and return values can be pickled. Each rank runs on one
-    thread, with RANK, WORLD_SIZE, LOCAL_RANK set and the default process group initialised over loopback.
+    `fn` is a function at module level; arguments and return values can be pickled. Each rank runs
+    on one thread, with RANK, WORLD_SIZE, LOCAL_RANK set and the default process group initialised
+    over loopback.
 
-    A function that runs many cases calls `still_alive` between them: the deadline then counts from the last call.
+    A function that runs many cases calls `still_alive` between them: the deadline then counts from
+    the last call.
 
     Raises:
-        DistributedError: a rank raised (its traceback is in the message), died, or ran beyond `timeout`
-            seconds (the Python stacks of every rank are in the message). No process is left behind.
+        DistributedError: a rank raised (its traceback is in the message), died, or ran beyond
+            `timeout` seconds (the Python stacks of every rank are in the message). No process is
+            left behind.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-dist-") as folder:
         directory = Path(folder)
@@ -47,11 +56,14 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
         finally:
             _kill(ranks)
         _raise_failures(directory, ranks, late, timeout)
-        return [pickle.loads((directory / f"result_{rank}").read_bytes()) for rank in range(world_size)]
+        return [
+            pickle.loads((directory / f"result_{rank}").read_bytes()) for rank in range(world_size)
+        ]
 
 
 def still_alive() -> None:
-    """Let the deadline of this rank's `run_distributed` count from now; without effect elsewhere."""
+    """Let the deadline of this rank's `run_distributed` count from now; without effect
+    elsewhere."""
     if HEARTBEAT in os.environ:
         Path(os.environ[HEARTBEAT]).touch()
 
@@ -79,8 +91,11 @@ def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[byt
         )
 
 
-def _wait(ranks: list["subprocess.Popen[bytes]"], timeout: float, heartbeat: Path) -> "list[subprocess.Popen[bytes]]":
-    """Wait until all have ended, and return those that still run at the deadline or `GRACE` after a failure."""
+def _wait(
+    ranks: list["subprocess.Popen[bytes]"], timeout: float, heartbeat: Path
+) -> "list[subprocess.Popen[bytes]]":
+    """Wait until all have ended, and return those that still run at the deadline or `GRACE` after a
+    failure."""
     deadline = time.monotonic() + timeout
     failed, beat = False, 0.0
     while running := [rank for rank in ranks if rank.poll() is None]:
@@ -95,7 +110,10 @@ def _wait(ranks: list["subprocess.Popen[bytes]"], timeout: float, heartbeat: Pat
 
 
 def _dump_stacks(late: "list[subprocess.Popen[bytes]]") -> None:
-    """Let each rank that still runs write the Python stacks of its threads; faulthandler needs no interpreter lock."""
+    """Let each rank that still runs write the Python stacks of its threads.
+
+    Faulthandler needs no interpreter lock.
+    """
     for rank in late:
         rank.send_signal(signal.SIGUSR1)
     if late:
@@ -122,7 +140,9 @@ def _raise_failures(
         error, output = directory / f"error_{number}", directory / f"output_{number}"
         if error.exists():
             raised_at = error.stat().st_mtime
-            accounts.append((raised_at, f"rank {number} raised:\n{error.read_text(encoding='utf-8')}"))
+            accounts.append(
+                (raised_at, f"rank {number} raised:\n{error.read_text(encoding='utf-8')}")
+            )
         elif rank in late:
             text = output.read_text(encoding="utf-8", errors="replace")
             accounts.append((time.time(), f"rank {number} was still running:\n{text}"))
@@ -130,7 +150,11 @@ def _raise_failures(
             text = output.read_text(encoding="utf-8", errors="replace")
             accounts.append((0.0, f"rank {number} died with exit code {rank.returncode}:\n{text}"))
     hang = len(late) == len(ranks)
-    title = f"no rank finished within {timeout:g} s" if hang else f"{len(ranks)} ranks did not all succeed"
+    title = (
+        f"no rank finished within {timeout:g} s"
+        if hang
+        else f"{len(ranks)} ranks did not all succeed"
+    )
     raise DistributedError("\n".join([title, *(text for _, text in sorted(accounts))]))
 
 
@@ -160,7 +184,8 @@ def _run_rank(directory: Path) -> None:
         (directory / f"result_{rank}").write_bytes(pickle.dumps(result))
         sys.stdout.flush()
         sys.stderr.flush()
-        # As megacore.ranks.rank does: gloo's threads may abort the teardown of an interpreter that is done.
+        # As megacore.ranks.rank does: gloo's threads may abort the teardown of an interpreter that
+        # is done.
         os._exit(0)
     except BaseException:
         partial = directory / f"error_{rank}.partial"

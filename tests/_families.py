@@ -1,4 +1,5 @@
-"""Tiny models of every family in float64, with weights that are not all alike, the same for every layout."""
+"""Tiny models of every family in float64, with weights that are not all alike, the same for every
+layout."""
 
 from typing import Any
 
@@ -41,8 +42,10 @@ NEOX: dict[str, Any] = {
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
-    "llama tied, one group": LLAMA | {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
-    "llama with biases, wide heads": LLAMA | {"add_bias_linear": True, "kv_channels": 12, "num_query_groups": None},
+    "llama tied, one group": LLAMA
+    | {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
+    "llama with biases, wide heads": LLAMA
+    | {"add_bias_linear": True, "kv_channels": 12, "num_query_groups": None},
     "llama geglu, long base": LLAMA | {"activation": "geglu_tanh", "rotary_base": 500000.0},
     "mistral": LLAMA | {"sliding_window": 5},
     "qwen3": LLAMA | {"qk_layernorm": True, "kv_channels": 12},
@@ -50,7 +53,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "neox serial": NEOX | {"parallel_residual": False, "rotary_percent": 1.0},
 }
 """By name, options of GPT that are a model of transformers."""
-MPT: dict[str, Any] = {"position_embedding_type": "alibi", "activation": "gelu", "add_bias_linear": False}
+MPT: dict[str, Any] = {
+    "position_embedding_type": "alibi",
+    "activation": "gelu",
+    "add_bias_linear": False,
+}
 BERTS: dict[str, dict[str, Any]] = {
     "bert": {"norm_position": "post", "activation": "gelu"},
     "bert gelu_new": {"norm_position": "post"},
@@ -78,7 +85,10 @@ T5S: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     **{name: ("gpt", values) for name, values in DECODERS.items()},
     "alibi": ("gpt", MPT),
-    "groups of norms": ("gpt", LLAMA | {"qk_layernorm": True, "num_query_groups": 1, "normalization": "layernorm"}),
+    "groups of norms": (
+        "gpt",
+        LLAMA | {"qk_layernorm": True, "num_query_groups": 1, "normalization": "layernorm"},
+    ),
     **{name: ("bert", values) for name, values in BERTS.items()},
     **{name: ("t5", values) for name, values in T5S.items()},
 }
@@ -101,11 +111,16 @@ def spec(name: str, **values: Any) -> ModelSpec:
             **values,
         }
     )
-    return ModelSpec(family=family, model=model, vocab_size=VOCAB, special_tokens=SpecialTokens(eod=1, pad=0))
+    return ModelSpec(
+        family=family, model=model, vocab_size=VOCAB, special_tokens=SpecialTokens(eod=1, pad=0)
+    )
 
 
-def model(of: ModelSpec, tp: ParallelGroup = ALONE, *, chunk: ModelChunk | None = None, **options: Any) -> Model:
-    """A chunk of the model in which every parameter is far from zero, and from one, the same for every layout."""
+def model(
+    of: ModelSpec, tp: ParallelGroup = ALONE, *, chunk: ModelChunk | None = None, **options: Any
+) -> Model:
+    """A chunk of the model in which every parameter is far from zero, and from one, the same for
+    every layout."""
     classes = {"gpt": GPTModel, "bert": BertModel, "t5": T5Model}
     own: Model = classes[of.family](
         of.model,
@@ -118,8 +133,14 @@ def model(of: ModelSpec, tp: ParallelGroup = ALONE, *, chunk: ModelChunk | None 
     parts = partitions(own)
     with torch.no_grad():
         for name, parameter in own.named_parameters():
-            shape = parts[name].global_shape(tuple(parameter.shape)) if name in parts else tuple(parameter.shape)
-            generator = torch.Generator().manual_seed(sum(place * byte for place, byte in enumerate(name.encode())))
+            shape = (
+                parts[name].global_shape(tuple(parameter.shape))
+                if name in parts
+                else tuple(parameter.shape)
+            )
+            generator = torch.Generator().manual_seed(
+                sum(place * byte for place, byte in enumerate(name.encode()))
+            )
             drawn = 0.2 * torch.randn(shape, dtype=torch.float64, generator=generator)
             if name.endswith("layernorm.weight"):
                 drawn += 1
@@ -156,7 +177,9 @@ def given(of: ModelSpec) -> ModelInput:
     lengths = (LENGTH, LENGTH - 3, 5)
     tokens = ids(LENGTH, lengths)
     if of.family == "t5":
-        return T5Rules(LENGTH, 0).read(torch.cat([tokens, ids(DECODER_LENGTH, (DECODER_LENGTH, 5, 3))], 1))
+        return T5Rules(LENGTH, 0).read(
+            torch.cat([tokens, ids(DECODER_LENGTH, (DECODER_LENGTH, 5, 3))], 1)
+        )
     predicted = torch.rand(3, LENGTH, generator=generator) < 0.4
     labels = ids(LENGTH, lengths).where(predicted, -1)
     segments = (torch.arange(LENGTH) >= 3).long().expand(3, -1).where(tokens >= 0, -1)
@@ -170,15 +193,19 @@ def total(losses: Tensor | Losses) -> Tensor:
 
 
 def logits(own: Model, what: ModelInput) -> list[Tensor]:
-    """Everything that the whole model predicts: of tokens [b, s, v], and of BERT's binary head [b, 2]."""
+    """Everything that the whole model predicts: of tokens [b, s, v], and of BERT's binary head [b,
+    2]."""
     if isinstance(own, GPTModel):
         return [own(what.tokens)]
     found = own(what)
     return [part for part in found if part is not None] if isinstance(found, tuple) else [found]
 
 
-def backward(parts: list[Model], what: ModelInput, dropout_seed: int | None = None) -> dict[str, Tensor]:
-    """The losses, and every gradient, of one micro batch that passes through the chunks as through a pipeline.
+def backward(
+    parts: list[Model], what: ModelInput, dropout_seed: int | None = None
+) -> dict[str, Tensor]:
+    """The losses, and every gradient, of one micro batch that passes through the chunks as through
+    a pipeline.
 
     Gradients of parameters that several chunks hold are summed.
     """

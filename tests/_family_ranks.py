@@ -1,4 +1,5 @@
-"""What each of t tensor-parallel ranks computes with the models of `tests/_families.py`, all of it in one spawn."""
+"""What each of t tensor-parallel ranks computes with the models of `tests/_families.py`, all of it
+in one spawn."""
 
 from typing import Any
 
@@ -41,13 +42,18 @@ def run(world: int) -> dict[str, Any]:
 
 
 def _plain(name: str, tp: ParallelGroup, sequence: bool) -> dict[str, Any]:
-    """Logits, losses and every gradient of the whole model, and of a pipeline of one layer per chunk.
+    """Logits, losses and every gradient of the whole model, and of a pipeline of one layer per
+    chunk.
 
     The pipeline of several ranks is sequence parallel, which divides what the chunks hand on.
     """
     of = _families.spec(name)
     whole, given = _families.model(of, tp, sequence_parallel=sequence), _families.given(of)
-    found = {} if tp.size > 1 and not sequence else {"chunks": _families.backward(_pieces(name, tp, sequence), given)}
+    found = (
+        {}
+        if tp.size > 1 and not sequence
+        else {"chunks": _families.backward(_pieces(name, tp, sequence), given)}
+    )
     return found | {
         "partitions": partitions(whole),
         "partial": partial_gradients(whole),
@@ -57,7 +63,8 @@ def _plain(name: str, tp: ParallelGroup, sequence: bool) -> dict[str, Any]:
 
 
 def _dropped(name: str, tp: ParallelGroup, sequence: bool) -> dict[str, dict[str, Tensor]]:
-    """Losses and gradients with all dropouts on: recomputed in every way, once more, of another seed, and in chunks."""
+    """Losses and gradients with all dropouts on: recomputed in every way, once more, of another
+    seed, and in chunks."""
     values = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
     of = _families.spec(name, **values)
     given = _families.given(of)
@@ -77,4 +84,7 @@ def _dropped(name: str, tp: ParallelGroup, sequence: bool) -> dict[str, dict[str
 
 def _pieces(name: str, tp: ParallelGroup, sequence: bool, **values: Any) -> list[Model]:
     of = _families.spec(name, **values)
-    return [_families.model(of, tp, chunk=chunk, sequence_parallel=sequence) for chunk in _families.chunks(of)]
+    return [
+        _families.model(of, tp, chunk=chunk, sequence_parallel=sequence)
+        for chunk in _families.chunks(of)
+    ]

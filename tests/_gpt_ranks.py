@@ -38,7 +38,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "sequence": True,
     },
-    "alibi": {"position_embedding_type": "alibi", "sliding_window": 5, "activation": "geglu", "kv_channels": 16},
+    "alibi": {
+        "position_embedding_type": "alibi",
+        "sliding_window": 5,
+        "activation": "geglu",
+        "kv_channels": 16,
+    },
     "losses": {"train": {"label_smoothing": 0.1, "z_loss": 0.01}},
 }
 """Whole models whose losses and gradients are compared with the serial ones."""
@@ -51,8 +56,11 @@ CHUNKS = (
 SEED = 77
 
 
-def model(tp: ParallelGroup, *, sequence: bool = False, chunk: ModelChunk | None = None, **values: Any) -> GPTModel:
-    """A float64 model in which every parameter is far from its initial zero or one, the same for every layout."""
+def model(
+    tp: ParallelGroup, *, sequence: bool = False, chunk: ModelChunk | None = None, **values: Any
+) -> GPTModel:
+    """A float64 model in which every parameter is far from its initial zero or one, the same for
+    every layout."""
     config = tiny_config(**values)
     if sequence and tp.size > 1:
         parallel = config.parallel.model_copy(update={"sequence_parallel": True})
@@ -61,7 +69,11 @@ def model(tp: ParallelGroup, *, sequence: bool = False, chunk: ModelChunk | None
     parts = partitions(own)
     with torch.no_grad():
         for name, parameter in own.named_parameters():
-            shape = parts[name].global_shape(tuple(parameter.shape)) if name in parts else parameter.shape
+            shape = (
+                parts[name].global_shape(tuple(parameter.shape))
+                if name in parts
+                else parameter.shape
+            )
             generator = torch.Generator().manual_seed(sum(name.encode("ascii")))
             noise = 0.1 * torch.randn(shape, dtype=torch.float64, generator=generator)
             parameter.add_(parts[name].shard(noise) if name in parts else noise)
@@ -70,7 +82,11 @@ def model(tp: ParallelGroup, *, sequence: bool = False, chunk: ModelChunk | None
 
 def grads(own: GPTModel) -> dict[str, Tensor]:
     """Every gradient by name, and none afterwards."""
-    found = {name: parameter.grad for name, parameter in own.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in own.named_parameters()
+        if parameter.grad is not None
+    }
     own.zero_grad()
     return found
 
@@ -80,7 +96,9 @@ def initial(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
     found = {}
     for name, values in {"fused": {}, "groups": {"num_query_groups": 2}}.items():
         own = build_model(
-            tiny_config(num_layers=4, make_vocab_size_divisible_by=128, **values), 117, ProcessMesh(tensor_parallel=tp)
+            tiny_config(num_layers=4, make_vocab_size_divisible_by=128, **values),
+            117,
+            ProcessMesh(tensor_parallel=tp),
         )
         found[name] = {
             "weights": {name: parameter.detach() for name, parameter in own.named_parameters()},
@@ -89,7 +107,9 @@ def initial(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
     config = tiny_config(num_layers=4, make_vocab_size_divisible_by=128)
     for number, chunk in enumerate(CHUNKS):
         own = build_model(config, 117, ProcessMesh(tensor_parallel=tp), chunk=chunk)
-        found[f"chunk {number}"] = {name: parameter.detach() for name, parameter in own.named_parameters()}
+        found[f"chunk {number}"] = {
+            name: parameter.detach() for name, parameter in own.named_parameters()
+        }
     return found
 
 
@@ -125,7 +145,8 @@ class Sink:
 
 
 def sinks(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
-    """Main gradients and contributions of two passes against autograd's gradients, in fp32 and with recomputation."""
+    """Main gradients and contributions of two passes against autograd's gradients, in fp32 and with
+    recomputation."""
     found = {}
     for recompute in ("none", "full"):
         own = model(tp, sequence=True, num_query_groups=2, train={"recompute": recompute}).float()
@@ -141,13 +162,16 @@ def sinks(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
             "expected": expected,
             "autograd": got,
             "main": {name: p.grad_sink.main_grad for name, p in own.named_parameters()},  # type: ignore[attr-defined]
-            "contributions": {name: p.grad_sink.contributions for name, p in own.named_parameters()},  # type: ignore[attr-defined]
+            "contributions": {
+                name: p.grad_sink.contributions for name, p in own.named_parameters()
+            },  # type: ignore[attr-defined]
         }
     return found
 
 
 def dropout(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Losses and gradients with all dropouts on: recomputed in every way, in chunks, and two micro batches at once."""
+    """Losses and gradients with all dropouts on: recomputed in every way, in chunks, and two micro
+    batches at once."""
     found: dict[str, dict[str, dict[str, Tensor]]] = {}
     values: dict[str, Any] = {"num_layers": 4, "hidden_dropout": 0.2, "attention_dropout": 0.3}
     for kind in ("plain", "sequence"):
@@ -160,15 +184,21 @@ def dropout(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, dict[str, dict[st
         }
         some = {"recompute": "full", "recompute_num_layers": 1}
         ways["chunks"] = lambda sequence=sequence, some=some: _pass(
-            [model(tp, sequence=sequence, chunk=chunk, train=some, **values) for chunk in CHUNKS], tokens
+            [model(tp, sequence=sequence, chunk=chunk, train=some, **values) for chunk in CHUNKS],
+            tokens,
         )
-        ways["two in flight"] = lambda sequence=sequence: _two_in_flight(model(tp, sequence=sequence, **values), tokens)
+        ways["two in flight"] = lambda sequence=sequence: _two_in_flight(
+            model(tp, sequence=sequence, **values), tokens
+        )
         found[kind] = {way: compute() for way, compute in ways.items()}
     return found
 
 
 def _pass(chunks: list[GPTModel], tokens: Tensor) -> dict[str, Tensor]:
-    """Two micro batches through the chunks, after draws that must not matter; the tables' gradients are summed."""
+    """Two micro batches through the chunks, after draws that must not matter.
+
+    The tables' gradients are summed.
+    """
     found: dict[str, Tensor] = {}
     for number in range(2):
         given, x = ModelInput(tokens, tokens.roll(-1, 1)), None
@@ -186,7 +216,9 @@ def _pass(chunks: list[GPTModel], tokens: Tensor) -> dict[str, Tensor]:
 
 def _two_in_flight(own: GPTModel, tokens: Tensor) -> dict[str, Tensor]:
     """The same as `_pass` with both forward passes before the backward passes."""
-    losses = [own.loss(tokens, tokens.roll(-1, 1), dropout_seed=SEED + number) for number in range(2)]
+    losses = [
+        own.loss(tokens, tokens.roll(-1, 1), dropout_seed=SEED + number) for number in range(2)
+    ]
     found = {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)}
     for loss in losses:
         loss.mean().backward()

@@ -1,7 +1,8 @@
-"""What each of t tensor-parallel ranks computes, all of it in one spawn; the tests compare it with serial torch.
+"""What each of t tensor-parallel ranks computes, all of it in one spawn; the tests compare it with
+serial torch.
 
-Every layer is a case by itself and, where it has one, in its sequence-parallel form. For t = 1 the same cases run in
-the tests' own process.
+Every layer is a case by itself and, where it has one, in its sequence-parallel form. For t = 1 the
+same cases run in the tests' own process.
 """
 
 import math
@@ -37,10 +38,16 @@ from tests._dist import still_alive
 from tests._tiny import tiny_config
 
 VOCAB = 128
-"""Entries of the vocabulary: a multiple of 8 x 4, so that up to four ranks pad it alike (not at all)."""
+"""Entries of the vocabulary: a multiple of 8 x 4, so that up to four ranks pad it alike (not at
+all)."""
 HEADS = 8
 SMOOTHING, Z_LOSS = 0.1, 0.01
-LOSSES = {"plain": (0.0, 0.0), "smoothed": (SMOOTHING, 0.0), "z": (0.0, Z_LOSS), "both": (SMOOTHING, Z_LOSS)}
+LOSSES = {
+    "plain": (0.0, 0.0),
+    "smoothed": (SMOOTHING, 0.0),
+    "z": (0.0, Z_LOSS),
+    "both": (SMOOTHING, Z_LOSS),
+}
 """Options of the cross entropy: label smoothing and z-loss."""
 Found = dict[str, Tensor]
 
@@ -60,7 +67,8 @@ def run(world: int) -> dict[str, Any]:
     """Every case, in one order on all ranks."""
     tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel if world > 1 else ALONE
     cases: tuple[Callable[[ParallelGroup], Any], ...] = (
-        column, several, row, embedding, attention, mlp, cross_entropy, communication, pairs, waiting, region_rng,
+        column, several, row, embedding, attention, mlp, cross_entropy, communication, pairs,
+        waiting, region_rng,
     )  # fmt: skip
     found: dict[str, Any] = {}
     for case in cases:
@@ -77,7 +85,11 @@ def _meshes() -> dict[str, Any]:
     for axis in ("data", "pipeline", "tensor"):
         mesh = ProcessMesh.build(RankLayout(**{axis: 2}))
         groups = (mesh.data_parallel, mesh.pipeline_parallel, mesh.tensor_parallel)
-        found[axis] = (mesh.rank, mesh.world_size, [(group.rank, group.size, group.group is None) for group in groups])
+        found[axis] = (
+            mesh.rank,
+            mesh.world_size,
+            [(group.rank, group.size, group.group is None) for group in groups],
+        )
         found[f"{axis} copies"] = mesh.copies
     shared = ProcessMesh.build(RankLayout(pipeline=2), shared_stages=((0,), (0, 1))).copies
     found["copies"] = {stages: (group.rank, group.size) for stages, group in shared.items()}
@@ -105,7 +117,10 @@ def several(tp: ParallelGroup) -> dict[bool, Found]:
     found = {}
     for sequence in (False, True):
         first, bias = _part(random("w", 8, 6), tp, 0).clone(), _part(random("b", 8), tp, 0).clone()
-        second, x = _part(random("v", 4, 6), tp, 0).clone(), _part(random("x", 2, 4, 6), tp, 1, sequence).clone()
+        second, x = (
+            _part(random("v", 4, 6), tp, 0).clone(),
+            _part(random("x", 2, 4, 6), tp, 1, sequence).clone(),
+        )
         leaves = [leaf.requires_grad_() for leaf in (first, bias, second, x)]
         outputs = column_parallel(x, [(first, bias), (second, None)], tp, sequence)
         torch.autograd.backward(outputs, [_part(random("g", 2, 4, width), tp) for width in (8, 4)])
@@ -140,11 +155,14 @@ def embedding(tp: ParallelGroup) -> dict[bool, Found]:
 
 
 def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Found]:
-    """Eight heads of size 2 on [2, 8, 16], by number of groups and whether it is sequence parallel."""
+    """Eight heads of size 2 on [2, 8, 16], by number of groups and whether it is sequence
+    parallel."""
     found = {}
     for groups in (HEADS, 4, 2, 1):
         for sequence in (False, True):
-            model = tiny_config(hidden_size=16, num_attention_heads=HEADS, num_query_groups=groups).model
+            model = tiny_config(
+                hidden_size=16, num_attention_heads=HEADS, num_query_groups=groups
+            ).model
             layer = SelfAttention(
                 model,
                 0,
@@ -156,12 +174,17 @@ def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Found]:
             ).double()
             _load(layer, **_attention_weights(groups))
             x, g = random("x", 2, 8, 16), random("g", 2, 8, 16)
-            found[groups, sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))
+            found[groups, sequence] = _run_layer(
+                layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence)
+            )
     return found
 
 
 def _attention_weights(groups: int) -> Found:
-    """The whole layer's parameters: those of query and key_value joined make query_key_value when g = n."""
+    """The whole layer's parameters.
+
+    Those of query and key_value joined make query_key_value when g = n.
+    """
     shapes = {"query": 16, "key_value": 4 * groups, "dense": 16}
     values = {f"{name}.weight": random(name, rows, 16) for name, rows in shapes.items()}
     values |= {f"{name}.bias": random(f"{name} bias", rows) for name, rows in shapes.items()}
@@ -179,11 +202,15 @@ def attention_reference(groups: int) -> Found:
     x = random("x", 2, 8, 16).requires_grad_()
     linear = nn.functional.linear
     if groups == HEADS:
-        mixed = linear(x, found["query_key_value.weight"], found["query_key_value.bias"]).unflatten(-1, (HEADS, 3, 2))
+        mixed = linear(x, found["query_key_value.weight"], found["query_key_value.bias"]).unflatten(
+            -1, (HEADS, 3, 2)
+        )
         query, key, value = mixed.unbind(-2)
     else:
         query = linear(x, found["query.weight"], found["query.bias"]).unflatten(-1, (HEADS, 2))
-        mixed = linear(x, found["key_value.weight"], found["key_value.bias"]).unflatten(-1, (groups, 2, 2))
+        mixed = linear(x, found["key_value.weight"], found["key_value.bias"]).unflatten(
+            -1, (groups, 2, 2)
+        )
         key, value = mixed.unbind(-2)
     mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
     heads = []
@@ -201,7 +228,9 @@ def mlp(tp: ParallelGroup) -> dict[bool, Found]:
     found = {}
     for sequence in (False, True):
         model = ModelConfig(num_layers=1, hidden_size=6, num_attention_heads=1, ffn_hidden_size=8)
-        layer = MLP(model, kernels=plain_kernels(), tp=tp, sequence_parallel=sequence, device="cpu").double()
+        layer = MLP(
+            model, kernels=plain_kernels(), tp=tp, sequence_parallel=sequence, device="cpu"
+        ).double()
         _load(layer, **MLP_WEIGHTS)
         x, g = random("x", 2, 4, 6), random("g", 2, 4, 6)
         found[sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))
@@ -217,7 +246,8 @@ MLP_WEIGHTS = {
 
 
 def cross_entropy(tp: ParallelGroup) -> dict[tuple[str, bool], Found]:
-    """Losses of logits beyond what exp can take, and all gradients under unequal weights, by `LOSSES`."""
+    """Losses of logits beyond what exp can take, and all gradients under unequal weights, by
+    `LOSSES`."""
     found = {}
     for name, (smoothing, z_loss) in LOSSES.items():
         for sequence in (False, True):
@@ -284,7 +314,8 @@ def _collectives(tp: ParallelGroup) -> dict[str, Tensor]:
     for number in (4, 0, 2, 1, 3):
         found[f"flight {number}"] = flights[number].wait()
     found["maximum"] = collectives.all_reduce_(own.clone(), tp, collectives.MAX)
-    # One after another, each of another size and type than the one before: the memory grows, and its turns are kept.
+    # One after another, each of another size and type than the one before: the memory grows, and
+    # its turns are kept.
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64) * 3):
         small = torch.full((1 + 150_000 * number,), float(tp.rank + number), dtype=dtype)
         found[f"turn {number}"] = collectives.all_reduce(small, tp).unique()
@@ -292,7 +323,8 @@ def _collectives(tp: ParallelGroup) -> dict[str, Tensor]:
 
 
 def pairs(tp: ParallelGroup) -> dict[str, Found]:
-    """Each mapping and its gradient, under gradients that differ between ranks where the output may."""
+    """Each mapping and its gradient, under gradients that differ between ranks where the output
+    may."""
     whole = (
         mappings.reduce_from_tensor_parallel_region,
         mappings.gather_from_tensor_parallel_region,
@@ -335,7 +367,10 @@ def region_rng(tp: ParallelGroup) -> dict[str, Tensor]:
 
 
 def joined(ranks: list[Found], name: str, dim: int | None) -> Tensor:
-    """The whole of which each rank has a part along `dim`; None asserts that all have the same bits."""
+    """The whole of which each rank has a part along `dim`.
+
+    None asserts that all have the same bits.
+    """
     parts = [found[name] for found in ranks]
     if dim is not None:
         return torch.cat(parts, dim)

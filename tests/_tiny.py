@@ -7,7 +7,8 @@ from megacore.config.load import parse_config
 
 
 def tiny_config(*, seed: int = 7, train: dict[str, Any] | None = None, **model: Any) -> RunConfig:
-    """Two layers of width 32 with 4 heads on sequences of 16 tokens, without dropout; `model` replaces its values."""
+    """Two layers of width 32 with 4 heads on sequences of 16 tokens, without dropout; `model`
+    replaces its values."""
     return parse_config(
         {
             "name": "tiny",
@@ -27,7 +28,12 @@ def tiny_config(*, seed: int = 7, train: dict[str, Any] | None = None, **model: 
                 **model,
             },
             "optim": {"lr": 1e-3},
-            "train": {"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 1, **(train or {})},
+            "train": {
+                "micro_batch_size": 2,
+                "global_batch_size": 2,
+                "train_iters": 1,
+                **(train or {}),
+            },
             "checkpoint": {"save_interval": 1},
         },
         origin="tests",

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-# A shell starts its background jobs deaf to SIGINT, and so would be the processes that tests start and interrupt.
+# A shell starts its background jobs deaf to SIGINT, and so would be the processes that tests start
+# and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory of golden files (MEGACORE_SHARED, else ../shared); the test is skipped without it."""
+    """The directory of golden files (MEGACORE_SHARED, else ../shared).
+
+    The test is skipped without it.
+    """
     default = Path(__file__).resolve().parents[2] / "shared"
     directory = Path(os.environ.get("MEGACORE_SHARED") or default)
     if not directory.is_dir():

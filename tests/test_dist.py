@@ -1,4 +1,5 @@
-"""The helper that the distributed tests stand on: results, tracebacks, stacks of a hang, nothing left behind."""
+"""The helper that the distributed tests stand on: results, tracebacks, stacks of a hang, nothing
+left behind."""
 
 import os
 import subprocess
@@ -39,14 +40,18 @@ def test_returns_the_results_by_rank() -> None:
 
 
 def test_an_exception_carries_its_rank_and_traceback() -> None:
-    with pytest.raises(DistributedError, match=r"(?s)rank 1 raised:.*_raise_on_last_rank.*the last rank gives up"):
+    with pytest.raises(
+        DistributedError, match=r"(?s)rank 1 raised:.*_raise_on_last_rank.*the last rank gives up"
+    ):
         run_distributed(2, _raise_on_last_rank)
 
 
 def test_a_sign_of_life_moves_the_deadline(tmp_path: Path) -> None:
     heartbeat = tmp_path / "heartbeat"
     path = str(heartbeat)
-    beats = f"import pathlib, time\nfor _ in range(8): pathlib.Path({path!r}).touch(); time.sleep(0.25)"
+    beats = (
+        f"import pathlib, time\nfor _ in range(8): pathlib.Path({path!r}).touch(); time.sleep(0.25)"
+    )
     with subprocess.Popen([sys.executable, "-c", beats]) as alive:
         assert _dist._wait([alive], 1.0, heartbeat) == []
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"]) as silent:

@@ -51,9 +51,13 @@ class StageKey:
     """Digest of each input artifact, by role."""
 
     @classmethod
-    def of(cls, stage: str, version: int, parameters: dict[str, Any], **inputs: Artifact) -> "StageKey":
+    def of(
+        cls, stage: str, version: int, parameters: dict[str, Any], **inputs: Artifact
+    ) -> "StageKey":
         """The key of a stage that reads the given artifacts."""
-        return cls(stage, version, parameters, {role: artifact.digest for role, artifact in inputs.items()})
+        return cls(
+            stage, version, parameters, {role: artifact.digest for role, artifact in inputs.items()}
+        )
 
     @property
     def key(self) -> str:
@@ -86,9 +90,9 @@ def build_artifact(
 ) -> tuple[Artifact, bool]:
     """Return the artifact `folder/<key>` and whether `build` ran for it.
 
-    `build` fills an empty directory and returns counts. It runs in `<key>.tmp-<pid>`, which is synced,
-    given its manifest and renamed: a crash at any instruction leaves the whole artifact or none. Of two
-    callers one builds and the other waits for it. A damaged artifact is replaced.
+    `build` fills an empty directory and returns counts. It runs in `<key>.tmp-<pid>`, which is
+    synced, given its manifest and renamed: a crash at any instruction leaves the whole artifact or
+    none. Of two callers one builds and the other waits for it. A damaged artifact is replaced.
     """
     target = folder / key.key
     with workspace_errors(folder):
@@ -128,7 +132,16 @@ def seal(
     """
     sync_tree(directory)
     files = list_files(directory, pattern)
-    manifest = Manifest(key.stage, key.version, key.key, key.parameters, key.inputs, files, counts, round(duration, 3))
+    manifest = Manifest(
+        key.stage,
+        key.version,
+        key.key,
+        key.parameters,
+        key.inputs,
+        files,
+        counts,
+        round(duration, 3),
+    )
     manifest.write(directory)
     return manifest
 
@@ -142,7 +155,9 @@ def remove_tree(directory: Path) -> None:
 
 @contextmanager
 def lock(target: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of `target` (a file `.<name>.lock` beside it); the kernel frees it when the holder dies.
+    """Hold the lock of `target`, a file `.<name>.lock` beside it.
+
+    The kernel frees it when the holder dies.
 
     Any number may hold it `shared`, to read what nobody may change meanwhile.
     """

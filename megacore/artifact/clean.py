@@ -1,4 +1,7 @@
-"""Finding what may be deleted from a workspace: temporaries of dead processes, and artifacts nobody needs."""
+"""Finding what may be deleted from a workspace.
+
+Temporaries of dead processes, and artifacts nobody needs.
+"""
 
 import fcntl
 import itertools
@@ -39,7 +42,10 @@ class Removable:
 
 
 def stale_temporaries(workspace: Workspace) -> list[Removable]:
-    """Temporaries of builds and checkpoint saves that died; those of living ones are locked and left alone."""
+    """Temporaries of builds and checkpoint saves that died.
+
+    Those of living ones are locked and left alone.
+    """
     found = [
         _removable(path, "temporary of a write that ended")
         for pattern in ("*.tmp-*", ".write-test-*")
@@ -60,14 +66,23 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
                 if _TEMPORARY in path.name:
                     found.append(_removable(path, "temporary of a build that ended"))
                 elif name in {FOLDERS[stage] for stage in RUNS}:
-                    found += [_removable(part, "temporary of a save that ended") for part in _inside(path)]
+                    found += [
+                        _removable(part, "temporary of a save that ended") for part in _inside(path)
+                    ]
     return found
 
 
 def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
-    """Artifacts of `REBUILDABLE` stages last built over `days` days ago and no input of anything newer or trained."""
+    """Artifacts of `REBUILDABLE` stages that are old and that nothing needs.
+
+    They were last built over `days` days ago and are no input of anything newer or trained.
+    """
     limit = time.time() - days * 86400
-    manifests = {path: manifest for stage in FOLDERS for path, manifest in _manifests(workspace.root / FOLDERS[stage])}
+    manifests = {
+        path: manifest
+        for stage in FOLDERS
+        for path, manifest in _manifests(workspace.root / FOLDERS[stage])
+    }
     by_digest = {manifest.digest: path for path, manifest in manifests.items()}
     queue = [
         path
@@ -80,12 +95,23 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
         path = queue.pop()
         if path not in needed:
             needed.add(path)
-            queue += [by_digest[digest] for digest in manifests[path].inputs.values() if digest in by_digest]
-    return [_removable(path, f"older than {days:g} days") for path in sorted(manifests) if path not in needed]
+            queue += [
+                by_digest[digest]
+                for digest in manifests[path].inputs.values()
+                if digest in by_digest
+            ]
+    return [
+        _removable(path, f"older than {days:g} days")
+        for path in sorted(manifests)
+        if path not in needed
+    ]
 
 
 def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
-    """Files of web servers that nobody has fetched or gone on with for `days` days; artifacts have links to them."""
+    """Files of web servers that nobody has fetched or gone on with for `days` days.
+
+    Artifacts have links to them.
+    """
     limit = time.time() - days * 86400
     found = _old_caches(workspace, days)
     for place in sorted((workspace.folder("collect") / DOWNLOADS).glob("*")):
@@ -100,7 +126,7 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
 
 
 def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
-    """What a fine-tuning's models and rows were made from, once nothing in it was written for `days` days."""
+    """What a fine-tuning's models and rows were made from, untouched for `days` days."""
     limit = time.time() - max(days * 86400, _SETTLED)
     found = []
     for stage, pattern in _CACHES.items():
@@ -114,8 +140,13 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
 
 
 def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
-    """What a training that runs or was interrupted reads: it has no manifest that says so, but its job file."""
-    for job in itertools.chain(*((workspace.root / FOLDERS[stage]).glob("*/run.json") for stage in RUNS)):
+    """What a training that runs or was interrupted reads.
+
+    It has no manifest that says so, but its job file.
+    """
+    for job in itertools.chain(
+        *((workspace.root / FOLDERS[stage]).glob("*/run.json") for stage in RUNS)
+    ):
         try:
             values = json.loads(job.read_text(encoding="utf-8"))
             if "examples_directory" in values:

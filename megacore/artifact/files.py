@@ -63,7 +63,9 @@ def remove_dead_temporaries(target: Path) -> None:
 
 def canonical_json(value: Any) -> bytes:
     """The one byte string of a JSON value: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode(
+        "ascii"
+    )
 
 
 @contextmanager
@@ -74,7 +76,10 @@ def workspace_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         elsewhere = "write elsewhere (MEGACORE_WORKSPACE names another workspace)"
         advice = {
-            "ENOSPC": "free some space (`megacore clean` removes a workspace's stale temporaries) or write elsewhere",
+            "ENOSPC": (
+                "free some space (`megacore clean` removes a workspace's stale temporaries) or "
+                "write elsewhere"
+            ),
             "EFBIG": "raise the limit on file sizes (`ulimit -f`)",
             "EDQUOT": "raise the quota or write elsewhere",
             "EACCES": f"make it writable or {elsewhere}",
@@ -87,7 +92,9 @@ def workspace_errors(path: Path) -> Iterator[None]:
         code = errno.errorcode.get(error.errno or 0, "")
         if code not in advice:
             raise
-        raise WorkspaceError(f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}") from error
+        raise WorkspaceError(
+            f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}"
+        ) from error
 
 
 def check_output(output: Path) -> None:
@@ -101,7 +108,7 @@ def check_output(output: Path) -> None:
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """A directory that takes the name `output` when the block ends well, and is removed when it does not.
+    """A directory that takes the name `output` when the block ends well, else is removed.
 
     Raises ConfigError when `output` holds something, WorkspaceError when the disk refuses.
     """
@@ -116,7 +123,9 @@ def staged(output: Path) -> Iterator[Path]:
             staging.mkdir()
         except OSError as error:
             _remove_empty(made)
-            raise WorkspaceError(f"--output {output} cannot be made ({error.strerror}): write elsewhere") from error
+            raise WorkspaceError(
+                f"--output {output} cannot be made ({error.strerror}): write elsewhere"
+            ) from error
         try:
             yield staging
             sync_tree(staging)

@@ -1,4 +1,7 @@
-"""`manifest.json`: what an artifact is made of, written last, so that its presence means completeness."""
+"""`manifest.json`: what an artifact is made of.
+
+It is written last, so that its presence means completeness.
+"""
 
 import hashlib
 import json
@@ -23,7 +26,8 @@ class FileEntry:
     sha256: str
     """Hex digest of the content."""
     mtime_ns: int
-    """Modification time when the digest was taken: a quick check rehashes a file that was touched since."""
+    """Modification time when the digest was taken: a quick check rehashes a file that was touched
+    since."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,20 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Identity of the content: the same for an artifact that was deleted and built again alike."""
+        """Identity of the content.
+
+        The same for an artifact that was deleted and built again alike.
+        """
         files = {name: [entry.size, entry.sha256] for name, entry in self.files.items()}
         content = [self.stage, self.version, self.key, self.inputs, files]
         return hashlib.sha256(canonical_json(content)).hexdigest()
 
     def write(self, directory: Path) -> None:
-        """Write `manifest.json` into `directory`, atomically, its parameters without credentials."""
-        write_json(directory / MANIFEST_NAME, {**asdict(self), "parameters": redact_values(self.parameters)})
+        """Write `manifest.json` into `directory`, atomically, parameters without credentials."""
+        write_json(
+            directory / MANIFEST_NAME,
+            {**asdict(self), "parameters": redact_values(self.parameters)},
+        )
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -63,14 +73,19 @@ class Manifest:
             values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
             return cls(**values)
         except FileNotFoundError as error:
-            raise ArtifactError(f"{directory} has no {MANIFEST_NAME}: it is not a complete artifact") from error
+            raise ArtifactError(
+                f"{directory} has no {MANIFEST_NAME}: it is not a complete artifact"
+            ) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ArtifactError(f"{path} is damaged ({error}): delete {directory} to build it again") from error
+            raise ArtifactError(
+                f"{path} is damaged ({error}): delete {directory} to build it again"
+            ) from error
 
     def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
         """What is wrong with the files, in one clause, or None.
 
-        quick compares sizes, and hashes where the modification time moved; full compares every hash.
+        quick compares sizes, and hashes where the modification time moved; full compares every
+        hash.
         """
         for name, entry in self.files.items():
             path = directory / name

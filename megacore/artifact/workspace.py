@@ -48,7 +48,7 @@ class Workspace:
 
     @classmethod
     def of(cls, root: str | Path | None = None) -> "Workspace":
-        """The given root, else MEGACORE_WORKSPACE, else ./workspace, made if absent and proven writable.
+        """The given root, else MEGACORE_WORKSPACE, else ./workspace; made if absent, and writable.
 
         Raises WorkspaceError.
         """
@@ -60,10 +60,13 @@ class Workspace:
                 probe.write_bytes(b"x")
                 probe.unlink()
         except FileExistsError as error:
-            raise WorkspaceError(f"workspace {root} is a file: set MEGACORE_WORKSPACE to a directory") from error
+            raise WorkspaceError(
+                f"workspace {root} is a file: set MEGACORE_WORKSPACE to a directory"
+            ) from error
         except OSError as error:
             raise WorkspaceError(
-                f"workspace {root} cannot be used: {error.strerror}: set MEGACORE_WORKSPACE to another directory"
+                f"workspace {root} cannot be used: {error.strerror}: set MEGACORE_WORKSPACE to "
+                "another directory"
             ) from error
         return cls(root)
 

@@ -213,10 +213,14 @@ class CheckpointSaver:
         """Wait for a save while it makes progress, and give everything back. Raises nothing."""
         flight, self._flight = self._flight, None
         if flight is not None and not self._join(flight, patience=_PATIENCE):
-            _logger.warning("the checkpoint of iteration %d did not come further and is left", flight.iteration)
+            _logger.warning(
+                "the checkpoint of iteration %d did not come further and is left", flight.iteration
+            )
             return
         if flight is not None and flight.failure is not None:
-            _logger.warning("the checkpoint of iteration %d was not saved: %s", flight.iteration, flight.failure)
+            _logger.warning(
+                "the checkpoint of iteration %d was not saved: %s", flight.iteration, flight.failure
+            )
         self._buffers.free()
         if self._ranks.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._ranks.group)
@@ -257,7 +261,9 @@ class CheckpointSaver:
                 return False
         return True
 
-    def _run(self, flight: _Flight, tensors: Tensors, state: str, validation_loss: float | None) -> None:
+    def _run(
+        self, flight: _Flight, tensors: Tensors, state: str, validation_loss: float | None
+    ) -> None:
         """Write and retain; what happens is kept in `flight`."""
 
         def staged(path: Path) -> None:

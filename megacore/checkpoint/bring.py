@@ -87,7 +87,9 @@ def bring_files(
             if ranks.rank == sender and own is not None:
                 ranks.everywhere(move.runner(move.send, own / name))
             else:
-                ranks.everywhere(move.runner(move.receive if ranks.rank == 0 else move.wait, directory / name))
+                ranks.everywhere(
+                    move.runner(move.receive if ranks.rank == 0 else move.wait, directory / name)
+                )
 
 
 class _Move:
@@ -96,7 +98,9 @@ class _Move:
     A rank that fails still takes part in the chunk under way; then all of them stop.
     """
 
-    def __init__(self, record: FileRecord, sender: int, ranks: RankGroup, progress: Callable[[], None]) -> None:
+    def __init__(
+        self, record: FileRecord, sender: int, ranks: RankGroup, progress: Callable[[], None]
+    ) -> None:
         self._record, self._sender, self._ranks, self._progress = record, sender, ranks, progress
         self._failure: Exception | None = None
         self._broken_off = False
@@ -191,7 +195,9 @@ def _read_all(descriptor: int, data: memoryview, path: Path) -> None:
     while data:
         count = os.readv(descriptor, [data])
         if count == 0:
-            raise CheckpointError(f"{path} became shorter while it was sent: look at that machine's disk")
+            raise CheckpointError(
+                f"{path} became shorter while it was sent: look at that machine's disk"
+            )
         data = data[count:]
 
 

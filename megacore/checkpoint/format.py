@@ -91,7 +91,10 @@ class Marker:
         path = directory / MARKER_NAME
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            files = {_name_within(name): FileRecord(**record) for name, record in values.pop("files").items()}
+            files = {
+                _name_within(name): FileRecord(**record)
+                for name, record in values.pop("files").items()
+            }
             marker = cls(files=files, **values)
         except FileNotFoundError as error:
             raise CheckpointError(_incomplete(directory)) from error
@@ -137,7 +140,9 @@ class Marker:
                 touched.append(name)
         return None, touched
 
-    def differing(self, directory: Path, names: Collection[str], *, threads: int | None = None) -> dict[str, str]:
+    def differing(
+        self, directory: Path, names: Collection[str], *, threads: int | None = None
+    ) -> dict[str, str]:
         """Return what is wrong with the content of the named files, by name, in the marker's order.
 
         Several are read at once.
@@ -162,7 +167,11 @@ class Marker:
         else:
             with ThreadPoolExecutor(workers) as pool:
                 found = list(pool.map(check, ordered))
-        return {name: problem for name, problem in zip(ordered, found, strict=True) if problem is not None}
+        return {
+            name: problem
+            for name, problem in zip(ordered, found, strict=True)
+            if problem is not None
+        }
 
 
 def _name_within(name: str) -> str:
@@ -195,7 +204,11 @@ def checkpoint_directories(root: Path) -> list[Path]:
     """
     if not root.is_dir():
         return []
-    found = [(iteration, path) for path in root.iterdir() if (iteration := iteration_of(path)) is not None]
+    found = [
+        (iteration, path)
+        for path in root.iterdir()
+        if (iteration := iteration_of(path)) is not None
+    ]
     return [path for _, path in sorted(found)]
 
 
@@ -246,7 +259,9 @@ def _lock(descriptor: int, operation: int, file: Path) -> bool:
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
-        _logger.warning("%s is on a file system without locks: it may be deleted while it is read", file)
+        _logger.warning(
+            "%s is on a file system without locks: it may be deleted while it is read", file
+        )
     return True
 
 
@@ -284,14 +299,18 @@ def misplaced(directory: Path, marker: Marker) -> str | None:
 def refuse(directory: Path, problem: str | None) -> None:
     """Raise CheckpointError if there is a problem."""
     if problem is not None:
-        raise CheckpointError(f"checkpoint {directory} is damaged: {problem}: use another checkpoint")
+        raise CheckpointError(
+            f"checkpoint {directory} is damaged: {problem}: use another checkpoint"
+        )
 
 
 def _incomplete(directory: Path) -> str:
     return f"{directory} has no {MARKER_NAME}: it is not a complete checkpoint"
 
 
-def complete_checkpoints(root: Path, mode: Literal["quick", "full"] = "quick") -> dict[Path, Marker]:
+def complete_checkpoints(
+    root: Path, mode: Literal["quick", "full"] = "quick"
+) -> dict[Path, Marker]:
     """Return every complete checkpoint below `root` with its marker, oldest iteration first."""
     complete = {}
     for directory in checkpoint_directories(root):
@@ -330,7 +349,10 @@ def check_tracker(root: Path, chosen: Path | None, log: Callable[[str], None]) -
     """Warn when the tracker file names a checkpoint that is not there."""
     tracked = read_tracker(root)
     if tracked is not None and not (root / directory_name(tracked)).is_dir():
-        log(f"{root / TRACKER_NAME} names iteration {tracked}, which is not there; using {chosen or 'none'}")
+        log(
+            f"{root / TRACKER_NAME} names iteration {tracked}, which is not there; using "
+            f"{chosen or 'none'}"
+        )
 
 
 def read_tracker(root: Path) -> int | None:
@@ -354,5 +376,7 @@ def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds {type(state).__name__}, not an object: use another checkpoint")
+        raise CheckpointError(
+            f"{path} holds {type(state).__name__}, not an object: use another checkpoint"
+        )
     return state

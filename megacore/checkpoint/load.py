@@ -73,14 +73,17 @@ class CheckpointReader:
             # Without torch's advice to execute the file.
             reason = " ".join(str(error).split()).partition(". ")[0][:300]
             raise CheckpointError(
-                f"{self.directory} cannot be read: {type(error).__name__}: {reason}: use another checkpoint"
+                f"{self.directory} cannot be read: {type(error).__name__}: {reason}: use another "
+                "checkpoint"
             ) from error
 
     def _fill(self, tensors: Tensors) -> None:
         items = [
             item
             for name, tensor in tensors.items()
-            for item in create_read_items_for_chunk_list(name, self.tensors[name], chunks_of(tensor))
+            for item in create_read_items_for_chunk_list(
+                name, self.tensors[name], chunks_of(tensor)
+            )
         ]
         storage: dict[MetadataIndex, SavedSlice] = self.metadata.storage_data
         with ExitStack() as stack:
@@ -164,7 +167,9 @@ def read_tensors(
     with reading(path):
         reader = CheckpointReader(path)
         entries = reader.tensors
-        chosen = [name for name in entries if name.startswith(prefix)] if names is None else list(names)
+        chosen = (
+            [name for name in entries if name.startswith(prefix)] if names is None else list(names)
+        )
         missing = [name for name in chosen if name not in entries]
         if missing or not chosen:
             asked = _listed(missing) if missing else f"any name that starts with {prefix!r}"
@@ -205,7 +210,8 @@ def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wante
     ]
     if differing:
         raise CheckpointError(
-            f"{path} is of another model: {_listed(differing)}: load it with the configuration it was saved with"
+            f"{path} is of another model: {_listed(differing)}: load it with the configuration it "
+            "was saved with"
         )
 
 
@@ -219,7 +225,9 @@ def _listed(items: list[str]) -> str:
     return f"{shown} and {len(items) - _SHOWN} more" if len(items) > _SHOWN else shown
 
 
-def _read(descriptor: int, place: SavedSlice, item: ReadItem, dtype: torch.dtype, target: Tensor) -> None:
+def _read(
+    descriptor: int, place: SavedSlice, item: ReadItem, dtype: torch.dtype, target: Tensor
+) -> None:
     """Fill `target` from the part of a saved slice of `dtype` that `item` describes."""
     whole, start = _saved(descriptor, place)
     part = _narrowed(whole, item.storage_offsets, item.lengths)
@@ -245,7 +253,9 @@ def _read(descriptor: int, place: SavedSlice, item: ReadItem, dtype: torch.dtype
         scratch = torch.empty(max(1, _BLOCK // row_bytes), *rows.shape[1:], dtype=dtype)
         for first in range(0, len(rows), len(scratch)):
             block = rows[first : first + len(scratch)]
-            _pread(descriptor, scratch[: len(block)], start + first * row_bytes, place.relative_path)
+            _pread(
+                descriptor, scratch[: len(block)], start + first * row_bytes, place.relative_path
+            )
             block.copy_(scratch[: len(block)])
 
 
@@ -256,14 +266,18 @@ def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
     window = cast(IO[bytes], _Window(descriptor, place.offset, place.length))
     tensor = torch.load(window, map_location="meta", weights_only=True)
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{place.relative_path} holds {type(tensor).__name__} where a tensor belongs")
+        raise CheckpointError(
+            f"{place.relative_path} holds {type(tensor).__name__} where a tensor belongs"
+        )
     return tensor, place.offset + _data_start(window, tensor.untyped_storage().nbytes(), place)
 
 
 def _data_start(window: IO[bytes], size: int, place: SavedSlice) -> int:
     """Return where the `size` bytes of data begin in the archive that torch.save wrote."""
     with zipfile.ZipFile(window) as archive:
-        records = [info for info in archive.infolist() if info.filename.partition("/")[2] == "data/0"]
+        records = [
+            info for info in archive.infolist() if info.filename.partition("/")[2] == "data/0"
+        ]
     if len(records) == 1 and records[0].compress_type == zipfile.ZIP_STORED:
         window.seek(records[0].header_offset)
         header = window.read(_LOCAL_HEADER)
@@ -271,7 +285,9 @@ def _data_start(window: IO[bytes], size: int, place: SavedSlice) -> int:
         start = records[0].header_offset + _LOCAL_HEADER + name + extra
         if records[0].file_size == size and start + size <= place.length:
             return start
-    raise CheckpointError(f"{place.relative_path} does not hold the data of a slice that it describes")
+    raise CheckpointError(
+        f"{place.relative_path} does not hold the data of a slice that it describes"
+    )
 
 
 def _narrowed(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
@@ -307,7 +323,9 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         wanted = min(len(buffer), max(0, self._length - self._position))
-        count = os.preadv(self._descriptor, [memoryview(buffer)[:wanted]], self._offset + self._position)
+        count = os.preadv(
+            self._descriptor, [memoryview(buffer)[:wanted]], self._offset + self._position
+        )
         self._position += count
         return count
 

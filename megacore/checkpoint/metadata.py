@@ -96,7 +96,9 @@ def read_metadata(path: Path) -> Metadata:
         raise CheckpointError(f"{path} is refused: {error}: use another checkpoint") from error
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} cannot be read ({reason}): use another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({reason}): use another checkpoint"
+        ) from error
 
 
 class _RecordUnpickler(pickle.Unpickler):
@@ -137,22 +139,33 @@ def _metadata(record: Any) -> Metadata:
     """Make torch's metadata from a record, each field checked."""
     fields = _fields(record, "Metadata")
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    entries |= {_text(name): _tensor(entry) for name, entry in _dictionary(fields["state_dict_metadata"]).items()}
-    storage = {_index(index): _storage(info) for index, info in _dictionary(fields["storage_data"]).items()}
+    entries |= {
+        _text(name): _tensor(entry)
+        for name, entry in _dictionary(fields["state_dict_metadata"]).items()
+    }
+    storage = {
+        _index(index): _storage(info) for index, info in _dictionary(fields["storage_data"]).items()
+    }
     planner_data = {name: (name,) for name in entries}
     version = fields.get("version")
-    return Metadata(entries, planner_data, storage, StorageMeta(), None if version is None else _text(version))
+    return Metadata(
+        entries, planner_data, storage, StorageMeta(), None if version is None else _text(version)
+    )
 
 
 def _tensor(record: Any) -> TensorStorageMetadata:
     if type(record).__name__ != "TensorStorageMetadata":
-        raise CheckpointError(f"it holds an entry of type {type(record).__name__} that is no tensor")
+        raise CheckpointError(
+            f"it holds an entry of type {type(record).__name__} that is no tensor"
+        )
     fields = _fields(record, "TensorStorageMetadata")
     properties = _fields(fields["properties"], "TensorProperties")["state"]
     if not isinstance(properties, tuple) or not isinstance(properties[0], torch.dtype):
         raise CheckpointError(f"it holds tensor properties {properties!r} without a dtype")
     chunks = [_chunk(chunk) for chunk in fields["chunks"]]
-    return TensorStorageMetadata(TensorProperties(dtype=properties[0]), _size(fields["size"]), chunks)
+    return TensorStorageMetadata(
+        TensorProperties(dtype=properties[0]), _size(fields["size"]), chunks
+    )
 
 
 def _chunk(record: Any) -> ChunkStorageMetadata:
@@ -163,7 +176,9 @@ def _chunk(record: Any) -> ChunkStorageMetadata:
 def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     hint = fields.get("index")
-    return MetadataIndex(_text(fields["fqn"]), _size(fields["offset"]), None if hint is None else _integer(hint))
+    return MetadataIndex(
+        _text(fields["fqn"]), _size(fields["offset"]), None if hint is None else _integer(hint)
+    )
 
 
 def _storage(record: Any) -> SavedSlice:

@@ -39,11 +39,15 @@ def apply_retention(
         kept |= {path for path in markers if markers[path].iteration % keep_every == 0}
     measured = [path for path in markers if markers[path].validation_loss is not None]
     if keep_best and measured:
-        kept.add(min(measured, key=lambda path: (markers[path].validation_loss, markers[path].iteration)))
+        kept.add(
+            min(measured, key=lambda path: (markers[path].validation_loss, markers[path].iteration))
+        )
     if in_use is not None:
         kept.add(root / in_use.name)
     with workspace_errors(root):
-        return [path for path in reversed(newest_first) if path not in kept and _remove_unread(path)]
+        return [
+            path for path in reversed(newest_first) if path not in kept and _remove_unread(path)
+        ]
 
 
 def _remove_unread(directory: Path) -> bool:

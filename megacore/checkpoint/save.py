@@ -78,7 +78,9 @@ def save_checkpoint(
 
     # Apart from the writing: a rank that raised here would leave its collectives waiting.
     text = ranks.everywhere(check)[0]
-    path, _ = write_checkpoint(root, iteration, tensors, text, ranks, validation_loss=validation_loss)
+    path, _ = write_checkpoint(
+        root, iteration, tensors, text, ranks, validation_loss=validation_loss
+    )
     return path
 
 
@@ -132,7 +134,9 @@ def check_types(tensors: Tensors) -> None:
     """Raise CheckpointError for a value that is no tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor | TensorShard):
-            raise CheckpointError(f"{name} is {type(tensor).__name__}, not a tensor: put it into the state")
+            raise CheckpointError(
+                f"{name} is {type(tensor).__name__}, not a tensor: put it into the state"
+            )
 
 
 def encode_state(state: Mapping[str, Any], iteration: int) -> str:
@@ -140,7 +144,9 @@ def encode_state(state: Mapping[str, Any], iteration: int) -> str:
     try:
         return json.dumps(dict(state), indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the state of {directory_name(iteration)} is not JSON: {error}") from error
+        raise CheckpointError(
+            f"the state of {directory_name(iteration)} is not JSON: {error}"
+        ) from error
 
 
 def _open_staging(root: Path, iteration: int) -> Path:
@@ -149,7 +155,9 @@ def _open_staging(root: Path, iteration: int) -> Path:
         try:
             root.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise WorkspaceError(f"cannot save into {root}: a file is in the way: move it away") from error
+            raise WorkspaceError(
+                f"cannot save into {root}: a file is in the way: move it away"
+            ) from error
         remove_stale(root)
         staging = root / f"{directory_name(iteration)}{STALE_SUFFIX}{secrets.token_hex(4)}"
         staging.mkdir()
@@ -183,7 +191,9 @@ def _first_failure() -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         if isinstance(cause, OSError | KeyboardInterrupt):
             raise cause from error
-        raise CheckpointError(f"rank {rank} could not save its tensors: {type(cause).__name__}: {cause}") from error
+        raise CheckpointError(
+            f"rank {rank} could not save its tensors: {type(cause).__name__}: {cause}"
+        ) from error
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -219,7 +229,9 @@ class CheckpointWriter(FileSystemWriter):
         return done
 
 
-def _write_slice(stream: IO[bytes], name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_slice(
+    stream: IO[bytes], name: str, item: WriteItem, planner: SavePlanner
+) -> WriteResult:
     """Append a slice to a file. Raises the OSError that torch's zip writer hides."""
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor), f"{item.index.fqn} is no tensor"
@@ -316,7 +328,9 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
     """Mark, rename into place, point the tracker to it."""
     unmarked = {path.name for path in staging.iterdir()} - set(marker.files)
     if unmarked:
-        raise CheckpointError(f"{staging} holds files that no rank wrote: {', '.join(sorted(unmarked))}")
+        raise CheckpointError(
+            f"{staging} holds files that no rank wrote: {', '.join(sorted(unmarked))}"
+        )
     target = root / directory_name(marker.iteration)
     with workspace_errors(staging):
         sync_directory(staging)

@@ -65,7 +65,9 @@ class TensorShard:
             position = 0
             for offsets, sizes in rectangles(start, start + run.numel(), shape):
                 length = math.prod(sizes)
-                place = torch.Size(offset + first for offset, first in zip(offsets, corner, strict=True))
+                place = torch.Size(
+                    offset + first for offset, first in zip(offsets, corner, strict=True)
+                )
                 pieces[place] = run.view(-1)[position : position + length].view(sizes)
                 position += length
         whole = tuple(shape) if partition is None else partition.global_shape(tuple(shape))
@@ -78,15 +80,23 @@ Tensors = Mapping[str, Tensor | TensorShard]
 
 def pieces_of(tensor: Tensor | TensorShard) -> Mapping[torch.Size, Tensor]:
     """Return the rectangles that a rank holds, by the position of their first element."""
-    return tensor.pieces if isinstance(tensor, TensorShard) else {torch.Size([0] * tensor.dim()): tensor}
+    return (
+        tensor.pieces
+        if isinstance(tensor, TensorShard)
+        else {torch.Size([0] * tensor.dim()): tensor}
+    )
 
 
 def chunks_of(tensor: Tensor | TensorShard) -> list[ChunkStorageMetadata]:
     """Return the rectangles' positions and sizes, as torch plans with them."""
-    return [ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in pieces_of(tensor).items()]
+    return [
+        ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in pieces_of(tensor).items()
+    ]
 
 
-def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def rectangles(
+    start: int, stop: int, shape: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
     """Yield offsets and sizes of the rectangles of elements start..stop in row-major order.
 
     They come in the order of their elements, each contiguous: at most 2 x dimensions - 1 of them.
@@ -107,7 +117,9 @@ def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[li
     yield from _within(last, 0, stop - last * row, shape)
 
 
-def _within(row: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def _within(
+    row: int, start: int, stop: int, shape: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the rectangles of elements start..stop of one row."""
     for offsets, sizes in rectangles(start, stop, shape[1:]):
         yield [row, *offsets], [1, *sizes]
@@ -137,7 +149,9 @@ class ShardSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan to write all that a rank holds; of what several hold, the global plan keeps one."""
-        items = [item for name, tensor in self._tensors.items() for item in _write_items(name, tensor)]
+        items = [
+            item for name, tensor in self._tensors.items() for item in _write_items(name, tensor)
+        ]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 

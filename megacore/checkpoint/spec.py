@@ -19,7 +19,9 @@ _RESOLVED = {
     "num_decoder_layers": "decoder_layers",
 }
 """Values that may be left to follow from others, and what they are then."""
-_FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"})
+_FREE = frozenset(
+    {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+)
 """Values that matter to training alone, or to the number of rows, which is compared by itself."""
 
 
@@ -55,7 +57,8 @@ def check_same_model(checkpoint: Path, there: ModelSpec, here: ModelSpec) -> Non
     Raises CheckpointError with both sides of everything that differs.
     """
     differing = [
-        f"{name} is {_shown(theirs)} there and {_shown(ours)} here" for name, theirs, ours in _pairs(there, here)
+        f"{name} is {_shown(theirs)} there and {_shown(ours)} here"
+        for name, theirs, ours in _pairs(there, here)
     ]
     if differing:
         raise CheckpointError(

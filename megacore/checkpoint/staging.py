@@ -45,13 +45,19 @@ class Shares:
         everyones = self._ranks.everywhere(lambda: held)
         self._own = shared_out(everyones)[self._ranks.rank]
         self._form = form_of(pieces)
-        self.total_bytes = sum({key: size for one in everyones for key, size in one.items()}.values())
+        self.total_bytes = sum(
+            {key: size for one in everyones for key, size in one.items()}.values()
+        )
 
     def own(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
         """Return those of `tensors`, and of their rectangles, that this rank writes."""
         selected: dict[str, Tensor | TensorShard] = {}
         for name, tensor in tensors.items():
-            pieces = {at: piece for at, piece in pieces_of(tensor).items() if _key(name, at, piece) in self._own}
+            pieces = {
+                at: piece
+                for at, piece in pieces_of(tensor).items()
+                if _key(name, at, piece) in self._own
+            }
             if pieces:
                 selected[name] = _with_pieces(tensor, pieces)
         return selected
@@ -75,7 +81,9 @@ def _key(name: str, offsets: torch.Size, piece: Tensor) -> Key:
     return name, tuple(offsets), tuple(piece.shape)
 
 
-def _with_pieces(tensor: Tensor | TensorShard, pieces: dict[torch.Size, Tensor]) -> Tensor | TensorShard:
+def _with_pieces(
+    tensor: Tensor | TensorShard, pieces: dict[torch.Size, Tensor]
+) -> Tensor | TensorShard:
     """Return the same tensor with other pieces."""
     if isinstance(tensor, TensorShard):
         return TensorShard(tensor.shape, tensor.dtype, pieces)
@@ -123,11 +131,16 @@ class HostBuffers:
         Raises CheckpointError without enough memory.
         """
         self.fit(tensors)
-        _copy([(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()])
+        _copy(
+            [(self._buffers[key], piece.detach()) for key, piece in rectangles_of(tensors).items()]
+        )
         return {
             name: _with_pieces(
                 tensor,
-                {at: self._buffers[_key(name, at, piece)] for at, piece in pieces_of(tensor).items()},
+                {
+                    at: self._buffers[_key(name, at, piece)]
+                    for at, piece in pieces_of(tensor).items()
+                },
             )
             for name, tensor in tensors.items()
         }
@@ -161,7 +174,9 @@ class HostBuffers:
             address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
             code = int(_cuda_runtime().cudaHostRegister(address, len(memory), 0))
             if code != 0:
-                raise CheckpointError(_too_little(size, f"CUDA error {code} while its pages were locked"))
+                raise CheckpointError(
+                    _too_little(size, f"CUDA error {code} while its pages were locked")
+                )
             self._pinned = address
         position = 0
         for key, piece in pieces.items():

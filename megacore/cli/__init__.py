@@ -19,7 +19,9 @@ from megacore.cli.tokenize import TokenizeCommand, tokenize
 from megacore.cli.workspace import clean, runs, stop
 from megacore.errors import MegacoreError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Pretraining of large language models.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Pretraining of large language models."
+)
 
 
 @app.callback()
@@ -59,7 +61,10 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _leave() -> NoReturn:
-    """End a command that has succeeded: taking vocabularies and their caches apart would cost it 0.2 s."""
+    """End a command that has succeeded.
+
+    Taking vocabularies and their caches apart would cost it 0.2 s.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

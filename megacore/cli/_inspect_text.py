@@ -27,10 +27,17 @@ def show_tokens(found: dict[str, Any], *, full: bool) -> None:
 def show_index(found: dict[str, Any]) -> None:
     """Print what `index.json` says."""
     _heading(found["path"])
-    _line(", ".join(f"{name} {_plain(value)}" for name, value in found["options"].items() if value is not None))
+    _line(
+        ", ".join(
+            f"{name} {_plain(value)}"
+            for name, value in found["options"].items()
+            if value is not None
+        )
+    )
     for number, member in enumerate(found["members"]):
         splits = ", ".join(
-            name if weight is None else f"{name} (weight {weight:g})" for name, weight in member["splits"].items()
+            name if weight is None else f"{name} (weight {weight:g})"
+            for name, weight in member["splits"].items()
         )
         _line(f"data set {number}: {member['prefix']}: {splits}")
     for split, count in found["samples"].items():
@@ -45,7 +52,10 @@ def show_sample(found: dict[str, Any], *, full: bool) -> None:
         f"(row {found['row']:,} of its {found['map']})"
     )
     padding = f", {found['padding']:,} padding" if found["padding"] > 0 else ""
-    _line(f"{counted(found['tokens'], 'token')} from {counted(len(found['parts']), 'sequence')}{padding}")
+    _line(
+        f"{counted(found['tokens'], 'token')} from "
+        f"{counted(len(found['parts']), 'sequence')}{padding}"
+    )
     shown = found["parts"] if full else found["parts"][:PREVIEW_PARTS]
     for number, part in enumerate(shown, 1):
         _show_part(number, part, full)
@@ -54,7 +64,10 @@ def show_sample(found: dict[str, Any], *, full: bool) -> None:
     if found["made"] is not None:
         _show_made(found["made"], full)
     if found["documents_json"] is None:
-        _line("\nwhere the documents came from is unknown: there is no documents.json beside the token files")
+        _line(
+            "\nwhere the documents came from is unknown: there is no documents.json beside the "
+            "token files"
+        )
     if found["tokenizer"] is None:
         _line(_NO_TOKENIZER)
 
@@ -84,8 +97,8 @@ def _show_files(report: dict[str, Any], full: bool) -> None:
 
 def _show_lengths(lengths: dict[str, Any]) -> None:
     _line(
-        f"lengths    min {lengths['shortest']:,}, median {lengths['median']:,}, mean {lengths['mean']:,.1f}, "
-        f"95 % {lengths['p95']:,}, max {lengths['longest']:,} tokens\n"
+        f"lengths    min {lengths['shortest']:,}, median {lengths['median']:,}, mean "
+        f"{lengths['mean']:,.1f}, 95 % {lengths['p95']:,}, max {lengths['longest']:,} tokens\n"
     )
     bins = lengths["bins"]
     names = [f"{entry['from']:,}-{entry['to']:,}" for entry in bins]
@@ -131,7 +144,10 @@ def _show_part(number: int, part: dict[str, Any], full: bool) -> None:
         _line(f"  which names its source {source['named_source']}")
     if source["characters"]:
         first, last = source["characters"]
-        _line(f"  these tokens are the characters {first:,} to {last - 1:,} of {len(source['text']):,}; it begins:")
+        _line(
+            f"  these tokens are the characters {first:,} to {last - 1:,} of "
+            f"{len(source['text']):,}; it begins:"
+        )
     else:
         _line(f"  which has {len(source['text']):,} characters and begins:")
     _indented(_cut(source["text"], full))
@@ -172,7 +188,8 @@ def _plain(value: Any) -> str:
 def _indented(value: str) -> None:
     """Text of a document: what is no printable character would be a command to the terminal."""
     safe = "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in value
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for letter in value
     )
     for line in safe.split("\n"):
         _line(f"  | {line}")

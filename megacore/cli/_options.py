@@ -48,7 +48,10 @@ def with_options(text: str) -> str:
 
 
 class VariadicCommand(TyperCommand):
-    """A command on files of which some options take several values, besides being given several times."""
+    """A command on files of which some options take several values at once.
+
+    They can still be given several times.
+    """
 
     variadic: ClassVar[tuple[str, ...]] = ()
     """Their names, with both dashes."""
@@ -64,7 +67,10 @@ class VariadicCommand(TyperCommand):
 
 
 def repeat_options(arguments: list[str], names: Collection[str]) -> list[str]:
-    """Put the name of the option before each of the values that follow it; a negative number is a value."""
+    """Put the name of the option before each of the values that follow it.
+
+    A negative number is a value.
+    """
     repeated: list[str] = []
     current: str | None = None
     for position, argument in enumerate(arguments):

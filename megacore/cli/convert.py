@@ -8,32 +8,53 @@ import typer
 
 from megacore.errors import ConfigError
 
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 TokenizerOption = Annotated[
-    Path | None, typer.Option("--tokenizer", help="directory of the tokenizer; else the model's own, if it has one")
+    Path | None,
+    typer.Option(
+        "--tokenizer", help="directory of the tokenizer; else the model's own, if it has one"
+    ),
 ]
-OutputOption = Annotated[Path, typer.Option("--output", help="directory that does not exist yet, or is empty")]
+OutputOption = Annotated[
+    Path, typer.Option("--output", help="directory that does not exist yet, or is empty")
+]
 
 
 def import_(
     output: OutputOption,
-    from_hf: Annotated[Path | None, typer.Option("--from-hf", help="directory that save_pretrained wrote")] = None,
+    from_hf: Annotated[
+        Path | None, typer.Option("--from-hf", help="directory that save_pretrained wrote")
+    ] = None,
     from_megatron: Annotated[
-        Path | None, typer.Option("--from-megatron", help="checkpoint of Megatron-LM: its root, or one iter_*")
+        Path | None,
+        typer.Option("--from-megatron", help="checkpoint of Megatron-LM: its root, or one iter_*"),
     ] = None,
     from_deepspeed: Annotated[
         Path | None,
-        typer.Option("--from-deepspeed", help="checkpoint of DeepSpeed: a run's directory, or one global_step*"),
+        typer.Option(
+            "--from-deepspeed",
+            help="checkpoint of DeepSpeed: a run's directory, or one global_step*",
+        ),
     ] = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Make a checkpoint of a model of transformers, Megatron-LM or DeepSpeed, for training at any layout."""
+    """Make a checkpoint of a model of transformers, Megatron-LM or DeepSpeed.
+
+    Training can go on from it at any layout.
+    """
     from rich.console import Console
 
     sources = {"hf": from_hf, "megatron": from_megatron, "deepspeed": from_deepspeed}
     given = {form: path for form, path in sources.items() if path is not None}
     if len(given) != 1:
-        raise ConfigError("give one of --from-hf, --from-megatron and --from-deepspeed: the directory of the model")
+        raise ConfigError(
+            "give one of --from-hf, --from-megatron and --from-deepspeed: the directory of the "
+            "model"
+        )
     os.environ.update(_OFFLINE)
     from megacore.artifact.files import check_output
     from megacore.convert.imported import OPENERS, import_model
@@ -43,10 +64,15 @@ def import_(
     foreign = OPENERS[form](source)
     checkpoint = import_model(foreign, source, output, tokenizer)
     named = foreign.spec.tokenizer_directory
-    without = "without a tokenizer" if named is None else f"naming the tokenizer that its files name, {named}"
+    without = (
+        "without a tokenizer"
+        if named is None
+        else f"naming the tokenizer that its files name, {named}"
+    )
     beside = "with its tokenizer" if (output / "tokenizer").is_dir() else without
     Console().print(
-        f"wrote {checkpoint}: {foreign.kind}, {beside}; it was not compared with its source", soft_wrap=True
+        f"wrote {checkpoint}: {foreign.kind}, {beside}; it was not compared with its source",
+        soft_wrap=True,
     )
     for remark in foreign.remarks:
         Console(stderr=True).print(remark, soft_wrap=True)
@@ -54,18 +80,30 @@ def import_(
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Option("--checkpoint", help="checkpoint (iter_*), or a run, whose newest complete one is taken")
+        Path,
+        typer.Option(
+            "--checkpoint", help="checkpoint (iter_*), or a run, whose newest complete one is taken"
+        ),
     ],
     output: OutputOption,
-    form: Annotated[str, typer.Option("--format", help="hf (a transformers directory) or megatron (its files)")] = "hf",
+    form: Annotated[
+        str, typer.Option("--format", help="hf (a transformers directory) or megatron (its files)")
+    ] = "hf",
     dtype: Annotated[
         str | None, typer.Option(help="of a transformers directory: float32 (default) or bfloat16")
     ] = None,
     tokenizer: TokenizerOption = None,
-    tensor_model_parallel_size: Annotated[int | None, typer.Option(min=1, help="of Megatron's files")] = None,
-    pipeline_model_parallel_size: Annotated[int | None, typer.Option(min=1, help="of Megatron's files")] = None,
+    tensor_model_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="of Megatron's files")
+    ] = None,
+    pipeline_model_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="of Megatron's files")
+    ] = None,
 ) -> None:
-    """Write a checkpoint in the form of transformers or Megatron-LM; the flow `export` compares and publishes one."""
+    """Write a checkpoint in the form of transformers or Megatron-LM.
+
+    The flow `export` compares and publishes one.
+    """
     from rich.console import Console
 
     _check_options(form, dtype, tensor_model_parallel_size, pipeline_model_parallel_size)
@@ -79,13 +117,22 @@ def export(
         export_hf(source, output, dtype="bfloat16" if dtype == "bfloat16" else "float32")
     else:
         export_megatron(
-            source, output, tensor=tensor_model_parallel_size or 1, pipeline=pipeline_model_parallel_size or 1
+            source,
+            output,
+            tensor=tensor_model_parallel_size or 1,
+            pipeline=pipeline_model_parallel_size or 1,
         )
     named = source.spec.tokenizer_directory
-    without = "without a tokenizer" if named is None else f"without its tokenizer, which is not in {named}"
+    without = (
+        "without a tokenizer"
+        if named is None
+        else f"without its tokenizer, which is not in {named}"
+    )
     beside = without if source.tokenizer is None else f"with the tokenizer of {source.tokenizer}"
     Console().print(
-        f"wrote {output} from {source.checkpoint}, {beside}; it was not compared with the checkpoint", soft_wrap=True
+        f"wrote {output} from {source.checkpoint}, {beside}; it was not compared with the "
+        "checkpoint",
+        soft_wrap=True,
     )
 
 
@@ -98,8 +145,12 @@ def _check_options(form: str, dtype: str | None, tensor: int | None, pipeline: i
     if dtype is not None and dtype not in get_args(Dtype):
         raise ConfigError(f"--dtype is {dtype}: give {' or '.join(get_args(Dtype))}")
     if form == "megatron" and dtype is not None:
-        raise ConfigError(f"--dtype {dtype} is for --format hf: Megatron's files are written in float32")
+        raise ConfigError(
+            f"--dtype {dtype} is for --format hf: Megatron's files are written in float32"
+        )
     sizes = {"--tensor-model-parallel-size": tensor, "--pipeline-model-parallel-size": pipeline}
     for name, size in sizes.items():
         if form == "hf" and size is not None:
-            raise ConfigError(f"{name} {size} is for --format megatron: a transformers directory has no layout")
+            raise ConfigError(
+                f"{name} {size} is for --format megatron: a transformers directory has no layout"
+            )

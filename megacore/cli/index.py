@@ -1,4 +1,7 @@
-"""`megacore index`: the order in which samples are drawn from token files, as Megatron core draws them."""
+"""`megacore index`: the order in which samples are drawn from token files.
+
+It is that of Megatron core.
+"""
 
 import os
 import shutil
@@ -16,7 +19,12 @@ from megacore.errors import ConfigError, WorkspaceError
 if TYPE_CHECKING:
     from megacore.data.index_options import Mixture, SentenceOptions
 
-_PREFIX_OPTIONS = ("--data-prefix", "--train-data-prefix", "--valid-data-prefix", "--test-data-prefix")
+_PREFIX_OPTIONS = (
+    "--data-prefix",
+    "--train-data-prefix",
+    "--valid-data-prefix",
+    "--test-data-prefix",
+)
 _DEFAULT_SHORT = 0.1
 
 
@@ -27,40 +35,70 @@ class IndexCommand(VariadicCommand):
 
 
 def index(
-    output: Annotated[Path, typer.Option(help="directory for the maps: a new one, or an empty one")],
+    output: Annotated[
+        Path, typer.Option(help="directory for the maps: a new one, or an empty one")
+    ],
     seq_length: Annotated[int, typer.Option(min=1, help="tokens per sample")],
     data_prefix: Annotated[
-        list[str] | None, typer.Option(help="token files without .bin/.idx: P, or P P …, or W P W P … (weights)")
+        list[str] | None,
+        typer.Option(help="token files without .bin/.idx: P, or P P …, or W P W P … (weights)"),
     ] = None,
-    train_data_prefix: Annotated[list[str] | None, typer.Option(help="the same, for the train split alone")] = None,
-    valid_data_prefix: Annotated[list[str] | None, typer.Option(help="… for the validation split")] = None,
+    train_data_prefix: Annotated[
+        list[str] | None, typer.Option(help="the same, for the train split alone")
+    ] = None,
+    valid_data_prefix: Annotated[
+        list[str] | None, typer.Option(help="… for the validation split")
+    ] = None,
     test_data_prefix: Annotated[list[str] | None, typer.Option(help="… for the test split")] = None,
-    split: Annotated[str | None, typer.Option(help="weights of train, validation and test (969,30,1)")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="weights of train, validation and test (969,30,1)")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the shuffles")] = 1234,
-    train_samples: Annotated[int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")] = None,
-    valid_samples: Annotated[int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")] = None,
-    test_samples: Annotated[int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")] = None,
+    train_samples: Annotated[
+        int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")
+    ] = None,
+    valid_samples: Annotated[
+        int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")
+    ] = None,
+    test_samples: Annotated[
+        int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")
+    ] = None,
     kind: Annotated[
-        Literal["gpt", "bert", "t5"], typer.Option(help="gpt: samples of tokens; bert, t5: of whole sentences")
+        Literal["gpt", "bert", "t5"],
+        typer.Option(help="gpt: samples of tokens; bert, t5: of whole sentences"),
     ] = "gpt",
-    index_style: Annotated[Literal["megatron", "neox"], typer.Option(help="gpt: whose order of samples")] = "megatron",
+    index_style: Annotated[
+        Literal["megatron", "neox"], typer.Option(help="gpt: whose order of samples")
+    ] = "megatron",
     packing: Annotated[
         Literal["packed", "pack_until_overflow", "unpacked"],
-        typer.Option(help="gpt: documents end to end, whole ones as long as they fit, or one per sample"),
+        typer.Option(
+            help="gpt: documents end to end, whole ones as long as they fit, or one per sample"
+        ),
     ] = "packed",
-    add_extra_token: Annotated[bool, typer.Option(help="gpt: read one token more, as the last label")] = True,
-    drop_last_partial: Annotated[bool, typer.Option(help="gpt: drop validation's last shorter sample")] = True,
+    add_extra_token: Annotated[
+        bool, typer.Option(help="gpt: read one token more, as the last label")
+    ] = True,
+    drop_last_partial: Annotated[
+        bool, typer.Option(help="gpt: drop validation's last shorter sample")
+    ] = True,
     short_seq_prob: Annotated[
         float | None, typer.Option(help=f"bert, t5: share of shorter samples ({_DEFAULT_SHORT})")
     ] = None,
 ) -> None:
-    """Build the index maps of token files: which samples there are, in which order, and how data sets are blended."""
+    """Build the index maps of token files.
+
+    Which samples there are, in which order, and how data sets are blended.
+    """
     from megacore.config.data import DEFAULT_SPLIT
     from megacore.data.index_maps import build_index_maps
     from megacore.data.index_options import IndexOptions
     from megacore.data.sentence_maps import build_sentence_maps
 
-    mixture = _mixture(data_prefix, {"train": train_data_prefix, "valid": valid_data_prefix, "test": test_data_prefix})
+    mixture = _mixture(
+        data_prefix,
+        {"train": train_data_prefix, "valid": valid_data_prefix, "test": test_data_prefix},
+    )
     if split is None and not mixture.whole:
         split = DEFAULT_SPLIT
     options = IndexOptions(
@@ -89,11 +127,16 @@ def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -
 
     given = [f"--{name}-data-prefix" for name, values in by_split.items() if values]
     if data and given:
-        raise ConfigError(f"--data-prefix and {given[0]} are given: the first stands for all splits, leave one out")
+        raise ConfigError(
+            f"--data-prefix and {given[0]} are given: the first stands for all splits, leave one "
+            "out"
+        )
     if data:
         return Mixture.blend(parse_members(data, "--data-prefix"))
     if not given:
-        raise ConfigError("no token files are named: give --data-prefix PREFIX, the path without .bin/.idx")
+        raise ConfigError(
+            "no token files are named: give --data-prefix PREFIX, the path without .bin/.idx"
+        )
     return Mixture.per_split(
         *(parse_members(values or [], f"--{name}-data-prefix") for name, values in by_split.items())
     )
@@ -104,27 +147,38 @@ def _wanted(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | N
     from megacore.data.index_options import parse_split
 
     weights = (1.0, 1.0, 1.0) if split is None else parse_split(split)
-    return tuple(0 if count is None and weight == 0 else count for weight, count in zip(weights, samples, strict=True))
+    return tuple(
+        0 if count is None and weight == 0 else count
+        for weight, count in zip(weights, samples, strict=True)
+    )
 
 
 def _check_weights_count(mixture: "Mixture", samples: tuple[int | None, ...]) -> None:
-    """Raise ConfigError for weights in a split of unlimited samples, all of which would be taken whatever they are."""
+    """Raise ConfigError for weights in a split of unlimited samples.
+
+    All of those would be taken, whatever the weights are.
+    """
     for name, wanted in zip(("train", "valid", "test"), samples, strict=True):
         members = getattr(mixture, name)
         if wanted is None and len(members) > 1 and members[0].weight is not None:
             raise ConfigError(
-                f"the {name} split has weights but no --{name}-samples, so that every sample of each data set would be "
-                "taken whatever its weight: give a number (0 leaves the split empty), or leave the weights out"
+                f"the {name} split has weights but no --{name}-samples, so that every sample of "
+                "each data set would be taken whatever its weight: give a number (0 leaves the "
+                "split empty), or leave the weights out"
             )
 
 
-def _sentences(kind: Literal["gpt", "bert", "t5"], short_seq_prob: float | None) -> "SentenceOptions | None":
+def _sentences(
+    kind: Literal["gpt", "bert", "t5"], short_seq_prob: float | None
+) -> "SentenceOptions | None":
     """How samples are made of sentences; None for gpt. Raises ConfigError."""
     from megacore.data.index_options import SentenceOptions
 
     if kind == "gpt":
         if short_seq_prob is not None:
-            raise ConfigError("--short-seq-prob is for samples of sentences: give it with --kind bert or t5")
+            raise ConfigError(
+                "--short-seq-prob is for samples of sentences: give it with --kind bert or t5"
+            )
         return None
     short = _DEFAULT_SHORT if short_seq_prob is None else short_seq_prob
     return SentenceOptions(kind, minimum_sentences=2 if kind == "bert" else 1, short_seq_prob=short)
@@ -136,11 +190,18 @@ def _new_directory(output: Path) -> Iterator[Path]:
 
     Raises WorkspaceError when `output` holds something already, or cannot be written.
     """
-    from megacore.artifact.files import remove_dead_temporaries, sync_directory, sync_tree, workspace_errors
+    from megacore.artifact.files import (
+        remove_dead_temporaries,
+        sync_directory,
+        sync_tree,
+        workspace_errors,
+    )
 
     with workspace_errors(output):
         if output.is_dir() and any(output.iterdir()):
-            raise WorkspaceError(f"{output} is not empty: give --output another directory, or remove what is in it")
+            raise WorkspaceError(
+                f"{output} is not empty: give --output another directory, or remove what is in it"
+            )
         if output.exists() and not output.is_dir():
             raise WorkspaceError(f"{output} is a file: give --output a directory")
         parent = output.absolute().parent
@@ -163,6 +224,11 @@ def _summary(entry: Mapping[str, Any]) -> str:
     text += f"{entry['documents']:,} documents, " if "documents" in entry else ""
     text += f"{entry['sequences']:,} sequences with {entry['tokens']:,} tokens"
     if "members" in entry:
-        return text + "".join(f"\n  {member['prefix']}: {member['drawn']:,} drawn" for member in entry["members"])
+        return text + "".join(
+            f"\n  {member['prefix']}: {member['drawn']:,} drawn" for member in entry["members"]
+        )
     epochs = f"{entry['epochs']} epoch{'' if entry['epochs'] == 1 else 's'}"
-    return f"{text}, {epochs}{', the last one shuffled by itself' if entry.get('separate_final_epoch') else ''}"
+    return (
+        f"{text}, {epochs}"
+        f"{', the last one shuffled by itself' if entry.get('separate_final_epoch') else ''}"
+    )

@@ -1,4 +1,7 @@
-"""`megacore inspect` and `megacore verify`: what token files and index maps hold, and whether they are whole."""
+"""`megacore inspect` and `megacore verify`.
+
+What token files and index maps hold, and whether they are whole.
+"""
 
 import json
 import sys
@@ -14,20 +17,33 @@ _PREVIEW_TOKENS = 120
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="PREFIX of token files, their directory, or a directory of index maps")],
-    documents: Annotated[int, typer.Option("--documents", min=0, help="how many of the first documents to show")] = 3,
+    path: Annotated[
+        Path,
+        typer.Argument(help="PREFIX of token files, their directory, or a directory of index maps"),
+    ],
+    documents: Annotated[
+        int, typer.Option("--documents", min=0, help="how many of the first documents to show")
+    ] = 3,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="directory, tokenizer.json, vocab.json, vocab.txt or .model; else the one that the files name"
+            help=(
+                "directory, tokenizer.json, vocab.json, vocab.txt or .model; else the one that the "
+                "files name"
+            )
         ),
     ] = None,
     histogram: Annotated[
-        Path | None, typer.Option(help="write the distribution of lengths as a picture: FILE.png or FILE.svg")
+        Path | None,
+        typer.Option(help="write the distribution of lengths as a picture: FILE.png or FILE.svg"),
     ] = None,
-    sample: Annotated[int | None, typer.Option(min=0, help="of index maps: where this sample comes from")] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=0, help="of index maps: where this sample comes from")
+    ] = None,
     split: Annotated[str, typer.Option(help="of --sample: train, valid or test")] = "train",
-    full: Annotated[bool, typer.Option("--full", help="whole texts, and all parts of a sample")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="whole texts, and all parts of a sample")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
     """Show what token files hold, or which documents and source lines a sample comes from."""
@@ -37,25 +53,40 @@ def inspect(
 
     maps = path.is_dir() and is_index_directory(path)
     if sample is not None and not maps:
-        raise ConfigError(f"--sample is of index maps, and {path} holds none: give the directory of `megacore index`")
+        raise ConfigError(
+            f"--sample is of index maps, and {path} holds none: give the directory of `megacore "
+            "index`"
+        )
     if maps and histogram is not None:
-        raise ConfigError(f"--histogram is of token files, and {path} holds index maps: leave it out")
+        raise ConfigError(
+            f"--histogram is of token files, and {path} holds index maps: leave it out"
+        )
     everything = full or as_json
     if sample is not None:
-        found = report_sample(path, split, sample, tokenizer, None if everything else terminal.PREVIEW_PARTS)
+        found = report_sample(
+            path, split, sample, tokenizer, None if everything else terminal.PREVIEW_PARTS
+        )
         _show(found, as_json, lambda: terminal.show_sample(found, full=full))
     elif maps:
         found = report_index(path)
         _show(found, as_json, lambda: terminal.show_index(found))
     else:
-        found = _tokens(path, documents, tokenizer, histogram, None if everything else _PREVIEW_TOKENS)
+        found = _tokens(
+            path, documents, tokenizer, histogram, None if everything else _PREVIEW_TOKENS
+        )
         _show(found, as_json, lambda: terminal.show_tokens(found, full=full))
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="PREFIX of token files, their directory, or any artifact's directory")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="PREFIX of token files, their directory, or any artifact's directory"),
+    ],
 ) -> None:
-    """Check that files are whole: structure, pointers, sizes, maps against tokens, and the hashes of manifests."""
+    """Check that files are whole.
+
+    Looks at structure, pointers, sizes, maps against tokens, and the hashes of manifests.
+    """
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.verify import verify as checks
 
@@ -77,8 +108,15 @@ def _tokens(
     prefixes = find_prefixes(path)
     if histogram is not None:
         if len(prefixes) > 1:
-            raise ConfigError(f"--histogram is of one pair of token files, and {path} names {len(prefixes)}: give one")
-        draw_lengths(IndexedDataset(prefixes[0]).lengths, histogram, f"{Path(prefixes[0]).name}: tokens per sequence")
+            raise ConfigError(
+                f"--histogram is of one pair of token files, and {path} names {len(prefixes)}: "
+                "give one"
+            )
+        draw_lengths(
+            IndexedDataset(prefixes[0]).lengths,
+            histogram,
+            f"{Path(prefixes[0]).name}: tokens per sequence",
+        )
     return {
         "files": [report_tokens(prefix, documents, tokenizer, limit) for prefix in prefixes],
         "histogram": None if histogram is None else str(histogram),

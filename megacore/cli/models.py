@@ -1,4 +1,6 @@
-"""What `megacore generate` and `megacore evaluate` have in common: a model, the ranks that run it, a place for them.
+"""What `megacore generate` and `megacore evaluate` have in common.
+
+A model, the ranks that run it, a place for them.
 
 `megacore evaluate`: zero-shot scores of a model.
 
@@ -25,29 +27,35 @@ if TYPE_CHECKING:
 CheckpointOption = Annotated[
     Path,
     typer.Option(
-        "--checkpoint", help="a checkpoint (iter_*), a directory of them, of which the newest counts, or an export"
+        "--checkpoint",
+        help="a checkpoint (iter_*), a directory of them, of which the newest counts, or an export",
     ),
 ]
 TokenizerOption = Annotated[
-    Path | None, typer.Option("--tokenizer", help="directory with tokenizer.json; else the model's own")
+    Path | None,
+    typer.Option("--tokenizer", help="directory with tokenizer.json; else the model's own"),
 ]
 TensorParallelOption = Annotated[
     int, typer.Option("--tensor-model-parallel-size", min=1, help="ranks that share each layer")
 ]
-PrecisionOption = Annotated[str, typer.Option("--precision", help="compute type: fp32, bf16, fp16 or auto")]
+PrecisionOption = Annotated[
+    str, typer.Option("--precision", help="compute type: fp32, bf16, fp16 or auto")
+]
 
 
 def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[str, Any]:
     """The fields of a job that say how it is run.
 
-    Raises ParallelLayoutError for more ranks than GPUs or than can share the model, and ConfigError for an unknown
-    precision.
+    Raises ParallelLayoutError for more ranks than GPUs or than can share the model, and ConfigError
+    for an unknown precision.
     """
     from megacore.config.train import Precision
     from megacore.hardware import Hardware
 
     if precision not in get_args(Precision):
-        raise ConfigError(f"--precision is {precision}: give one of {', '.join(get_args(Precision))}")
+        raise ConfigError(
+            f"--precision is {precision}: give one of {', '.join(get_args(Precision))}"
+        )
     _check_divided(spec, tensor)
     hardware, ranks = Hardware.detect(), tensor * data
     if hardware.gpus and ranks > len(hardware.gpus):
@@ -73,8 +81,8 @@ def _check_divided(spec: ModelSpec, tensor: int) -> None:
     ):
         if length % tensor:
             raise ParallelLayoutError(
-                f"{what} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give a size that divides "
-                "it"
+                f"{what} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give "
+                "a size that divides it"
             )
 
 
@@ -92,24 +100,40 @@ _LARGE = 1e6
 
 def evaluate(
     checkpoint: CheckpointOption,
-    wikitext: Annotated[Path | None, typer.Option(help="WikiText's test split, words divided by spaces")] = None,
-    lambada: Annotated[Path | None, typer.Option(help="LAMBADA's test split, JSON Lines with the key text")] = None,
+    wikitext: Annotated[
+        Path | None, typer.Option(help="WikiText's test split, words divided by spaces")
+    ] = None,
+    lambada: Annotated[
+        Path | None, typer.Option(help="LAMBADA's test split, JSON Lines with the key text")
+    ] = None,
     overlapping_eval: Annotated[
-        int | None, typer.Option(help="tokens between the starts of WikiText's windows; else they do not overlap")
+        int | None,
+        typer.Option(
+            help="tokens between the starts of WikiText's windows; else they do not overlap"
+        ),
     ] = None,
     seq_length: Annotated[
         int | None, typer.Option(min=1, help="tokens of a window; else the model's positions")
     ] = None,
     tokenizer: TokenizerOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="windows or passages per forward pass")] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="windows or passages per forward pass")
+    ] = 8,
     tensor_model_parallel_size: TensorParallelOption = 1,
-    data_parallel_size: Annotated[int, typer.Option(min=1, help="replicas that share the batches")] = 1,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="replicas that share the batches")
+    ] = 1,
     precision: PrecisionOption = "fp32",
     output: Annotated[Path | None, typer.Option(help="JSON file for the scores")] = None,
 ) -> None:
     """Score a checkpoint or an export on texts that it was not trained for."""
     from megacore.artifact.files import write_json
-    from megacore.convert.model_source import find_model, find_tokenizer, require_family, tokenizer_directory
+    from megacore.convert.model_source import (
+        find_model,
+        find_tokenizer,
+        require_family,
+        tokenizer_directory,
+    )
     from megacore.jobs.model import ZeroShotJob, places
     from megacore.ranks.stages import run_job
     from megacore.ranks.zeroshot import MODULE
@@ -144,16 +168,22 @@ def _check_files(
 ) -> None:
     """What can be said before anything starts. Raises ConfigError, DataFormatError."""
     if wikitext is None and lambada is None:
-        raise ConfigError("there is nothing to score the model on: give --wikitext, --lambada or both")
+        raise ConfigError(
+            "there is nothing to score the model on: give --wikitext, --lambada or both"
+        )
     if wikitext is None and overlapping_eval is not None:
-        raise ConfigError(f"--overlapping-eval is {overlapping_eval} without --wikitext, whose windows it is of")
+        raise ConfigError(
+            f"--overlapping-eval is {overlapping_eval} without --wikitext, whose windows it is of"
+        )
     for path in (wikitext, lambada):
         if path is not None and not path.is_file():
             raise DataFormatError(f"{path} is no file: check the path")
     if output is not None and output.is_dir():
         raise ConfigError(f"--output is {output}, which is a directory: give a file")
     if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output is {output}, but {output.absolute().parent} is no directory: make it first")
+        raise ConfigError(
+            f"--output is {output}, but {output.absolute().parent} is no directory: make it first"
+        )
 
 
 def _show(model: str, scores: dict[str, dict[str, Any]]) -> None:
@@ -166,25 +196,40 @@ def _show(model: str, scores: dict[str, dict[str, Any]]) -> None:
     for text, measures in scores.items():
         for name in sorted(measures, key=lambda name: (name not in _FIRST, name)):
             value = measures[name]
-            shown = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}" if value < _LARGE else f"{value:.4e}"
+            shown = (
+                f"{value:,}"
+                if isinstance(value, int)
+                else f"{value:,.4f}"
+                if value < _LARGE
+                else f"{value:.4e}"
+            )
             table.add_row(text, name.replace("_", " "), shown)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def generate(
     checkpoint: CheckpointOption,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="text to continue; several are allowed")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="file with a prompt on each line")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="text to continue; several are allowed")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="file with a prompt on each line")
+    ] = None,
     tokenizer: TokenizerOption = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="tokens per prompt at most; else 64, or what the positions leave")
+        int | None,
+        typer.Option(help="tokens per prompt at most; else 64, or what the positions leave"),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="draw tokens, logits divided by this; 0 takes the most probable one")
+        float | None,
+        typer.Option(help="draw tokens, logits divided by this; 0 takes the most probable one"),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="draw from this many most probable tokens")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="draw from this many most probable tokens")
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="draw from the most probable tokens with this probability together")
+        float | None,
+        typer.Option(help="draw from the most probable tokens with this probability together"),
     ] = None,
     seed: Annotated[int, typer.Option(help="of the draws")] = 1234,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts at a time")] = 8,
@@ -192,7 +237,10 @@ def generate(
     precision: PrecisionOption = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Continue prompts, or answer them with T5: the most probable token each time, or tokens that are drawn."""
+    """Continue prompts, or answer them with T5.
+
+    The most probable token each time, or tokens that are drawn.
+    """
     from megacore.convert.model_source import find_model, find_tokenizer, require_family
     from megacore.jobs.model import GenerateJob, GenerateOptions, new_token_limits, places
     from megacore.ranks.generate import MODULE
@@ -217,12 +265,18 @@ def generate(
             **places(scratch),
         )
         found = run_job(MODULE, job, scratch)["continuations"]
-    rows = [_row(own, text, ids, one, answers) for text, ids, one in zip(texts, prompts, found, strict=True)]
+    rows = [
+        _row(own, text, ids, one, answers)
+        for text, ids, one in zip(texts, prompts, found, strict=True)
+    ]
     _generate_show(rows, as_json, answers)
 
 
 def _prompts(given: list[str], file: Path | None) -> list[str]:
-    """The prompts of the command line, then those of the file. Raises ConfigError, DataFormatError."""
+    """The prompts of the command line, then those of the file.
+
+    Raises ConfigError, DataFormatError.
+    """
     texts = list(given)
     if file is not None:
         try:
@@ -240,7 +294,9 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     return texts
 
 
-def _encoded(tokenizer: "Tokenizer", texts: list[str], end: int | None) -> tuple[tuple[int, ...], ...]:
+def _encoded(
+    tokenizer: "Tokenizer", texts: list[str], end: int | None
+) -> tuple[tuple[int, ...], ...]:
     """The ids of each text; what T5 reads ends with `end`."""
     last = [] if end is None else [end]
     found = [ids.tolist() for ids in tokenizer.encode_batch(texts)]

@@ -10,11 +10,17 @@ import typer
 def plan(
     conf: Annotated[str, typer.Argument(help="name in conf/, or path of a YAML file")],
     override: Annotated[
-        list[str] | None, typer.Option("--override", "-o", help="key=value, as in parallel.pipeline_schedule=gpipe")
+        list[str] | None,
+        typer.Option("--override", "-o", help="key=value, as in parallel.pipeline_schedule=gpipe"),
     ] = None,
-    draw: Annotated[Path | None, typer.Option(help="write the schedule as a picture: FILE.svg or FILE.png")] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="write the schedule as a picture: FILE.svg or FILE.png")
+    ] = None,
 ) -> None:
-    """Show how a configuration divides its model over stages, with memory and bubble, or draw its schedule."""
+    """Show how a configuration divides its model over stages, or draw its schedule.
+
+    Memory and the bubble are shown with it.
+    """
     from rich.console import Console
 
     from megacore.config import load_config
@@ -37,4 +43,6 @@ def plan(
     Console(width=None if sys.stdout.isatty() else 200).print(planned.table())
     if not hardware.gpus:
         precision = hardware.resolve_precision(config.train.precision)
-        Console().print(f"memory is that of CPU ranks in {precision}: this machine has no GPU", soft_wrap=True)
+        Console().print(
+            f"memory is that of CPU ranks in {precision}: this machine has no GPU", soft_wrap=True
+        )

@@ -1,4 +1,7 @@
-"""`megacore tokenize`: documents to token files, as Megatron-LM's tools/preprocess_data.py writes them."""
+"""`megacore tokenize`: documents to token files.
+
+They are as Megatron-LM's tools/preprocess_data.py writes them.
+"""
 
 import sys
 import time
@@ -32,31 +35,57 @@ class TokenizeCommand(VariadicCommand):
 
 
 def tokenize(
-    input: Annotated[list[str], typer.Option(help="JSON Lines (plain, .gz, .zst) or parquet files, or globs")],
+    input: Annotated[
+        list[str], typer.Option(help="JSON Lines (plain, .gz, .zst) or parquet files, or globs")
+    ],
     output_prefix: Annotated[str, typer.Option(help="writes PREFIX_KEY_document.bin and .idx")],
     tokenizer: Annotated[Kind, typer.Option(help="kind of tokenizer")] = "gpt2-bpe",
-    vocab_file: Annotated[str | None, typer.Option(help="vocab.json of GPT-2, or vocab.txt of BERT")] = None,
+    vocab_file: Annotated[
+        str | None, typer.Option(help="vocab.json of GPT-2, or vocab.txt of BERT")
+    ] = None,
     merge_file: Annotated[str | None, typer.Option(help="merges.txt of GPT-2")] = None,
-    tokenizer_file: Annotated[str | None, typer.Option(help="tokenizer.json (hf), or a SentencePiece .model")] = None,
-    eod_token: Annotated[str | None, typer.Option(help="hf: ends a document (default <|endoftext|>)")] = None,
-    lower_case: Annotated[bool | None, typer.Option(help="bert-wordpiece: an uncased vocabulary (default yes)")] = None,
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="end each document with that token")] = False,
+    tokenizer_file: Annotated[
+        str | None, typer.Option(help="tokenizer.json (hf), or a SentencePiece .model")
+    ] = None,
+    eod_token: Annotated[
+        str | None, typer.Option(help="hf: ends a document (default <|endoftext|>)")
+    ] = None,
+    lower_case: Annotated[
+        bool | None, typer.Option(help="bert-wordpiece: an uncased vocabulary (default yes)")
+    ] = None,
+    append_eod: Annotated[
+        bool, typer.Option("--append-eod", help="end each document with that token")
+    ] = False,
     json_key: Annotated[str, typer.Option(help="field or column that holds the text")] = "text",
-    split_sentences: Annotated[bool, typer.Option("--split-sentences", help="a sequence for each sentence")] = False,
-    keep_newlines: Annotated[bool, typer.Option("--keep-newlines", help="between sentences")] = False,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="a sequence for each sentence")
+    ] = False,
+    keep_newlines: Annotated[
+        bool, typer.Option("--keep-newlines", help="between sentences")
+    ] = False,
     sentence_splitter: Annotated[
-        Literal["punkt", "rules"], typer.Option(help="nltk's model, or plain rules without a download")
+        Literal["punkt", "rules"],
+        typer.Option(help="nltk's model, or plain rules without a download"),
     ] = "punkt",
     sentence_data: Annotated[
         Path | None,
-        typer.Option(help="of nltk's data (default: nltk's own, else downloaded into the workspace)"),
+        typer.Option(
+            help="of nltk's data (default: nltk's own, else downloaded into the workspace)"
+        ),
     ] = None,
-    language: Annotated[str, typer.Option("--language", "--lang", help="whose punkt model")] = "english",
+    language: Annotated[
+        str, typer.Option("--language", "--lang", help="whose punkt model")
+    ] = "english",
     on_bad_line: Annotated[
-        Literal["stop", "skip"], typer.Option(help="what a line without a document does: end the run, or be counted")
+        Literal["stop", "skip"],
+        typer.Option(help="what a line without a document does: end the run, or be counted"),
     ] = "stop",
-    workers: Annotated[int | None, typer.Option(min=1, help="threads (default: one per core)")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace token files of that name")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="threads (default: one per core)")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace token files of that name")
+    ] = False,
 ) -> None:
     """Turn documents into token files (.bin/.idx), in the order of the input."""
     from megacore.tokenizer.files import Inputs, check_output, tokenize_files
@@ -64,7 +93,11 @@ def tokenize(
     from megacore.tokenizer.tokenize import TokenizeOptions
 
     started = time.monotonic()
-    given = {"--vocab-file": vocab_file, "--merge-file": merge_file, "--tokenizer-file": tokenizer_file}
+    given = {
+        "--vocab-file": vocab_file,
+        "--merge-file": merge_file,
+        "--tokenizer-file": tokenizer_file,
+    }
     choice = _choice(tokenizer, given, eod_token, lower_case)
     options = TokenizeOptions(
         append_eod=append_eod,
@@ -92,8 +125,13 @@ def tokenize(
     )
 
 
-def _choice(kind: Kind, given: dict[str, str | None], eod_token: str | None, lower_case: bool | None) -> "Choice":
-    """The tokenizer that the options describe. Raises ConfigError when some are missing or without effect."""
+def _choice(
+    kind: Kind, given: dict[str, str | None], eod_token: str | None, lower_case: bool | None
+) -> "Choice":
+    """The tokenizer that the options describe.
+
+    Raises ConfigError when some are missing or without effect.
+    """
     from megacore.config.data import (
         BertWordPieceTokenizer,
         Gpt2BpeTokenizer,
@@ -103,18 +141,26 @@ def _choice(kind: Kind, given: dict[str, str | None], eod_token: str | None, low
 
     missing = [name for name in _NEEDS[kind] if not given[name]]
     if missing:
-        raise ConfigError(f"--tokenizer {kind} needs {' and '.join(missing)}: give the path of the file")
-    extra = [name for name, value in given.items() if value is not None and name not in _NEEDS[kind]]
+        raise ConfigError(
+            f"--tokenizer {kind} needs {' and '.join(missing)}: give the path of the file"
+        )
+    extra = [
+        name for name, value in given.items() if value is not None and name not in _NEEDS[kind]
+    ]
     extra += ["--eod-token"] if eod_token is not None and kind != "hf" else []
     extra += ["--lower-case"] if lower_case is not None and kind != "bert-wordpiece" else []
     if extra:
         raise ConfigError(f"--tokenizer {kind} does not use {' and '.join(extra)}: leave it out")
-    vocab, merges, file = (str(given[name]) for name in ("--vocab-file", "--merge-file", "--tokenizer-file"))
+    vocab, merges, file = (
+        str(given[name]) for name in ("--vocab-file", "--merge-file", "--tokenizer-file")
+    )
     match kind:
         case "gpt2-bpe":
             return Gpt2BpeTokenizer(kind=kind, vocab_file=vocab, merge_file=merges)
         case "bert-wordpiece":
-            return BertWordPieceTokenizer(kind=kind, vocab_file=vocab, lower_case=lower_case is not False)
+            return BertWordPieceTokenizer(
+                kind=kind, vocab_file=vocab, lower_case=lower_case is not False
+            )
         case "sentencepiece":
             return SentencePieceTokenizer(kind=kind, model_file=file)
         case "hf":
@@ -124,14 +170,22 @@ def _choice(kind: Kind, given: dict[str, str | None], eod_token: str | None, low
 def _check_names(output_prefix: str, json_key: str) -> None:
     """Raise ConfigError for what cannot be part of a file's name."""
     if not Path(output_prefix).name:
-        raise ConfigError(f"--output-prefix is {output_prefix!r}: give the beginning of a file's name")
+        raise ConfigError(
+            f"--output-prefix is {output_prefix!r}: give the beginning of a file's name"
+        )
     if not json_key or "/" in json_key:
-        raise ConfigError(f"--json-key is {json_key!r}, which the token files' names cannot have: rename the field")
+        raise ConfigError(
+            f"--json-key is {json_key!r}, which the token files' names cannot have: rename the "
+            "field"
+        )
 
 
 def _check_sentences(options: "TokenizeOptions") -> None:
     """Raise ConfigError for options that only splitting, or only Punkt, uses."""
-    model = {"--sentence-data": options.sentence_data is not None, "--language": options.language != "english"}
+    model = {
+        "--sentence-data": options.sentence_data is not None,
+        "--language": options.language != "english",
+    }
     used = {
         "--keep-newlines": options.keep_newlines,
         "--sentence-splitter": options.sentence_splitter != "punkt",
@@ -141,15 +195,26 @@ def _check_sentences(options: "TokenizeOptions") -> None:
         used = model if options.sentence_splitter == "rules" else {}
     without_effect = [name for name, is_used in used.items() if is_used]
     if without_effect:
-        needed = "with --sentence-splitter rules" if options.split_sentences else "without --split-sentences"
+        needed = (
+            "with --sentence-splitter rules"
+            if options.split_sentences
+            else "without --split-sentences"
+        )
         raise ConfigError(f"{' and '.join(without_effect)} {needed} has no effect: leave it out")
 
 
 def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":
-    """The options with the place of Punkt's model: as given, as nltk finds it, or in the workspace."""
+    """The options with the place of Punkt's model.
+
+    As given, as nltk finds it, or in the workspace.
+    """
     from dataclasses import replace
 
-    if not options.split_sentences or options.sentence_splitter != "punkt" or options.sentence_data is not None:
+    if (
+        not options.split_sentences
+        or options.sentence_splitter != "punkt"
+        or options.sentence_data is not None
+    ):
         return options
     from megacore.artifact import StageKey, Workspace, build_artifact
     from megacore.tokenizer.sentences import VERSION, download_punkt, find_punkt
@@ -160,7 +225,9 @@ def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":
 
         def fill(directory: Path) -> dict[str, int]:
             download_punkt(directory, options.language)
-            return {"bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())}
+            return {
+                "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+            }
 
         found = build_artifact(Workspace.of().folder("punkt"), key, fill)[0].directory
     return replace(options, sentence_data=found)
@@ -184,7 +251,13 @@ def _progress(total: int | None) -> Iterator[_Progress]:
         yield _Progress(lambda size: None)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -12,12 +12,16 @@ from megacore.artifact.files import workspace_errors
 from megacore.errors import ConfigError, WorkspaceError
 
 WorkspaceOption = Annotated[
-    Path | None, typer.Option("--workspace", help="root of everything that was produced (MEGACORE_WORKSPACE)")
+    Path | None,
+    typer.Option("--workspace", help="root of everything that was produced (MEGACORE_WORKSPACE)"),
 ]
 
 
 def runs(workspace: WorkspaceOption = None) -> None:
-    """List the pretrainings and fine-tunings of a workspace: step, perplexity or best metric, size and path."""
+    """List the pretrainings and fine-tunings of a workspace.
+
+    Of each: step, perplexity or best metric, size and path.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -28,7 +32,17 @@ def runs(workspace: WorkspaceOption = None) -> None:
         Console().print("no runs yet: start one with `make pretrain` or `make finetune`")
         return
     table = Table()
-    for column in ("name", "state", "step", "valid PPL", "test PPL", "best", "size", "updated", "path"):
+    for column in (
+        "name",
+        "state",
+        "step",
+        "valid PPL",
+        "test PPL",
+        "best",
+        "size",
+        "updated",
+        "path",
+    ):
         table.add_column(column, overflow="fold", no_wrap=column != "path")
     for row in rows:
         table.add_row(
@@ -46,32 +60,49 @@ def runs(workspace: WorkspaceOption = None) -> None:
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="key or name of a run as `megacore runs` lists it, or its directory")],
+    run: Annotated[
+        str,
+        typer.Argument(help="key or name of a run as `megacore runs` lists it, or its directory"),
+    ],
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Ask a training to save a checkpoint after its current iteration and to end; the same command goes on later."""
+    """Ask a training to save a checkpoint after its current iteration and to end.
+
+    The same command goes on later.
+    """
     from rich.console import Console
 
     from megacore.artifact.workspace import STOP_FILE
     from megacore.observe.runs import RUN_FILE, find_run, is_training
 
     named = (Path(run) / RUN_FILE).is_file()
-    directory = Path(run).absolute() if named else find_run(_existing(workspace), run, state="running")
+    directory = (
+        Path(run).absolute() if named else find_run(_existing(workspace), run, state="running")
+    )
     if named and not is_training(directory):
         raise ConfigError(f"nothing trains in {directory}: there is nothing to stop")
     file = directory / STOP_FILE
     with workspace_errors(file):
         file.touch()
-    Console().print(f"{directory} will save and end after its current iteration", soft_wrap=True, highlight=False)
+    Console().print(
+        f"{directory} will save and end after its current iteration",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def clean(
     workspace: WorkspaceOption = None,
     older_than: Annotated[
         float | None,
-        typer.Option(min=0, help="also artifacts built this many days ago that no run or newer artifact needs"),
+        typer.Option(
+            min=0,
+            help="also artifacts built this many days ago that no run or newer artifact needs",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only say what would be removed")
+    ] = False,
 ) -> None:
     """Remove temporaries of processes that died and, when asked, old artifacts; trainings stay."""
     from rich.console import Console
@@ -87,7 +118,9 @@ def clean(
     if not dry_run:
         remove(items)
     total = sum(item.size for item in items) / 2**20
-    Console().print(f"{'would remove' if dry_run else 'removed'} {len(items)} items, {total:.1f} MiB")
+    Console().print(
+        f"{'would remove' if dry_run else 'removed'} {len(items)} items, {total:.1f} MiB"
+    )
 
 
 def _existing(workspace: Path | None) -> Workspace:

@@ -2,10 +2,10 @@
 
 DeepSpeed's launcher on this machine alone; `node_command` has its command for one among several.
 
-DeepSpeed is started as a program and not imported. Of its two programs this is the inner one, which starts the ranks
-of one machine (`deepspeed.launcher.launch`). The outer one (`deepspeed`, `deepspeed.launcher.runner`) passes on few
-variables and ends a job by killing every DeepSpeed launcher of the user on all hosts, those of other jobs too: its
-part is done by `fanout`.
+DeepSpeed is started as a program and not imported. Of its two programs this is the inner one, which
+starts the ranks of one machine (`deepspeed.launcher.launch`). The outer one (`deepspeed`,
+`deepspeed.launcher.runner`) passes on few variables and ends a job by killing every DeepSpeed
+launcher of the user on all hosts, those of other jobs too: its part is done by `fanout`.
 """
 
 import secrets
@@ -22,16 +22,22 @@ _KEPT_BLOCK = 256 * 2**20
 
 
 def torchrun_alone(
-    module: str, config_path: Path, ranks: int, *, log_directory: Path | None = None, shown: bool = False
+    module: str,
+    config_path: Path,
+    ranks: int,
+    *,
+    log_directory: Path | None = None,
+    shown: bool = False,
 ) -> list[str]:
     """What starts `python -m module --config config_path` as `ranks` processes of this machine.
 
-    More than one go through torchrun, on ports of the kernel's choice: no name is looked up and no port can be in use.
-    They meet through a file beside the config: torchrun unpickles the state of a rendezvous, which over TCP anybody
-    could write who reaches this machine. One rank needs no rendezvous and starts as a plain process, which saves the
-    launcher's own import of torch. torchrun's own small files go to `log_directory` (None: `torchrun` beside the
-    config) instead of the machine's temporary directory, where it would leave them. One that is only `shown` touches no
-    file.
+    More than one go through torchrun, on ports of the kernel's choice: no name is looked up and no
+    port can be in use. They meet through a file beside the config: torchrun unpickles the state of
+    a rendezvous, which over TCP anybody could write who reaches this machine. One rank needs no
+    rendezvous and starts as a plain process, which saves the launcher's own import of torch.
+    torchrun's own small files go to `log_directory` (None: `torchrun` beside the config) instead of
+    the machine's temporary directory, where it would leave them. One that is only `shown` touches
+    no file.
     """
     program = [module, "--config", str(config_path)]
     if ranks == 1:
@@ -64,10 +70,13 @@ def _meeting_place(directory: Path, *, shown: bool) -> Path:
 
 
 def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str]:
-    """Environment variables for every rank: CPU threads, and one machine's traffic kept on the loopback interface.
+    """Environment variables for every rank.
 
-    glibc is told to keep large blocks: it would give the logits' memory back after each step and fault it in again
-    in the next (8 to 10 % of a small model's step). Other C libraries ignore the two names.
+    CPU threads, and one machine's traffic kept on the loopback interface.
+
+    glibc is told to keep large blocks: it would give the logits' memory back after each step and
+    fault it in again in the next (8 to 10 % of a small model's step). Other C libraries ignore the
+    two names.
     """
     count = str(threads)
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}
@@ -85,12 +94,17 @@ def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str
 
 
 def deepspeed_alone(
-    module: str, config_path: Path, ranks: int, *, devices: Sequence[int] | None = None, shown: bool = False
+    module: str,
+    config_path: Path,
+    ranks: int,
+    *,
+    devices: Sequence[int] | None = None,
+    shown: bool = False,
 ) -> list[str]:
     """What starts `python -m module --config config_path` as `ranks` processes of this machine.
 
-    They meet at 127.0.0.1, on a port that is free now, which one that is only `shown` leaves open; the GPUs are
-    `devices`, else the first ones that are visible.
+    They meet at 127.0.0.1, on a port that is free now, which one that is only `shown` leaves open;
+    the GPUs are `devices`, else the first ones that are visible.
     """
     port = "<free port>" if shown else free_port()
     gpus = {"localhost": visible_devices(ranks) if devices is None else [*devices]}

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from megacore.cluster import rank_commands
 from megacore.cluster.hosts.connection import agent_words
-from megacore.cluster.hosts.plan import Plan, endpoint, env_file_of, meeting_addresses, plan_ssh, read_env_file
+from megacore.cluster.hosts.plan import (
+    Plan,
+    endpoint,
+    env_file_of,
+    meeting_addresses,
+    plan_ssh,
+    read_env_file,
+)
 from megacore.cluster.hosts.ssh import Ssh, check_ssh, python
 from megacore.config.hostfile import devices_of, hosts_of, is_only_here
 from megacore.config.launch import LaunchConfig
@@ -38,7 +45,8 @@ class Start:
 def start_here(module: str, job: RankJob, job_file: Path) -> Start:
     """The job's ranks on this machine through torchrun, one of them as a plain process."""
     return Start(
-        rank_commands.torchrun_alone(module, job_file, job.ranks), rank_commands.rank_environment(job.threads_per_rank)
+        rank_commands.torchrun_alone(module, job_file, job.ranks),
+        rank_commands.rank_environment(job.threads_per_rank),
     )
 
 
@@ -55,14 +63,20 @@ def check_launcher(launch: LaunchConfig) -> None:
         check_batch(launch)
     check_ssh(hosts_of(launch))
     if launch.ssh_config is not None and not Path(launch.ssh_config).is_file():
-        raise ConfigError(f"launch.ssh_config {launch.ssh_config} is not there: correct launch.ssh_config")
+        raise ConfigError(
+            f"launch.ssh_config {launch.ssh_config} is not there: correct launch.ssh_config"
+        )
     endpoint(launch.rdzv_endpoint)
     if launch.env_file is not None:
         read_env_file(Path(launch.env_file))
 
 
 def start_ranks(
-    launch: LaunchConfig, module: str, job: RankJob, job_file: Path, env: Mapping[str, str] | None = None
+    launch: LaunchConfig,
+    module: str,
+    job: RankJob,
+    job_file: Path,
+    env: Mapping[str, str] | None = None,
 ) -> Start:
     """The job's ranks as `launch` says, on its hosts if there are some.
 
@@ -84,17 +98,29 @@ def start_ranks(
         return start_batch(launch, module, job, job_file, env)
     if not is_only_here(hosts):
         check_ssh(hosts)
-        variables = {**rank_commands.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1), **(env or {})}
+        variables = {
+            **rank_commands.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1),
+            **(env or {}),
+        }
         plan_path = job_file.absolute().with_name(PLAN_NAME)
         plan_of(launch, module, job, job_file, hosts, own_env=[*variables]).write(plan_path)
         return Start(
-            python("megacore.cluster.hosts.fanout", "--plan", str(plan_path)), variables, tuple(hosts), _STOP_MARGIN
+            python("megacore.cluster.hosts.fanout", "--plan", str(plan_path)),
+            variables,
+            tuple(hosts),
+            _STOP_MARGIN,
         )
     return _start_alone(launch, module, job, job_file, env or {})
 
 
 def _start_alone(
-    launch: LaunchConfig, module: str, job: RankJob, job_file: Path, env: Mapping[str, str], *, shown: bool = False
+    launch: LaunchConfig,
+    module: str,
+    job: RankJob,
+    job_file: Path,
+    env: Mapping[str, str],
+    *,
+    shown: bool = False,
 ) -> Start:
     """The job's ranks on this machine, without ssh."""
     variables = {**rank_commands.rank_environment(job.threads_per_rank), **env}
@@ -102,23 +128,31 @@ def _start_alone(
     devices = next((slots for host, slots in devices_of(launch).items() if host in hosts), None)
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    several = not is_only_here(hosts_of(launch))  # of which this one is left, and keeps the variables that all had
+    # of which this one is left, and keeps the variables that all had
+    several = not is_only_here(hosts_of(launch))
     env_file = env_file_of(launch.env_file) if several else launch.env_file
     if env_file is not None:
         variables |= read_env_file(Path(env_file))
     if launch.kind == "torchrun" or job.ranks == 1:
-        return Start(rank_commands.torchrun_alone(module, job_file, job.ranks, shown=shown), variables)
+        return Start(
+            rank_commands.torchrun_alone(module, job_file, job.ranks, shown=shown), variables
+        )
     if not Hardware.detect().gpus:
         variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
-    command = rank_commands.deepspeed_alone(module, job_file, job.ranks, devices=devices, shown=shown)
+    command = rank_commands.deepspeed_alone(
+        module, job_file, job.ranks, devices=devices, shown=shown
+    )
     return Start(command, variables)
 
 
 def shown_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Path) -> list[str]:
-    """For a dry run: the command of each host, as one line with its name, or a scheduler's command and its batch job.
+    """For a dry run: the command of each host, as one line with its name.
 
-    Nothing is written, no host is reached, and no value of a variable is shown but those that choose GPUs. What a start
-    finds out by itself stands in angle brackets. Raises what `start_ranks` does.
+    With a scheduler, its command and its batch job.
+
+    Nothing is written, no host is reached, and no value of a variable is shown but those that
+    choose GPUs. What a start finds out by itself stands in angle brackets. Raises what
+    `start_ranks` does.
     """
     if launch.kind in ("slurm", "kubernetes"):
         from megacore.cluster.batch.start import show_batch
@@ -138,7 +172,10 @@ def shown_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Pa
     port = endpoint(launch.rdzv_endpoint)[1] or "<free port>"
     lines = []
     for number, host in enumerate(hosts):
-        lines.append(f"{host}: {shlex.join(ssh.command(host, agent_words('<job>', host, number, os.environ)))}")
+        lines.append(
+            f"{host}: "
+            f"{shlex.join(ssh.command(host, agent_words('<job>', host, number, os.environ)))}"
+        )
         gpus = plan.gpus(host)
         lines.append(f"{host}: its agent runs {_line(gpus, plan.command(number, master, port))}")
     return [*lines, f"with the variables {', '.join(names)}"]
@@ -150,9 +187,18 @@ def _line(variables: Mapping[str, str], command: list[str]) -> str:
 
 
 def plan_of(
-    launch: LaunchConfig, module: str, job: RankJob, job_file: Path, hosts: Mapping[str, int], *, own_env: list[str]
+    launch: LaunchConfig,
+    module: str,
+    job: RankJob,
+    job_file: Path,
+    hosts: Mapping[str, int],
+    *,
+    own_env: list[str],
 ) -> Plan:
-    """What the head of a job on `hosts` has to know; `own_env` are the names of the variables set for it."""
+    """What the head of a job on `hosts` has to know.
+
+    `own_env` are the names of the variables set for it.
+    """
     return Plan(
         kind=launch.kind,
         module=module,

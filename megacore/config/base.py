@@ -53,7 +53,10 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _bools_are_no_numbers(cls, values: Any) -> Any:
-        """Refuse what Python would take for 1 or 0; where on and off are meant, YAML has read them as booleans."""
+        """Refuse what Python would take for 1 or 0.
+
+        Where on and off are meant, YAML has read them as booleans.
+        """
         if not isinstance(values, dict):
             return values
         found = dict(values)
@@ -63,7 +66,9 @@ class Section(BaseModel):
             if not isinstance(value, bool) or not kinds or bool in kinds:
                 continue
             if not {"on", "off"} <= set(map(str, kinds)):
-                raise ValueError(f"{name} is {str(value).lower()}: give a value of its type, not true or false")
+                raise ValueError(
+                    f"{name} is {str(value).lower()}: give a value of its type, not true or false"
+                )
             found[name] = "on" if value else "off"
         return found
 

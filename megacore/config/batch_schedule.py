@@ -1,4 +1,4 @@
-"""Global batch size as a pure function of the samples consumed so far, with Megatron-LM's ramp-up."""
+"""Global batch size as a pure function of consumed samples, with Megatron-LM's ramp-up."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ class _Level(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch grows by `increment` each time another equal share of `rampup_samples` was consumed.
+    """The batch grows by `increment` each time an equal share of `rampup_samples` is consumed.
 
-    These are the batches of Megatron-LM's `--rampup-batch-size START INCREMENT SAMPLES`: (global_batch_size - start)
-    / increment steps, each of which lasts samples / steps consumed samples.
+    These are the batches of Megatron-LM's `--rampup-batch-size START INCREMENT SAMPLES`:
+    (global_batch_size - start) / increment steps, each of which lasts samples / steps consumed
+    samples.
     """
 
     global_batch_size: int
@@ -52,7 +53,11 @@ class BatchSchedule:
         """Samples consumed by the first `iterations` global batches."""
         consumed = 0
         for level in self._levels():
-            batches = iterations if level.end is None else min(iterations, _batches(level, consumed, level.end))
+            batches = (
+                iterations
+                if level.end is None
+                else min(iterations, _batches(level, consumed, level.end))
+            )
             consumed += batches * level.size
             iterations -= batches
         return consumed

@@ -38,7 +38,8 @@ _TOKENS_ALONE = {
     "eod_mask_loss": False,
     "fim": None,
 }
-"""Fields of samples that are cut from documents, and what they are where samples are made of sentences."""
+"""Fields of samples that are cut from documents, and what they are where samples are made of
+sentences."""
 _BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 _PADDING = ("[PAD]", "<pad>")
 _SPAN_WITHOUT_MEAN = 3.0
@@ -59,12 +60,19 @@ def most_spans(data: DataConfig) -> int:
 
 
 def check_sentences(config: "RunConfig") -> None:
-    """Raise ValueError for data that a family's samples cannot be made of, and for options of another family."""
+    """Raise ValueError for data that a family's samples cannot be made of.
+
+    Options of another family are refused too.
+    """
     family, data = config.family, config.data
     if family != "bert" and data.masked_lm != MaskedLmConfig():
-        raise ValueError(f"data.masked_lm is given but family is {family}: it is for bert alone; remove it")
+        raise ValueError(
+            f"data.masked_lm is given but family is {family}: it is for bert alone; remove it"
+        )
     if family != "t5" and data.span_corruption != SpanCorruptionConfig():
-        raise ValueError(f"data.span_corruption is given but family is {family}: it is for t5 alone; remove it")
+        raise ValueError(
+            f"data.span_corruption is given but family is {family}: it is for t5 alone; remove it"
+        )
     if family == "gpt":
         return
     _check_reading(config)
@@ -77,42 +85,52 @@ def check_sentences(config: "RunConfig") -> None:
 def _check_reading(config: "RunConfig") -> None:
     family, data = config.family, config.data
     if not data.split_sentences:
-        raise ValueError(f"data.split_sentences is false but family {family} reads sentences: set it to true")
+        raise ValueError(
+            f"data.split_sentences is false but family {family} reads sentences: set it to true"
+        )
     if data.append_eod:
         raise ValueError(
-            f"data.append_eod is true but samples of family {family} have special tokens of their own: set it to false"
+            f"data.append_eod is true but samples of family {family} have special tokens of their "
+            "own: set it to false"
         )
     for name, default in _TOKENS_ALONE.items():
         if getattr(data, name) != default:
             raise ValueError(
-                f"data.{name} is given but family is {family}: it is for samples of gpt, which are cut from documents; "
-                "remove it"
+                f"data.{name} is given but family is {family}: it is for samples of gpt, which are "
+                "cut from documents; remove it"
             )
     if data.seq_length < 8:
-        raise ValueError(f"data.seq_length is {data.seq_length}: a sample of family {family} takes 8 tokens or more")
+        raise ValueError(
+            f"data.seq_length is {data.seq_length}: a sample of family {family} takes 8 tokens or "
+            "more"
+        )
     section = data.masked_lm if family == "bert" else data.span_corruption
     if 0 < section.short_seq_prob < 1e-6:
-        raise ValueError(f"short_seq_prob is {section.short_seq_prob}: give 0, or at least 0.000001")
+        raise ValueError(
+            f"short_seq_prob is {section.short_seq_prob}: give 0, or at least 0.000001"
+        )
 
 
 def _check_bert(config: "RunConfig") -> None:
     data = config.data
     if not config.model.bert_binary_head and data.masked_lm.sentence_task != "sop":
         raise ValueError(
-            f"data.masked_lm.sentence_task is {data.masked_lm.sentence_task} but model.bert_binary_head is false: set "
-            "the latter to true, or remove the former"
+            f"data.masked_lm.sentence_task is {data.masked_lm.sentence_task} but "
+            "model.bert_binary_head is false: set the latter to true, or remove the former"
         )
     tokenizer = data.tokenizer
     if isinstance(tokenizer, Gpt2BpeTokenizer | SentencePieceTokenizer):
         raise ValueError(
-            f"data.tokenizer.kind is {tokenizer.kind}, whose vocabularies have no {', '.join(_BERT_TOKENS)}: take "
-            "bert-wordpiece, train-wordpiece, or hf for family bert"
+            f"data.tokenizer.kind is {tokenizer.kind}, whose vocabularies have no "
+            f"{', '.join(_BERT_TOKENS)}: take bert-wordpiece, train-wordpiece, or hf for family "
+            "bert"
         )
     if isinstance(tokenizer, TrainBpeTokenizer):
         missing = [token for token in _BERT_TOKENS if token not in tokenizer.special_tokens]
         if missing:
             raise ValueError(
-                f"family bert needs the tokens {', '.join(missing)}: add them to data.tokenizer.special_tokens"
+                f"family bert needs the tokens {', '.join(missing)}: add them to "
+                "data.tokenizer.special_tokens"
             )
 
 
@@ -120,23 +138,36 @@ def _check_t5(data: DataConfig) -> None:
     tokenizer, room = data.tokenizer, data.span_corruption.decoder_seq_length
     if isinstance(tokenizer, Gpt2BpeTokenizer):
         raise ValueError(
-            "data.tokenizer.kind is gpt2-bpe, whose vocabularies have no padding token: take another for family t5"
+            "data.tokenizer.kind is gpt2-bpe, whose vocabularies have no padding token: take "
+            "another for family t5"
         )
-    if isinstance(tokenizer, TrainBpeTokenizer) and not set(_PADDING) & set(tokenizer.special_tokens):
-        raise ValueError("family t5 needs a padding token: add <pad> to data.tokenizer.special_tokens")
-    spans = most_spans(data)
-    if not isinstance(tokenizer, HfTokenizer | SentencePieceTokenizer) and tokenizer.vocab_extra_ids < spans:
+    if isinstance(tokenizer, TrainBpeTokenizer) and not set(_PADDING) & set(
+        tokenizer.special_tokens
+    ):
         raise ValueError(
-            f"data.tokenizer.vocab_extra_ids is {tokenizer.vocab_extra_ids}, but a sample of data.seq_length "
-            f"{data.seq_length} may have {spans} spans, each with a sentinel: raise it to at least {spans}"
+            "family t5 needs a padding token: add <pad> to data.tokenizer.special_tokens"
+        )
+    spans = most_spans(data)
+    if (
+        not isinstance(tokenizer, HfTokenizer | SentencePieceTokenizer)
+        and tokenizer.vocab_extra_ids < spans
+    ):
+        raise ValueError(
+            f"data.tokenizer.vocab_extra_ids is {tokenizer.vocab_extra_ids}, but a sample of "
+            f"data.seq_length {data.seq_length} may have {spans} spans, each with a sentinel: "
+            f"raise it to at least {spans}"
         )
     noise = most_noise(data)
-    needed = noise + max(1, round(noise / (data.span_corruption.mean_span_length or _SPAN_WITHOUT_MEAN))) + 1
+    needed = (
+        noise
+        + max(1, round(noise / (data.span_corruption.mean_span_length or _SPAN_WITHOUT_MEAN)))
+        + 1
+    )
     if needed > room:
         raise ValueError(
-            f"data.span_corruption.decoder_seq_length is {room}, but the {noise} tokens of the spans of a sample of "
-            f"data.seq_length {data.seq_length}, with their sentinels and an end, take {needed}: raise it to at least "
-            f"{needed}, or lower noise_density"
+            f"data.span_corruption.decoder_seq_length is {room}, but the {noise} tokens of the "
+            f"spans of a sample of data.seq_length {data.seq_length}, with their sentinels and an "
+            f"end, take {needed}: raise it to at least {needed}, or lower noise_density"
         )
 
 
@@ -156,7 +187,11 @@ def check_sections(config: "RunConfig") -> None:
     _check_zero_shot(config)
     _check_resume(config)
     launch = config.launch
-    ranks = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) and launch.hostfile is None else None
+    ranks = (
+        launch.nproc_per_node
+        if isinstance(launch.nproc_per_node, int) and launch.hostfile is None
+        else None
+    )
     if ranks is not None and launch.kind in ("slurm", "kubernetes"):
         ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
     check_deepspeed(config, None if ranks is None else Layout.of(config, ranks).data)
@@ -167,8 +202,9 @@ def _check_resume(config: "RunConfig") -> None:
     resume, pretrained = config.resume, config.train.pretrained_checkpoint
     if resume.checkpoint is not None and pretrained is not None:
         raise ValueError(
-            f"resume.checkpoint is {resume.checkpoint} and train.pretrained_checkpoint is {pretrained}: give the first "
-            "to go on from a training, or the second to begin with its weights"
+            f"resume.checkpoint is {resume.checkpoint} and train.pretrained_checkpoint is "
+            f"{pretrained}: give the first to go on from a training, or the second to begin with "
+            "its weights"
         )
     for name in resume.override:
         values: object = config.model_dump(mode="json")
@@ -177,23 +213,32 @@ def _check_resume(config: "RunConfig") -> None:
                 near = get_close_matches(part, list(values), 1)
                 hint = f", did you mean {near[0]}" if near else ""
                 raise ValueError(
-                    f"resume.override has {name!r}, which has no value {part!r}{hint}: give dotted names as optim.lr"
+                    f"resume.override has {name!r}, which has no value {part!r}{hint}: give dotted "
+                    "names as optim.lr"
                 )
             # What is null or a list has no names below it that could be checked.
             values = values[part] if isinstance(values, Mapping) else None
 
 
 def _check_data(data: DataConfig) -> None:
-    given = [f"data.{name}" for name in ("source", "blend", "split_blends") if getattr(data, name) is not None]
+    given = [
+        f"data.{name}"
+        for name in ("source", "blend", "split_blends")
+        if getattr(data, name) is not None
+    ]
     if not given:
-        raise ValueError("data.source is missing: give it a value, or give data.blend or data.split_blends instead")
+        raise ValueError(
+            "data.source is missing: give it a value, or give data.blend or data.split_blends "
+            "instead"
+        )
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
     if data.split_blends is None:
         check_split(data.split_weights)
     elif data.split is not None:
         raise ValueError(
-            f"data.split is {data.split!r} but data.split_blends says what each split holds: remove one of them"
+            f"data.split is {data.split!r} but data.split_blends says what each split holds: "
+            "remove one of them"
         )
     _check_members(data)
     if data.packing != "packed":
@@ -205,25 +250,31 @@ def _check_data(data: DataConfig) -> None:
     _check_ends(data)
     if data.dask_address is not None and data.shard_runner != "dask":
         raise ValueError(
-            f"data.dask_address is {data.dask_address} but data.shard_runner is {data.shard_runner}: set it to dask, "
-            "or remove the address"
+            f"data.dask_address is {data.dask_address} but data.shard_runner is "
+            f"{data.shard_runner}: set it to dask, or remove the address"
         )
     if not data.split_sentences:
-        for name, default in (("keep_newlines", False), ("sentence_splitter", "punkt"), ("language", "english")):
+        for name, default in (
+            ("keep_newlines", False),
+            ("sentence_splitter", "punkt"),
+            ("language", "english"),
+        ):
             if getattr(data, name) != default:
                 raise ValueError(
-                    f"data.{name} is {getattr(data, name)} but data.split_sentences is false: set the latter to true, "
-                    "or leave the former out"
+                    f"data.{name} is {getattr(data, name)} but data.split_sentences is false: set "
+                    "the latter to true, or leave the former out"
                 )
 
 
-def _refuse_beside(data: DataConfig, name: str, defaults: Mapping[str, object], reason: str) -> None:
+def _refuse_beside(
+    data: DataConfig, name: str, defaults: Mapping[str, object], reason: str
+) -> None:
     """Raise ValueError when a field differs from the only value that it can have beside `name`."""
     for other, default in defaults.items():
         if getattr(data, other) != default:
             raise ValueError(
-                f"data.{name} is {getattr(data, name)} but data.{other} is {getattr(data, other)}, {reason}: set one "
-                "of them to its default"
+                f"data.{name} is {getattr(data, name)} but data.{other} is {getattr(data, other)}, "
+                f"{reason}: set one of them to its default"
             )
 
 
@@ -233,15 +284,16 @@ def _check_ends(data: DataConfig) -> None:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(data, name):
                 raise ValueError(
-                    f"data.{name} is true but data.append_eod is false, so that no document has an end: set both, or "
-                    "neither"
+                    f"data.{name} is true but data.append_eod is false, so that no document has an "
+                    "end: set both, or neither"
                 )
     if data.fim is not None and isinstance(data.tokenizer, TrainBpeTokenizer):
         wanted = (data.fim.prefix_token, data.fim.middle_token, data.fim.suffix_token)
         missing = [token for token in wanted if token not in data.tokenizer.special_tokens]
         if missing:
             raise ValueError(
-                f"data.fim needs the tokens {', '.join(missing)}: add them to data.tokenizer.special_tokens"
+                f"data.fim needs the tokens {', '.join(missing)}: add them to "
+                "data.tokenizer.special_tokens"
             )
 
 
@@ -249,14 +301,20 @@ def _check_members(data: DataConfig) -> None:
     """Raise ValueError for a source that a blend names twice."""
     blends = {"blend": data.blend or ()}
     if data.split_blends is not None:
-        blends = {f"split_blends.{name}": getattr(data.split_blends, name) for name in ("train", "valid", "test")}
+        blends = {
+            f"split_blends.{name}": getattr(data.split_blends, name)
+            for name in ("train", "valid", "test")
+        }
     for name, blend in blends.items():
         sources = [member.source for member in blend]
-        twice = next((number for number, source in enumerate(sources) if source in sources[:number]), None)
+        twice = next(
+            (number for number, source in enumerate(sources) if source in sources[:number]), None
+        )
         if twice is not None:
             raise ValueError(
-                f"data.{name}[{twice}] names the source of data.{name}[{sources.index(sources[twice])}] again: give it "
-                "the sum of their weights once"
+                f"data.{name}[{twice}] names the source of "
+                f"data.{name}[{sources.index(sources[twice])}] again: give it the sum of their "
+                "weights once"
             )
 
 
@@ -268,7 +326,8 @@ def check_split(split: str) -> None:
         weights = []
     if len(weights) != 3 or not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(
-            f"data.split is {split!r}: give three positive weights for train, validation and test, as in 969,30,1"
+            f"data.split is {split!r}: give three positive weights for train, validation and test, "
+            "as in 969,30,1"
         )
 
 
@@ -276,9 +335,9 @@ def _check_reset_positions(config: "RunConfig") -> None:
     kind = config.model.position_embedding_type
     if config.data.reset_position_ids and kind not in ("learned_absolute", "rope"):
         raise ValueError(
-            f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which counts no positions: "
-            "set the former to false (data.reset_attention_mask keeps documents apart), or the latter to "
-            "learned_absolute or rope"
+            f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which "
+            "counts no positions: set the former to false (data.reset_attention_mask keeps "
+            "documents apart), or the latter to learned_absolute or rope"
         )
 
 
@@ -288,22 +347,23 @@ def _check_rampup(train: TrainConfig) -> None:
         return
     if rampup.start >= total:
         raise ValueError(
-            f"train.rampup_batch_size.start {rampup.start} is not below train.global_batch_size {total}: "
-            "lower it, or remove train.rampup_batch_size"
+            f"train.rampup_batch_size.start {rampup.start} is not below train.global_batch_size "
+            f"{total}: lower it, or remove train.rampup_batch_size"
         )
     rest = total - rampup.start
     if rest % rampup.increment:
         raise ValueError(
-            f"train.global_batch_size {total} - train.rampup_batch_size.start {rampup.start} = {rest} is not a "
-            f"multiple of train.rampup_batch_size.increment {rampup.increment}: choose an increment that divides {rest}"
+            f"train.global_batch_size {total} - train.rampup_batch_size.start {rampup.start} = "
+            f"{rest} is not a multiple of train.rampup_batch_size.increment {rampup.increment}: "
+            f"choose an increment that divides {rest}"
         )
 
 
 def _check_recompute(train: TrainConfig) -> None:
     if train.recompute == "none" and train.recompute_num_layers is not None:
         raise ValueError(
-            f"train.recompute_num_layers is {train.recompute_num_layers} but train.recompute is none: "
-            "set the latter to selective or full, or remove the former"
+            f"train.recompute_num_layers is {train.recompute_num_layers} but train.recompute is "
+            "none: set the latter to selective or full, or remove the former"
         )
 
 
@@ -311,8 +371,8 @@ def _check_profile(train: TrainConfig) -> None:
     profile = train.profile
     if profile is not None and not profile.first <= profile.last <= train.train_iters:
         raise ValueError(
-            f"train.profile is from {profile.first} to {profile.last} with train.train_iters {train.train_iters}: "
-            f"give from <= to <= {train.train_iters}"
+            f"train.profile is from {profile.first} to {profile.last} with train.train_iters "
+            f"{train.train_iters}: give from <= to <= {train.train_iters}"
         )
 
 
@@ -327,29 +387,32 @@ def _check_compile(config: "RunConfig") -> None:
 def _check_warmup(config: "RunConfig") -> None:
     optim, warmup, decay = config.optim, config.lr_warmup_iters, config.lr_decay_iters
     names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    given = [f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None]
+    given = [
+        f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None
+    ]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
     if warmup >= decay:
         in_samples = optim.lr_warmup_samples is not None
         limit = BatchSchedule.of(config).consumed_after(decay - 1) + 1 if in_samples else decay
         raise ValueError(
-            f"{given[0]}{f', which are {warmup} iterations,' if in_samples else ''} does not end before the decay does "
-            f"at {decay}: set it below {limit}"
+            f"{given[0]}{f', which are {warmup} iterations,' if in_samples else ''} does not end "
+            f"before the decay does at {decay}: set it below {limit}"
         )
     if optim.lr_warmup_init > 0 and warmup == 0:
         raise ValueError(
-            f"optim.lr_warmup_init is {optim.lr_warmup_init} and there is no warm-up: give optim.lr_warmup_iters, "
-            "or remove it"
+            f"optim.lr_warmup_init is {optim.lr_warmup_init} and there is no warm-up: give "
+            "optim.lr_warmup_iters, or remove it"
         )
     if optim.lr_warmup_style == "log" and warmup == 0:
         raise ValueError(
-            "optim.lr_warmup_style is log and there is no warm-up: give optim.lr_warmup_iters, or remove it"
+            "optim.lr_warmup_style is log and there is no warm-up: give optim.lr_warmup_iters, or "
+            "remove it"
         )
     if optim.lr_decay_style == "inverse-square-root" and warmup == 0:
         raise ValueError(
-            "optim.lr_decay_style inverse-square-root counts from the end of the warm-up, and there is none: give "
-            "optim.lr_warmup_iters, or choose another style"
+            "optim.lr_decay_style inverse-square-root counts from the end of the warm-up, and "
+            "there is none: give optim.lr_warmup_iters, or choose another style"
         )
 
 
@@ -362,33 +425,38 @@ def _check_decay(config: "RunConfig") -> None:
     if optim.lr_decay_style != "WSD":
         if last_part is not None:
             raise ValueError(
-                f"optim.lr_wsd_decay_iters is {last_part} but optim.lr_decay_style is {optim.lr_decay_style}: "
-                "set the latter to WSD, or remove the former"
+                f"optim.lr_wsd_decay_iters is {last_part} but optim.lr_decay_style is "
+                f"{optim.lr_decay_style}: set the latter to WSD, or remove the former"
             )
         return
     if last_part is None:
         raise ValueError(
-            "optim.lr_decay_style is WSD without optim.lr_wsd_decay_iters: say how many iterations its decay takes"
+            "optim.lr_decay_style is WSD without optim.lr_wsd_decay_iters: say how many iterations "
+            "its decay takes"
         )
     if last_part > decay - warmup:
         raise ValueError(
-            f"optim.lr_wsd_decay_iters {last_part} is longer than the {decay - warmup} iterations between the end of "
-            f"the warm-up at {warmup} and the end of the decay at {decay}: lower it to at most {decay - warmup}"
+            f"optim.lr_wsd_decay_iters {last_part} is longer than the {decay - warmup} iterations "
+            f"between the end of the warm-up at {warmup} and the end of the decay at {decay}: "
+            f"lower it to at most {decay - warmup}"
         )
 
 
 def _check_weight_decay(optim: OptimConfig) -> None:
     names = ("start_weight_decay", "end_weight_decay")
-    given = [f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None]
+    given = [
+        f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None
+    ]
     if optim.weight_decay_incr_style == "constant" and given:
         raise ValueError(
-            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given but optim.weight_decay_incr_style is "
-            "constant: set it to linear or cosine, or give optim.weight_decay alone"
+            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given but "
+            "optim.weight_decay_incr_style is constant: set it to linear or cosine, or give "
+            "optim.weight_decay alone"
         )
     if optim.weight_decay_incr_style != "constant" and not given:
         raise ValueError(
-            f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style} but neither optim.start_weight_decay "
-            "nor optim.end_weight_decay is given: give one or both"
+            f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style} but neither "
+            "optim.start_weight_decay nor optim.end_weight_decay is given: give one or both"
         )
 
 
@@ -397,17 +465,17 @@ def _check_zero_shot(config: "RunConfig") -> None:
     for name in ("wikitext", "lambada"):
         if config.family != "gpt" and getattr(zero_shot, name) is not None:
             raise ValueError(
-                f"evaluate.zero_shot.{name} is {getattr(zero_shot, name)} but family is {config.family}: only gpt "
-                "predicts a text from left to right: remove it"
+                f"evaluate.zero_shot.{name} is {getattr(zero_shot, name)} but family is "
+                f"{config.family}: only gpt predicts a text from left to right: remove it"
             )
     stride = zero_shot.overlapping_eval
     if stride is not None and zero_shot.wikitext is None:
         raise ValueError(
-            f"evaluate.zero_shot.overlapping_eval is {stride} but there is no evaluate.zero_shot.wikitext, whose "
-            "windows it is of: give both, or neither"
+            f"evaluate.zero_shot.overlapping_eval is {stride} but there is no "
+            "evaluate.zero_shot.wikitext, whose windows it is of: give both, or neither"
         )
     if stride is not None and stride > seq_length:
         raise ValueError(
-            f"evaluate.zero_shot.overlapping_eval {stride} exceeds data.seq_length {seq_length}, so that windows would "
-            f"leave tokens out: lower it to at most {seq_length}"
+            f"evaluate.zero_shot.overlapping_eval {stride} exceeds data.seq_length {seq_length}, "
+            f"so that windows would leave tokens out: lower it to at most {seq_length}"
         )

@@ -21,7 +21,8 @@ class SourceTreeSource(Section):
     path: str | None = keyed(None, resolved="collect")
     """The directory; null means the running Python's standard library."""
     pattern: str = keyed("*.py", resolved="collect")
-    """Glob that a file's name must match, or, with a slash in it, its path below the directory, as in docs/**/*.md."""
+    """Glob that a file's name must match, or, with a slash in it, its path below the directory, as
+    in docs/**/*.md."""
 
 
 class JsonlSource(Section):
@@ -52,11 +53,15 @@ class RemoteFile(Section):
     url: str = keyed(pattern=r"^https?://")
     """Its address."""
     sha256: str | None = keyed(None, pattern=r"^[0-9a-f]{64}$")
-    """Hex digest of its content, checked after the download; null takes what comes and records its digest."""
+    """Hex digest of its content, checked after the download; null takes what comes and records its
+    digest."""
 
 
 class HttpSource(Section):
-    """Files on web servers, downloaded once: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a pair .bin and .idx."""
+    """Files on web servers, downloaded once.
+
+    Formats: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a pair .bin and .idx.
+    """
 
     kind: Literal["http"] = keyed()
     """Which source this is."""
@@ -82,7 +87,8 @@ class HubSource(Section):
     key: str = keyed("text")
     """The column that holds the document."""
     streaming: bool = unkeyed(True)
-    """Whether rows are read as they arrive; else all files are downloaded first, and a broken download resumes."""
+    """Whether rows are read as they arrive; else all files are downloaded first, and a broken
+    download resumes."""
 
 
 class PrefixSource(Section):
@@ -95,7 +101,8 @@ class PrefixSource(Section):
 
 
 Source = Annotated[
-    SourceTreeSource | JsonlSource | ParquetSource | HttpSource | HubSource | PrefixSource, Field(discriminator="kind")
+    SourceTreeSource | JsonlSource | ParquetSource | HttpSource | HubSource | PrefixSource,
+    Field(discriminator="kind"),
 ]
 
 
@@ -133,7 +140,8 @@ class _Vocabulary(Section):
     """What every tokenizer may have."""
 
     vocab_extra_ids: int = keyed(0, omit_default=True, ge=0)
-    """Sentinels <extra_id_0>, <extra_id_1>, … to add at the end of the vocabulary, as T5 needs them."""
+    """Sentinels <extra_id_0>, <extra_id_1>, … to add at the end of the vocabulary, as T5 needs
+    them."""
 
 
 class TrainBpeTokenizer(_Vocabulary):
@@ -144,7 +152,8 @@ class TrainBpeTokenizer(_Vocabulary):
     vocab_size: int = keyed(8192, gt=256)
     """Entries of the vocabulary, special tokens included, sentinels not."""
     special_tokens: tuple[str, ...] = keyed((), omit_default=True)
-    """Tokens beside <|endoftext|> that text is never divided into, as those of fill-in-the-middle."""
+    """Tokens beside <|endoftext|> that text is never divided into, as those of
+    fill-in-the-middle."""
 
 
 class Gpt2BpeTokenizer(_Vocabulary):
@@ -203,7 +212,7 @@ class HfTokenizer(_Vocabulary):
 
     @property
     def local_file(self) -> Path | None:
-        """The file that `name` means on this machine, or None when it names a repository of the hub."""
+        """The file that `name` means on this machine; None for a repository of the hub."""
         path = Path(self.name)
         if path.is_dir():
             return path / "tokenizer.json"
@@ -225,7 +234,10 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 class FimConfig(Section):
-    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): parts of documents change places."""
+    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255).
+
+    Parts of documents change places.
+    """
 
     rate: float = keyed(0.5, gt=0, le=1)
     """Probability that a document is rearranged."""
@@ -240,30 +252,37 @@ class FimConfig(Section):
 
 
 class MaskedLmConfig(Section):
-    """BERT's samples (Devlin et al. 2018): two segments of whole sentences, some tokens of which are predicted."""
+    """BERT's samples (Devlin et al. 2018).
+
+    Two segments of whole sentences, some tokens of which are predicted.
+    """
 
     masked_lm_prob: float = keyed(0.15, gt=0, lt=1)
-    """Share of the tokens that are predicted; of these 80 % become [MASK], 10 % another token, 10 % stay."""
+    """Share of the tokens that are predicted; of these 80 % become [MASK], 10 % another token, 10 %
+    stay."""
     whole_word_masking: bool = keyed(True)
     """Whether the pieces of a word are predicted together."""
     max_ngram: int = keyed(3, ge=1, le=10)
-    """Most consecutive words that are drawn together, each number n as likely as 1 / n (Megatron-LM); 1 draws single
-    words (Devlin et al. 2018)."""
+    """Most consecutive words that are drawn together, each number n as likely as 1 / n
+    (Megatron-LM); 1 draws single words (Devlin et al. 2018)."""
     short_seq_prob: float = keyed(0.1, ge=0, le=1)
     """Share of samples with a shorter target length."""
     sentence_task: Literal["sop", "nsp"] = keyed("sop")
-    """What the binary head predicts: whether the two segments have changed places (Lan et al. 2019), or whether the
-    second comes from another document (Devlin et al. 2018)."""
+    """What the binary head predicts: whether the two segments have changed places (Lan et al.
+    2019), or whether the second comes from another document (Devlin et al. 2018)."""
 
 
 class SpanCorruptionConfig(Section):
-    """T5's samples (Raffel et al. 2019): spans of whole sentences are replaced by sentinels and are to be written."""
+    """T5's samples (Raffel et al. 2019).
+
+    Spans of whole sentences are replaced by sentinels and are to be written.
+    """
 
     noise_density: float = keyed(0.15, gt=0, lt=1)
     """Share of the tokens that are replaced."""
     mean_span_length: float | None = keyed(3.0, ge=1)
-    """Tokens of a replaced span, on average; null draws spans of 1 to 10 whole words as Megatron-LM does, by a
-    geometric distribution with p = 0.2 (Joshi et al. 2019)."""
+    """Tokens of a replaced span, on average; null draws spans of 1 to 10 whole words as Megatron-LM
+    does, by a geometric distribution with p = 0.2 (Joshi et al. 2019)."""
     short_seq_prob: float = keyed(0.1, ge=0, le=1)
     """Share of samples with a shorter target length."""
     decoder_seq_length: int = keyed(128, gt=1)
@@ -271,7 +290,10 @@ class SpanCorruptionConfig(Section):
 
 
 class DataConfig(Section):
-    """From documents to samples. One of `source`, `blend` and `split_blends` says where the documents come from."""
+    """From documents to samples.
+
+    One of `source`, `blend` and `split_blends` says where the documents come from.
+    """
 
     source: Source | None = keyed(None, key="collect")
     """A single source."""
@@ -282,7 +304,8 @@ class DataConfig(Section):
     tokenizer: TokenizerChoice = keyed(key="tokenizer")
     """How text becomes tokens."""
     split: str | None = keyed(None, resolved=("index", "run"))
-    """Weights of the train, validation and test split; null means 969,30,1, or no division with `split_blends`."""
+    """Weights of the train, validation and test split; null means 969,30,1, or no division with
+    `split_blends`."""
     seq_length: int = keyed(key=("index", "run", "zeroshot"), gt=0)
     """Tokens per sample (s); of T5, the encoder's."""
     masked_lm: MaskedLmConfig = keyed(MaskedLmConfig(), key=("index", "run"))
@@ -294,7 +317,8 @@ class DataConfig(Section):
     shuffle_documents: bool = keyed(True, resolved="tokenize")
     """Whether documents are permuted by the seed once they are tokenized: splits are contiguous."""
     on_bad_line: Literal["stop", "skip"] = keyed("stop", key="tokenize")
-    """What a line does that holds no document (blank, not JSON, without the key): end the stage, or be counted."""
+    """What a line does that holds no document (blank, not JSON, without the key): end the stage, or
+    be counted."""
     split_sentences: bool = keyed(False, resolved="tokenize")
     """Whether each sentence becomes a sequence of its own, as BERT's sentence pairs need."""
     keep_newlines: bool = keyed(False, key="tokenize")
@@ -303,10 +327,14 @@ class DataConfig(Section):
     """nltk's Punkt model of `language`, downloaded once, or plain rules that need no download."""
     language: str = keyed("english", key="punkt", pattern=r"^[a-z_]+$")
     """Whose Punkt model divides sentences."""
-    packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed("packed", key=("index", "run"))
-    """Samples cut from documents end to end; of whole documents as long as they fit; or of one document each."""
+    packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed(
+        "packed", key=("index", "run")
+    )
+    """Samples cut from documents end to end; of whole documents as long as they fit; or of one
+    document each."""
     index_style: Literal["megatron", "neox"] = keyed("megatron", key=("index", "run"))
-    """Whose order of samples: GPT-NeoX has no separate final epoch, so that a run of it can be continued."""
+    """Whose order of samples: GPT-NeoX has no separate final epoch, so that a run of it can be
+    continued."""
     add_extra_token: bool = keyed(True, key=("index", "run"))
     """Whether a sample reads one token beyond seq_length as its last label."""
     drop_last_partial: bool = keyed(True, key=("index", "run"))
@@ -322,13 +350,16 @@ class DataConfig(Section):
     workers: int | None = unkeyed(None, gt=0)
     """Threads that tokenize one shard; null means one per core."""
     shard_mb: int | None = unkeyed(None, gt=0)
-    """Cut a corpus beyond this many MB into shards of about this size, each a task of its own; null cuts nothing."""
+    """Cut a corpus beyond this many MB into shards of about this size, each a task of its own; null
+    cuts nothing."""
     shard_runner: Literal["threads", "processes", "dask"] = unkeyed("threads")
-    """Where the tasks of the shards run: in threads or processes of this machine, or on a Dask cluster."""
+    """Where the tasks of the shards run: in threads or processes of this machine, or on a Dask
+    cluster."""
     shard_workers: int = unkeyed(2, gt=0)
     """Shards at a time on this machine."""
     dask_address: str | None = unkeyed(None)
-    """Scheduler of the Dask cluster, as in tcp://host:8786; null starts one of shard_workers on this machine."""
+    """Scheduler of the Dask cluster, as in tcp://host:8786; null starts one of shard_workers on
+    this machine."""
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -17,26 +17,28 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class DeepSpeedConfig(Section):
-    """ZeRO (Rajbhandari et al. 2020), offload (Ren et al. 2021) and buckets of the engine deepspeed.
+    """ZeRO (Rajbhandari et al. 2020), offload (Ren et al. 2021) and buckets of DeepSpeed.
 
-    Sizes are in elements, as in DeepSpeed's own files; null leaves a value to DeepSpeed. With engine native all
-    of it is left alone, so that one value changes the engine.
+    Sizes are in elements, as in DeepSpeed's own files; null leaves a value to DeepSpeed. With
+    engine native all of it is left alone, so that one value changes the engine.
     """
 
     config: str | dict[str, Any] | None = unkeyed(None)
-    """DeepSpeed's own JSON: a path, or its content; it takes the place of the fields below up to cpu_checkpointing,
-    which fill what it leaves to "auto"."""
+    """DeepSpeed's own JSON: a path, or its content; it takes the place of the fields below up to
+    cpu_checkpointing, which fill what it leaves to "auto"."""
     zero_stage: Literal[0, 1, 2, 3] | None = unkeyed(None)
-    """What the replicas divide: 1 the optimizer's state, 2 gradients too, 3 weights too; null means 1 with
-    parallel.use_distributed_optimizer, else 0."""
+    """What the replicas divide: 1 the optimizer's state, 2 gradients too, 3 weights too; null means
+    1 with parallel.use_distributed_optimizer, else 0."""
     offload_optimizer: OffloadDevice = unkeyed("none")
-    """Where the optimizer's state and its arithmetic go, with ZeRO stage 1 to 3; nvme with stage 3 alone."""
+    """Where the optimizer's state and its arithmetic go, with ZeRO stage 1 to 3; nvme with stage 3
+    alone."""
     offload_param: OffloadDevice = unkeyed("none")
     """Where weights lie while they are not used, with ZeRO stage 3."""
     nvme_path: str | None = unkeyed(None, min_length=1)
     """Directory on a local NVMe disk for what is offloaded there."""
     pin_memory: bool = unkeyed(True)
-    """Whether what is offloaded to the CPU lies in page-locked memory; without a GPU nothing is locked."""
+    """Whether what is offloaded to the CPU lies in page-locked memory; without a GPU nothing is
+    locked."""
     overlap_comm: bool | None = unkeyed(None)
     """Whether gradients travel while backward runs; null means with stage 3 alone."""
     reduce_bucket_size: int | None = unkeyed(None, gt=0)
@@ -58,8 +60,8 @@ class DeepSpeedConfig(Section):
     cpu_checkpointing: bool = unkeyed(False)
     """Whether what full recomputation keeps lies in main memory."""
     cpu_adam: Literal["auto", "deepspeed", "torch"] = unkeyed("auto")
-    """Adam of an offloaded optimizer: DeepSpeedCPUAdam, which is compiled once before the training, or torch's; auto
-    takes DeepSpeed's where it builds."""
+    """Adam of an offloaded optimizer: DeepSpeedCPUAdam, which is compiled once before the training,
+    or torch's; auto takes DeepSpeed's where it builds."""
     build_timeout: float = unkeyed(600.0, gt=0)
     """Seconds in which each of DeepSpeed's operators must be compiled."""
 
@@ -119,14 +121,18 @@ def asked_of(config: "RunConfig") -> Asked:
     """
     section = config.deepspeed
     fields = {name: getattr(section, name) for name in FIELDS}
-    changed = {name: value for name, value in fields.items() if value != DeepSpeedConfig.model_fields[name].default}
+    changed = {
+        name: value
+        for name, value in fields.items()
+        if value != DeepSpeedConfig.model_fields[name].default
+    }
     values: dict[str, Any] = {}
     if section.config is None:
         values = {key: value for name, value in changed.items() for key in FIELDS[name]}
     elif isinstance(section.config, str):
         raise ValueError(
-            f"deepspeed.config is the path {section.config!r}, which was not read: give the content "
-            "of the file, or load the configuration from its YAML"
+            f"deepspeed.config is the path {section.config!r}, which was not read: give the "
+            "content of the file, or load the configuration from its YAML"
         )
     else:
         values = dict(read_keys(section.config))
@@ -160,7 +166,9 @@ def _fill(values: dict[str, Any], name: str, value: Any) -> None:
         values[key] = value
 
 
-def _by_width(autos: frozenset[str], values: Mapping[str, Any], config: "RunConfig") -> dict[str, int]:
+def _by_width(
+    autos: frozenset[str], values: Mapping[str, Any], config: "RunConfig"
+) -> dict[str, int]:
     """Sizes that Hugging Face's integrations fill from the model's width."""
     width = config.model.hidden_size
     sizes = {f"{_ZERO}.reduce_bucket_size": width * width}
@@ -198,7 +206,9 @@ def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return merged
 
 
-def _defaults(said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _defaults(
+    said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
     known = pretraining().definitions
     silent = {key: known.default(key) for key in known.keys if key not in said}
@@ -252,7 +262,9 @@ def zero_of(config: "RunConfig") -> ZeroSettings:
     if config.engine == "native":
         return ZeroSettings(stage=int(config.parallel.use_distributed_optimizer))
     asked, nvme_path = asked_of(config), None
-    optimizer, param = (cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param"))
+    optimizer, param = (
+        cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param")
+    )
     for what, device in (("offload_optimizer", optimizer), ("offload_param", param)):
         if device == "nvme":
             nvme_path = nvme_path or asked.values.get(f"{_ZERO}.{what}.nvme_path")

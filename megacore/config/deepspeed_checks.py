@@ -83,7 +83,8 @@ def _check_buckets(asked: Asked) -> None:
         )
     if size is not None and size % 2:
         raise ValueError(
-            f"{asked.named(name)} is {size}, which is odd: DeepSpeed takes elements in pairs, use {size + 1}"
+            f"{asked.named(name)} is {size}, which is odd: DeepSpeed takes elements in pairs, use "
+            f"{size + 1}"
         )
     for name in ("overlap_comm", "reduce_bucket_size", "allgather_bucket_size"):
         key = f"zero_optimization.{name}"
@@ -110,7 +111,8 @@ def _check_offload(config: "RunConfig", asked: Asked) -> None:
         path = f"zero_optimization.{what}.nvme_path"
         if device == "nvme" and path not in asked.values:
             raise ValueError(
-                f"{asked.named(key)} is nvme but {asked.named(path)} is missing: name a directory on a local disk"
+                f"{asked.named(key)} is nvme but {asked.named(path)} is missing: name a directory "
+                "on a local disk"
             )
     section = config.deepspeed
     if section.nvme_path is not None and "nvme" not in devices.values():
@@ -128,7 +130,8 @@ def _check_offload(config: "RunConfig", asked: Asked) -> None:
     disk = sorted(key for key in asked.values if key.startswith("aio."))
     if disk and "nvme" not in devices.values():
         raise ValueError(
-            f"{asked.named(disk[0])} is {asked.values[disk[0]]} but nothing is offloaded to nvme: remove the block aio"
+            f"{asked.named(disk[0])} is {asked.values[disk[0]]} but nothing is offloaded to nvme: "
+            "remove the block aio"
         )
 
 
@@ -155,7 +158,9 @@ def _check_recompute(config: "RunConfig", asked: Asked) -> None:
     buffer = f"{block}.contiguous_memory_optimization"
     for needed in (divided, f"{block}.number_checkpoints"):
         if buffer in wanted and needed not in wanted:
-            raise ValueError(f"{asked.named(buffer)} is true without {needed}: give both, or neither")
+            raise ValueError(
+                f"{asked.named(buffer)} is true without {needed}: give both, or neither"
+            )
 
 
 def _check_scale(config: "RunConfig", asked: Asked) -> None:
@@ -239,7 +244,11 @@ def _same(asked: Asked, key: str, name: str, ours: Any, *, default: Any = None) 
     value = asked.values.get(key, None if key in asked.autos else default)
     if value is None or value == ours:
         return
-    if isinstance(value, float) and isinstance(ours, float) and math.isclose(value, ours, rel_tol=1e-9):
+    if (
+        isinstance(value, float)
+        and isinstance(ours, float)
+        and math.isclose(value, ours, rel_tol=1e-9)
+    ):
         return
     absent = "" if key in asked.values else " by DeepSpeed's default"
     raise ValueError(
@@ -273,7 +282,9 @@ def _check_precision(config: "RunConfig", asked: Asked) -> None:
     ours = config.train.precision
     enabled = {name: asked.values.get(f"{name}.enabled") for name in ("fp16", "bf16")}
     if all(enabled.values()):
-        raise ValueError("fp16.enabled and bf16.enabled of deepspeed.config are both true: keep one of them")
+        raise ValueError(
+            "fp16.enabled and bf16.enabled of deepspeed.config are both true: keep one of them"
+        )
     for name, on in enabled.items():
         # auto never becomes fp16, but may become bf16.
         fits = ours == name if on else ours not in ((name, "auto") if name == "bf16" else (name,))

@@ -1,4 +1,4 @@
-"""What differs between the configuration that a checkpoint was written with and the one that goes on from it."""
+"""What differs between a checkpoint's configuration and the one that goes on from it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 from megacore.redact import redact_values
 
-_TOKENS: frozenset[Stage] = frozenset(["collect", "tokenizer", "punkt", "tokenize", "tokenize-shard", "blend"])
+_TOKENS: frozenset[Stage] = frozenset(
+    ["collect", "tokenizer", "punkt", "tokenize", "tokenize-shard", "blend"]
+)
 """What tokens come from: within a run they are the same, since its key holds their identity."""
 _TRAINING = _TOKENS | {"run"}
 """Whose output a training computes with, and its own."""
@@ -37,7 +39,10 @@ class Change:
 
     @property
     def to_allow(self) -> str:
-        """The name for `resume.override`, which takes those alone that the configuration has: else its section's."""
+        """The name for `resume.override`: the value's, or its section's.
+
+        Only names that the configuration has are taken.
+        """
         section = self.field.rpartition(".")[0]
         return section if self.now == _ABSENT and section else self.field
 
@@ -46,7 +51,9 @@ class Change:
         return f"{self.field}: {_shown(self.before)} -> {_shown(self.now)}"
 
 
-def changes_of(before: Mapping[str, Any], now: RunConfig, *, another_run: bool = False) -> list[Change]:
+def changes_of(
+    before: Mapping[str, Any], now: RunConfig, *, another_run: bool = False
+) -> list[Change]:
     """What a training would notice of the changes since `before`, by name.
 
     What only later stages read is left out, and within a run where text and tokenizer come from.
@@ -57,7 +64,9 @@ def changes_of(before: Mapping[str, Any], now: RunConfig, *, another_run: bool =
         another_run: whether `before` is that of another run.
     """
     # A checkpoint holds no credentials: without them the two can be compared.
-    old, new = (dict(_leaves(redact_values(values))) for values in (before, now.model_dump(mode="json")))
+    old, new = (
+        dict(_leaves(redact_values(values))) for values in (before, now.model_dump(mode="json"))
+    )
     ignored = _LATER if another_run else _LATER | _TOKENS
     changes = []
     for field in sorted(old.keys() | new.keys()):
@@ -74,20 +83,24 @@ def changes_of(before: Mapping[str, Any], now: RunConfig, *, another_run: bool =
 
 
 def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
-    """Refuse to go on from `checkpoint` when a keyed value differs that `resume.override` does not name.
+    """Refuse to go on from `checkpoint` when a keyed value differs.
+
+    Values that `resume.override` names may differ.
 
     A name of a section allows everything in it. Raises ConfigError that shows every such change.
     """
     refused = [
         change
         for change in changes
-        if change.keyed and not any(change.field == name or change.field.startswith(f"{name}.") for name in allowed)
+        if change.keyed
+        and not any(change.field == name or change.field.startswith(f"{name}.") for name in allowed)
     ]
     if refused:
         names = ", ".join(dict.fromkeys(change.to_allow for change in refused))
         raise ConfigError(
-            f"{checkpoint} was written with another configuration ({'; '.join(map(str, refused))}): set them back, or "
-            f"allow the change with resume.override: [{names}]"
+            f"{checkpoint} was written with another configuration "
+            f"({'; '.join(map(str, refused))}): set them back, or allow the change with "
+            f"resume.override: [{names}]"
         )
 
 
@@ -125,7 +138,9 @@ def _stages(config: RunConfig, field: str) -> tuple[frozenset[Stage], frozenset[
 
 
 def _pretraining(declared: Declaration | None) -> frozenset[Stage]:
-    return frozenset() if declared is None else declared.stages.intersection(get_args(PretrainStage))
+    return (
+        frozenset() if declared is None else declared.stages.intersection(get_args(PretrainStage))
+    )
 
 
 def _default(config: RunConfig, field: str) -> Any:
@@ -133,10 +148,13 @@ def _default(config: RunConfig, field: str) -> Any:
     section: Any = config
     *sections, last = field.split(".")
     for name in sections:
-        section = getattr(section, name, None)  # below a value that is no section there are no defaults
+        # below a value that is no section there are no defaults
+        section = getattr(section, name, None)
     if not isinstance(section, BaseModel) or last not in type(section).model_fields:
         return object()
-    default = type(section).model_fields[last].get_default(call_default_factory=True, validated_data={})
+    default = (
+        type(section).model_fields[last].get_default(call_default_factory=True, validated_data={})
+    )
     return list(default) if isinstance(default, tuple) else default
 
 

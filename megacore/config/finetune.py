@@ -1,6 +1,7 @@
 """The whole configuration of one fine-tuning, and the checks that cross its sections.
 
-Checks that cross the sections of a fine-tuning's configuration; each raises ValueError with one sentence.
+Checks that cross the sections of a fine-tuning's configuration; each raises ValueError with one
+sentence.
 """
 
 import re
@@ -29,32 +30,44 @@ class PretrainedConfig(Section):
     """The model that the fine-tuning begins with."""
 
     path: str = keyed(resolved=("pretrained", "finetune-export", "finetune-publish"), min_length=1)
-    """Directory of a transformers model, as an export's `model`; `models:/NAME@candidate` or `models:/NAME/3` of
-    MLflow's registry; or a name on the Hugging Face hub. Its content is part of the key, not its name."""
-    revision: str | None = keyed(None, resolved=("pretrained", "finetune-export", "finetune-publish"), min_length=1)
+    """Directory of a transformers model, as an export's `model`; `models:/NAME@candidate` or
+    `models:/NAME/3` of MLflow's registry; or a name on the Hugging Face hub. Its content is part of
+    the key, not its name."""
+    revision: str | None = keyed(
+        None, resolved=("pretrained", "finetune-export", "finetune-publish"), min_length=1
+    )
     """Commit, tag or branch on the hub; pin a commit to make the run reproducible."""
     random_weights: bool = keyed(
         False,
         key=("finetune", "find-batch-size"),
         resolved=("pretrained", "finetune-export", "finetune-publish"),
     )
-    """Whether the weights are drawn from the seed, and only architecture and tokenizer are taken."""
+    """Whether the weights are drawn from the seed, and only architecture and tokenizer are
+    taken."""
     new_head: bool = keyed(False, key=("examples", "finetune", "find-batch-size"))
-    """Whether a classifier's trained head of another number of outputs gives way to a new one, as where a model that
-    learned MNLI's three classes is to learn two; a head that has as many outputs as the data stays."""
-    pad_token: str | None = keyed(None, key=("examples", "finetune", "find-batch-size"), min_length=1)
-    """Token that pads, for a tokenizer that has none, as `<|endoftext|>` for GPT-2; null takes the tokenizer's own."""
+    """Whether a classifier's trained head of another number of outputs gives way to a new one, as
+    where a model that learned MNLI's three classes is to learn two; a head that has as many outputs
+    as the data stays."""
+    pad_token: str | None = keyed(
+        None, key=("examples", "finetune", "find-batch-size"), min_length=1
+    )
+    """Token that pads, for a tokenizer that has none, as `<|endoftext|>` for GPT-2; null takes the
+    tokenizer's own."""
 
 
 class FileRows(Section):
-    """Local files with a row for each sample: .jsonl, .json, .csv, .tsv, .parquet, or .txt with a text per line."""
+    """Local files with a row for each sample.
+
+    Formats: .jsonl, .json, .csv, .tsv, .parquet, or .txt with a text per line.
+    """
 
     kind: Literal["files"] = keyed()
     """Which source this is."""
     train: tuple[str, ...] = keyed(min_length=1)
     """Paths or globs of the training split, taken in this order."""
     valid: tuple[str, ...] = keyed(())
-    """Paths or globs of the validation split; [] holds data.valid_share of the training split out."""
+    """Paths or globs of the validation split; [] holds data.valid_share of the training split
+    out."""
     test: tuple[str, ...] = keyed(())
     """Paths or globs of the test split; [] means none."""
 
@@ -84,7 +97,8 @@ class FinetuneDataConfig(Section):
     source: Annotated[FileRows | HubRows, Field(discriminator="kind")] = keyed(resolved="dataset")
     """Where the rows come from."""
     valid_share: float = keyed(0.05, resolved="dataset", gt=0, lt=1)
-    """Share of the training split that is held out for validation where the source has no such split."""
+    """Share of the training split that is held out for validation where the source has no such
+    split."""
     max_train_samples: int | None = keyed(None, key="examples", gt=0)
     """Rows of the training split, its first ones; null means all."""
     max_valid_samples: int | None = keyed(None, key="examples", gt=0)
@@ -96,7 +110,10 @@ class FinetuneDataConfig(Section):
 
 
 class FinetuneOptimConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019) and its schedule; a DeepSpeed JSON with an optimizer takes its place."""
+    """AdamW (Loshchilov and Hutter 2019) and its schedule.
+
+    A DeepSpeed JSON with an optimizer takes its place.
+    """
 
     lr: float = keyed(gt=0)
     """Peak learning rate."""
@@ -108,7 +125,9 @@ class FinetuneOptimConfig(Section):
     """Decay of the second moment."""
     adam_eps: float = keyed(1e-8, gt=0)
     """Added to the root of the second moment."""
-    lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = keyed("linear")
+    lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = (
+        keyed("linear")
+    )
     """Course of the learning rate after the warm-up, as transformers names it."""
     warmup_steps: int = keyed(0, ge=0)
     """Optimizer steps in which the learning rate rises from 0."""
@@ -122,7 +141,8 @@ class FinetuneTrainConfig(Section):
     num_epochs: int = keyed(3, key="finetune", gt=0)
     """Passes over the training split."""
     max_steps: int | None = keyed(None, key="finetune", gt=0)
-    """Optimizer steps after which training ends, within or beyond num_epochs; null means num_epochs."""
+    """Optimizer steps after which training ends, within or beyond num_epochs; null means
+    num_epochs."""
     micro_batch_size: int = keyed(8, key="finetune", gt=0)
     """Samples per rank and forward pass."""
     eval_batch_size: int = keyed(8, key="find-batch-size", gt=0)
@@ -134,7 +154,8 @@ class FinetuneTrainConfig(Section):
     gradient_checkpointing: bool = keyed(False, key="find-batch-size")
     """Whether activations are computed again in the backward pass instead of kept."""
     best_metric: str | None = keyed(None, min_length=1)
-    """Which metric of the validation tells the best model: one of the task's, or loss; null means the task's first."""
+    """Which metric of the validation tells the best model: one of the task's, or loss; null means
+    the task's first."""
     log_interval: int = unkeyed(10, gt=0)
     """Optimizer steps between log lines and step events."""
     exit_duration_minutes: float | None = unkeyed(None, gt=0)
@@ -154,16 +175,17 @@ class FinetuneLaunchConfig(LaunchConfig):
     """Processes, their supervision, and what the ranks divide among them."""
 
     distributed: Distribution = keyed("ddp", key="finetune")
-    """ddp: each rank holds everything; zero2: optimizer state and gradients are divided; zero3: weights too;
-    zero3-offload: and all of it lies in main memory. ZeRO (Rajbhandari et al. 2020) is DeepSpeed's.
-    fsdp: as zero3, by torch's FSDP 2, for classification and causal_lm. It is part of the
-    run's key: one's checkpoints cannot be read by another."""
+    """ddp: each rank holds everything; zero2: optimizer state and gradients are divided; zero3:
+    weights too; zero3-offload: and all of it lies in main memory. ZeRO (Rajbhandari et al. 2020) is
+    DeepSpeed's. fsdp: as zero3, by torch's FSDP 2, for classification and causal_lm. It is part of
+    the run's key: one's checkpoints cannot be read by another."""
     accelerate_config: str | dict[str, Any] | None = unkeyed(None)
-    """YAML that `accelerate config` wrote, a path or its content: ranks, distribution and precision are taken from it;
-    null means none."""
+    """YAML that `accelerate config` wrote, a path or its content: ranks, distribution and precision
+    are taken from it; null means none."""
     deepspeed_config: str | dict[str, Any] | None = keyed(None, key=("finetune", "find-batch-size"))
-    """DeepSpeed's own JSON for zero2 and zero3, a path or its content; "auto" is filled with the values of this
-    configuration, an optimizer or a scheduler in it is honoured. Null means the project's own settings."""
+    """DeepSpeed's own JSON for zero2 and zero3, a path or its content; "auto" is filled with the
+    values of this configuration, an optimizer or a scheduler in it is honoured. Null means the
+    project's own settings."""
 
 
 class FindBatchSizeConfig(Section):
@@ -172,31 +194,39 @@ class FindBatchSizeConfig(Section):
     methods: tuple[Distribution, ...] = unkeyed(DISTRIBUTIONS, min_length=1)
     """Which values of launch.distributed are compared."""
     memory_limit_gb: float | None = keyed(None, gt=0)
-    """Memory of each rank in GB (10^9 bytes), its GPU's or without one main memory; null means 95 % of the GPU, without
-    one 80 % of what is free on this machine, divided by its ranks."""
+    """Memory of each rank in GB (10^9 bytes), its GPU's or without one main memory; null means 95 %
+    of the GPU, without one 80 % of what is free on this machine, divided by its ranks."""
     max_batch: int = keyed(4096, gt=0)
-    """Largest micro batch that is tried; never more than the samples that a rank has in an epoch."""
+    """Largest micro batch that is tried; never more than the samples that a rank has in an
+    epoch."""
     steps: int = keyed(3, gt=1)
-    """Optimizer steps after which a micro batch counts as fitting; the first ones allocate the optimizer's state."""
+    """Optimizer steps after which a micro batch counts as fitting; the first ones allocate the
+    optimizer's state."""
 
     @field_validator("methods")
     @classmethod
     def _methods_differ(cls, value: tuple[Distribution, ...]) -> tuple[Distribution, ...]:
         twice = sorted({name for name in value if value.count(name) > 1})
         if twice:
-            raise ValueError(f"find_batch_size.methods names {twice[0]} {value.count(twice[0])} times: name it once")
+            raise ValueError(
+                f"find_batch_size.methods names {twice[0]} {value.count(twice[0])} times: name it "
+                "once"
+            )
         return value
 
 
 class FinetuneConfig(Section):
     """Everything that one deployment of the flow finetune says."""
 
-    name: str = keyed(key="finetune-export", resolved="finetune-publish", pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    name: str = keyed(
+        key="finetune-export", resolved="finetune-publish", pattern=r"^[a-z0-9][a-z0-9.-]*$"
+    )
     """Name of the run and of the fine-tuned model: lower case, digits, dots and dashes."""
     seed: int = keyed(42, key=("finetune", "find-batch-size"), resolved="dataset", ge=0, lt=2**32)
     """Seeds the order of samples, the head's first weights and dropout."""
     verify: Literal["quick", "full"] = unkeyed("quick")
-    """How a cached artifact is checked: sizes (and hashes where a file was touched), or every hash."""
+    """How a cached artifact is checked: sizes (and hashes where a file was touched), or every
+    hash."""
     model: PretrainedConfig = keyed(key=("finetune", "find-batch-size"))
     """What is fine-tuned."""
     data: FinetuneDataConfig = keyed()
@@ -226,7 +256,11 @@ class FinetuneConfig(Section):
     def _files_are_merged(cls, values: Any, info: ValidationInfo) -> Any:
         from megacore.config.finetune_files import FILES, merge_files
 
-        return merge_files(values, (info.context or {}).get(FILES, {})) if isinstance(values, dict) else values
+        return (
+            merge_files(values, (info.context or {}).get(FILES, {}))
+            if isinstance(values, dict)
+            else values
+        )
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -251,25 +285,28 @@ def check_finetune(config: "FinetuneConfig") -> None:
     _check_schedule(config)
     if config.tracking.tensorboard:
         raise ValueError(
-            "tracking.tensorboard is true: a fine-tuning writes no event files, its numbers are in MLflow; set it to "
-            "false"
+            "tracking.tensorboard is true: a fine-tuning writes no event files, its numbers are in "
+            "MLflow; set it to false"
         )
 
 
 def _check_launch(config: "FinetuneConfig") -> None:
     if config.launch.elastic:
         raise ValueError(
-            f"launch.nnodes is {config.launch.nnodes}, a range: a fine-tuning's checkpoints are for one number of "
-            "ranks; give one number"
+            f"launch.nnodes is {config.launch.nnodes}, a range: a fine-tuning's checkpoints are "
+            "for one number of ranks; give one number"
         )
     if config.launch.data_placement == "node_local":
         raise ValueError(
-            "launch.data_placement is node_local: a fine-tuning reads and writes one directory that all its machines "
-            "see; set it to shared"
+            "launch.data_placement is node_local: a fine-tuning reads and writes one directory "
+            "that all its machines see; set it to shared"
         )
     ranks = config.launch.nproc_per_node
     if ranks != "auto" and ranks < 1:
-        raise ValueError(f"launch.nproc_per_node is {ranks}: a fine-tuning needs at least one rank; use 1 or more")
+        raise ValueError(
+            f"launch.nproc_per_node is {ranks}: a fine-tuning needs at least one rank; use 1 or "
+            "more"
+        )
 
 
 def _check_files(config: "FinetuneConfig") -> None:
@@ -277,8 +314,8 @@ def _check_files(config: "FinetuneConfig") -> None:
         held = getattr(config.launch, name)
         if isinstance(held, str):
             raise ValueError(
-                f"launch.{name} is the path {held!r}, which was not read: give the content of the file, or load the "
-                "configuration from its YAML"
+                f"launch.{name} is the path {held!r}, which was not read: give the content of the "
+                "file, or load the configuration from its YAML"
             )
 
 
@@ -286,28 +323,32 @@ def _check_model(config: "FinetuneConfig") -> None:
     model = config.model
     if model.revision is not None and model.path.startswith("models:/"):
         raise ValueError(
-            f"model.revision is {model.revision} but model.path is {model.path}, a model of the registry, whose "
-            "version is in the path: remove model.revision"
+            f"model.revision is {model.revision} but model.path is {model.path}, a model of the "
+            "registry, whose version is in the path: remove model.revision"
         )
     if model.new_head and model.random_weights:
         raise ValueError(
-            "model.new_head and model.random_weights are both true: random weights have no trained head; "
-            "keep one of them"
+            "model.new_head and model.random_weights are both true: random weights have no trained "
+            "head; keep one of them"
         )
     if model.new_head and config.task.kind != "classification":
         raise ValueError(
-            f"model.new_head is true but task.kind is {config.task.kind}: only a classifier has a head of its own; "
-            "remove it"
+            f"model.new_head is true but task.kind is {config.task.kind}: only a classifier has a "
+            "head of its own; remove it"
         )
 
 
 def _check_name(config: "FinetuneConfig") -> None:
-    """A model's next version must not be its own parent's: what is fine-tuned next would begin with it."""
+    """A model's next version must not be its own parent's.
+
+    What is fine-tuned next would begin with it.
+    """
     parent = re.fullmatch(r"models:/([^@/]+)[@/].+", config.model.path)
     if parent is not None and parent[1] == config.registered_model:
         raise ValueError(
-            f"the fine-tuned model would be registered as {config.registered_model}, the name of model.path "
-            f"{config.model.path} that it begins with: set tracking.registered_model or name to another one"
+            f"the fine-tuned model would be registered as {config.registered_model}, the name of "
+            f"model.path {config.model.path} that it begins with: set tracking.registered_model or "
+            "name to another one"
         )
 
 
@@ -315,8 +356,8 @@ def _check_data(config: "FinetuneConfig") -> None:
     data = config.data
     if data.max_test_samples is not None and not data.source.test:
         raise ValueError(
-            f"data.max_test_samples is {data.max_test_samples} but data.source.test names no test split: remove the "
-            "former, or name one"
+            f"data.max_test_samples is {data.max_test_samples} but data.source.test names no test "
+            "split: remove the former, or name one"
         )
 
 
@@ -326,20 +367,25 @@ def _check_task(config: "FinetuneConfig") -> None:
         _check_differing("task.metrics", task.metrics or ())
     if isinstance(task, ClassificationConfig):
         _check_differing("task.labels", task.labels or ())
-    if isinstance(task, Seq2SeqConfig) and task.sentence_splitter == "punkt" and "rougeLsum" not in task.metrics:
+    if (
+        isinstance(task, Seq2SeqConfig)
+        and task.sentence_splitter == "punkt"
+        and "rougeLsum" not in task.metrics
+    ):
         raise ValueError(
-            f"task.sentence_splitter is punkt but task.metrics {', '.join(task.metrics)} has no rougeLsum, which alone "
-            "looks at sentences: remove the former, or add rougeLsum"
+            f"task.sentence_splitter is punkt but task.metrics {', '.join(task.metrics)} has no "
+            "rougeLsum, which alone looks at sentences: remove the former, or add rougeLsum"
         )
     if isinstance(task, CausalLmConfig) and config.model.pad_token is not None:
         raise ValueError(
-            f"model.pad_token is {config.model.pad_token} but task.kind is causal_lm, whose blocks are all of one "
-            "length: remove it"
+            f"model.pad_token is {config.model.pad_token} but task.kind is causal_lm, whose blocks "
+            "are all of one length: remove it"
         )
     if isinstance(task, Seq2SeqConfig) and config.launch.distributed == "fsdp":
         raise ValueError(
-            "launch.distributed is fsdp and task.kind seq2seq, whose models share an embedding between encoder and "
-            "decoder, which torch's FSDP 2 refuses: set launch.distributed to zero3"
+            "launch.distributed is fsdp and task.kind seq2seq, whose models share an embedding "
+            "between encoder and decoder, which torch's FSDP 2 refuses: set launch.distributed to "
+            "zero3"
         )
     try:
         best_metric(task, config.train.best_metric)
@@ -357,10 +403,11 @@ def _check_schedule(config: "FinetuneConfig") -> None:
     optim, steps = config.optim, config.train.max_steps
     if optim.lr_scheduler == "constant" and optim.warmup_steps:
         raise ValueError(
-            f"optim.warmup_steps is {optim.warmup_steps} but optim.lr_scheduler is constant, which has no warm-up: use "
-            "constant_with_warmup, or remove the former"
+            f"optim.warmup_steps is {optim.warmup_steps} but optim.lr_scheduler is constant, which "
+            "has no warm-up: use constant_with_warmup, or remove the former"
         )
     if steps is not None and optim.warmup_steps >= steps:
         raise ValueError(
-            f"optim.warmup_steps {optim.warmup_steps} does not end before train.max_steps {steps}: set it below {steps}"
+            f"optim.warmup_steps {optim.warmup_steps} does not end before train.max_steps {steps}: "
+            f"set it below {steps}"
         )

@@ -1,7 +1,10 @@
-"""The files that a fine-tuning's configuration names, Accelerate's YAML and DeepSpeed's JSON, merged into its values.
+"""The files that a fine-tuning's configuration names, merged into its values.
 
-What a file says goes where the configuration says nothing; where both speak, they must say the same. Merging what has
-been merged changes nothing, so that a configuration can be written and read again.
+They are Accelerate's YAML and DeepSpeed's JSON.
+
+What a file says goes where the configuration says nothing; where both speak, they must say the
+same. Merging what has been merged changes nothing, so that a configuration can be written and read
+again.
 """
 
 import copy
@@ -36,7 +39,8 @@ def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
         The path of each file by the dotted name of its value.
 
     Raises:
-        ConfigError: a file is missing or cannot be read, or two names of DeepSpeed's JSON lead to different ones.
+        ConfigError: a file is missing or cannot be read, or two names of DeepSpeed's JSON lead to
+            different ones.
     """
     names: dict[str, str] = {}
     launch = values.get("launch")
@@ -63,7 +67,8 @@ def merge_files(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
         names: of the files in sentences, by the dotted name of the value that holds them.
 
     Raises:
-        ValueError: a file says what cannot be done here, or what the configuration or the other file contradicts.
+        ValueError: a file says what cannot be done here, or what the configuration or the other
+            file contradicts.
     """
     merged = copy.deepcopy(dict(values))
     launch = merged.get("launch")
@@ -84,7 +89,10 @@ def merge_files(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str
 
 
 def _settle(values: dict[str, Any], claim: Claim, said: dict[str, Claim]) -> None:
-    """Put what a file says into the values. Raises ValueError where they, or another file, say something else."""
+    """Put what a file says into the values.
+
+    Raises ValueError where they, or another file, say something else.
+    """
     if not claim.by_default:
         before = said.setdefault(claim.field, claim)
         if before is not claim and not _same(before.value, claim.value):
@@ -98,8 +106,8 @@ def _settle(values: dict[str, Any], claim: Claim, said: dict[str, Claim]) -> Non
         section[field] = claim.value
     elif not claim.by_default and not _same(ours, claim.value):
         raise ValueError(
-            f"{claim.clause}{claim.meaning} but {claim.field} is {_shown(ours)}: change one of them, or remove "
-            f"{claim.field}"
+            f"{claim.clause}{claim.meaning} but {claim.field} is {_shown(ours)}: change one of "
+            f"them, or remove {claim.field}"
         )
 
 
@@ -121,7 +129,9 @@ def _found(name: str, given: str, roots: Sequence[Path]) -> Path:
     candidates = list(dict.fromkeys(root / Path(given).expanduser() for root in roots))
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
-        raise ConfigError(f"{name} is {given!r}: there is no file {' or '.join(map(str, candidates))}")
+        raise ConfigError(
+            f"{name} is {given!r}: there is no file {' or '.join(map(str, candidates))}"
+        )
     return found
 
 
@@ -129,7 +139,8 @@ def _accelerate(path: Path) -> dict[str, Any]:
     content = read_yaml(path)
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{ACCELERATE} {path} holds {type(content).__name__}, not a mapping: give what `accelerate config` wrote"
+            f"{ACCELERATE} {path} holds {type(content).__name__}, not a mapping: give what "
+            "`accelerate config` wrote"
         )
     return content
 
@@ -146,7 +157,7 @@ def _read_named_json(launch: dict[str, Any], names: dict[str, str], roots: Seque
     content = read_json(path, name)
     if launch.get("deepspeed_config") not in (None, content):
         raise ConfigError(
-            f"{name} is {path} but {DEEPSPEED} is {names.get(DEEPSPEED, 'another one')}, and they differ: keep one of "
-            "them"
+            f"{name} is {path} but {DEEPSPEED} is {names.get(DEEPSPEED, 'another one')}, and they "
+            "differ: keep one of them"
         )
     launch["deepspeed_config"], names[DEEPSPEED] = content, str(path)

@@ -1,4 +1,7 @@
-"""What a fine-tuning learns: a class of each text, a target text, or the next token, and what it is measured by."""
+"""What a fine-tuning learns.
+
+A class of each text, a target text, or the next token, and what it is measured by.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
@@ -14,12 +17,16 @@ Seq2SeqMetric = Literal["bleu", "rouge1", "rouge2", "rougeL", "rougeLsum"]
 
 
 class ClassificationConfig(Section):
-    """A class, or a number, for a sentence or a pair of sentences; with an encoder, or a decoder's last token."""
+    """A class, or a number, for a sentence or a pair of sentences.
+
+    Made with an encoder, or with a decoder's last token.
+    """
 
     kind: Literal["classification"] = keyed()
     """Which task this is."""
     glue: GlueTask | None = keyed(None)
-    """Task of GLUE (Wang et al. 2018), which gives columns, labels and metrics where they are null; null means none."""
+    """Task of GLUE (Wang et al. 2018), which gives columns, labels and metrics where they are null;
+    null means none."""
     sentence1_column: str | None = keyed(None, min_length=1)
     """Column with the text, or with the first of a pair."""
     sentence2_column: str | None = keyed(None, min_length=1)
@@ -27,7 +34,8 @@ class ClassificationConfig(Section):
     label_column: str = keyed("label", min_length=1)
     """Column with the class, as a number from 0 or a name, or with the number to predict."""
     labels: tuple[str, ...] | None = keyed(None, min_length=2)
-    """Names of the classes in the order of their numbers; null takes the data's own, or those found in training."""
+    """Names of the classes in the order of their numbers; null takes the data's own, or those found
+    in training."""
     regression: bool = keyed(False)
     """Whether the label is a number to predict instead of a class."""
     max_length: int = keyed(128, gt=0)
@@ -35,16 +43,20 @@ class ClassificationConfig(Section):
     pad_to_max_length: bool = keyed(False)
     """Whether every sample has max_length tokens; else a batch is as long as its longest."""
     metrics: tuple[ClassificationMetric, ...] | None = keyed(None, min_length=1)
-    """What is measured; null means accuracy and f1, of a regression pearson and spearmanr, with glue the task's own."""
+    """What is measured; null means accuracy and f1, of a regression pearson and spearmanr, with
+    glue the task's own."""
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> Self:
         if self.glue is None and self.sentence1_column is None:
             raise ValueError(
-                "task.sentence1_column is missing and task.glue is null: name the column with the text, or a GLUE task"
+                "task.sentence1_column is missing and task.glue is null: name the column with the "
+                "text, or a GLUE task"
             )
         if self.regression and self.labels is not None:
-            raise ValueError("task.labels names classes and task.regression is true: keep one of them")
+            raise ValueError(
+                "task.labels names classes and task.regression is true: keep one of them"
+            )
         return self
 
 
@@ -70,9 +82,11 @@ class Seq2SeqConfig(Section):
     num_beams: int = keyed(1, gt=0)
     """Beams of the search; 1 takes the likeliest token each time."""
     metrics: tuple[Seq2SeqMetric, ...] = keyed(("bleu",), min_length=1)
-    """What is measured: BLEU (Papineni et al. 2002) by sacrebleu, and ROUGE (Lin 2004), both from 0 to 100."""
+    """What is measured: BLEU (Papineni et al. 2002) by sacrebleu, and ROUGE (Lin 2004), both from 0
+    to 100."""
     sentence_splitter: Literal["punkt", "rules"] = keyed("rules")
-    """What finds the sentences that rougeLsum compares: nltk's punkt model, which is downloaded, or rules."""
+    """What finds the sentences that rougeLsum compares: nltk's punkt model, which is downloaded, or
+    rules."""
 
     @model_validator(mode="after")
     def _lengths_are_in_order(self) -> Self:
@@ -92,12 +106,15 @@ class CausalLmConfig(Section):
     text_column: str = keyed("text", min_length=1)
     """Column with the text."""
     block_size: int = keyed(128, gt=1)
-    """Tokens of a sample: all texts of a split one after another, cut; what is left at the end is dropped."""
+    """Tokens of a sample: all texts of a split one after another, cut; what is left at the end is
+    dropped."""
     append_eos: bool = keyed(False)
     """Whether the tokenizer's end-of-text token follows each text."""
 
 
-TaskConfig = Annotated[ClassificationConfig | Seq2SeqConfig | CausalLmConfig, Field(discriminator="kind")]
+TaskConfig = Annotated[
+    ClassificationConfig | Seq2SeqConfig | CausalLmConfig, Field(discriminator="kind")
+]
 
 
 LOSS = "loss"
@@ -116,15 +133,25 @@ class GlueSettings:
 
 _ENTAILMENT = ("entailment", "not_entailment")
 GLUE: dict[GlueTask, GlueSettings] = {
-    "cola": GlueSettings(("sentence", None), ("unacceptable", "acceptable"), ("matthews_correlation",)),
-    "mnli": GlueSettings(("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), ("accuracy",)),
-    "mrpc": GlueSettings(("sentence1", "sentence2"), ("not_equivalent", "equivalent"), ("accuracy", "f1")),
+    "cola": GlueSettings(
+        ("sentence", None), ("unacceptable", "acceptable"), ("matthews_correlation",)
+    ),
+    "mnli": GlueSettings(
+        ("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), ("accuracy",)
+    ),
+    "mrpc": GlueSettings(
+        ("sentence1", "sentence2"), ("not_equivalent", "equivalent"), ("accuracy", "f1")
+    ),
     "qnli": GlueSettings(("question", "sentence"), _ENTAILMENT, ("accuracy",)),
-    "qqp": GlueSettings(("question1", "question2"), ("not_duplicate", "duplicate"), ("accuracy", "f1")),
+    "qqp": GlueSettings(
+        ("question1", "question2"), ("not_duplicate", "duplicate"), ("accuracy", "f1")
+    ),
     "rte": GlueSettings(("sentence1", "sentence2"), _ENTAILMENT, ("accuracy",)),
     "sst2": GlueSettings(("sentence", None), ("negative", "positive"), ("accuracy",)),
     "stsb": GlueSettings(("sentence1", "sentence2"), None, ("pearson", "spearmanr")),
-    "wnli": GlueSettings(("sentence1", "sentence2"), ("not_entailment", "entailment"), ("accuracy",)),
+    "wnli": GlueSettings(
+        ("sentence1", "sentence2"), ("not_entailment", "entailment"), ("accuracy",)
+    ),
 }
 
 
@@ -135,7 +162,8 @@ class ClassificationSettings:
     sentence1: str
     sentence2: str | None
     labels: tuple[str, ...] | None
-    """Names in the order of their numbers; None: they are found in the data, or a number is predicted."""
+    """Names in the order of their numbers; None: they are found in the data, or a number is
+    predicted."""
     regression: bool
     metrics: tuple[ClassificationMetric, ...]
 
@@ -146,7 +174,8 @@ _OF_NUMBERS: tuple[ClassificationMetric, ...] = ("pearson", "spearmanr")
 def classification_settings(task: ClassificationConfig) -> ClassificationSettings:
     """What the configuration says, and where it says nothing what its GLUE task or the defaults do.
 
-    Raises ConfigError for sections that contradict the GLUE task, and for metrics of the other kind of label.
+    Raises ConfigError for sections that contradict the GLUE task, and for metrics of the other kind
+    of label.
     """
     glue = None if task.glue is None else GLUE[task.glue]
     if glue is not None:
@@ -158,34 +187,43 @@ def classification_settings(task: ClassificationConfig) -> ClassificationSetting
         if (name in _OF_NUMBERS) != regression:
             kind, other = ("numbers", "classes") if regression else ("classes", "numbers")
             raise ConfigError(
-                f"task.metrics has {name}, which measures {other}, but the task predicts {kind}: remove it, or set "
-                f"task.regression to {str(not regression).lower()}"
+                f"task.metrics has {name}, which measures {other}, but the task predicts {kind}: "
+                f"remove it, or set task.regression to {str(not regression).lower()}"
             )
     own = glue.columns if glue else (None, None)
     first, second = task.sentence1_column or own[0], task.sentence2_column or own[1]
     assert first is not None  # the configuration names a column or a task
     labels = task.labels or (glue.labels if glue else None)
-    return ClassificationSettings(first, second, None if regression else labels, regression, metrics)
+    return ClassificationSettings(
+        first, second, None if regression else labels, regression, metrics
+    )
 
 
 def _check_against(task: ClassificationConfig, glue: GlueSettings) -> None:
     if glue.labels is not None and task.regression:
         raise ConfigError(
-            f"task.regression is true but task.glue {task.glue} has the classes {', '.join(glue.labels)}: remove one"
+            f"task.regression is true but task.glue {task.glue} has the classes "
+            f"{', '.join(glue.labels)}: remove one"
         )
     if task.labels is None:
         return
     if glue.labels is None:
-        raise ConfigError(f"task.labels names classes but task.glue {task.glue} predicts a number: remove task.labels")
+        raise ConfigError(
+            f"task.labels names classes but task.glue {task.glue} predicts a number: remove "
+            "task.labels"
+        )
     if len(task.labels) != len(glue.labels):
         raise ConfigError(
-            f"task.labels names {len(task.labels)} classes ({', '.join(task.labels)}) but task.glue {task.glue} has "
-            f"{len(glue.labels)} ({', '.join(glue.labels)}): name as many, or remove task.labels"
+            f"task.labels names {len(task.labels)} classes ({', '.join(task.labels)}) but "
+            f"task.glue {task.glue} has {len(glue.labels)} ({', '.join(glue.labels)}): name as "
+            "many, or remove task.labels"
         )
 
 
 def metric_names(task: ClassificationConfig | Seq2SeqConfig | CausalLmConfig) -> tuple[str, ...]:
-    """What is measured beside the loss; the first tells the best model unless the configuration names another.
+    """What is measured beside the loss.
+
+    The first tells the best model unless the configuration names another.
 
     Raises ConfigError.
     """
@@ -212,6 +250,7 @@ def best_metric(task: TaskConfig, name: str | None) -> tuple[str, bool]:
     name = name or names[0]
     if name not in (*names, LOSS):
         raise ConfigError(
-            f"train.best_metric is {name!r}, which this task does not measure: name one of {', '.join((*names, LOSS))}"
+            f"train.best_metric is {name!r}, which this task does not measure: name one of "
+            f"{', '.join((*names, LOSS))}"
         )
     return name, name not in _SMALLER_IS_BETTER

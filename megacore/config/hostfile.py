@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\w[\w.-]*@)?\w[\w.-]*", re.ASCII)
-"""A name or an IPv4 address, with or without a user: ssh takes what begins with a dash for an option."""
+"""A name or an IPv4 address, with or without a user: ssh takes what begins with a dash for an
+option."""
 _CHOICE = re.compile(r"([^:]+)(?::(\d+(?:,\d+)*))?", re.ASCII)
 """`host`, or `host:0,2`: the host, and its slots by number."""
 
@@ -21,8 +22,8 @@ _CHOICE = re.compile(r"([^:]+)(?::(\d+(?:,\d+)*))?", re.ASCII)
 def hosts_of(launch: "LaunchConfig") -> dict[str, int]:
     """Hosts that take part and the ranks of each, in the hostfile's order; {} without a hostfile.
 
-    Those are the hosts that `launch.include` and `launch.exclude` leave, and of them the first `launch.nnodes`; of an
-    elastic run at most its largest number. Raises ConfigError.
+    Those are the hosts that `launch.include` and `launch.exclude` leave, and of them the first
+    `launch.nnodes`; of an elastic run at most its largest number. Raises ConfigError.
     """
     return {host: len(slots) for host, slots in slots_of(launch).items()}
 
@@ -30,14 +31,16 @@ def hosts_of(launch: "LaunchConfig") -> dict[str, int]:
 def slots_of(launch: "LaunchConfig", *, limited: bool = True) -> dict[str, tuple[int, ...]]:
     """The slots of each host that takes part, by number; `hosts_of` says the rest.
 
-    Without `limited` they are all that may take part, also those beyond the largest number of `launch.nnodes`.
+    Without `limited` they are all that may take part, also those beyond the largest number of
+    `launch.nnodes`.
     """
     path = launch.hostfile
     if path is None:
         return {}
     listed = {host: tuple(range(slots)) for host, slots in read_hostfile(path).items()}
     included, excluded = (
-        _chosen(getattr(launch, name), listed, f"launch.{name}", path) for name in ("include", "exclude")
+        _chosen(getattr(launch, name), listed, f"launch.{name}", path)
+        for name in ("include", "exclude")
     )
     left = {}
     for host, slots in listed.items():
@@ -50,24 +53,28 @@ def slots_of(launch: "LaunchConfig", *, limited: bool = True) -> dict[str, tuple
     least, most = launch.node_range or (1, len(left))
     if len(left) < least:
         raise ConfigError(
-            f"launch.nnodes is {launch.nnodes} and of {path} only {', '.join(left)} take part: add hosts, or lower "
-            "launch.nnodes"
+            f"launch.nnodes is {launch.nnodes} and of {path} only {', '.join(left)} take part: add "
+            "hosts, or lower launch.nnodes"
         )
     taking_part = dict(list(left.items())[:most]) if limited else left
     for host, slots in taking_part.items():
         if launch.nproc_per_node not in ("auto", len(slots)):
             raise ConfigError(
-                f"launch.nproc_per_node is {launch.nproc_per_node} and {host} has {len(slots)} slots in hostfile "
-                f"{path}: set launch.nproc_per_node to auto"
+                f"launch.nproc_per_node is {launch.nproc_per_node} and {host} has {len(slots)} "
+                f"slots in hostfile {path}: set launch.nproc_per_node to auto"
             )
     return taking_part
 
 
 def devices_of(launch: "LaunchConfig") -> dict[str, tuple[int, ...]]:
-    """Of the hosts whose slots were chosen by number, these numbers: the GPUs that their ranks get."""
+    """Of the hosts whose slots were chosen by number, these numbers.
+
+    The GPUs that their ranks get.
+    """
     words = (*launch.include, *launch.exclude)
     named = {word.partition(":")[0] for word in words if ":" in word}
-    slots = slots_of(launch, limited=not launch.elastic)  # any of an elastic run's hosts may be the ones that answer
+    # any of an elastic run's hosts may be the ones that answer
+    slots = slots_of(launch, limited=not launch.elastic)
     return {host: numbers for host, numbers in slots.items() if host in named}
 
 
@@ -79,49 +86,66 @@ def _chosen(
     for word in words:
         match = _CHOICE.fullmatch(word)
         if match is None:
-            raise ConfigError(f"{setting} has {word!r}: write `host`, or `host:0,2` for slots by number")
+            raise ConfigError(
+                f"{setting} has {word!r}: write `host`, or `host:0,2` for slots by number"
+            )
         host, numbers = match[1], match[2]
         if host not in listed:
-            raise ConfigError(f"{setting} names {host!r}, which {path} does not: it has {', '.join(listed)}")
+            raise ConfigError(
+                f"{setting} names {host!r}, which {path} does not: it has {', '.join(listed)}"
+            )
         if host in found:
             raise ConfigError(f"{setting} names {host} twice: keep one, with all its slots")
-        slots = listed[host] if numbers is None else tuple(sorted({int(number) for number in numbers.split(",")}))
+        slots = (
+            listed[host]
+            if numbers is None
+            else tuple(sorted({int(number) for number in numbers.split(",")}))
+        )
         if slots[-1] >= len(listed[host]):
             raise ConfigError(
-                f"{setting} names slot {slots[-1]} of {host}, which has {len(listed[host])} slots in {path}, counted "
-                "from 0"
+                f"{setting} names slot {slots[-1]} of {host}, which has {len(listed[host])} slots "
+                f"in {path}, counted from 0"
             )
         found[host] = slots
     return found
 
 
-def read_hostfile(path: str | Path, nproc_per_node: int | Literal["auto"] = "auto") -> dict[str, int]:
+def read_hostfile(
+    path: str | Path, nproc_per_node: int | Literal["auto"] = "auto"
+) -> dict[str, int]:
     """Ranks of each machine, in the file's order, which is the order of the ranks.
 
-    A line is `host slots=N`; empty lines and what follows a # are left out. Raises ConfigError, also when
-    `nproc_per_node` says another number than the slots.
+    A line is `host slots=N`; empty lines and what follows a # are left out. Raises ConfigError,
+    also when `nproc_per_node` says another number than the slots.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"hostfile {path} cannot be read: {reason}: correct launch.hostfile") from error
+        raise ConfigError(
+            f"hostfile {path} cannot be read: {reason}: correct launch.hostfile"
+        ) from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         said = line.partition("#")[0].split()
         if said:
             host, slots = _entry(said, f"hostfile {path}, line {number}")
             if host in hosts:
-                raise ConfigError(f"hostfile {path}, line {number}: {host} is there already: give each host one line")
+                raise ConfigError(
+                    f"hostfile {path}, line {number}: {host} is there already: give each host one "
+                    "line"
+                )
             hosts[host] = slots
     if not hosts:
-        raise ConfigError(f"hostfile {path} names no host: write a line `host slots=N` for each machine")
+        raise ConfigError(
+            f"hostfile {path} names no host: write a line `host slots=N` for each machine"
+        )
     _check_names(hosts, path)
     for host, slots in hosts.items():
         if nproc_per_node not in ("auto", slots):
             raise ConfigError(
-                f"launch.nproc_per_node is {nproc_per_node} and {host} has {slots} slots in hostfile {path}: "
-                f"set launch.nproc_per_node to auto"
+                f"launch.nproc_per_node is {nproc_per_node} and {host} has {slots} slots in "
+                f"hostfile {path}: set launch.nproc_per_node to auto"
             )
     return hosts
 
@@ -129,24 +153,33 @@ def read_hostfile(path: str | Path, nproc_per_node: int | Literal["auto"] = "aut
 def _entry(said: list[str], where: str) -> tuple[str, int]:
     host, *rest = said
     if not _HOST.fullmatch(host):
-        raise ConfigError(f"{where}: {host!r} is no host: write a name or an IPv4 address, one host a line")
+        raise ConfigError(
+            f"{where}: {host!r} is no host: write a name or an IPv4 address, one host a line"
+        )
     if len(rest) != 1 or not rest[0].startswith("slots="):
-        raise ConfigError(f"{where}: {' '.join(said)!r} is not of the form `host slots=N`: correct it")
+        raise ConfigError(
+            f"{where}: {' '.join(said)!r} is not of the form `host slots=N`: correct it"
+        )
     count = rest[0].removeprefix("slots=")
     if not (count.isascii() and count.isdigit() and int(count) > 0):
-        raise ConfigError(f"{where}: slots of {host} is {count!r}: write the number of ranks, at least 1")
+        raise ConfigError(
+            f"{where}: slots of {host} is {count!r}: write the number of ranks, at least 1"
+        )
     return host, int(count)
 
 
 def _check_names(hosts: Mapping[str, int], path: str | Path) -> None:
     here = [host for host in hosts if is_this_machine(host)]
     if len(here) > 1:
-        raise ConfigError(f"hostfile {path}: {' and '.join(here)} are both this machine: keep one, with all its slots")
+        raise ConfigError(
+            f"hostfile {path}: {' and '.join(here)} are both this machine: keep one, with all its "
+            "slots"
+        )
     unreachable = [host for host in hosts if host in _LOOPBACK]
     if unreachable and len(hosts) > 1:
         raise ConfigError(
-            f"hostfile {path}: the other hosts cannot reach {unreachable[0]}: name this machine as they know it "
-            f"({socket.gethostname()}?)"
+            f"hostfile {path}: the other hosts cannot reach {unreachable[0]}: name this machine as "
+            f"they know it ({socket.gethostname()}?)"
         )
 
 

@@ -49,7 +49,9 @@ class Declaration:
         return named | {CONTAINED[stage] for stage in named if stage in CONTAINED}
 
 
-def declaration(section: type[BaseModel], name: str, inherited: Declaration | None) -> Declaration | None:
+def declaration(
+    section: type[BaseModel], name: str, inherited: Declaration | None
+) -> Declaration | None:
     """Return what a field declares, or what its section declares for it.
 
     Args:
@@ -78,7 +80,9 @@ def declaration(section: type[BaseModel], name: str, inherited: Declaration | No
     return Declaration(inherited.key, inherited.resolved, omit_default)
 
 
-def key_parameters(section: BaseModel, stage: Stage, resolved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def key_parameters(
+    section: BaseModel, stage: Stage, resolved: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the parameters of a stage's key as JSON.
 
     They are the values of the fields that name the stage, and those that the stage resolved.
@@ -103,7 +107,9 @@ def _tree(entries: Iterable[tuple[str, Any]], stage: Stage) -> dict[str, Any]:
         for parent in parents:
             target = target.setdefault(parent, {})
         if leaf in target:
-            raise ValueError(f"the key of {stage} has two values named {path}: give one of them another place")
+            raise ValueError(
+                f"the key of {stage} has two values named {path}: give one of them another place"
+            )
         target[leaf] = value
     return tree
 
@@ -122,7 +128,9 @@ def _entries(
             if any(elements):
                 yield f"{prefix}{name}", elements
         elif declared is not None and stage in declared.key:
-            if declared.omit_default and value == field.get_default(call_default_factory=True, validated_data={}):
+            if declared.omit_default and value == field.get_default(
+                call_default_factory=True, validated_data={}
+            ):
                 continue
             yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
 

@@ -16,7 +16,8 @@ class SlurmConfig(Section):
     """What a batch job asks Slurm for; with launch.kind slurm."""
 
     template: str | None = unkeyed(None, min_length=1)
-    """Batch script with {{ placeholders }}, as megacore/cluster/batch/templates/train.sbatch.j2; null takes that one."""
+    """Batch script with {{ placeholders }}, as megacore/cluster/batch/templates/train.sbatch.j2;
+    null takes that one."""
     partition: str | None = unkeyed(None, min_length=1)
     """Partition (queue); null takes the cluster's default."""
     account: str | None = unkeyed(None, min_length=1)
@@ -24,10 +25,11 @@ class SlurmConfig(Section):
     qos: str | None = unkeyed(None, min_length=1)
     """Quality of service; null takes the default."""
     time_limit: str | None = unkeyed(None, min_length=1)
-    """Wall-clock limit of each attempt, as sbatch takes it (`12:00:00`, `2-00:00:00`); null takes the partition's."""
+    """Wall-clock limit of each attempt, as sbatch takes it (`12:00:00`, `2-00:00:00`); null takes
+    the partition's."""
     gpus_per_node: NonNegativeInt | Literal["auto"] = unkeyed("auto")
-    """GPUs asked of each machine (--gpus-per-node); auto asks for one per rank, and for none with launch.allow_cpu; 0
-    asks for none, as where machines are given whole."""
+    """GPUs asked of each machine (--gpus-per-node); auto asks for one per rank, and for none with
+    launch.allow_cpu; 0 asks for none, as where machines are given whole."""
     arguments: tuple[str, ...] = unkeyed(())
     """Further options of sbatch, each as one word, as `--exclusive` or `--constraint=h100`."""
     signal_before: int = unkeyed(120, ge=0)
@@ -38,7 +40,8 @@ class KubernetesConfig(Section):
     """What a JobSet asks Kubernetes for; with launch.kind kubernetes."""
 
     template: str | None = unkeyed(None, min_length=1)
-    """JobSet with {{ placeholders }}, as megacore/cluster/batch/templates/jobset.yaml.j2; null takes that one."""
+    """JobSet with {{ placeholders }}, as megacore/cluster/batch/templates/jobset.yaml.j2; null
+    takes that one."""
     image: str | None = unkeyed(None, min_length=1)
     """Container image that every node runs, this project's with its environment; required."""
     python: str = unkeyed("/app/.venv/bin/python", min_length=1)
@@ -46,15 +49,18 @@ class KubernetesConfig(Section):
     namespace: str = unkeyed("default", min_length=1)
     """Namespace of the JobSet."""
     workspace_claim: str | None = unkeyed(None, min_length=1)
-    """PersistentVolumeClaim (ReadWriteMany) with the workspace, mounted at the workspace's path; required."""
+    """PersistentVolumeClaim (ReadWriteMany) with the workspace, mounted at the workspace's path;
+    required."""
     service_account: str | None = unkeyed(None, min_length=1)
     """Service account of the pods; null takes the namespace's default."""
     queue: str | None = unkeyed(None, min_length=1)
     """Kueue's local queue; null asks none."""
     gpu_resource: str = unkeyed("nvidia.com/gpu", min_length=1)
-    """Resource name of a GPU, of which each pod asks as many as it has ranks; for none with launch.allow_cpu."""
+    """Resource name of a GPU, of which each pod asks as many as it has ranks; for none with
+    launch.allow_cpu."""
     cpus: int | None = unkeyed(None, gt=0)
-    """CPU cores of a pod; null asks for ranks x threads_per_rank, for one per rank where that is null."""
+    """CPU cores of a pod; null asks for ranks x threads_per_rank, for one per rank where that is
+    null."""
     memory: str | None = unkeyed(None, min_length=1)
     """Main memory of a pod, as `512Gi`; null sets none."""
     shared_memory: str = unkeyed("16Gi", min_length=1)
@@ -67,40 +73,49 @@ class LaunchConfig(Section):
     """Processes and their supervision."""
 
     kind: LaunchKind = unkeyed("torchrun")
-    """What starts the ranks, with either engine; a single rank on this machine needs neither torchrun nor deepspeed."""
+    """What starts the ranks, with either engine; a single rank on this machine needs neither
+    torchrun nor deepspeed."""
     hostfile: str | None = keyed(None, resolved=("finetune", "find-batch-size"), min_length=1)
-    """File with a line `host slots=ranks` for each machine, reached through ssh; null means this machine alone, and
-    with slurm and kubernetes the machines that those give."""
+    """File with a line `host slots=ranks` for each machine, reached through ssh; null means this
+    machine alone, and with slurm and kubernetes the machines that those give."""
     include: tuple[str, ...] = keyed((), resolved=("finetune", "find-batch-size"))
-    """Hosts of the hostfile that take part, as `worker-1` or, with slots by number, `worker-1:0,2`; [] takes all."""
+    """Hosts of the hostfile that take part, as `worker-1` or, with slots by number, `worker-1:0,2`;
+    [] takes all."""
     exclude: tuple[str, ...] = keyed((), resolved=("finetune", "find-batch-size"))
-    """Hosts, or slots of a host, that do not take part, in the same form; not together with include."""
+    """Hosts, or slots of a host, that do not take part, in the same form; not together with
+    include."""
     nnodes: int | str | None = keyed(None, resolved=("finetune", "find-batch-size"))
-    """Machines of the job: a number, or `min:max`, by which a run goes on with those that are left when some are lost,
-    down to min; null takes every host of the hostfile, else one."""
+    """Machines of the job: a number, or `min:max`, by which a run goes on with those that are left
+    when some are lost, down to min; null takes every host of the hostfile, else one."""
     nproc_per_node: int | Literal["auto"] = keyed("auto", resolved=("finetune", "find-batch-size"))
-    """Ranks on each machine; auto means the hostfile's slots, else one per GPU, without a GPU one replica's (tensor x
-    pipeline)."""
+    """Ranks on each machine; auto means the hostfile's slots, else one per GPU, without a GPU one
+    replica's (tensor x pipeline)."""
     rdzv_endpoint: str | None = unkeyed(None, min_length=1)
-    """`host:port`, or `host`, at which the ranks of several machines meet; null takes the first host's address as the
-    others reach it and a port that is free there."""
+    """`host:port`, or `host`, at which the ranks of several machines meet; null takes the first
+    host's address as the others reach it and a port that is free there."""
     ssh_config: str | None = unkeyed(None, min_length=1)
     """File that ssh reads for port, user and identity of each host; null takes the user's own."""
-    forward_env: tuple[str, ...] = unkeyed(("NCCL_*", "GLOO_*", "UCX_*", "TORCH_*", "PYTHON*", "DS_*", "MEGACORE_*"))
-    """Environment variables that the other machines get as they are here, by name or with * at the end."""
+    forward_env: tuple[str, ...] = unkeyed(
+        ("NCCL_*", "GLOO_*", "UCX_*", "TORCH_*", "PYTHON*", "DS_*", "MEGACORE_*")
+    )
+    """Environment variables that the other machines get as they are here, by name or with * at the
+    end."""
     env_file: str | None = unkeyed(None, min_length=1)
-    """File with lines NAME=VALUE for the ranks of every machine; null takes `.deepspeed_env` of the working or the home
-    directory where there is one, as DeepSpeed's launcher does."""
+    """File with lines NAME=VALUE for the ranks of every machine; null takes `.deepspeed_env` of the
+    working or the home directory where there is one, as DeepSpeed's launcher does."""
     interface: str = unkeyed("auto", min_length=1)
-    """Network interface of the traffic between machines; auto takes, on each, the one that leads to the others."""
+    """Network interface of the traffic between machines; auto takes, on each, the one that leads to
+    the others."""
     data_placement: Literal["shared", "node_local"] = unkeyed("shared")
-    """shared: all machines see the workspace at one path, which is proven before the start; node_local: each has one of
-    its own, and what is read there is copied from this machine where it is missing."""
+    """shared: all machines see the workspace at one path, which is proven before the start;
+    node_local: each has one of its own, and what is read there is copied from this machine where it
+    is missing."""
     preflight: Literal["quick", "full", "off"] = unkeyed("quick")
-    """What `megacore doctor` examines of several machines before a training starts there: all but the bandwidths
-    between them, all, or nothing. A machine that is not fit ends the start."""
+    """What `megacore doctor` examines of several machines before a training starts there: all but
+    the bandwidths between them, all, or nothing. A machine that is not fit ends the start."""
     host_timeout: float = unkeyed(20.0, ge=5.0, le=30.0)
-    """Seconds without a word from a machine after which it is lost, and the run ends on all of them."""
+    """Seconds without a word from a machine after which it is lost, and the run ends on all of
+    them."""
     slurm: SlurmConfig = unkeyed(SlurmConfig())
     """Slurm's batch job."""
     kubernetes: KubernetesConfig = unkeyed(KubernetesConfig())
@@ -132,7 +147,9 @@ class LaunchConfig(Section):
     def _nodes_are_a_number_or_a_range(cls, value: int | str | None) -> int | str | None:
         found = None if value is None else _RANGE.fullmatch(str(value))
         if value is not None and (found is None or int(found[2] or found[1]) < int(found[1])):
-            raise ValueError(f"launch.nnodes is {value!r}: give a number of machines, as 2, or a range, as 2:4")
+            raise ValueError(
+                f"launch.nnodes is {value!r}: give a number of machines, as 2, or a range, as 2:4"
+            )
         return value
 
     @property
@@ -150,25 +167,27 @@ class LaunchConfig(Section):
     def _hosts_come_from_one_place(self) -> Self:
         if self.hostfile is not None and self.kind in ("slurm", "kubernetes"):
             raise ValueError(
-                f"launch.hostfile is {self.hostfile!r}, and {self.kind} chooses the machines itself: set "
-                "launch.hostfile to null, or launch.kind to torchrun or deepspeed"
+                f"launch.hostfile is {self.hostfile!r}, and {self.kind} chooses the machines "
+                "itself: set launch.hostfile to null, or launch.kind to torchrun or deepspeed"
             )
         if self.include and self.exclude:
             raise ValueError("launch.include and launch.exclude are both given: keep one of them")
         chosen = [name for name in ("include", "exclude", "ssh_config") if getattr(self, name)]
         if chosen and self.hostfile is None:
             raise ValueError(
-                f"launch.{chosen[0]} is given without launch.hostfile, which lists the hosts: set launch.hostfile, or "
-                f"leave launch.{chosen[0]} out"
+                f"launch.{chosen[0]} is given without launch.hostfile, which lists the hosts: set "
+                f"launch.hostfile, or leave launch.{chosen[0]} out"
             )
         if self.data_placement == "node_local" and self.hostfile is None:
             raise ValueError(
-                "launch.data_placement is node_local without launch.hostfile, whose hosts are reached to copy files "
-                "there: set launch.hostfile, or launch.data_placement to shared"
+                "launch.data_placement is node_local without launch.hostfile, whose hosts are "
+                "reached to copy files there: set launch.hostfile, or launch.data_placement to "
+                "shared"
             )
         chooses = self.hostfile is not None or self.kind in ("slurm", "kubernetes")
         if self.node_range not in (None, (1, 1)) and not chooses:
             raise ValueError(
-                f"launch.nnodes is {self.nnodes} without launch.hostfile, which lists the hosts: set launch.hostfile"
+                f"launch.nnodes is {self.nnodes} without launch.hostfile, which lists the hosts: "
+                "set launch.hostfile"
             )
         return self

@@ -1,4 +1,6 @@
-"""YAML and dotted overrides in, one frozen configuration out: a RunConfig, or the FinetuneConfig of a fine-tuning.
+"""YAML and dotted overrides in, one frozen configuration out.
+
+It is a RunConfig, or the FinetuneConfig of a fine-tuning.
 
 What pydantic found wrong with plain values, as clauses that name the key, the value and what to do.
 """
@@ -46,7 +48,8 @@ _WHOLE: dict[Location, str] = {
 }
 """Values of several kinds: what they may be, whichever of them was tried."""
 _KIND = "kind"
-"""The field that says which alternative of a section is meant; pydantic puts its value into locations."""
+"""The field that says which alternative of a section is meant; pydantic puts its value into
+locations."""
 
 
 def complaints(error: ValidationError, schema: type[BaseModel]) -> str:
@@ -93,8 +96,13 @@ def _hint(location: Location, schema: type[BaseModel]) -> str:
     others = [section for section in _sections_at(above, schema) if name in section.model_fields]
     if others and here != others:
         kind = f"{'.'.join(map(str, above))}.{_KIND}"
-        return f" (it belongs to {kind} {_kinds_of(others[0])[0]}, and {kind} is {_kinds_of(here[0])[0]})"
-    known = sorted({field.alias or own for section in here for own, field in section.model_fields.items()})
+        return (
+            f" (it belongs to {kind} {_kinds_of(others[0])[0]}, and {kind} is "
+            f"{_kinds_of(here[0])[0]})"
+        )
+    known = sorted(
+        {field.alias or own for section in here for own, field in section.model_fields.items()}
+    )
     return _elsewhere(name, schema) or nearest(name, known)
 
 
@@ -123,7 +131,10 @@ def _without_kinds(location: Location, schema: type[BaseModel]) -> Location:
 
 
 def _sections_at(location: Location, schema: type[BaseModel]) -> list[type[BaseModel]]:
-    """The sections that a location may be in: several where it stops at a union whose kind it does not tell."""
+    """The sections that a location may be in.
+
+    There are several where it stops at a union whose kind it does not tell.
+    """
     sections: list[type[BaseModel]] = [schema]
     for part in location:
         if isinstance(part, int):  # an element of a list has the names of its type
@@ -146,7 +157,12 @@ def _below(sections: list[type[BaseModel]], name: str | int) -> list[type[BaseMo
 
 
 def _names_of(section: type[BaseModel]) -> set[str]:
-    return {name for own, field in section.model_fields.items() for name in (own, field.alias) if name is not None}
+    return {
+        name
+        for own, field in section.model_fields.items()
+        for name in (own, field.alias)
+        if name is not None
+    }
 
 
 def _kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
@@ -199,15 +215,22 @@ def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAININ
         if candidate.is_file():
             return candidate
     other = _other(kind)
-    there = (conf_dir.parent if kind is _FINE_TUNING else conf_dir / FINETUNE_DIR.name) / f"{conf}.yaml"
+    there = (
+        conf_dir.parent if kind is _FINE_TUNING else conf_dir / FINETUNE_DIR.name
+    ) / f"{conf}.yaml"
     if there.is_file():
         hint = f"; {there} is one of the flow {other.flow}"
     else:
         hint = nearest(conf, sorted(path.stem for path in conf_dir.glob("*.yaml")))
-    raise ConfigError(f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml exists{hint}")
+    raise ConfigError(
+        f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml "
+        f"exists{hint}"
+    )
 
 
-def load_config(conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR) -> RunConfig:
+def load_config(
+    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR
+) -> RunConfig:
     """Read a YAML file, apply overrides with dotted keys (`{"train.train_iters": 50}`), validate.
 
     Raises ConfigError with one line per wrong value: its key, what it is, and what to do.
@@ -222,8 +245,8 @@ def load_finetune_config(
 ) -> FinetuneConfig:
     """Read a YAML file of the flow finetune as `load_config` does one of the flow pretrain.
 
-    The files that `launch.accelerate_config` and `launch.deepspeed_config` name are read here; the configuration holds
-    their content, so that no process reads them again.
+    The files that `launch.accelerate_config` and `launch.deepspeed_config` name are read here; the
+    configuration holds their content, so that no process reads them again.
     """
     path, values = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
     names = read_files(values, (Path(), path.parent, conf_dir.absolute().parent.parent))
@@ -243,12 +266,15 @@ def parse_finetune_config(
     Args:
         values: by section.
         origin: names them in messages.
-        files: names in messages for what `launch.accelerate_config` and `launch.deepspeed_config` hold.
+        files: names in messages for what `launch.accelerate_config` and `launch.deepspeed_config`
+            hold.
 
     Raises:
         ConfigError: they are no configuration.
     """
-    return cast(FinetuneConfig, _validated(_FINE_TUNING, values, origin, {FILES: dict(files or {})}))
+    return cast(
+        FinetuneConfig, _validated(_FINE_TUNING, values, origin, {FILES: dict(files or {})})
+    )
 
 
 def read_config(path: Path) -> RunConfig:
@@ -273,7 +299,9 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
     return overrides
 
 
-def _validated(kind: _Kind, values: Mapping[str, Any], origin: str, context: dict[str, Any] | None = None) -> BaseModel:
+def _validated(
+    kind: _Kind, values: Mapping[str, Any], origin: str, context: dict[str, Any] | None = None
+) -> BaseModel:
     try:
         return kind.schema.model_validate(values, context=context)
     except ValidationError as error:
@@ -286,15 +314,21 @@ def _read_values(
     """The file that is meant and its values, overridden."""
     if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
         raise ConfigError(
-            f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping of dotted keys"
+            f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping "
+            "of dotted keys"
         )
     path = conf_path(conf, conf_dir, kind=kind)
     values = read_yaml(path)
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping of sections: see {kind.example}")
+        raise ConfigError(
+            f"{path} holds {type(values).__name__}, not a mapping of sections: see {kind.example}"
+        )
     other = _other(kind)
     if _has(values, other.sign) and not _has(values, kind.sign):
-        raise ConfigError(f"{path} has {other.sign}, a value of the flow {other.flow}, not of {kind.flow}: start that")
+        raise ConfigError(
+            f"{path} has {other.sign}, a value of the flow {other.flow}, not of {kind.flow}: start "
+            "that"
+        )
     for key, value in (overrides or {}).items():
         _set_dotted(values, key, value)
     return path, values
@@ -313,9 +347,12 @@ def _has(values: Any, key: str) -> bool:
 
 
 def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
-    """Put the content of `deepspeed.config` in the place of its path, so that no process reads it again.
+    """Put the content of `deepspeed.config` in the place of its path.
 
-    The path is relative to the working directory, to the directory of the configuration, or to that of `conf_dir`.
+    So no process reads it again.
+
+    The path is relative to the working directory, to the directory of the configuration, or to that
+    of `conf_dir`.
     """
     section = values.get("deepspeed")
     if (
@@ -325,10 +362,14 @@ def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> 
     ):
         return
     given = section["config"]
-    candidates = list(dict.fromkeys(Path(root, given) for root in ("", conf.parent, conf_dir.absolute().parent)))
+    candidates = list(
+        dict.fromkeys(Path(root, given) for root in ("", conf.parent, conf_dir.absolute().parent))
+    )
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
-        raise ConfigError(f"deepspeed.config is {given!r}: there is no file {' or '.join(map(str, candidates))}")
+        raise ConfigError(
+            f"deepspeed.config is {given!r}: there is no file {' or '.join(map(str, candidates))}"
+        )
     values["deepspeed"] = {**section, "config": read_json(found)}
 
 
@@ -339,6 +380,8 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     for depth, parent in enumerate(parents):
         child = target.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override {key!r}: {'.'.join(parents[: depth + 1])} holds {child!r}, not a section")
+            raise ConfigError(
+                f"override {key!r}: {'.'.join(parents[: depth + 1])} holds {child!r}, not a section"
+            )
         target = child
     target[leaf] = value

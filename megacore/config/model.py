@@ -1,6 +1,7 @@
 """The architecture.
 
-Checks of the architecture: what belongs to a family, and what fits together; each raises ValueError.
+Checks of the architecture: what belongs to a family, and what fits together; each raises
+ValueError.
 """
 
 from typing import Any, Literal
@@ -16,7 +17,10 @@ GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
 
 
 class ModelConfig(Section):
-    """A transformer, as Megatron-LM builds it; the defaults are those of GPT-2 (Radford et al. 2019)."""
+    """A transformer, as Megatron-LM builds it.
+
+    The defaults are those of GPT-2 (Radford et al. 2019).
+    """
 
     num_layers: int = keyed(gt=0)
     """Transformer layers; of T5, the encoder's."""
@@ -27,23 +31,27 @@ class ModelConfig(Section):
     num_attention_heads: int = keyed(gt=0)
     """Attention heads (n)."""
     num_query_groups: int | None = keyed(None, gt=0)
-    """Key-value heads (g; Ainslie et al. 2023), each shared by n / g query heads; null means one per query head."""
+    """Key-value heads (g; Ainslie et al. 2023), each shared by n / g query heads; null means one
+    per query head."""
     kv_channels: int | None = keyed(None, gt=0)
     """Size of one attention head (d); null means hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = keyed(None, gt=0)
     """Width of the MLP's inner layer; null means 4 x hidden_size."""
     activation: Activation = keyed("gelu_tanh")
-    """Of the MLP: GELU (Hendrycks and Gimpel 2016) in its tanh approximation or exact, ReLU, or a gated unit (Shazeer
+    """Of the MLP: GELU (Hendrycks and Gimpel 2016) in its tanh approximation or exact, ReLU, or a
+    gated unit (Shazeer
     2020) with SiLU, GELU or its approximation."""
     normalization: Normalization = keyed("layernorm")
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019)."""
     norm_position: Literal["pre", "post"] = keyed("pre")
-    """Whether norms stand before each branch or after each sum (Devlin et al. 2018); post is for BERT alone."""
+    """Whether norms stand before each branch or after each sum (Devlin et al. 2018); post is for
+    BERT alone."""
     parallel_residual: bool = keyed(False)
-    """Whether attention and MLP read the same input and are added together (GPT-J, GPT-NeoX); for GPT alone."""
+    """Whether attention and MLP read the same input and are added together (GPT-J, GPT-NeoX); for
+    GPT alone."""
     position_embedding_type: PositionEmbedding = keyed("learned_absolute")
-    """A learned table; rotary (Su et al. 2021); ALiBi (Press et al. 2021), both for GPT alone; T5's relative bias
-    (Raffel et al. 2019), for T5 alone; or nothing."""
+    """A learned table; rotary (Su et al. 2021); ALiBi (Press et al. 2021), both for GPT alone; T5's
+    relative bias (Raffel et al. 2019), for T5 alone; or nothing."""
     rotary_base: float = keyed(10000.0, gt=1.0)
     """Base of the rotary frequencies."""
     rotary_percent: float = keyed(1.0, gt=0.0, le=1.0)
@@ -53,28 +61,35 @@ class ModelConfig(Section):
     relative_attention_max_distance: int = keyed(128, gt=1)
     """Distance in tokens from which on all share the last bucket of the relative bias."""
     sliding_window: int | None = keyed(None, gt=0)
-    """Tokens that a token sees, itself included (Jiang et al. 2023); null means all before it; for GPT alone."""
+    """Tokens that a token sees, itself included (Jiang et al. 2023); null means all before it; for
+    GPT alone."""
     qk_layernorm: bool = keyed(False)
-    """Whether queries and keys of each head are normalised (Dehghani et al. 2023); for GPT alone."""
+    """Whether queries and keys of each head are normalised (Dehghani et al. 2023); for GPT
+    alone."""
     add_bias_linear: bool = keyed(True)
     """Whether linear layers have biases."""
     untie_embeddings_and_output_weights: bool = keyed(False)
-    """Whether the output layer has weights of its own, instead of the token embeddings (Press and Wolf 2017)."""
+    """Whether the output layer has weights of its own, instead of the token embeddings (Press and
+    Wolf 2017)."""
     bert_binary_head: bool = keyed(True, key="run", resolved="index")
     """Whether BERT has a pooler and predicts how its two segments belong together."""
     max_position_embeddings: int | None = keyed(None, gt=0)
-    """Longest sequence in tokens, and rows of the learned position table; null means data.seq_length."""
+    """Longest sequence in tokens, and rows of the learned position table; null means
+    data.seq_length."""
     hidden_dropout: float = keyed(0.1, ge=0.0, lt=1.0)
-    """Probability of dropping an element after the embedding, the attention projection and the MLP."""
+    """Probability of dropping an element after the embedding, the attention projection and the
+    MLP."""
     attention_dropout: float = keyed(0.1, ge=0.0, lt=1.0)
     """Probability of dropping an attention weight."""
     init_method_std: float = keyed(0.02, gt=0.0)
-    """Standard deviation of the initial weights; projections into the residual of a model with norm_position pre use
-    std / sqrt(2 x num_layers). T5's follow from widths (Raffel et al. 2019)."""
+    """Standard deviation of the initial weights; projections into the residual of a model with
+    norm_position pre use std / sqrt(2 x num_layers). T5's follow from widths (Raffel et al.
+    2019)."""
     layernorm_epsilon: float = keyed(1e-5, gt=0.0)
     """Epsilon of every norm."""
     make_vocab_size_divisible_by: int = keyed(128, gt=0)
-    """The vocabulary is padded to a multiple of this, in tokens; a tensor-parallel size divides the result."""
+    """The vocabulary is padded to a multiple of this, in tokens; a tensor-parallel size divides the
+    result."""
 
     @property
     def head_dim(self) -> int:
@@ -136,7 +151,7 @@ _NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
 def check_model(family: Family, model: ModelConfig, seq_length: int) -> None:
-    """Raise ValueError for an architecture that cannot be built, or that its family does not have."""
+    """Raise ValueError for an architecture that cannot be built or that its family lacks."""
     _check_family(family, model)
     _check_heads(model)
     _check_positions(model, seq_length)
@@ -147,13 +162,14 @@ def _check_family(family: Family, model: ModelConfig) -> None:
         value = getattr(model, name)
         if family != owner and value != getattr(_DEFAULTS, name):
             raise ValueError(
-                f"model.{name} is {_text(value)} but family is {family}: it is for {_NAMES[owner]} alone; remove it"
+                f"model.{name} is {_text(value)} but family is {family}: it is for {_NAMES[owner]} "
+                "alone; remove it"
             )
     positions = _POSITIONS[family]
     if model.position_embedding_type not in positions:
         raise ValueError(
-            f"model.position_embedding_type is {model.position_embedding_type} but family is {family}: "
-            f"{_NAMES[family]} takes {' or '.join(positions)}"
+            f"model.position_embedding_type is {model.position_embedding_type} but family is "
+            f"{family}: {_NAMES[family]} takes {' or '.join(positions)}"
         )
     if family == "bert":
         _check_bert(model)
@@ -169,16 +185,16 @@ def _check_bert(model: ModelConfig) -> None:
     ):
         if getattr(model, name) != wanted:
             raise ValueError(
-                f"model.{name} is {_text(getattr(model, name))} but family is bert, whose layers are those of the "
-                f"published model: set it to {_text(wanted)}"
+                f"model.{name} is {_text(getattr(model, name))} but family is bert, whose layers "
+                f"are those of the published model: set it to {_text(wanted)}"
             )
 
 
 def _check_t5(model: ModelConfig) -> None:
     if model.init_method_std != _DEFAULTS.init_method_std:
         raise ValueError(
-            f"model.init_method_std is {model.init_method_std} but family is t5, whose initial weights follow from its "
-            "widths: remove it"
+            f"model.init_method_std is {model.init_method_std} but family is t5, whose initial "
+            "weights follow from its widths: remove it"
         )
 
 
@@ -190,8 +206,8 @@ def _check_heads(model: ModelConfig) -> None:
         )
     if model.num_attention_heads % model.query_groups:
         raise ValueError(
-            f"model.num_attention_heads {model.num_attention_heads} is not a multiple of model.num_query_groups "
-            f"{model.num_query_groups}: choose groups that divide it"
+            f"model.num_attention_heads {model.num_attention_heads} is not a multiple of "
+            f"model.num_query_groups {model.num_query_groups}: choose groups that divide it"
         )
 
 
@@ -205,8 +221,8 @@ def _check_positions(model: ModelConfig, seq_length: int) -> None:
     if model.position_embedding_type == "rope":
         if model.rotary_dim < 2 or (model.rotary_percent == 1 and model.head_dim % 2):
             raise ValueError(
-                f"model.rotary_percent {model.rotary_percent} of a head of {model.head_dim} leaves no even number of "
-                "elements to rotate: choose heads of an even size, or raise it"
+                f"model.rotary_percent {model.rotary_percent} of a head of {model.head_dim} leaves "
+                "no even number of elements to rotate: choose heads of an even size, or raise it"
             )
     else:
         for name in ("rotary_base", "rotary_percent"):
@@ -216,11 +232,15 @@ def _check_positions(model: ModelConfig, seq_length: int) -> None:
                     f"{model.position_embedding_type}: set the latter to rope, or remove the former"
                 )
     if model.position_embedding_type == "relative":
-        buckets, distance = model.relative_attention_num_buckets, model.relative_attention_max_distance
+        buckets, distance = (
+            model.relative_attention_num_buckets,
+            model.relative_attention_max_distance,
+        )
         if buckets % 4 or distance <= buckets // 2:
             raise ValueError(
-                f"model.relative_attention_num_buckets {buckets} and model.relative_attention_max_distance {distance}: "
-                "the first must be a multiple of 4, and the second more than half of it"
+                f"model.relative_attention_num_buckets {buckets} and "
+                f"model.relative_attention_max_distance {distance}: the first must be a multiple "
+                "of 4, and the second more than half of it"
             )
 
 

@@ -32,11 +32,13 @@ class OptimConfig(Section):
     min_lr: float = keyed(0.0, ge=0)
     """Learning rate at and after lr_decay_iters; inverse-square-root never falls below it."""
     lr_decay_style: LrDecayStyle = keyed("cosine")
-    """Shape of the decay from lr to min_lr; WSD (Hu et al. 2024) stays at lr until its last lr_wsd_decay_iters."""
+    """Shape of the decay from lr to min_lr; WSD (Hu et al. 2024) stays at lr until its last
+    lr_wsd_decay_iters."""
     lr_wsd_decay_style: LrWsdDecayStyle = keyed("exponential")
     """Shape of WSD's last part."""
     lr_wsd_decay_iters: int | None = keyed(None, gt=0)
-    """Iterations of WSD's last part, which ends at lr_decay_iters; needed for WSD and for nothing else."""
+    """Iterations of WSD's last part, which ends at lr_decay_iters; needed for WSD and for nothing
+    else."""
     lr_decay_iters: int | None = keyed(None, gt=0)
     """Iteration at which the decay ends; null means train.train_iters."""
     lr_warmup_iters: int | None = keyed(None, ge=0)
@@ -48,7 +50,8 @@ class OptimConfig(Section):
     lr_warmup_init: float = keyed(0.0, ge=0)
     """Learning rate at which the warm-up starts."""
     lr_warmup_style: LrWarmupStyle = keyed("linear")
-    """Shape of the warm-up: a straight line, or a logarithm, which DeepSpeed's schedulers have by default."""
+    """Shape of the warm-up: a straight line, or a logarithm, which DeepSpeed's schedulers have by
+    default."""
     weight_decay: float = keyed(0.01, ge=0)
     """Decoupled weight decay; none on biases and layer norms."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = keyed("constant")

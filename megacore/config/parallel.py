@@ -1,13 +1,14 @@
 """How the model and the batch are divided over ranks.
 
-What is computed stays the same but for rounding, and for what dropout drops of activations that tensor-parallel ranks
-divide.
+What is computed stays the same but for rounding, and for what dropout drops of activations that
+tensor-parallel ranks divide.
 
 Which divisions of T5's two stacks over pipeline stages can work, as arithmetic alone.
 
 A stage has layers of the encoder or of the decoder, never of both.
 
-Which divisions of a model and its batch over ranks can work, as arithmetic alone, and the nearest that do.
+Which divisions of a model and its batch over ranks can work, as arithmetic alone, and the nearest
+that do.
 """
 
 import math
@@ -24,29 +25,37 @@ if TYPE_CHECKING:
 
 
 class ParallelConfig(Section):
-    """Sizes of the axes; what tensor and pipeline parallelism leave of the ranks is data parallel."""
+    """Sizes of the axes.
+
+    What tensor and pipeline parallelism leave of the ranks is data parallel.
+    """
 
     tensor_model_parallel_size: int = unkeyed(1, gt=0)
     """Ranks that share each layer (tp; Shoeybi et al. 2019)."""
     sequence_parallel: bool = unkeyed(False)
-    """Whether norms and dropout work on the tensor-parallel rank's part of the sequence (Korthikanti et al. 2022)."""
+    """Whether norms and dropout work on the tensor-parallel rank's part of the sequence
+    (Korthikanti et al. 2022)."""
     pipeline_model_parallel_size: int = unkeyed(1, gt=0)
     """Stages of consecutive layers (pp; Huang et al. 2019)."""
     virtual_pipeline_model_parallel_size: int = unkeyed(1, gt=0)
-    """Chunks of layers per stage (v); above 1 the schedule is interleaved 1F1B (Narayanan et al. 2021)."""
+    """Chunks of layers per stage (v); above 1 the schedule is interleaved 1F1B (Narayanan et al.
+    2021)."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = unkeyed("1f1b")
-    """Order of forward and backward passes: 1f1b (Narayanan et al. 2019) keeps at most pp micro batches in flight."""
+    """Order of forward and backward passes: 1f1b (Narayanan et al. 2019) keeps at most pp micro
+    batches in flight."""
     pipeline_partition: Literal["balanced", "uniform"] | tuple[int, ...] = unkeyed("balanced")
-    """Layers of each chunk: balanced counts embedding and head as well, uniform gives all the same number, a list says
-    it for each of the pp x v chunks in the order of the model."""
+    """Layers of each chunk: balanced counts embedding and head as well, uniform gives all the same
+    number, a list says it for each of the pp x v chunks in the order of the model."""
     pipeline_model_parallel_split_rank: int | None = unkeyed(None, gt=0)
     """Pipeline stage at which T5's decoder begins; null divides the stages by cost."""
     use_distributed_optimizer: bool = unkeyed(False)
-    """Whether main weights and moments are divided over data-parallel ranks (ZeRO-1; Rajbhandari et al. 2020)."""
+    """Whether main weights and moments are divided over data-parallel ranks (ZeRO-1; Rajbhandari et
+    al. 2020)."""
     grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0)
     """Size of a gradient reduction bucket, in MiB of fp32."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = unkeyed("fp32")
-    """Type in which gradients travel between data-parallel ranks; they accumulate in fp32 all the same."""
+    """Type in which gradients travel between data-parallel ranks; they accumulate in fp32 all the
+    same."""
 
 
 Style = Literal["balanced", "uniform"] | tuple[int, ...]
@@ -63,22 +72,33 @@ class T5Stages:
     stages: int
     """parallel.pipeline_model_parallel_size."""
     split: int | None = None
-    """parallel.pipeline_model_parallel_split_rank: the first stage of the decoder; None leaves it open."""
+    """parallel.pipeline_model_parallel_split_rank: the first stage of the decoder; None leaves it
+    open."""
     style: Style = "balanced"
     """parallel.pipeline_partition."""
 
     def splits(self) -> list[int]:
         """First stages of the decoder that can work; none where `problem` has something to say."""
-        return [split for split in range(1, self.stages) if split in (self.split or split,) and self._works(split)]
+        return [
+            split
+            for split in range(1, self.stages)
+            if split in (self.split or split,) and self._works(split)
+        ]
 
     def problem(self) -> tuple[str, str] | None:
-        """Why no division can work, in one clause with all the numbers, and what would help; None if one can."""
+        """Why no division can work, in one clause with all the numbers, and what would help.
+
+        None if one can.
+        """
         size = f"parallel.pipeline_model_parallel_size {self.stages}"
         if self.split is not None and not 0 < self.split < self.stages:
             what = f"parallel.pipeline_model_parallel_split_rank is {self.split}"
             if self.stages == 1:
                 return f"{what} but {size} has no second stage", "set it to null"
-            return f"{what} and {size} has the stages 0 to {self.stages - 1}", f"use 1 to {self.stages - 1}, or null"
+            return (
+                f"{what} and {size} has the stages 0 to {self.stages - 1}",
+                f"use 1 to {self.stages - 1}, or null",
+            )
         if isinstance(self.style, tuple) and (refusal := self._list_problem(self.style, size)):
             return refusal
         if self.stages == 1 or self.splits():
@@ -86,7 +106,7 @@ class T5Stages:
         return self._division_problem(size)
 
     def _works(self, split: int) -> bool:
-        """Whether the encoder can be on the stages before `split`, and the decoder on the others."""
+        """Whether the encoder can be on the stages before `split`, the decoder on the others."""
         stacks = ((self.encoder, split), (self.decoder, self.stages - split))
         if isinstance(self.style, tuple):
             return sum(self.style[:split]) == self.encoder
@@ -102,19 +122,27 @@ class T5Stages:
         if min(sizes) < 1:
             return f"{name} has a stage of {min(sizes)} layers", "give each stage of T5 at least 1"
         if sum(sizes) != both:
-            return f"{name} adds up to {sum(sizes)} layers and {layers} to {both}", f"make it add up to {both}"
+            return (
+                f"{name} adds up to {sum(sizes)} layers and {layers} to {both}",
+                f"make it add up to {both}",
+            )
         if self.stages == 1 or self.splits():
             return None
         sums = list(accumulate(sizes))
         if self.split is None:
             return (
-                f"{name} has a stage with layers of both stacks: its stages end after {_listed(sums)} layers, and "
-                f"model.num_layers is {self.encoder}",
+                (
+                    f"{name} has a stage with layers of both stacks: its stages end after "
+                    f"{_listed(sums)} layers, and model.num_layers is {self.encoder}"
+                ),
                 f"let the encoder's stages add up to {self.encoder}",
             )
         return (
-            f"{name} has {sums[self.split - 1]} layers before parallel.pipeline_model_parallel_split_rank "
-            f"{self.split} and model.num_layers is {self.encoder}",
+            (
+                f"{name} has {sums[self.split - 1]} layers before "
+                f"parallel.pipeline_model_parallel_split_rank {self.split} and model.num_layers is "
+                f"{self.encoder}"
+            ),
             f"let the stages before it add up to {self.encoder}, or set it to null",
         )
 
@@ -124,7 +152,10 @@ class T5Stages:
         layers = f"model.num_layers {self.encoder} and model.num_decoder_layers {self.decoder}"
         if self.style == "uniform":
             return (
-                f"{layers} cannot be divided evenly over {where}, which parallel.pipeline_partition uniform needs",
+                (
+                    f"{layers} cannot be divided evenly over {where}, which "
+                    "parallel.pipeline_partition uniform needs"
+                ),
                 "set parallel.pipeline_partition to balanced",
             )
         return f"{layers} cannot be divided over {where}: each stage needs a layer of one stack", ""
@@ -155,7 +186,10 @@ class Layout:
     def of(cls, config: "RunConfig", ranks: int | None) -> "Layout":
         """What a configuration asks for; of an unknown number of ranks one replica."""
         parallel = config.parallel
-        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        tensor, pipeline = (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+        )
         data = 1 if ranks is None else max(1, ranks // (tensor * pipeline))
         return cls(tensor, pipeline, parallel.virtual_pipeline_model_parallel_size, data)
 
@@ -170,9 +204,15 @@ class Layout:
         return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
 
     def named(self, *, data: bool) -> str:
-        """`tensor 4 x pipeline 2`; virtual stages where there are any, data-parallel ranks when asked."""
+        """`tensor 4 x pipeline 2`.
+
+        Virtual stages where there are any, data-parallel ranks when asked.
+        """
         virtual = f" x virtual {self.virtual}" if self.virtual > 1 else ""
-        return f"tensor {self.tensor} x pipeline {self.pipeline}{virtual}{f' x data {self.data}' if data else ''}"
+        return (
+            f"tensor {self.tensor} x pipeline "
+            f"{self.pipeline}{virtual}{f' x data {self.data}' if data else ''}"
+        )
 
 
 class Refusal(NamedTuple):
@@ -184,7 +224,9 @@ class Refusal(NamedTuple):
     """What else than another layout would help."""
 
 
-def check_layout(config: "RunConfig", ranks: int | None, padded_vocab_size: int | None = None) -> Layout:
+def check_layout(
+    config: "RunConfig", ranks: int | None, padded_vocab_size: int | None = None
+) -> Layout:
     """The layout that a configuration asks for.
 
     Args:
@@ -200,11 +242,15 @@ def check_layout(config: "RunConfig", ranks: int | None, padded_vocab_size: int 
     if refusal is None:
         return asked
     world = asked.tensor * asked.pipeline if ranks is None else ranks
-    near = nearest_layouts(config, asked, world, padded_vocab_size, data=1 if ranks is None else None)
+    near = nearest_layouts(
+        config, asked, world, padded_vocab_size, data=1 if ranks is None else None
+    )
     ways = [refusal.remedy] if refusal.remedy else []
     if near:
         names = [layout.named(data=ranks is not None) for layout in near]
-        ways.append(f"use {' or '.join([', '.join(names[:-1]), names[-1]] if names[1:] else names)}")
+        ways.append(
+            f"use {' or '.join([', '.join(names[:-1]), names[-1]] if names[1:] else names)}"
+        )
     advice = ", or ".join(ways) or f"no layout of {world} ranks works, use another number"
     raise ValueError(f"{refusal.problem}: {advice}")
 
@@ -220,8 +266,8 @@ def nearest_layouts(
 ) -> list[Layout]:
     """Up to `count` layouts of `ranks` ranks that can work, those nearest to `asked` first.
 
-    Among equally near ones those with fewer replicas come first, which need less memory per rank. Virtual stages are
-    proposed only to those who asked for some.
+    Among equally near ones those with fewer replicas come first, which need less memory per rank.
+    Virtual stages are proposed only to those who asked for some.
 
     Args:
         config: the run; its own layout is not looked at.
@@ -236,7 +282,9 @@ def nearest_layouts(
         for layout in _layouts(config, asked, ranks)
         if data in (None, layout.data) and refused(config, layout, padded_vocab_size) is None
     ]
-    return sorted(possible, key=lambda each: (round(each.distance(asked), 6), each.data, each.virtual, each))[:count]
+    return sorted(
+        possible, key=lambda each: (round(each.distance(asked), 6), each.data, each.virtual, each)
+    )[:count]
 
 
 def _layouts(config: "RunConfig", asked: Layout, ranks: int) -> Iterator[Layout]:
@@ -253,7 +301,9 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def refused(config: "RunConfig", layout: Layout, padded_vocab_size: int | None = None) -> Refusal | None:
+def refused(
+    config: "RunConfig", layout: Layout, padded_vocab_size: int | None = None
+) -> Refusal | None:
     """Why `layout` cannot work for this model and batch, None when it can."""
     checks: tuple[Callable[[RunConfig, Layout], Refusal | None], ...] = (
         _refused_sequence,
@@ -281,8 +331,9 @@ def _refused_world(asked: Layout, ranks: int | None) -> Refusal | None:
     if ranks % replica == 0:
         return None
     return Refusal(
-        f"{ranks} rank{'s are' if ranks > 1 else ' is'} not a multiple of parallel.tensor_model_parallel_size "
-        f"{asked.tensor} x parallel.pipeline_model_parallel_size {asked.pipeline} = {replica} ranks per replica",
+        f"{ranks} rank{'s are' if ranks > 1 else ' is'} not a multiple of "
+        f"parallel.tensor_model_parallel_size {asked.tensor} x "
+        f"parallel.pipeline_model_parallel_size {asked.pipeline} = {replica} ranks per replica",
         f"set launch.nproc_per_node to {max(1, ranks // replica) * replica}",
     )
 
@@ -292,18 +343,20 @@ def _refused_sequence(config: "RunConfig", layout: Layout) -> Refusal | None:
         return None
     if layout.tensor == 1:
         return Refusal(
-            "parallel.sequence_parallel is true but parallel.tensor_model_parallel_size is 1, so that no ranks share "
-            "a sequence",
+            "parallel.sequence_parallel is true but parallel.tensor_model_parallel_size is 1, so "
+            "that no ranks share a sequence",
             "set parallel.sequence_parallel to false",
         )
     lengths = {"data.seq_length": config.data.seq_length}
     if config.family == "t5":
-        lengths["data.span_corruption.decoder_seq_length"] = config.data.span_corruption.decoder_seq_length
+        lengths["data.span_corruption.decoder_seq_length"] = (
+            config.data.span_corruption.decoder_seq_length
+        )
     for name, length in lengths.items():
         if length % layout.tensor:
             return Refusal(
-                f"{name} {length} is not a multiple of parallel.tensor_model_parallel_size {layout.tensor}, which "
-                "parallel.sequence_parallel divides it by",
+                f"{name} {length} is not a multiple of parallel.tensor_model_parallel_size "
+                f"{layout.tensor}, which parallel.sequence_parallel divides it by",
                 "set parallel.sequence_parallel to false",
             )
     return None
@@ -311,9 +364,15 @@ def _refused_sequence(config: "RunConfig", layout: Layout) -> Refusal | None:
 
 def _refused_widths(config: "RunConfig", layout: Layout) -> Refusal | None:
     model, tensor = config.model, layout.tensor
-    for name, width in (("num_attention_heads", model.num_attention_heads), ("ffn_hidden_size", model.ffn_size)):
+    for name, width in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("ffn_hidden_size", model.ffn_size),
+    ):
         if width % tensor:
-            return Refusal(f"model.{name} {width} is not a multiple of parallel.tensor_model_parallel_size {tensor}")
+            return Refusal(
+                f"model.{name} {width} is not a multiple of parallel.tensor_model_parallel_size "
+                f"{tensor}"
+            )
     if model.query_groups % tensor and tensor % model.query_groups:
         return Refusal(
             f"model.num_query_groups {model.query_groups} is neither a multiple nor a divisor of "
@@ -322,14 +381,17 @@ def _refused_widths(config: "RunConfig", layout: Layout) -> Refusal | None:
     return None
 
 
-def _refused_vocabulary(config: "RunConfig", layout: Layout, padded_vocab_size: int | None) -> Refusal | None:
+def _refused_vocabulary(
+    config: "RunConfig", layout: Layout, padded_vocab_size: int | None
+) -> Refusal | None:
     if padded_vocab_size is None or padded_vocab_size % layout.tensor == 0:
         return None
     multiple = config.model.make_vocab_size_divisible_by
     return Refusal(
         f"the padded vocabulary of {padded_vocab_size} entries is not a multiple of "
         f"parallel.tensor_model_parallel_size {layout.tensor}",
-        f"set model.make_vocab_size_divisible_by (now {multiple}) to {math.lcm(multiple, layout.tensor)}",
+        f"set model.make_vocab_size_divisible_by (now {multiple}) to "
+        f"{math.lcm(multiple, layout.tensor)}",
     )
 
 
@@ -337,8 +399,8 @@ def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
     split = config.parallel.pipeline_model_parallel_split_rank
     if split is not None and config.family != "t5":
         return Refusal(
-            f"parallel.pipeline_model_parallel_split_rank is {split} but family is {config.family}, which has no "
-            "decoder beside an encoder",
+            f"parallel.pipeline_model_parallel_split_rank is {split} but family is "
+            f"{config.family}, which has no decoder beside an encoder",
             "set it to null",
         )
     if layout.virtual == 1:
@@ -346,12 +408,18 @@ def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
     asked = f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual}"
     remedy = "set parallel.virtual_pipeline_model_parallel_size to 1"
     if config.family == "t5":
-        return Refusal(f"{asked} but family is t5, whose stages have one chunk of one stack each", remedy)
+        return Refusal(
+            f"{asked} but family is t5, whose stages have one chunk of one stack each", remedy
+        )
     if layout.pipeline == 1:
-        return Refusal(f"{asked} but parallel.pipeline_model_parallel_size is 1, so that there are no stages", remedy)
+        return Refusal(
+            f"{asked} but parallel.pipeline_model_parallel_size is 1, so that there are no stages",
+            remedy,
+        )
     if config.parallel.pipeline_schedule == "gpipe":
         return Refusal(
-            f"{asked} but parallel.pipeline_schedule gpipe has one chunk per stage", f"set it to 1f1b, or {remedy}"
+            f"{asked} but parallel.pipeline_schedule gpipe has one chunk per stage",
+            f"set it to 1f1b, or {remedy}",
         )
     return None
 
@@ -365,50 +433,65 @@ def _refused_by_deepspeed(config: "RunConfig", layout: Layout) -> Refusal | None
     if asked.stage >= 2:
         name = asked.named("zero_optimization.stage")
         return Refusal(
-            f"{name} is {asked.stage} but {stages}, and DeepSpeed's pipeline keeps the gradients of all micro batches "
-            "until the step, so that replicas can divide the optimizer's state alone",
+            f"{name} is {asked.stage} but {stages}, and DeepSpeed's pipeline keeps the gradients "
+            "of all micro batches until the step, so that replicas can divide the optimizer's "
+            "state alone",
             f"set {name} to 1",
         )
     if layout.virtual > 1:
         return Refusal(
-            f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual} but engine is deepspeed, whose stages "
-            "have one chunk each",
+            f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual} but engine is "
+            "deepspeed, whose stages have one chunk each",
             f"set it to 1, or {native}",
         )
     if config.parallel.pipeline_schedule != "1f1b":
         return Refusal(
-            f"parallel.pipeline_schedule is {config.parallel.pipeline_schedule} but engine is deepspeed, whose "
-            "pipeline has 1F1B alone",
+            f"parallel.pipeline_schedule is {config.parallel.pipeline_schedule} but engine is "
+            "deepspeed, whose pipeline has 1F1B alone",
             f"set it to 1f1b, or {native}",
         )
     return None
 
 
 def _refused_layers(config: "RunConfig", layout: Layout) -> Refusal | None:
-    layers, partition, chunks = config.model.num_layers, config.parallel.pipeline_partition, layout.chunks
+    layers, partition, chunks = (
+        config.model.num_layers,
+        config.parallel.pipeline_partition,
+        layout.chunks,
+    )
     if config.family == "t5":
         split = config.parallel.pipeline_model_parallel_split_rank
-        problem = T5Stages(layers, config.model.decoder_layers, layout.pipeline, split, partition).problem()
+        problem = T5Stages(
+            layers, config.model.decoder_layers, layout.pipeline, split, partition
+        ).problem()
         return None if problem is None else Refusal(*problem)
     into = f"parallel.pipeline_model_parallel_size {layout.pipeline}"
     if layout.virtual > 1:
-        into += f" x parallel.virtual_pipeline_model_parallel_size {layout.virtual} = {chunks} chunks"
+        into += (
+            f" x parallel.virtual_pipeline_model_parallel_size {layout.virtual} = {chunks} chunks"
+        )
     if isinstance(partition, tuple):
         return _refused_list(layers, partition, chunks, into)
     if partition == "uniform" and layers % chunks:
         return Refusal(
-            f"model.num_layers {layers} is not a multiple of {into}, which parallel.pipeline_partition uniform needs",
+            f"model.num_layers {layers} is not a multiple of {into}, which "
+            "parallel.pipeline_partition uniform needs",
             "set parallel.pipeline_partition to balanced" if layers >= chunks else "",
         )
     if layers < chunks:
-        return Refusal(f"model.num_layers {layers} is less than {into}, and each chunk needs a layer")
+        return Refusal(
+            f"model.num_layers {layers} is less than {into}, and each chunk needs a layer"
+        )
     return None
 
 
-def _refused_list(layers: int, partition: tuple[int, ...], chunks: int, into: str) -> Refusal | None:
+def _refused_list(
+    layers: int, partition: tuple[int, ...], chunks: int, into: str
+) -> Refusal | None:
     if len(partition) != chunks:
         return Refusal(
-            f"parallel.pipeline_partition {list(partition)} has {len(partition)} entries for {into}",
+            f"parallel.pipeline_partition {list(partition)} has {len(partition)} entries for "
+            f"{into}",
             f"give it {chunks}",
         )
     if min((*partition[:-1], partition[-1] + (chunks > 1))) < 1:
@@ -418,8 +501,8 @@ def _refused_list(layers: int, partition: tuple[int, ...], chunks: int, into: st
         )
     if sum(partition) != layers:
         return Refusal(
-            f"parallel.pipeline_partition {list(partition)} adds up to {sum(partition)} layers and model.num_layers is "
-            f"{layers}",
+            f"parallel.pipeline_partition {list(partition)} adds up to {sum(partition)} layers and "
+            f"model.num_layers is {layers}",
             f"make it add up to {layers}",
         )
     return None
@@ -437,10 +520,13 @@ def _refused_batch(config: "RunConfig", layout: Layout) -> Refusal | None:
 
 def _refused_rampup(config: "RunConfig", layout: Layout) -> Refusal | None:
     rampup, step = config.train.rampup_batch_size, config.train.micro_batch_size * layout.data
-    for name, size in () if rampup is None else (("start", rampup.start), ("increment", rampup.increment)):
+    for name, size in (
+        () if rampup is None else (("start", rampup.start), ("increment", rampup.increment))
+    ):
         if size % step:
             return Refusal(
-                f"train.rampup_batch_size.{name} {size} is not a multiple of {_micro_batches(config, layout)}",
+                f"train.rampup_batch_size.{name} {size} is not a multiple of "
+                f"{_micro_batches(config, layout)}",
                 f"use {(size // step + 1) * step}",
             )
     return None
@@ -462,9 +548,10 @@ def _refused_interleaving(config: "RunConfig", layout: Layout) -> Refusal | None
         if size // micro % layout.pipeline:
             step = micro * layout.pipeline
             return Refusal(
-                f"{name} {size} / ({_micro_batches(config, layout)}) = {size // micro} micro batches, which is not a "
-                f"multiple of parallel.pipeline_model_parallel_size {layout.pipeline} as "
-                f"parallel.virtual_pipeline_model_parallel_size {layout.virtual} needs it",
+                f"{name} {size} / ({_micro_batches(config, layout)}) = {size // micro} micro "
+                "batches, which is not a multiple of parallel.pipeline_model_parallel_size "
+                f"{layout.pipeline} as parallel.virtual_pipeline_model_parallel_size "
+                f"{layout.virtual} needs it",
                 f"use {(size // step + 1) * step}",
             )
     return None
@@ -475,4 +562,7 @@ def _micro_batches(config: "RunConfig", layout: Layout) -> str:
     micro = config.train.micro_batch_size
     if layout.data == 1:
         return f"train.micro_batch_size {micro}"
-    return f"train.micro_batch_size {micro} x {layout.data} data-parallel ranks = {micro * layout.data}"
+    return (
+        f"train.micro_batch_size {micro} x {layout.data} data-parallel ranks = "
+        f"{micro * layout.data}"
+    )

@@ -34,7 +34,8 @@ class RunConfig(Section):
     seed: int = keyed(1234, key=("index", "run"), resolved="tokenize", ge=0, lt=2**32)
     """Seeds the order of documents and samples, the initial weights and dropout."""
     verify: Literal["quick", "full"] = unkeyed("quick")
-    """How a cached artifact is checked: sizes (and hashes where a file was touched), or every hash."""
+    """How a cached artifact is checked: sizes (and hashes where a file was touched), or every
+    hash."""
     data: DataConfig = keyed()
     """From documents to samples."""
     model: ModelConfig = keyed(key="run")
@@ -48,7 +49,8 @@ class RunConfig(Section):
     resume: ResumeConfig = unkeyed(ResumeConfig())
     """Going on from another run's checkpoint."""
     engine: Literal["native", "deepspeed"] = unkeyed("native")
-    """What carries out an optimizer step: megacore's own code, or DeepSpeed with ZeRO and offload."""
+    """What carries out an optimizer step: megacore's own code, or DeepSpeed with ZeRO and
+    offload."""
     parallel: ParallelConfig = unkeyed(ParallelConfig())
     """Division over ranks."""
     deepspeed: DeepSpeedConfig = unkeyed(DeepSpeedConfig())

@@ -29,7 +29,10 @@ class SpecialTokens(Section):
 
 
 class ModelSpec(Section):
-    """Everything that is needed to build a model and to read its weights from a checkpoint of any layout."""
+    """All that building a model and reading its weights from a checkpoint needs.
+
+    The checkpoint may be of any layout.
+    """
 
     family: Family
     """Kind of model."""
@@ -51,7 +54,9 @@ class ModelSpec(Section):
         tokenizer_directory: str | None = None,
     ) -> Self:
         """The model that a run trains."""
-        model = config.model.model_copy(update={"max_position_embeddings": config.max_position_embeddings})
+        model = config.model.model_copy(
+            update={"max_position_embeddings": config.max_position_embeddings}
+        )
         return cls(
             family=config.family,
             model=model,

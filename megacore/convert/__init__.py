@@ -1,4 +1,7 @@
-"""Models in the forms of other programs. transformers is imported here alone, when it is needed; torch likewise."""
+"""Models in the forms of other programs.
+
+transformers is imported here alone, when it is needed; torch likewise.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +19,15 @@ __all__ = ["exportable", "load_model", "open_export"]
 
 
 def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]]":
-    """A transformers directory as a model of ours: its spec, and its weights under our names, in fp32.
+    """A transformers directory as a model of ours: its spec, and its weights in fp32.
 
-    Each weight is read when it is asked for. The spec knows the special tokens of config.json, and the directory as
-    its tokenizer's when there is one that can be read.
+    The weights have our names.
 
-    Raises ConversionError: its class or a value of its configuration is none that models here have, or files are
-    missing, damaged or of another model.
+    Each weight is read when it is asked for. The spec knows the special tokens of config.json, and
+    the directory as its tokenizer's when there is one that can be read.
+
+    Raises ConversionError: its class or a value of its configuration is none that models here have,
+    or files are missing, damaged or of another model.
     """
     from megacore.convert.hf.directory import open_hf
     from megacore.convert.tokenizers import spec_with_tokenizer
@@ -31,7 +36,9 @@ def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]
     return spec_with_tokenizer(spec, directory), tensors
 
 
-def load_model(spec: ModelSpec, tensors: "Mapping[str, torch.Tensor]", device: "torch.device | str") -> "Model":
+def load_model(
+    spec: ModelSpec, tensors: "Mapping[str, torch.Tensor]", device: "torch.device | str"
+) -> "Model":
     """Our model on `device` with these weights, for evaluation.
 
     Raises ConversionError when names or shapes are of another model.

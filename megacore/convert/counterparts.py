@@ -56,14 +56,25 @@ class Counterpart:
             if not _is_among(value := getattr(model, name), allowed)
         ]
         if not self.grouped_queries and model.query_groups != model.num_attention_heads:
-            found.append(Obstacle("num_query_groups", str(model.num_query_groups), str(model.num_attention_heads)))
+            found.append(
+                Obstacle(
+                    "num_query_groups", str(model.num_query_groups), str(model.num_attention_heads)
+                )
+            )
         if not self.any_head_size and model.attention_size != model.hidden_size:
             wanted = f"{model.hidden_size / model.num_attention_heads:g}"
             found.append(Obstacle("kv_channels", str(model.head_dim), wanted))
-        if model.position_embedding_type == "rope" and int(model.head_dim * model.rotary_percent) % 2:
+        if (
+            model.position_embedding_type == "rope"
+            and int(model.head_dim * model.rotary_percent) % 2
+        ):
             rotated = model.head_dim * model.rotary_percent
             even = int(rotated) - 1
-            found.append(Obstacle("rotary_percent", f"{model.rotary_percent:g}", f"{even / model.head_dim:g}"))
+            found.append(
+                Obstacle(
+                    "rotary_percent", f"{model.rotary_percent:g}", f"{even / model.head_dim:g}"
+                )
+            )
         return found
 
 
@@ -89,7 +100,11 @@ _LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
     "qk_layernorm": (False,),
 }
 _MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
-_QWEN3 = _LLAMA | {"sliding_window": (None, GIVEN), "qk_layernorm": (True,), "add_bias_linear": (False,)}
+_QWEN3 = _LLAMA | {
+    "sliding_window": (None, GIVEN),
+    "qk_layernorm": (True,),
+    "add_bias_linear": (False,),
+}
 _NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
 _BERT: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("learned_absolute",),
@@ -113,7 +128,9 @@ _T5: dict[str, tuple[object, ...]] = {
 }
 
 
-def _bert(architecture: str, model_type: str, norm_position: str, *, binary_head: bool) -> Counterpart:
+def _bert(
+    architecture: str, model_type: str, norm_position: str, *, binary_head: bool
+) -> Counterpart:
     options = _BERT | {"norm_position": (norm_position,), "bert_binary_head": (binary_head,)}
     return Counterpart(architecture, model_type, "bert", options, tags=("bert",))
 
@@ -130,7 +147,8 @@ COUNTERPARTS = (
     _bert("MegatronBertForMaskedLM", "megatron-bert", "pre", binary_head=False),
     Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True, tags=("t5",)),
 )
-"""Every class that models are converted to and from; of two that can express a model the first is taken."""
+"""Every class that models are converted to and from; of two that can express a model the first is
+taken."""
 
 
 def counterpart(family: str, model: ModelConfig) -> Counterpart:
@@ -141,7 +159,9 @@ def counterpart(family: str, model: ModelConfig) -> Counterpart:
     candidates = [candidate for candidate in COUNTERPARTS if candidate.family == family]
     if not candidates:
         families = ", ".join(dict.fromkeys(candidate.family for candidate in COUNTERPARTS))
-        raise ConversionError(f"family {family!r} has no counterpart in transformers: choose one of {families}")
+        raise ConversionError(
+            f"family {family!r} has no counterpart in transformers: choose one of {families}"
+        )
     obstacles = {candidate.architecture: candidate.obstacles(model) for candidate in candidates}
     nearest = min(candidates, key=lambda candidate: len(obstacles[candidate.architecture]))
     found = obstacles[nearest.architecture]
@@ -150,8 +170,9 @@ def counterpart(family: str, model: ModelConfig) -> Counterpart:
     lacking = ", ".join(f"model.{obstacle.option} {obstacle.value}" for obstacle in found)
     wanted = ", ".join(f"model.{obstacle.option} to {obstacle.wanted}" for obstacle in found)
     raise ConversionError(
-        f"no class of transformers is a model of this configuration: the nearest, {nearest.architecture}, has no "
-        f"{lacking}: set {wanted}, or train by megacore.ranks.pretrain, which exports nothing"
+        "no class of transformers is a model of this configuration: the nearest, "
+        f"{nearest.architecture}, has no {lacking}: set {wanted}, or train by "
+        "megacore.ranks.pretrain, which exports nothing"
     )
 
 
@@ -179,18 +200,18 @@ def exportable(config: RunConfig) -> None:
     """Return when a model of this configuration can be converted and pass through the gate.
 
     Raises:
-        ConversionError: no class of transformers is a model of this configuration; what to set is named.
+        ConversionError: no class of transformers is a model of this configuration; what to set is
+            named.
         ConfigError: the gate would have no validation samples, or none long enough to continue.
     """
     counterpart(config.family, config.model)
     if parse_split(config.data.split_weights)[1] == 0:
         raise ConfigError(
-            f"data.split {config.data.split_weights!r} leaves no validation samples on which the export can be "
-            "compared: "
-            f"give its second weight a value above 0"
+            f"data.split {config.data.split_weights!r} leaves no validation samples on which the "
+            "export can be compared: give its second weight a value above 0"
         )
     if config.data.seq_length < 2:
         raise ConfigError(
-            f"data.seq_length {config.data.seq_length} leaves no token to predict from a prompt of one: "
-            f"raise it to at least 2"
+            f"data.seq_length {config.data.seq_length} leaves no token to predict from a prompt of "
+            "one: raise it to at least 2"
         )

@@ -61,12 +61,17 @@ class Samples:
     """Its micro batches."""
 
     def texts(self, job: ConvertJob) -> list[list[int]]:
-        """The ids of each validation sample that are a text: what a model reads, without padding."""
+        """The ids of each validation sample that are a text.
+
+        What a model reads, without padding.
+        """
         length = self.rows.shape[1] if job.config.family == "gpt" else job.config.data.seq_length
         return [[token for token in row[:length].tolist() if token >= 0] for row in self.rows]
 
 
-def samples_of(job: ConvertJob, device: torch.device | str, on_batch: Callable[[], None] = lambda: None) -> Samples:
+def samples_of(
+    job: ConvertJob, device: torch.device | str, on_batch: Callable[[], None] = lambda: None
+) -> Samples:
     """The samples of a run; `on_batch` is called before each batch is read.
 
     Raises DataFormatError when its validation split has none.
@@ -85,7 +90,9 @@ def samples_of(job: ConvertJob, device: torch.device | str, on_batch: Callable[[
 
 
 def validation_rows(job: ConvertJob) -> npt.NDArray[np.int64]:
-    """The first `export.parity_samples` samples of the validation split (all, if it has fewer), [samples, width].
+    """The first `export.parity_samples` samples of the validation split, [samples, width].
+
+    All, if it has fewer.
 
     Raises DataFormatError when the split has none.
     """
@@ -118,7 +125,11 @@ def _open(job: ConvertJob, split: str) -> Dataset:
 
 
 def _batches(
-    job: ConvertJob, dataset: Dataset, rules: InputRules, device: torch.device | str, on_batch: Callable[[], None]
+    job: ConvertJob,
+    dataset: Dataset,
+    rules: InputRules,
+    device: torch.device | str,
+    on_batch: Callable[[], None],
 ) -> Iterator[ModelInput]:
     limit = job.config.export.max_test_samples
     count = len(dataset) if limit is None else min(limit, len(dataset))
@@ -143,11 +154,13 @@ _SENTINEL = "<extra_id_0>"
 def write_sample(
     path: Path, family: str, model: Any, tokenizer: Any, *, prompt: str, new_tokens: int, seed: int
 ) -> str:
-    """Write what a transformers model makes of `prompt` to `path`, and return it; the same seed gives the same text.
+    """Write what a transformers model makes of `prompt` to `path`, and return it.
 
-    A causal model continues it by `new_tokens` tokens, sampled as its generation config says. BERT's best tokens for
-    each mask are shown, and what T5 writes for its sentinels; without one in the prompt it stands at the end. Raises
-    WorkspaceError.
+    The same seed gives the same text.
+
+    A causal model continues it by `new_tokens` tokens, sampled as its generation config says.
+    BERT's best tokens for each mask are shown, and what T5 writes for its sentinels; without one in
+    the prompt it stands at the end. Raises WorkspaceError.
     """
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(seed)
@@ -174,7 +187,9 @@ def _continued(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
     while len(ids) < wanted:
         seen = torch.tensor([ids[-max(1, positions // 2) :]])
         count = min(wanted - len(ids), positions - seen.shape[1])
-        written = model.generate(seen, attention_mask=torch.ones_like(seen), max_new_tokens=count, min_new_tokens=count)
+        written = model.generate(
+            seen, attention_mask=torch.ones_like(seen), max_new_tokens=count, min_new_tokens=count
+        )
         ids = ids + written[0, seen.shape[1] :].tolist()
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -205,7 +220,9 @@ def _filled_spans(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> s
         prompt = f"{prompt.rstrip()} {_SENTINEL}"
     words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([[*words, model.config.eos_token_id]])
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+    )
     return f"{prompt}\n{tokenizer.decode(written[0], skip_special_tokens=False)}"
 
 
@@ -218,9 +235,9 @@ SAMPLE_NAME = "sample.txt"
 def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) -> ParityReport:
     """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
 
-    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate fails its report is
-    also left in `job.exit_directory`, because a failed stage's output is discarded. `beat` is told each phase, and of
-    the long ones each tensor and each batch.
+    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate
+    fails its report is also left in `job.exit_directory`, because a failed stage's output is
+    discarded. `beat` is told each phase, and of the long ones each tensor and each batch.
 
     Raises:
         ConversionError: the model has no counterpart, or the export differs from it.
@@ -294,7 +311,8 @@ def pass_gate(
 ) -> tuple[ParityReport, Any]:
     """Compare what transformers loads from the job's output with `model`, and write `parity.json`.
 
-    The weights of `model` are rounded to the export's type. Returns the report and the loaded model.
+    The weights of `model` are rounded to the export's type. Returns the report and the loaded
+    model.
 
     Raises ConversionError when they differ.
     """
@@ -325,7 +343,10 @@ def pass_gate(
 
 
 def _write_report(job: ConvertJob, report: ParityReport) -> None:
-    """Write the report where the output is; of a failure also where it outlives the output, and raise it."""
+    """Write the report where the output is.
+
+    Of a failure also where it outlives the output, and raise it.
+    """
     write_json(Path(job.output_directory) / REPORT_NAME, report.to_json())
     if report.passed:
         return

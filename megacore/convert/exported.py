@@ -1,4 +1,7 @@
-"""Checkpoints in the forms of others, without data and, where there is none, without a tokenizer; no gate runs."""
+"""Checkpoints in the forms of others, without data and, where there is none, without a tokenizer.
+
+No gate runs.
+"""
 
 import json
 import math
@@ -37,7 +40,7 @@ class Source:
 
 
 def open_source(path: Path, tokenizer: Path | None = None) -> Source:
-    """The checkpoint that a path names, or the newest complete one of a run, with every file checked.
+    """The checkpoint that a path names, or the newest complete one of a run, fully checked.
 
     `tokenizer` replaces the one that the checkpoint names.
 
@@ -49,30 +52,42 @@ def open_source(path: Path, tokenizer: Path | None = None) -> Source:
     """
     source = find_model(path)
     if source.exported:
-        raise ConversionError(f"{path} is a transformers directory already: give a checkpoint (iter_*)")
+        raise ConversionError(
+            f"{path} is a transformers directory already: give a checkpoint (iter_*)"
+        )
     if tokenizer is not None:
         _check_tokenizer(tokenizer.absolute(), source)
         tokenizer = tokenizer.absolute()
     checkpoint = Path(source.directory)
     marker = verify(checkpoint)
-    named = tokenizer or (Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None)
+    named = tokenizer or (
+        Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None
+    )
     there = named is not None and (named / _TOKENIZER_CONFIG).is_file()
     return Source(checkpoint, marker, source.spec, named if there else None)
 
 
 def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
-    """Refuse a directory without tokenizer, or with another model's. Raises ConfigError, DataFormatError."""
+    """Refuse a directory without tokenizer, or with another model's.
+
+    Raises ConfigError, DataFormatError.
+    """
     size = tokenizer_size(tokenizer) if (tokenizer / _TOKENIZER_CONFIG).is_file() else None
     if size is None:
-        raise ConfigError(f"--tokenizer {tokenizer} has no {_TOKENIZER_CONFIG}: give a directory with tokenizer.json")
+        raise ConfigError(
+            f"--tokenizer {tokenizer} has no {_TOKENIZER_CONFIG}: give a directory with "
+            "tokenizer.json"
+        )
     check_vocabulary(source, tokenizer, size)
 
 
 def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None:
-    """Write a transformers directory: weights, configuration, tokenizer, model card and export.json.
+    """Write a transformers directory.
 
-    `output` does not exist or is empty; it appears whole, or not at all. Raises ConversionError when no class of
-    transformers is this model, ConfigError, CheckpointError, WorkspaceError.
+    It has weights, configuration, tokenizer, model card and export.json.
+
+    `output` does not exist or is empty; it appears whole, or not at all. Raises ConversionError
+    when no class of transformers is this model, ConfigError, CheckpointError, WorkspaceError.
     """
     found, form = form_of(source.spec)
     table = form.key_map(source.spec)
@@ -88,7 +103,11 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
             parameters=sum(math.prod(shape) for shape in table.their_shapes.values()),
             iterations=source.marker.iteration,
             dtype=dtype,
-            facts={"checkpoint": str(source.checkpoint), **_run_facts(source.checkpoint), **_lacking(source)},
+            facts={
+                "checkpoint": str(source.checkpoint),
+                **_run_facts(source.checkpoint),
+                **_lacking(source),
+            },
         )
         with workspace_errors(staging):
             (staging / "README.md").write_text(card, encoding="utf-8")
@@ -96,11 +115,16 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
 
 
 def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int) -> None:
-    """Write a checkpoint in Megatron-LM's file form and export.json. Raises as `write_megatron` and `staged`."""
+    """Write a checkpoint in Megatron-LM's file form and export.json.
+
+    Raises as `write_megatron` and `staged`.
+    """
     from megacore.convert.megatron.args import check_megatron
     from megacore.convert.megatron.checkpoint import write_megatron
 
-    spec = source.spec.model_copy(update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)})
+    spec = source.spec.model_copy(
+        update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)}
+    )
     check_megatron(spec, tensor=tensor, pipeline=pipeline)
     with reading(source.checkpoint), staged(output) as staging:
         write_megatron(
@@ -133,7 +157,11 @@ def _record(source: Source, form: str, kind: str, dtype: str) -> dict[str, Any]:
 
 def _lacking(source: Source) -> dict[str, str]:
     """What the card's examples need and the export has not."""
-    return {} if source.tokenizer is not None else {"tokenizer": "none: put the model's own beside its weights"}
+    return (
+        {}
+        if source.tokenizer is not None
+        else {"tokenizer": "none: put the model's own beside its weights"}
+    )
 
 
 def _run_facts(checkpoint: Path) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Models of others as checkpoints of ours, without data and, where there is none, without a tokenizer."""
+"""Models of others as checkpoints of ours.
+
+They come without data and, where there is none, without a tokenizer.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,7 +67,9 @@ def open_from_megatron(directory: Path) -> Foreign:
     found, _ = checkpoint_directory(directory)
     files = tuple(rank_files(found).values())
     kind = f"Megatron-LM {opened.spec.family}"
-    return Foreign("megatron", kind, opened.spec, opened.tensors, files, opened.iteration, opened.remarks)
+    return Foreign(
+        "megatron", kind, opened.spec, opened.tensors, files, opened.iteration, opened.remarks
+    )
 
 
 def open_from_deepspeed(directory: Path) -> Foreign:
@@ -93,8 +98,12 @@ OPENERS: Mapping[str, Callable[[Path], Foreign]] = {
 """What opens a model of each form."""
 
 
-def import_model(foreign: Foreign, source: Path, output: Path, tokenizer: Path | None = None) -> Path:
-    """Write `output/iter_…`, `output/tokenizer` when there is one, and `output/import.json`; return the checkpoint.
+def import_model(
+    foreign: Foreign, source: Path, output: Path, tokenizer: Path | None = None
+) -> Path:
+    """Write `output/iter_…`, `output/import.json` and the tokenizer; return the checkpoint.
+
+    `output/tokenizer` is written when there is one.
 
     Args:
         foreign: the model.
@@ -110,7 +119,9 @@ def import_model(foreign: Foreign, source: Path, output: Path, tokenizer: Path |
     """
     check_output(output)
     with staged(output) as staging:
-        spec = _with_tokenizer(foreign.spec, tokenizer or source, staging, output, given=tokenizer is not None)
+        spec = _with_tokenizer(
+            foreign.spec, tokenizer or source, staging, output, given=tokenizer is not None
+        )
         tensors = {PREFIX + name: foreign.tensors[name] for name in foreign.tensors}
         state: dict[str, Any] = {MODEL_KEY: spec.model_dump(mode="json")}
         for kind, moments in foreign.moments.items():
@@ -121,7 +132,9 @@ def import_model(foreign: Foreign, source: Path, output: Path, tokenizer: Path |
     return output / directory_name(foreign.iteration)
 
 
-def _with_tokenizer(spec: ModelSpec, source: Path, staging: Path, output: Path, *, given: bool) -> ModelSpec:
+def _with_tokenizer(
+    spec: ModelSpec, source: Path, staging: Path, output: Path, *, given: bool
+) -> ModelSpec:
     """The spec with the tokenizer of `source`, whose files go to the output."""
     target = staging / TOKENIZER_DIRECTORY
     target.mkdir()
@@ -129,7 +142,9 @@ def _with_tokenizer(spec: ModelSpec, source: Path, staging: Path, output: Path, 
     if tokenizer is not None:
         return with_special_tokens(spec, tokenizer, output.absolute() / TOKENIZER_DIRECTORY, source)
     if given:
-        raise ConfigError(f"--tokenizer {source} holds no tokenizer: give a directory with tokenizer.json")
+        raise ConfigError(
+            f"--tokenizer {source} holds no tokenizer: give a directory with tokenizer.json"
+        )
     target.rmdir()
     return spec
 
@@ -144,7 +159,9 @@ def _record(foreign: Foreign, source: Path, spec: ModelSpec, checkpoint: Path) -
         "form": foreign.form,
         "class": foreign.kind,
         "files": {
-            str(path.relative_to(source) if path.is_relative_to(source) else path): file_digest(path)
+            str(path.relative_to(source) if path.is_relative_to(source) else path): file_digest(
+                path
+            )
             for path in foreign.files
         },
         "checkpoint": checkpoint.name,

@@ -19,18 +19,26 @@ _INERT = frozenset(
         "datetime.timedelta",
         "pathlib.PosixPath",
         "signal.Signals",
-        *(f"numpy.{module}.multiarray.{name}" for module in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        *(
+            f"numpy.{module}.multiarray.{name}"
+            for module in ("core", "_core")
+            for name in ("_reconstruct", "scalar")
+        ),
         "numpy.ndarray",
         "numpy.dtype",
     }
 )
-"""Names that files hold beside tensors: in args, whose enumerations some versions of Python pickle by getattr, and in
-the state of random number generators. A Record stands for each, as for whatever is below `_INERT_PACKAGES`."""
+"""Names that files hold beside tensors: in args, whose enumerations some versions of Python pickle
+by getattr, and in the state of random number generators. A Record stands for each, as for whatever
+is below `_INERT_PACKAGES`."""
 _INERT_PACKAGES = ("megatron.", "deepspeed.")
 
 
 class Record:
-    """What a class or function named by a file becomes when it is read: it is called, and keeps attributes."""
+    """What a class or function named by a file becomes when it is read.
+
+    It is called, and keeps attributes.
+    """
 
     __slots__ = ("__dict__", "given")
 
@@ -44,7 +52,9 @@ class Record:
 
 
 def load_inert(path: Path) -> Any:
-    """What a file holds; its tensors are mapped, not copied, unless it is of torch's form before 1.6.
+    """What a file holds.
+
+    Its tensors are mapped, not copied, unless it is of torch's form before 1.6.
 
     Raises CheckpointError when it cannot be read, or asks for anything that could act.
     """
@@ -64,6 +74,9 @@ def _problem(error: Exception) -> str:
     cause = error.__context__ if isinstance(error, UnpicklingError) and error.__context__ else error
     asked = _ASKED.search(str(cause))
     if asked:
-        return f"asks for {asked[1]}, which no checkpoint of a model needs: nothing of it was run, do not use it"
+        return (
+            f"asks for {asked[1]}, which no checkpoint of a model needs: nothing of it was run, do "
+            "not use it"
+        )
     reason = " ".join(str(cause).split()).partition(". ")[0][:200]
     return f"cannot be read ({type(cause).__name__}: {reason}): use another checkpoint"

@@ -1,8 +1,11 @@
-"""Renaming and relayout of tensors between two forms of a model, from one table that is read in both directions.
+"""Renaming and relayout of tensors between two forms of a model.
 
-An entry names one tensor of ours, the tensors that hold the same numbers in the other form, and the layout
-that leads from the one to the others and back. Both directions stream: one entry's tensors are in memory at a
-time, taken from any mapping from name to tensor (a dict, or a checkpoint that is read by name).
+One table is read in both directions.
+
+An entry names one tensor of ours, the tensors that hold the same numbers in the other form, and the
+layout that leads from the one to the others and back. Both directions stream: one entry's tensors
+are in memory at a time, taken from any mapping from name to tensor (a dict, or a checkpoint that is
+read by name).
 
 Lines of the tables that several classes of transformers share.
 """
@@ -29,8 +32,10 @@ class Layout:
     merge: Callable[[tuple[Tensor, ...]], Tensor]
     """Theirs to ours."""
 
-    def then(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> "Layout":
-        """This layout, after which each of their tensors goes through `forward`, undone by `backward`."""
+    def then(
+        self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> "Layout":
+        """This layout, then `forward` on each of their tensors, undone by `backward`."""
         return Layout(
             lambda ours: tuple(forward(part) for part in self.split(ours)),
             lambda theirs: self.merge(tuple(backward(part) for part in theirs)),
@@ -45,7 +50,10 @@ TRANSPOSED = SAME.then(Tensor.t, Tensor.t)
 
 
 def qkv_blocks(heads: int, head_dim: int) -> Layout:
-    """Rows [head][q, k, v][d] against three blocks q, k, v of rows [head][d], for a weight [3h, h] or a bias [3h]."""
+    """Rows [head][q, k, v][d] against three blocks q, k, v of rows [head][d].
+
+    They are of a weight [3h, h] or a bias [3h].
+    """
 
     def to_blocks(ours: Tensor) -> Tensor:
         rest = ours.shape[1:]
@@ -59,7 +67,7 @@ def qkv_blocks(heads: int, head_dim: int) -> Layout:
 
 
 def interleaved_rows(heads: int, parts: int, head_dim: int) -> Layout:
-    """Rows [head][part][d] against one tensor of rows [head][d] for each part, of weights or of biases."""
+    """Rows [head][part][d] against a tensor of rows [head][d] per part, weights or biases."""
 
     def split(ours: Tensor) -> tuple[Tensor, ...]:
         rest = ours.shape[1:]
@@ -68,13 +76,18 @@ def interleaved_rows(heads: int, parts: int, head_dim: int) -> Layout:
 
     def merge(theirs: tuple[Tensor, ...]) -> Tensor:
         rest = theirs[0].shape[1:]
-        return torch.stack([part.reshape(heads, head_dim, *rest) for part in theirs], 1).flatten(0, 2)
+        return torch.stack([part.reshape(heads, head_dim, *rest) for part in theirs], 1).flatten(
+            0, 2
+        )
 
     return Layout(split, merge)
 
 
 def padded_rows(rows: int, padded: int) -> Layout:
-    """`padded` rows against the first `rows` of them; in the reverse direction the padding is zero."""
+    """`padded` rows against the first `rows` of them.
+
+    In the reverse direction the padding is zero.
+    """
 
     def pad(theirs: Tensor) -> Tensor:
         return torch.cat([theirs, theirs.new_zeros(padded - rows, *theirs.shape[1:])])
@@ -101,7 +114,7 @@ class Entry:
 
 
 class KeyMap:
-    """A table of entries in which no name occurs twice, read forward (ours to theirs) and in reverse."""
+    """A table of entries without a repeated name, read forward (ours to theirs) and in reverse."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
@@ -114,31 +127,41 @@ class KeyMap:
             _add_once(self.their_shapes, entry.their_shapes())
 
     def forward(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the other form's tensors by name, in the table's order; views of ours where the layout allows it.
+        """Yield the other form's tensors by name, in the table's order.
 
-        Raises ConversionError when `ours` misses a name, has one the table does not know, or a wrong shape.
+        They are views of ours where the layout allows it.
+
+        Raises ConversionError when `ours` misses a name, has one the table does not know, or a
+        wrong shape.
         """
         _check_names(ours, self.our_shapes, "the checkpoint")
         for entry in self.entries:
-            parts = list(entry.layout.split(_taken(ours, entry.ours, entry.shape, "the checkpoint")))
-            assert len(parts) == len(entry.theirs), f"layout of {entry.ours} gives {len(parts)} tensors"
+            parts = list(
+                entry.layout.split(_taken(ours, entry.ours, entry.shape, "the checkpoint"))
+            )
+            assert len(parts) == len(entry.theirs), (
+                f"layout of {entry.ours} gives {len(parts)} tensors"
+            )
             for name in entry.theirs:
                 yield name, parts.pop(0)  # once it is taken nothing here keeps it
 
     def reverse(self, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield our tensors by name, contiguous, in the table's order.
 
-        Raises ConversionError when `theirs` misses a name, has one the table does not know, or a wrong shape.
+        Raises ConversionError when `theirs` misses a name, has one the table does not know, or a
+        wrong shape.
         """
         yield from self.ours(theirs).items()
 
-    def ours(self, theirs: Mapping[str, Tensor], where: str = "the transformers model") -> "Mapping[str, Tensor]":
+    def ours(
+        self, theirs: Mapping[str, Tensor], where: str = "the transformers model"
+    ) -> "Mapping[str, Tensor]":
         """Our tensors by name, contiguous, in the table's order; each is made when it is asked for.
 
         `where` is what errors call the other form.
 
-        Raises ConversionError when `theirs` misses a name or has one the table does not know; a wrong shape raises it
-        when the tensor is asked for.
+        Raises ConversionError when `theirs` misses a name or has one the table does not know; a
+        wrong shape raises it when the tensor is asked for.
         """
         _check_names(theirs, self.their_shapes, where)
         return _Ours(self, theirs, where)
@@ -154,7 +177,9 @@ class _Ours(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         shapes = self._table.their_shapes
-        parts = tuple(_taken(self._theirs, part, shapes[part], self._where) for part in entry.theirs)
+        parts = tuple(
+            _taken(self._theirs, part, shapes[part], self._where) for part in entry.theirs
+        )
         tensor = entry.layout.merge(parts)
         assert tuple(tensor.shape) == entry.shape, f"layout of {name} gives {tuple(tensor.shape)}"
         return tensor.contiguous()
@@ -187,8 +212,8 @@ def _taken(tensors: Mapping[str, Tensor], name: str, shape: Shape, where: str) -
     tensor = tensors[name]
     if tuple(tensor.shape) != shape:
         raise ConversionError(
-            f"{where}: {name} has shape {tuple(tensor.shape)} where the configuration says {shape}: "
-            f"give the configuration the model was trained with"
+            f"{where}: {name} has shape {tuple(tensor.shape)} where the configuration says "
+            f"{shape}: give the configuration the model was trained with"
         )
     return tensor
 
@@ -217,11 +242,21 @@ def _rows(spec: ModelSpec, ours: str, theirs: str) -> Entry:
 
 
 def linear(
-    ours: str, theirs: str, shape: Shape, *, bias: bool, weight_layout: Layout = SAME, bias_layout: Layout = SAME
+    ours: str,
+    theirs: str,
+    shape: Shape,
+    *,
+    bias: bool,
+    weight_layout: Layout = SAME,
+    bias_layout: Layout = SAME,
 ) -> tuple[Entry, ...]:
     """A weight of `shape`, and the bias of its rows if there is one."""
     weight = Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), weight_layout)
-    return (weight, Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), bias_layout)) if bias else (weight,)
+    return (
+        (weight, Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), bias_layout))
+        if bias
+        else (weight,)
+    )
 
 
 def norm(spec: ModelSpec, ours: str, theirs: str, size: int | None = None) -> tuple[Entry, ...]:
@@ -247,7 +282,9 @@ def interleaved(
     )
 
 
-def queries_keys_values(spec: ModelSpec, ours: str, query: str, key: str, value: str) -> tuple[Entry, ...]:
+def queries_keys_values(
+    spec: ModelSpec, ours: str, query: str, key: str, value: str
+) -> tuple[Entry, ...]:
     """The projections of self-attention `ours` against three linear layers of rows [head][d]."""
     model = spec.model
     hidden, size, bias = model.hidden_size, model.attention_size, model.add_bias_linear

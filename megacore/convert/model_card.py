@@ -48,12 +48,19 @@ _SUMMARY = (
 )
 _KINDS: dict[Family, str] = {
     "gpt": "A {class_name} language model",
-    "bert": "A {class_name} encoder, trained to predict masked tokens and how two segments belong together,",
+    "bert": (
+        "A {class_name} encoder, trained to predict masked tokens and how two segments belong "
+        "together,"
+    ),
     "t5": "A {class_name} encoder-decoder, trained to write the spans that sentinels stand for,",
 }
 _NAMES = {"GPT2LMHeadModel": "GPT-2"}
 """Of classes whose name says less than what everybody calls them."""
-_TAGS: dict[Family, str] = {"gpt": "text-generation", "bert": "fill-mask", "t5": "text2text-generation"}
+_TAGS: dict[Family, str] = {
+    "gpt": "text-generation",
+    "bert": "fill-mask",
+    "t5": "text2text-generation",
+}
 _AUTO_CLASSES: dict[Family, str] = {
     "gpt": "AutoModelForCausalLM",
     "bert": "AutoModelForPreTraining",
@@ -77,25 +84,37 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/directory")
 text = "The <extra_id_0> walks in <extra_id_1> park" + tokenizer.eos_token
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=32)
+written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], \
+max_new_tokens=32)
 print(tokenizer.decode(written[0]))""",
 }
 _LIMITS: dict[Family, str] = {
-    "gpt": "This is a base model: it continues text and repeats what its data holds, mistakes and biases included.",
-    "bert": "This is a base model: it fills in masks as its data does, mistakes and biases included; other tasks need "
-    "fine-tuning.",
-    "t5": "This is a base model: it fills in spans as its data does, mistakes and biases included; other tasks need "
-    "fine-tuning.",
+    "gpt": (
+        "This is a base model: it continues text and repeats what its data holds, mistakes and "
+        "biases included."
+    ),
+    "bert": (
+        "This is a base model: it fills in masks as its data does, mistakes and biases included; "
+        "other tasks need fine-tuning."
+    ),
+    "t5": (
+        "This is a base model: it fills in spans as its data does, mistakes and biases included; "
+        "other tasks need fine-tuning."
+    ),
 }
 _WEIGHTS = {
-    "float32": "The weights are the fp32 main weights of training, stored in float32 whatever precision training "
-    'computed in; load\nthem with `dtype="bfloat16"` for half the memory.',
+    "float32": (
+        "The weights are the fp32 main weights of training, stored in float32 whatever precision "
+        "training "
+        'computed in; load\nthem with `dtype="bfloat16"` for half the memory.'
+    ),
     "bfloat16": "The weights are the fp32 main weights of training, rounded to bfloat16.",
 }
 
 
 _COMPARED = """\
-Before it was published this directory was loaded with transformers and compared with the trained model: {report}."""
+Before it was published this directory was loaded with transformers and compared with the trained \
+model: {report}."""
 _NOT_COMPARED = "This directory was written without comparing it with the checkpoint."
 
 
@@ -123,8 +142,9 @@ def model_card(
         report: what the gate measured.
     """
     training = (
-        f"{iterations} iterations of {config.train.global_batch_size} sequences of {config.data.seq_length} tokens, "
-        f"AdamW with peak learning rate {config.optim.lr:g}, seed {config.seed}."
+        f"{iterations} iterations of {config.train.global_batch_size} sequences of "
+        f"{config.data.seq_length} tokens, AdamW with peak learning rate {config.optim.lr:g}, seed "
+        f"{config.seed}."
     )
     if config.train.pretrained_checkpoint is not None:
         training += f" The first weights are those of {config.train.pretrained_checkpoint}."
@@ -160,7 +180,9 @@ def bare_card(
         found,
         version=version,
         parameters=parameters,
-        training=f"{iterations} iterations." if iterations else "Not trained further since it was imported.",
+        training=f"{iterations} iterations."
+        if iterations
+        else "Not trained further since it was imported.",
         facts=facts,
         dtype=dtype,
         prompt="Once upon a time",
@@ -187,7 +209,9 @@ def _card(
     return render_card(
         name,
         _SUMMARY.format(
-            kind=_KINDS[family].format(class_name=_NAMES.get(found.architecture, found.architecture)),
+            kind=_KINDS[family].format(
+                class_name=_NAMES.get(found.architecture, found.architecture)
+            ),
             version=version,
             parameters=parameters,
             layers=f"{model.num_layers}{decoder} layers",
@@ -203,8 +227,10 @@ def _card(
         facts=facts,
         sections={
             "Training": training,
-            "Weights": f"{_WEIGHTS[dtype]} Rows that padded the vocabulary are cut; the output head {head} "
-            "the token embedding.",
+            "Weights": (
+                f"{_WEIGHTS[dtype]} Rows that padded the vocabulary are cut; the output head "
+                f"{head} the token embedding."
+            ),
             "Parity": parity,
             "Limits": _LIMITS[family],
         },

@@ -1,10 +1,18 @@
-"""Where a model's weights lie, and which tokenizer belongs to them; imports no torch unless it must."""
+"""Where a model's weights lie, and which tokenizer belongs to them.
+
+Imports no torch unless it must.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megacore.checkpoint.format import METADATA_NAME, checkpoint_directories, complete_checkpoints, verify
+from megacore.checkpoint.format import (
+    METADATA_NAME,
+    checkpoint_directories,
+    complete_checkpoints,
+    verify,
+)
 from megacore.checkpoint.spec import read_spec
 from megacore.config.model import Family
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
@@ -15,10 +23,13 @@ _WHAT_OTHERS_DO = {"bert": "fills in masked words", "t5": "answers a text instea
 
 
 def find_model(path: Path) -> ModelSource:
-    """The model that a path names: a checkpoint, the newest of a directory of them, or a transformers directory.
+    """The model that a path names.
+
+    A checkpoint, the newest of a directory of them, or a transformers directory.
 
     Raises:
-        CheckpointError: there is none, its files are not as they were written, or it does not say what it is.
+        CheckpointError: there is none, its files are not as they were written, or it does not say
+            what it is.
         ConversionError: the transformers directory holds a model that has no counterpart here.
     """
     if (path / "config.json").is_file() and not (path / METADATA_NAME).exists():
@@ -29,12 +40,16 @@ def find_model(path: Path) -> ModelSource:
         return ModelSource(directory=str(path.absolute()), exported=True, spec=spec)
     checkpoint = _checkpoint(path)
     verify(checkpoint, "quick")
-    return ModelSource(directory=str(checkpoint.absolute()), exported=False, spec=read_spec(checkpoint))
+    return ModelSource(
+        directory=str(checkpoint.absolute()), exported=False, spec=read_spec(checkpoint)
+    )
 
 
 def _checkpoint(path: Path) -> Path:
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory: give a checkpoint (iter_*) or a transformers directory")
+        raise CheckpointError(
+            f"{path} is no directory: give a checkpoint (iter_*) or a transformers directory"
+        )
     for root in (path, path / "checkpoints"):
         if checkpoint_directories(root):
             whole = complete_checkpoints(root)
@@ -45,13 +60,20 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _refuse(root: Path, *, newest: Path) -> NoReturn:
-    """Say what is wrong with the newest of checkpoints of which none is whole. Raises CheckpointError."""
+    """Say what is wrong with the newest of checkpoints of which none is whole.
+
+    Raises CheckpointError.
+    """
     if any(newest.glob("mp_rank_*")):
-        raise CheckpointError(f"{newest} is a checkpoint of Megatron-LM: make one of it with `megacore import` first")
+        raise CheckpointError(
+            f"{newest} is a checkpoint of Megatron-LM: make one of it with `megacore import` first"
+        )
     try:
         verify(newest, "quick")
     except CheckpointError as error:
-        raise CheckpointError(f"none of the checkpoints in {root} is complete; of the newest: {error}") from error
+        raise CheckpointError(
+            f"none of the checkpoints in {root} is complete; of the newest: {error}"
+        ) from error
     raise CheckpointError(f"the checkpoints in {root} were being written: try again")
 
 
@@ -60,8 +82,8 @@ def require_family(source: ModelSource, wanted: Sequence[Family], purpose: str) 
     family = source.spec.family
     if family not in wanted:
         raise ConfigError(
-            f"{source.directory} holds a model of family {family}, which {_WHAT_OTHERS_DO[family]}: {purpose} needs "
-            f"one of family {' or '.join(wanted)}"
+            f"{source.directory} holds a model of family {family}, which "
+            f"{_WHAT_OTHERS_DO[family]}: {purpose} needs one of family {' or '.join(wanted)}"
         )
 
 
@@ -79,7 +101,9 @@ def find_tokenizer(source: ModelSource, given: Path | None) -> Tokenizer:
 
 
 def check_vocabulary(source: ModelSource, directory: Path, size: int) -> None:
-    """Refuse the tokenizer in `directory`, of `size` entries, when it cannot be the model's. Raises ConfigError.
+    """Refuse the tokenizer in `directory`, of `size` entries, when it cannot be the model's.
+
+    Raises ConfigError.
 
     A model of other makers may have rows that their own tokenizer never names.
     """
@@ -87,8 +111,9 @@ def check_vocabulary(source: ModelSource, directory: Path, size: int) -> None:
     if size == entries or (size < entries and _own_size(source) in (None, size)):
         return
     raise ConfigError(
-        f"the tokenizer in {directory} has a vocabulary of {size} entries and the model in {source.directory} one "
-        f"of {entries}: give --tokenizer the one that the model was trained with"
+        f"the tokenizer in {directory} has a vocabulary of {size} entries and the model in "
+        f"{source.directory} one of {entries}: give --tokenizer the one that the model was trained "
+        "with"
     )
 
 
@@ -102,7 +127,9 @@ def _own_size(source: ModelSource) -> int | None:
 
 
 def tokenizer_directory(source: ModelSource, given: Path | None) -> Path:
-    """Where the tokenizer lies: `given`, else what an export has beside its weights or a checkpoint names.
+    """Where the tokenizer lies.
+
+    `given`, else what an export has beside its weights or a checkpoint names.
 
     Raises:
         ConfigError: there is none.
@@ -110,13 +137,18 @@ def tokenizer_directory(source: ModelSource, given: Path | None) -> Path:
     """
     if given is not None:
         if not given.is_dir():
-            raise DataFormatError(f"the tokenizer {given} is no directory: give one with tokenizer.json")
+            raise DataFormatError(
+                f"the tokenizer {given} is no directory: give one with tokenizer.json"
+            )
         return given
     own = source.directory if source.exported else source.spec.tokenizer_directory
     if own is None:
-        raise ConfigError(f"{source.directory} came without a tokenizer: give --tokenizer its directory")
+        raise ConfigError(
+            f"{source.directory} came without a tokenizer: give --tokenizer its directory"
+        )
     if not Path(own, "tokenizer_config.json").is_file():
         raise DataFormatError(
-            f"{source.directory} names the tokenizer in {own}, where there is none: give --tokenizer its directory"
+            f"{source.directory} names the tokenizer in {own}, where there is none: give "
+            "--tokenizer its directory"
         )
     return Path(own)

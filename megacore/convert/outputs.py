@@ -45,7 +45,10 @@ class Pair:
 
 
 def our_outputs(family: Family, model: nn.Module, given: ModelInput) -> Outputs:
-    """Those of a model of ours, with the padding of the vocabulary; a causal model reads each row as one text."""
+    """Those of a model of ours, with the padding of the vocabulary.
+
+    A causal model reads each row as one text.
+    """
     found = model(given.tokens if family == "gpt" else given)
     logits, answers = found if isinstance(found, tuple) else (found, None)
     return Outputs(logits.float(), None if answers is None else answers.float())
@@ -60,7 +63,10 @@ def their_outputs(model: Any, given: ModelInput) -> Outputs:
 
 
 def their_arguments(given: ModelInput) -> dict[str, Tensor]:
-    """A micro batch as transformers' models take it; positions and documents are those of one text."""
+    """A micro batch as transformers' models take it.
+
+    Positions and documents are those of one text.
+    """
     values = {
         "input_ids": given.tokens,
         "attention_mask": None if given.present is None else given.present.long(),
@@ -71,11 +77,16 @@ def their_arguments(given: ModelInput) -> dict[str, Tensor]:
 
 
 def meaningful(given: ModelInput) -> Tensor:
-    """Bool [b, s]: the places whose logits mean something: T5's labels, BERT's tokens, all of a causal model's."""
+    """Bool [b, s]: the places whose logits mean something.
+
+    These are T5's labels, BERT's tokens, all of a causal model's.
+    """
     if given.decoder_tokens is not None:
         assert given.loss_mask is not None
         return given.loss_mask
-    return torch.ones_like(given.tokens, dtype=torch.bool) if given.present is None else given.present
+    return (
+        torch.ones_like(given.tokens, dtype=torch.bool) if given.present is None else given.present
+    )
 
 
 def one_sample(given: ModelInput, number: int) -> ModelInput:
@@ -106,5 +117,7 @@ def to_device(given: ModelInput, device: torch.device | str) -> ModelInput:
 
 
 def _each(given: ModelInput, change: Callable[[Tensor], Tensor]) -> ModelInput:
-    values: dict[str, Any] = {name: None if value is None else change(value) for name, value in vars(given).items()}
+    values: dict[str, Any] = {
+        name: None if value is None else change(value) for name, value in vars(given).items()
+    }
     return ModelInput(**values)

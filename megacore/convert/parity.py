@@ -1,7 +1,8 @@
 """The gate: an export, loaded from disk by transformers, must be the model that was trained.
 
-Both models run in fp32 on the same samples: logits on validation samples, perplexity on the test split, what they
-choose greedily, every weight, and the tokenizer. Nothing is published unless all of them agree.
+Both models run in fp32 on the same samples: logits on validation samples, perplexity on the test
+split, what they choose greedily, every weight, and the tokenizer. Nothing is published unless all
+of them agree.
 
 Where two models that should be the same begin to differ.
 
@@ -40,7 +41,9 @@ Run = Callable[[], object]
 def recorded_outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
     """Collect the output of each named module in the forward pass that runs inside the block."""
     outputs: dict[str, Tensor] = {}
-    handles = [model.get_submodule(name).register_forward_hook(_keep(outputs, name)) for name in names]
+    handles = [
+        model.get_submodule(name).register_forward_hook(_keep(outputs, name)) for name in names
+    ]
     try:
         yield outputs
     finally:
@@ -73,9 +76,10 @@ def layer_differences(
         tolerance: of the logits.
 
     Returns:
-        The largest absolute difference by our module's name, in the order of `pairs`, and the first name whose
-        difference exceeds a tenth of `tolerance`, relative to its largest value where that is above 1. A logit
-        is a sum over hidden values, so it can exceed the tolerance when none of them does.
+        The largest absolute difference by our module's name, in the order of `pairs`, and the first
+        name whose difference exceeds a tenth of `tolerance`, relative to its largest value where
+        that is above 1. A logit is a sum over hidden values, so it can exceed the tolerance when
+        none of them does.
     """
     differences = {name: 0.0 for name, _ in pairs}
     differing: set[str] = set()
@@ -98,7 +102,8 @@ def layer_differences(
 
 
 Score = Callable[[ModelInput], Mapping[str, Tensor]]
-"""Logits [b, s, v] of a micro batch's labels, by the name under which they count: one forward pass can count twice."""
+"""Logits [b, s, v] of a micro batch's labels, by the name under which they count: one forward pass
+can count twice."""
 
 
 @dataclass
@@ -119,7 +124,11 @@ def perplexities(models: Sequence[Score], batches: Iterable[ModelInput]) -> Perp
     found = Perplexities()
     with torch.inference_mode():
         for given in batches:
-            counts = torch.ones_like(given.labels, dtype=torch.bool) if given.loss_mask is None else given.loss_mask
+            counts = (
+                torch.ones_like(given.labels, dtype=torch.bool)
+                if given.loss_mask is None
+                else given.loss_mask
+            )
             labels = given.labels[counts]
             for model in models:
                 for name, logits in model(given).items():
@@ -138,10 +147,13 @@ _GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_k": 50}
 
 
 def compare_continuations(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
-    """Greedy continuations by `generate` of transformers (with its cache) against our choices after the same prefix.
+    """Greedy continuations by `generate` of transformers against our choices.
 
-    One forward pass of ours over prompt and continuation is enough: up to the first difference the prefixes agree.
-    A sample's comparison ends where the two best logits are closer than twice the tolerance.
+    It runs with its cache; ours follow the same prefix.
+
+    One forward pass of ours over prompt and continuation is enough: up to the first difference the
+    prefixes agree. A sample's comparison ends where the two best logits are closer than twice the
+    tolerance.
     """
     run = _of_decoder if pair.spec.family == "t5" else _of_causal
     special = pair.spec.special_tokens
@@ -163,11 +175,16 @@ def compare_continuations(report: ParityReport, pair: Pair, validation: ModelInp
                 break
     if differing:
         samples = len(validation.tokens)
-        report.problems.append(f"its greedy continuation differs on {differing} of {samples} samples")
+        report.problems.append(
+            f"its greedy continuation differs on {differing} of {samples} samples"
+        )
 
 
 def compare_masked(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
-    """The most likely token of each masked place, where the two best logits are not closer than twice the tolerance."""
+    """The most likely token of each masked place.
+
+    Places whose two best logits are closer than twice the tolerance are left out.
+    """
     assert validation.loss_mask is not None
     differing = 0
     for number in range(len(validation.tokens)):
@@ -182,16 +199,23 @@ def compare_masked(report: ParityReport, pair: Pair, validation: ModelInput) -> 
         report.greedy_tokens += int((decided & same).sum())
         differing += int((decided & ~same).sum())
     if differing:
-        report.problems.append(f"its choice differs at {differing} of {int(validation.loss_mask.sum())} masked places")
+        report.problems.append(
+            f"its choice differs at {differing} of {int(validation.loss_mask.sum())} masked places"
+        )
 
 
 def _of_causal(pair: Pair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each sample our logits [new, v] after the prefixes of the exported model's continuation, and that [new]."""
+    """For each sample our logits [new, v] beside the exported model's continuation [new].
+
+    The logits follow the prefixes of that continuation.
+    """
     tokens = validation.tokens
     length = tokens.shape[1] + 1
     new = min(CONTINUATION_TOKENS, length // 2)
     prompt = tokens[:, : min(length - new, PROMPT_TOKENS)]
-    continued = pair.theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, **_GREEDY)
+    continued = pair.theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, **_GREEDY
+    )
     for row in continued:
         given = ModelInput(row[None, :-1], row[None, 1:])
         logits = pair.our_outputs(given).logits[0, prompt.shape[1] - 1 :, : pair.spec.vocab_size]
@@ -207,7 +231,9 @@ def _of_decoder(pair: Pair, validation: ModelInput) -> Iterator[tuple[Tensor, Te
     )
     for number, row in enumerate(continued):
         sample = one_sample(validation, number)
-        given = ModelInput(sample.tokens, row[None, 1:], present=sample.present, decoder_tokens=row[None, :-1])
+        given = ModelInput(
+            sample.tokens, row[None, 1:], present=sample.present, decoder_tokens=row[None, :-1]
+        )
         yield pair.our_outputs(given).logits[0, :, : pair.spec.vocab_size], row[1:]
 
 
@@ -215,38 +241,62 @@ _ROLES = ("pad", "cls", "sep", "mask")
 
 
 def compare_tokenizers(
-    report: ParityReport, ours: Tokenizer, theirs: Any, special: SpecialTokens, samples: Sequence[Sequence[int]]
+    report: ParityReport,
+    ours: Tokenizer,
+    theirs: Any,
+    special: SpecialTokens,
+    samples: Sequence[Sequence[int]],
 ) -> None:
-    """End of document, size, roles, and both directions on the validation texts of which `samples` are the ids."""
+    """Compare end of document, size, roles, and both directions of encoding.
+
+    Texts are those of the validation split of which `samples` are the ids.
+    """
     if theirs.eos_token_id != ours.eod_id:
-        report.problems.append(f"its tokenizer ends documents with id {theirs.eos_token_id}, ours with {ours.eod_id}")
+        report.problems.append(
+            f"its tokenizer ends documents with id {theirs.eos_token_id}, ours with {ours.eod_id}"
+        )
     for role in _ROLES:
         wanted, given = getattr(special, role), getattr(theirs, f"{role}_token_id")
         if given is not None and wanted is not None and given != wanted:
             report.problems.append(f"its tokenizer has id {given} for {role}, ours {wanted}")
     vocab_size = max(theirs.get_vocab().values()) + 1
     if vocab_size != ours.vocab_size:
-        report.problems.append(f"its tokenizer has a vocabulary of {vocab_size}, ours of {ours.vocab_size}")
+        report.problems.append(
+            f"its tokenizer has a vocabulary of {vocab_size}, ours of {ours.vocab_size}"
+        )
     if not isinstance(ours, JsonTokenizer):
         samples = [_words(ours, special, sample) for sample in samples]
     texts = [ours.decode(sample) for sample in samples]
     encoded = decoded = 0
     for text, sample, expected in zip(texts, samples, ours.encode_batch(texts), strict=True):
-        same = theirs(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"] == expected.tolist()
+        same = (
+            theirs(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+            == expected.tolist()
+        )
         encoded += same
         report.tokenizer_tokens += len(expected) if same else 0
         decoded += theirs.decode(list(sample)) == text
     if encoded < len(texts):
         report.problems.append(
-            f"its tokenizer encodes {len(texts) - encoded} of {len(texts)} validation texts to other ids"
+            f"its tokenizer encodes {len(texts) - encoded} of {len(texts)} validation texts to "
+            "other ids"
         )
     if decoded < len(texts):
-        report.problems.append(f"its tokenizer decodes {len(texts) - decoded} of {len(texts)} samples to another text")
+        report.problems.append(
+            f"its tokenizer decodes {len(texts) - decoded} of {len(texts)} samples to another text"
+        )
 
 
 def _words(ours: Tokenizer, special: SpecialTokens, sample: Sequence[int]) -> list[int]:
-    """What is no special token: a SentencePiece model has no text for its control symbols, transformers has one."""
-    roles = {ours.eod_id, *special.sentinels, *(getattr(special, role) for role in (*_ROLES, "unk", "eod"))}
+    """What is no special token.
+
+    A SentencePiece model has no text for its control symbols, transformers has one.
+    """
+    roles = {
+        ours.eod_id,
+        *special.sentinels,
+        *(getattr(special, role) for role in (*_ROLES, "unk", "eod")),
+    }
     return [token for token in sample if token not in roles]
 
 
@@ -260,7 +310,9 @@ Batches = Callable[[], Iterable[ModelInput]]
 
 
 def check_models(report: ParityReport, pair: Pair, validation: ModelInput, test: Batches) -> None:
-    """Compare the exported model, as transformers loaded it, with ours, and look for the layer where they part.
+    """Compare the exported model, loaded by transformers, with ours.
+
+    Where they differ, the layer where they part is looked for.
 
     Args:
         report: what is found goes there; problems that it has already keep it from passing.
@@ -294,22 +346,30 @@ def load_exported(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     def load() -> Any:
         config: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         kind = getattr(transformers, config.architectures[0])
-        return kind.from_pretrained(directory, local_files_only=True, dtype=dtype, output_loading_info=True)
+        return kind.from_pretrained(
+            directory, local_files_only=True, dtype=dtype, output_loading_info=True
+        )
 
     model, info = _loaded(directory, load)
     wrong = {kind: names for kind, names in info.items() if names}
     if wrong:
         raise ConversionError(
-            f"transformers loads the export {directory} with {wrong}: every weight must have its place"
+            f"transformers loads the export {directory} with {wrong}: every weight must have its "
+            "place"
         )
     return model.eval()
 
 
 def load_exported_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a transformers directory. Raises ConversionError when transformers refuses it."""
+    """The tokenizer of a transformers directory.
+
+    Raises ConversionError when transformers refuses it.
+    """
     from transformers import AutoTokenizer
 
-    return _loaded(directory, lambda: AutoTokenizer.from_pretrained(directory, local_files_only=True))
+    return _loaded(
+        directory, lambda: AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    )
 
 
 def _loaded(directory: Path, load: Callable[[], Any]) -> Any:
@@ -324,7 +384,7 @@ def _loaded(directory: Path, load: Callable[[], Any]) -> Any:
 
 
 def compare_native(report: ParityReport, native: Any, trained: Perplexities, test: Batches) -> None:
-    """The perplexity of an export that computes in its own type, against that of the weights before rounding."""
+    """The perplexity of an export in its own type, against that of the weights before rounding."""
     found = perplexities([lambda given: {"native": their_outputs(native, given).logits}], test())
     report.perplexity_trained, report.perplexity_native = trained["ours"], found["native"]
     if not within(report.perplexity_native, report.perplexity_trained, NATIVE_SHARE):
@@ -333,7 +393,10 @@ def compare_native(report: ParityReport, native: Any, trained: Perplexities, tes
 
 def our_perplexity(pair: Pair, test: Batches) -> Perplexities:
     """That of our model."""
-    return perplexities([lambda given: {"ours": pair.our_outputs(given).logits[..., : pair.spec.vocab_size]}], test())
+    return perplexities(
+        [lambda given: {"ours": pair.our_outputs(given).logits[..., : pair.spec.vocab_size]}],
+        test(),
+    )
 
 
 def _compare_logits(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
@@ -344,12 +407,14 @@ def _compare_logits(report: ParityReport, pair: Pair, validation: ModelInput) ->
         logits = own.logits[..., : pair.spec.vocab_size]
         if logits.shape != other.logits.shape:
             raise ConversionError(
-                f"the exported model gives logits of shape {tuple(other.logits.shape[1:])} where ours gives "
-                f"{tuple(logits.shape[1:])}"
+                f"the exported model gives logits of shape {tuple(other.logits.shape[1:])} where "
+                f"ours gives {tuple(logits.shape[1:])}"
             )
         places = meaningful(given)
         report.tokens += int(places.sum())
-        report.max_abs_logit_difference = _larger(report.max_abs_logit_difference, logits[places], other.logits[places])
+        report.max_abs_logit_difference = _larger(
+            report.max_abs_logit_difference, logits[places], other.logits[places]
+        )
         if own.answers is not None and other.answers is not None:
             report.max_abs_answer_difference = _larger(
                 report.max_abs_answer_difference or 0.0, own.answers, other.answers
@@ -357,7 +422,10 @@ def _compare_logits(report: ParityReport, pair: Pair, validation: ModelInput) ->
     report.samples = len(validation.tokens)
     if not report.max_abs_logit_difference <= report.tolerance:
         report.problems.append("the exported model's logits differ")
-    if report.max_abs_answer_difference is not None and not report.max_abs_answer_difference <= report.tolerance:
+    if (
+        report.max_abs_answer_difference is not None
+        and not report.max_abs_answer_difference <= report.tolerance
+    ):
         report.problems.append("the logits of its binary head differ")
 
 
@@ -372,7 +440,9 @@ def _compare_perplexities(report: ParityReport, pair: Pair, batches: Iterable[Mo
         padded = pair.our_outputs(given).logits
         return {"ours": padded[..., : pair.spec.vocab_size], "padded": padded}
 
-    found = perplexities([ours, lambda given: {"exported": pair.their_outputs(given).logits}], batches)
+    found = perplexities(
+        [ours, lambda given: {"exported": pair.their_outputs(given).logits}], batches
+    )
     report.perplexity_samples, report.perplexity_tokens = found.samples, found.labels
     report.perplexity_ours = found["ours"]
     report.perplexity_with_padding = found["padded"]
@@ -382,7 +452,10 @@ def _compare_perplexities(report: ParityReport, pair: Pair, batches: Iterable[Mo
 
 
 def _compare_weights(report: ParityReport, pair: Pair) -> None:
-    """Every exported weight, as transformers holds it, against ours through the table: bitwise, padding aside."""
+    """Every exported weight against ours through the table: bitwise, padding aside.
+
+    The exported ones are as transformers holds them.
+    """
     held, parameters = pair.theirs.state_dict(), dict(pair.ours.named_parameters())
     for entry in pair.form.key_map(pair.spec).entries:
         parts = entry.layout.split(parameters[entry.ours].detach())
@@ -391,7 +464,11 @@ def _compare_weights(report: ParityReport, pair: Pair) -> None:
             report.differing_weights.append(entry.ours)
     if report.differing_weights:
         named = ", ".join(report.differing_weights[:3])
-        more = f" and {len(report.differing_weights) - 3} more" if len(report.differing_weights) > 3 else ""
+        more = (
+            f" and {len(report.differing_weights) - 3} more"
+            if len(report.differing_weights) > 3
+            else ""
+        )
         report.problems.append(f"its weights differ in {named}{more}")
 
 
@@ -405,5 +482,8 @@ def _find_layer(report: ParityReport, pair: Pair, validation: ModelInput) -> Non
     report.layer_differences, report.first_differing_layer = layer_differences(
         pair.ours, theirs, pair.form.module_pairs(pair.spec), runs(), report.tolerance
     )
-    if report.first_differing_layer is None and not report.max_abs_logit_difference <= report.tolerance:
+    if (
+        report.first_differing_layer is None
+        and not report.max_abs_logit_difference <= report.tolerance
+    ):
         report.first_differing_layer = OUTPUT_LAYER

@@ -40,13 +40,16 @@ class ParityReport:
     greedy_tokens: int = 0
     """Continuation tokens (BERT: masked places) that were compared, over all samples."""
     greedy_undecided: int = 0
-    """Samples (BERT: places) whose comparison ended where the two best logits were closer than twice the tolerance."""
+    """Samples (BERT: places) whose comparison ended where the two best logits were closer than
+    twice the tolerance."""
     differing_weights: list[str] = field(default_factory=list)
     """Parameters whose exported values are not bitwise ours."""
     first_differing_layer: str | None = None
-    """The first module, in the order of execution, whose output differs; looked for when the gate fails."""
+    """The first module, in the order of execution, whose output differs; looked for when the gate
+    fails."""
     layer_differences: dict[str, float] = field(default_factory=dict)
-    """Largest absolute difference of each module's output on the worst sample; measured when the gate fails."""
+    """Largest absolute difference of each module's output on the worst sample; measured when the
+    gate fails."""
     tokenizer_tokens: int = 0
     """Tokens that both tokenizers gave alike for the validation text."""
     problems: list[str] = field(default_factory=list)
@@ -60,7 +63,9 @@ class ParityReport:
     def to_json(self) -> dict[str, Any]:
         """All values as JSON; numbers that are not finite become text."""
         values = {"passed": self.passed, **asdict(self)}
-        values["layer_differences"] = {name: _finite(value) for name, value in self.layer_differences.items()}
+        values["layer_differences"] = {
+            name: _finite(value) for name, value in self.layer_differences.items()
+        }
         return {name: _finite(value) for name, value in values.items()}
 
     def sentence(self) -> str:
@@ -73,10 +78,17 @@ class ParityReport:
         if self.perplexity_samples:
             numbers += f" on {self.perplexity_samples} {self.perplexity_split} samples"
         if self.perplexity_native is not None and self.perplexity_trained is not None:
-            numbers += f", computing in bfloat16 {self.perplexity_native:.6g} against {self.perplexity_trained:.6g}"
+            numbers += (
+                f", computing in bfloat16 {self.perplexity_native:.6g} against "
+                f"{self.perplexity_trained:.6g}"
+            )
         if self.passed:
             return f"{numbers}, {self.greedy_tokens} greedy tokens equal"
-        layer = f"; first differing layer: {self.first_differing_layer}" if self.first_differing_layer else ""
+        layer = (
+            f"; first differing layer: {self.first_differing_layer}"
+            if self.first_differing_layer
+            else ""
+        )
         return f"{'; '.join(self.problems)}; {numbers}{layer}"
 
 
@@ -92,7 +104,11 @@ def same_to_four_digits(value: float, reference: float) -> bool:
 
 def within(value: float, reference: float, share: float) -> bool:
     """Whether `value` differs from `reference` by at most that share of it."""
-    return math.isfinite(value) and math.isfinite(reference) and abs(value - reference) <= share * abs(reference)
+    return (
+        math.isfinite(value)
+        and math.isfinite(reference)
+        and abs(value - reference) <= share * abs(reference)
+    )
 
 
 def _finite(value: Any) -> Any:

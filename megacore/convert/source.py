@@ -23,15 +23,17 @@ PREFIX = "model."
 class CheckpointTensors(Mapping[str, Tensor]):
     """The model's parameters in a checkpoint of any layout, in fp32, under their global names.
 
-    Each look-up reads the files; beside the tensor itself it allocates a few megabytes. Raises CheckpointError when
-    the directory is no checkpoint, or a file is damaged.
+    Each look-up reads the files; beside the tensor itself it allocates a few megabytes. Raises
+    CheckpointError when the directory is no checkpoint, or a file is damaged.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self._reader = CheckpointReader(checkpoint)
         self._entries = self._reader.tensors
-        self.names = [name.removeprefix(PREFIX) for name in self._entries if name.startswith(PREFIX)]
+        self.names = [
+            name.removeprefix(PREFIX) for name in self._entries if name.startswith(PREFIX)
+        ]
 
     def __getitem__(self, name: str) -> Tensor:
         full = PREFIX + name
@@ -48,18 +50,31 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Model:
-    """Our model with these weights, in evaluation mode. Raises ConversionError when names or shapes differ."""
+def load_weights(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
+) -> Model:
+    """Our model with these weights, in evaluation mode.
+
+    Raises ConversionError when names or shapes differ.
+    """
     model = build_bare(spec, ProcessMesh.serial())
     take_weights(model, tensors, device)
     return model
 
 
-def take_weights(model: Model, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-    """Give a model built on the meta device its weights. Raises ConversionError when names or shapes differ."""
+def take_weights(
+    model: Model, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
+) -> None:
+    """Give a model built on the meta device its weights.
+
+    Raises ConversionError when names or shapes differ.
+    """
     try:
-        model.load_state_dict({name: tensor.to(device) for name, tensor in tensors.items()}, strict=True, assign=True)
+        model.load_state_dict(
+            {name: tensor.to(device) for name, tensor in tensors.items()}, strict=True, assign=True
+        )
     except RuntimeError as error:
         raise ConversionError(
-            f"the checkpoint is of another model than the configuration: {' '.join(str(error).split())[:500]}"
+            "the checkpoint is of another model than the configuration: "
+            f"{' '.join(str(error).split())[:500]}"
         ) from error

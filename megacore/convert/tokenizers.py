@@ -1,4 +1,7 @@
-"""Tokenizers of transformers directories as ours: their files are kept, or made into a tokenizer.json."""
+"""Tokenizers of transformers directories as ours.
+
+Their files are kept, or made into a tokenizer.json.
+"""
 
 import json
 from pathlib import Path
@@ -26,10 +29,13 @@ _SENTENCEPIECE = (MODEL_NAME, "spiece.model")
 
 
 def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer | None:
-    """Write the tokenizer of a transformers directory into the empty `directory`, as ours; None when there is none.
+    """Write the tokenizer of a transformers directory into the empty `directory`, as ours.
 
-    A tokenizer.json is taken where there is one, else a SentencePiece model, a vocab.txt of BERT's, or GPT-2's
-    vocab.json and merges.txt. The document ends with what tokenizer_config.json calls eos_token, else with sep_token.
+    None when there is none.
+
+    A tokenizer.json is taken where there is one, else a SentencePiece model, a vocab.txt of BERT's,
+    or GPT-2's vocab.json and merges.txt. The document ends with what tokenizer_config.json calls
+    eos_token, else with sep_token.
 
     Raises:
         ConversionError: tokenizer_config.json is damaged, or nothing ends a document.
@@ -40,7 +46,9 @@ def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer
     tokenizer = _read(source, settings)
     if tokenizer is not None:
         _add_sentinels(tokenizer, settings, spec)
-        roles = {role: text for role in _ROLES if (text := _content(settings.get(role))) is not None}
+        roles = {
+            role: text for role in _ROLES if (text := _content(settings.get(role))) is not None
+        }
         tokenizer.save(directory, {**role_names(tokenizer), **roles})
     return tokenizer
 
@@ -66,22 +74,25 @@ def spec_with_tokenizer(spec: ModelSpec, directory: Path) -> ModelSpec:
 def with_special_tokens(
     spec: ModelSpec, tokenizer: Tokenizer, directory: Path, source: Path | None = None
 ) -> ModelSpec:
-    """The spec with a tokenizer that lies in `directory`, or will; it was read from `source`, as errors say.
+    """The spec with a tokenizer that lies in `directory`, or will.
+
+    It was read from `source`, as errors say.
 
     What config.json says of special tokens goes before what their spelling says.
 
-    Raises ConversionError when the tokenizer has tokens that the model has not, or lacks the one that ends its texts.
+    Raises ConversionError when the tokenizer has tokens that the model has not, or lacks the one
+    that ends its texts.
     """
     place, size, given = source or directory, tokenizer.vocab_size, spec.special_tokens
     if size > spec.vocab_size:
         raise ConversionError(
-            f"the tokenizer in {place} has {size} entries and the model's vocabulary {spec.vocab_size}: give the "
-            "tokenizer that the model was trained with"
+            f"the tokenizer in {place} has {size} entries and the model's vocabulary "
+            f"{spec.vocab_size}: give the tokenizer that the model was trained with"
         )
     if given.eod is not None and given.eod >= size:
         raise ConversionError(
-            f"the tokenizer in {place} has {size} entries, and the model ends a text with token {given.eod}: give the "
-            "tokenizer that the model was trained with"
+            f"the tokenizer in {place} has {size} entries, and the model ends a text with token "
+            f"{given.eod}: give the tokenizer that the model was trained with"
         )
     spelled = special_tokens(tokenizer)
     known = {role: value for role, value in given.model_dump().items() if value not in (None, ())}
@@ -101,7 +112,9 @@ def _settings(source: Path) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise ConversionError(f"{path} cannot be read ({error}): copy it again") from error
         if not isinstance(values, dict):
-            raise ConversionError(f"{path} holds {type(values).__name__}, not an object: copy it again")
+            raise ConversionError(
+                f"{path} holds {type(values).__name__}, not an object: copy it again"
+            )
         found |= {key: value for key, value in values.items() if value is not None}
     return found
 
@@ -113,7 +126,8 @@ def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
         return JsonTokenizer(read_backend(path), _end(settings, path))
     model = next((name for name in _SENTENCEPIECE if name in files), None)
     if model is not None:
-        from megacore.tokenizer.sentencepiece_model import SentencePieceModel  # only such a tokenizer needs it
+        # only such a tokenizer needs it
+        from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel.read(source / model)
     if "vocab.txt" in files:
@@ -128,7 +142,7 @@ def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
 
 
 def _add_sentinels(tokenizer: Tokenizer, settings: dict[str, Any], spec: ModelSpec) -> None:
-    """T5's sentinels, which transformers adds to its SentencePiece model, the first of them last."""
+    """T5's sentinels, which transformers adds to its SentencePiece model, the first last."""
     if (
         spec.family == "t5"
         and not isinstance(tokenizer, JsonTokenizer)
@@ -143,7 +157,8 @@ def _end(settings: dict[str, Any], path: Path) -> str:
     end = _content(settings.get("eos_token")) or _content(settings.get("sep_token"))
     if end is None:
         raise ConversionError(
-            f"nothing beside {path} says which token ends a document: give {TOKENIZER_CONFIG_NAME} an eos_token"
+            f"nothing beside {path} says which token ends a document: give {TOKENIZER_CONFIG_NAME} "
+            "an eos_token"
         )
     return end
 

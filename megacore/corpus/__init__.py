@@ -1,1 +1,1 @@
-"""Where documents come from: source trees, JSON Lines, the Hugging Face hub, ready-made token files."""
+"""Where documents come from: source trees, JSON Lines, the hub, ready-made token files."""

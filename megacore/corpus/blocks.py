@@ -49,14 +49,21 @@ class Block(ABC):
 
     @abstractmethod
     def texts(self) -> tuple[list[str], list[BadLine]]:
-        """The texts of the documents in order, and the lines that hold none; any thread may call it."""
+        """The texts of the documents in order, and the lines that hold none.
+
+        Any thread may call it.
+        """
 
 
 class LineBlock(Block):
     """Lines of a JSON Lines file."""
 
-    def __init__(self, segment: Segment, data: bytes, size: int, *, first: Callable[[], int]) -> None:
-        """The first `size` bytes of `data`, which are whole lines; the rest, if any, is part of one line more.
+    def __init__(
+        self, segment: Segment, data: bytes, size: int, *, first: Callable[[], int]
+    ) -> None:
+        """The first `size` bytes of `data`, which are whole lines.
+
+        The rest, if any, is part of one line more.
 
         `first` tells the number of the first line: it is asked for only when a line is bad.
         """
@@ -90,7 +97,7 @@ class RowBlock(Block):
     """Rows of a parquet file."""
 
     def __init__(self, segment: Segment, column: Any, first_row: int) -> None:
-        """`column` is the arrow array of the texts of consecutive rows, the first of which has this number."""
+        """`column` is the arrow array of the texts of consecutive rows from this number on."""
         super().__init__(segment, column.nbytes)
         self._column = column
         self._first_row = first_row
@@ -122,11 +129,14 @@ class RowBlock(Block):
         return texts, bad
 
 
-def read_blocks(segments: Iterable[Segment], block_bytes: int = DEFAULT_BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(
+    segments: Iterable[Segment], block_bytes: int = DEFAULT_BLOCK_BYTES
+) -> Iterator[Block]:
     """The documents of the segments in order, in blocks of about `block_bytes` of input each.
 
-    A line longer than that is a block by itself. Memory is that of a block. Raises DataFormatError for a file that
-    is missing, damaged, or changes while it is read; bad lines are found by `Block.texts`.
+    A line longer than that is a block by itself. Memory is that of a block. Raises DataFormatError
+    for a file that is missing, damaged, or changes while it is read; bad lines are found by
+    `Block.texts`.
     """
     for segment in segments:
         form = form_of(segment.path)
@@ -160,7 +170,10 @@ def _reader(form: Form) -> Callable[[Segment, int], Iterator[Block]]:
 
 
 class _LineNumbers:
-    """Numbers of lines by their place in one file, counted only when somebody asks, from the nearest place known."""
+    """Numbers of lines by their place in one file.
+
+    They are counted when somebody asks, from the nearest place known.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -190,10 +203,13 @@ def _plain_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
             file.seek(offset)
             data = file.read(length)
             if len(data) < length:
-                raise DataFormatError(f"{segment.path} became shorter while it was read: start again when it is whole")
+                raise DataFormatError(
+                    f"{segment.path} became shorter while it was read: start again when it is whole"
+                )
             size = length if offset + length == stop else data.rfind(b"\n") + 1
             if size:
-                # The part of a line beyond `size` is read again with the next block: cheaper than to copy the rest.
+                # The part of a line beyond `size` is read again with the next block: cheaper than
+                # to copy the rest.
                 yield LineBlock(segment, data, size, first=partial(numbers.at, offset))
                 offset, length = offset + size, block_bytes
             else:
@@ -218,6 +234,8 @@ def _decompressed_blocks(form: Form, segment: Segment, block_bytes: int) -> Iter
 
 def _row_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
     row = first_line(segment)
-    for column in local_files.read_column(segment.path, segment.key, segment.start, segment.stop, block_bytes):
+    for column in local_files.read_column(
+        segment.path, segment.key, segment.start, segment.stop, block_bytes
+    ):
         yield RowBlock(segment, column, row)
         row += len(column)

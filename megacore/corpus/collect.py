@@ -1,8 +1,8 @@
 """The first stage: a source becomes a corpus directory.
 
-A corpus directory holds either `corpus.jsonl`, one {"text", "source"} object per line in a stable order, or
-`sources.json`, which names files that stay where they are (JSON Lines, parquet, or a pair of token files) or that were
-downloaded into the directory itself.
+A corpus directory holds either `corpus.jsonl`, one {"text", "source"} object per line in a stable
+order, or `sources.json`, which names files that stay where they are (JSON Lines, parquet, or a pair
+of token files) or that were downloaded into the directory itself.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,10 @@ VERSION = 1
 
 
 def fingerprint(source: Source) -> dict[str, Any]:
-    """The identity of a source's content as JSON, for the stage's key. Raises DataFormatError when it is missing."""
+    """The identity of a source's content as JSON, for the stage's key.
+
+    Raises DataFormatError when it is missing.
+    """
     match source:
         case SourceTreeSource():
             return source_tree.fingerprint(source)
@@ -42,23 +45,31 @@ def fingerprint(source: Source) -> dict[str, Any]:
             return local_files.prefix_fingerprint(source)
 
 
-def collect(source: Source, directory: Path, *, cache_directory: Path | None = None) -> dict[str, int]:
-    """Fill the empty `directory` with the corpus; returns counts: documents, files, skipped_files, bytes.
+def collect(
+    source: Source, directory: Path, *, cache_directory: Path | None = None
+) -> dict[str, int]:
+    """Fill the empty `directory` with the corpus.
 
-    Downloads are cached in `cache_directory` (default: `.huggingface` for the hub and `.downloads` for web servers,
-    beside `directory`), which outlives a failed attempt. Raises DataFormatError for a source that is missing, empty or
-    malformed, DownloadError when a server cannot be reached, WorkspaceError.
+    Returns counts: documents, files, skipped_files, bytes.
+
+    Downloads are cached in `cache_directory` (default: `.huggingface` for the hub and `.downloads`
+    for web servers, beside `directory`), which outlives a failed attempt. Raises DataFormatError
+    for a source that is missing, empty or malformed, DownloadError when a server cannot be reached,
+    WorkspaceError.
     """
     counts = _collector(source, cache_directory, directory.parent)(directory)
     if not counts["documents"]:
         raise DataFormatError(
             f"the corpus is empty: {_describe(source)} has no document "
-            f"({counts['files']} files, {counts['skipped_files']} of them skipped): point data.source at text"
+            f"({counts['files']} files, {counts['skipped_files']} of them skipped): point "
+            "data.source at text"
         )
     return counts
 
 
-def _collector(source: Source, cache_directory: Path | None, beside: Path) -> Callable[[Path], dict[str, int]]:
+def _collector(
+    source: Source, cache_directory: Path | None, beside: Path
+) -> Callable[[Path], dict[str, int]]:
     match source:
         case SourceTreeSource():
             return lambda directory: source_tree.collect(source, directory)

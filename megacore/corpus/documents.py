@@ -33,7 +33,9 @@ class CorpusWriter:
         try:
             line = orjson.dumps({"text": text, "source": source}, option=orjson.OPT_APPEND_NEWLINE)
         except orjson.JSONEncodeError as error:
-            raise DataFormatError(f"{source} holds text that is not Unicode ({error}): remove it") from error
+            raise DataFormatError(
+                f"{source} holds text that is not Unicode ({error}): remove it"
+            ) from error
         with workspace_errors(self._path):
             self._file.write(line)
         self.documents += 1
@@ -42,7 +44,10 @@ class CorpusWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with workspace_errors(self._path):
             self._file.close()
@@ -57,7 +62,8 @@ class SourceFile:
     size: int
     """Bytes."""
     mtime_ns: int | None
-    """Modification time: a file that was touched since is refused. None in the corpus itself, where size is enough."""
+    """Modification time: a file that was touched since is refused. None in the corpus itself, where
+    size is enough."""
 
     @classmethod
     def of(cls, path: Path) -> "SourceFile":
@@ -65,7 +71,9 @@ class SourceFile:
         try:
             status = path.stat()
         except OSError as error:
-            raise DataFormatError(f"{path} cannot be read: {error.strerror}: check data.source") from error
+            raise DataFormatError(
+                f"{path} cannot be read: {error.strerror}: check data.source"
+            ) from error
         if not path.is_file():
             raise DataFormatError(f"{path} is not a file: check data.source")
         return cls(str(path.absolute()), status.st_size, status.st_mtime_ns)
@@ -74,7 +82,9 @@ class SourceFile:
         """Raise DataFormatError when the file is not what was collected."""
         now = SourceFile.of(Path(self.path))
         if now.size != self.size or self.mtime_ns not in (None, now.mtime_ns):
-            raise DataFormatError(f"{self.path} has changed since it was collected: run the collect stage again")
+            raise DataFormatError(
+                f"{self.path} has changed since it was collected: run the collect stage again"
+            )
 
 
 def write_sources(directory: Path, kind: str, files: Sequence[SourceFile], **facts: Any) -> None:
@@ -87,7 +97,9 @@ def write_sources(directory: Path, kind: str, files: Sequence[SourceFile], **fac
 
 
 def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | None:
-    """What `sources.json` says, its files checked to be unchanged; None for a corpus with text of its own.
+    """What `sources.json` says, its files checked to be unchanged.
+
+    None for a corpus with text of its own.
 
     All paths are absolute, that of a prefix too. Raises DataFormatError.
     """
@@ -96,13 +108,18 @@ def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | N
         return None
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        files = [SourceFile(**{**entry, "path": _below(directory, entry["path"])}) for entry in facts["files"]]
+        files = [
+            SourceFile(**{**entry, "path": _below(directory, entry["path"])})
+            for entry in facts["files"]
+        ]
         if facts["kind"] == "prefix":
             facts["prefix"] = _below(directory, facts["prefix"])
         elif not isinstance(facts["key"], str):
             raise TypeError(f"its key is {facts['key']!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataFormatError(f"{path} is damaged ({error}): run the collect stage again") from error
+        raise DataFormatError(
+            f"{path} is damaged ({error}): run the collect stage again"
+        ) from error
     for file in files:
         file.check_unchanged()
     return facts, files
@@ -123,18 +140,25 @@ def parse_document(line: bytes, key: str, where: str) -> str:
         what = f"not JSON ({error})" if line.strip() else "blank"
         raise DataFormatError(f"{where} is {what}: repair or remove the line") from error
     if not isinstance(value, dict):
-        raise DataFormatError(f"{where} holds a JSON {type(value).__name__}, not an object with the key {key!r}")
+        raise DataFormatError(
+            f"{where} holds a JSON {type(value).__name__}, not an object with the key {key!r}"
+        )
     text = value.get(key)
     if isinstance(text, str):
         return text
     if key not in value:
         others = ", ".join(sorted(value)[:_SHOWN_KEYS]) or "nothing"
         raise DataFormatError(f"{where} has no key {key!r}, only {others}: set data.source.key")
-    raise DataFormatError(f"{where} has a {type(text).__name__} under {key!r} instead of a string: repair the line")
+    raise DataFormatError(
+        f"{where} has a {type(text).__name__} under {key!r} instead of a string: repair the line"
+    )
 
 
 def _lenient_text(line: bytes, key: str) -> str | None:
-    """The text of a line that is no strict JSON elsewhere, as Python's json writes NaN or half a surrogate pair."""
+    """The text of a line that is no strict JSON elsewhere.
+
+    Python's json writes NaN or half a surrogate pair.
+    """
     try:
         value = json.loads(line.decode("utf-8"))
         text = value.get(key) if isinstance(value, dict) else None

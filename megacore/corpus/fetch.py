@@ -1,8 +1,10 @@
-"""One file from a web server into a directory that survives a failed attempt: what is there is not fetched again.
+"""One file from a web server into a directory that survives a failed attempt.
 
-NAME.part grows while it comes and NAME.part.json says which version of the file it is; NAME and NAME.json are there
-when it is whole. A download goes on where it broke off as long as the server says that it still has that version
-(RFC 9110, sections 13.1.5 and 14).
+What is there is not fetched again.
+
+NAME.part grows while it comes and NAME.part.json says which version of the file it is; NAME and
+NAME.json are there when it is whole. A download goes on where it broke off as long as the server
+says that it still has that version (RFC 9110, sections 13.1.5 and 14).
 
 How far a download is: a bar on a terminal, now and then a line of the log elsewhere.
 """
@@ -50,7 +52,14 @@ def download_progress(name: str) -> Iterator[Report]:
 @contextmanager
 def _bar(name: str, console: object) -> Iterator[Report]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     assert isinstance(console, Console)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -78,7 +87,8 @@ def _log(name: str) -> Iterator[Report]:
 
 _CHUNK = 1 << 20
 _PROGRESS_BYTES = 1 << 20
-"""An attempt that brought this much does not count as failed: a long download may break off many times."""
+"""An attempt that brought this much does not count as failed: a long download may break off many
+times."""
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Status codes after which the same request may succeed."""
 
@@ -125,7 +135,7 @@ class Version:
 
     @property
     def validator(self) -> str | None:
-        """What proves that a rest belongs to the same content: a strong ETag, else the time of modification."""
+        """What proves that a rest is of the same content: a strong ETag, else its time."""
         return self.etag if self.etag and not self.etag.startswith("W/") else self.last_modified
 
 
@@ -140,9 +150,10 @@ class _BrokenOffError(Exception):
 def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIENCE) -> Version:
     """Have the content of `url` in `target`; its version is returned.
 
-    A file that is there already is taken when it has the `sha256`, or when none is given and the server says that it
-    is still the same. Raises DataFormatError for an address that does not answer with a file, or with one that has
-    another digest (it is removed); DownloadError when the connection is lost again and again; WorkspaceError.
+    A file that is there already is taken when it has the `sha256`, or when none is given and the
+    server says that it is still the same. Raises DataFormatError for an address that does not
+    answer with a file, or with one that has another digest (it is removed); DownloadError when the
+    connection is lost again and again; WorkspaceError.
     """
     with workspace_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,8 +167,8 @@ def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIE
             if sha256 is not None and version.sha256 != sha256:
                 forget(target)
                 raise DataFormatError(
-                    f"{shown(url)} has the sha256 {version.sha256}, not {sha256} as data.source says: the file has "
-                    "changed or was damaged on its way; it was removed"
+                    f"{shown(url)} has the sha256 {version.sha256}, not {sha256} as data.source "
+                    "says: the file has changed or was damaged on its way; it was removed"
                 )
             return version
 
@@ -184,10 +195,13 @@ def _client(url: str, patience: Patience) -> "httpx.Client":
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise DataFormatError(f"{shown(url)} is no address ({_sentence(error)}): check data.source") from error
+        raise DataFormatError(
+            f"{shown(url)} is no address ({_sentence(error)}): check data.source"
+        ) from error
     for name in ("httpx", "httpcore"):  # they log the address of every request, its tokens with it
         redact_log(logging.getLogger(name))
-    # Apart from the address, which is logged with every request; not sent to another host after a redirection.
+    # Apart from the address, which is logged with every request; not sent to another host after a
+    # redirection.
     auth = (address.username, address.password) if address.userinfo else None
     return httpx.Client(timeout=timeout, follow_redirects=True, auth=auth)
 
@@ -208,7 +222,9 @@ def _version_there(url: str, target: Path) -> Version | None:
 class _Download:
     """The attempts at one file, each of which goes on where the one before broke off."""
 
-    def __init__(self, client: "httpx.Client", url: str, target: Path, there: Version | None, report: Report) -> None:
+    def __init__(
+        self, client: "httpx.Client", url: str, target: Path, there: Version | None, report: Report
+    ) -> None:
         self._client = client
         self._address, self._url = _without_user(url), shown(url)
         self._target = target
@@ -235,7 +251,8 @@ class _Download:
                     f"{self._url} cannot be downloaded: {_sentence(error)}: check data.source"
                 ) from error
             except (httpx.TransportError, _BrokenOffError) as error:
-                # More than ever was there, or a server that begins anew each time would be asked for ever.
+                # More than ever was there, or a server that begins anew each time would be asked
+                # for ever.
                 failures = 0 if self._size - most >= _PROGRESS_BYTES else failures + 1
                 most = max(most, self._size)
                 if failures >= patience.attempts:
@@ -244,10 +261,14 @@ class _Download:
                 time.sleep(max(wait, patience.backoff * 2 ** max(0, failures - 1)))
 
     def _given_up(self, failures: int, error: Exception) -> str:
-        kept = f"; {self._size} bytes are there and will not be fetched again" if self._version.validator else ""
+        kept = (
+            f"; {self._size} bytes are there and will not be fetched again"
+            if self._version.validator
+            else ""
+        )
         return (
-            f"the download of {self._url} failed {failures} times in a row ({_sentence(error)}){kept}: check "
-            "the network and start again"
+            f"the download of {self._url} failed {failures} times in a row "
+            f"({_sentence(error)}){kept}: check the network and start again"
         )
 
     def _attempt(self) -> Version:
@@ -285,7 +306,8 @@ class _Download:
             raise _BrokenOffError("the server's file is another one than before")
         if status != 200:
             raise DataFormatError(
-                f"{self._url} answered {status} {response.reason_phrase} instead of a file: check data.source"
+                f"{self._url} answered {status} {response.reason_phrase} instead of a file: check "
+                "data.source"
             )
         self._restart(_version_of(response, self._url))
 
@@ -320,8 +342,8 @@ class _Download:
         free = shutil.disk_usage(self._part.parent).free
         if missing > free:
             raise WorkspaceError(
-                f"cannot write {self._part}: {missing} bytes are to come and {free} are free: free some space or set "
-                "another workspace"
+                f"cannot write {self._part}: {missing} bytes are to come and {free} are free: free "
+                "some space or set another workspace"
             )
 
     def _finish(self) -> Version:
@@ -346,7 +368,10 @@ class _Download:
             self._restart()
 
     def _restart(self, version: Version | None = None) -> None:
-        """Start without a part; what is said of it goes first, for it must never be said of other bytes."""
+        """Start without a part.
+
+        What is said of it goes first, for it must never be said of other bytes.
+        """
         with workspace_errors(self._part):
             self._about_part.unlink(missing_ok=True)
             self._part.unlink(missing_ok=True)
@@ -359,7 +384,12 @@ class _Download:
 def _version_of(response: "httpx.Response", url: str) -> Version:
     headers: Any = response.headers
     length = headers.get("content-length", "")
-    return Version(url, headers.get("etag"), headers.get("last-modified"), int(length) if length.isdecimal() else None)
+    return Version(
+        url,
+        headers.get("etag"),
+        headers.get("last-modified"),
+        int(length) if length.isdecimal() else None,
+    )
 
 
 def _sentence(error: BaseException) -> str:

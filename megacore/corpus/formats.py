@@ -1,4 +1,4 @@
-"""The forms of a file of documents, told from its first bytes, and the decompression of those that need it."""
+"""The forms of a file of documents, told from its first bytes, and their decompression."""
 
 import zlib
 from collections.abc import Iterator
@@ -18,26 +18,36 @@ _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
 """Decompressed bytes that are handed on at a time."""
 _ZSTD_READ_BYTES = 1 << 12
-"""The library knows no limit of its output: little input keeps it small for text that repeats itself."""
+"""The library knows no limit of its output: little input keeps it small for text that repeats
+itself."""
 _ZSTD_MAX_WINDOW = 1 << 31
 """As `zstd --long=31` needs it."""
 
 
 def form_of(path: str | Path) -> Form:
-    """What `path` holds, whatever its name. Raises DataFormatError when its name promises something else."""
+    """What `path` holds, whatever its name.
+
+    Raises DataFormatError when its name promises something else.
+    """
     path = Path(path)
     with open_file(path) as file:
         form = _form(file.read(4))
     promised = SUFFIXES.get(path.suffix)
     if promised is not None and form != promised:
-        raise DataFormatError(f"{path} does not begin as a {promised} file does: it is damaged or misnamed")
+        raise DataFormatError(
+            f"{path} does not begin as a {promised} file does: it is damaged or misnamed"
+        )
     if form == "plain" and path.suffix in _FOREIGN:
-        raise DataFormatError(f"{path} is compressed in a way that is not read: repack it as .gz or .zst")
+        raise DataFormatError(
+            f"{path} is compressed in a way that is not read: repack it as .gz or .zst"
+        )
     return form
 
 
 def decompress(path: str | Path, form: Form) -> Iterator[bytes]:
-    """The content of a gzip or zstd file in pieces of at most 1 MiB; several frames in a file follow each other.
+    """The content of a gzip or zstd file in pieces of at most 1 MiB.
+
+    Several frames in a file follow each other.
 
     Raises DataFormatError for a file that is damaged or ends too early.
     """
@@ -47,15 +57,19 @@ def decompress(path: str | Path, form: Form) -> Iterator[bytes]:
         with open_file(path) as file:
             yield from _gunzip(file) if form == "gzip" else _unzstd(file)
     except EOFError as error:
-        raise DataFormatError(f"{path} ends in the middle of its {form} data: fetch the whole file again") from error
+        raise DataFormatError(
+            f"{path} ends in the middle of its {form} data: fetch the whole file again"
+        ) from error
     except (zlib.error, zstandard.ZstdError) as error:
-        raise DataFormatError(f"{path} holds damaged {form} data ({error}): fetch the file again") from error
+        raise DataFormatError(
+            f"{path} holds damaged {form} data ({error}): fetch the file again"
+        ) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
 
 def pieces(path: str | Path, form: Form) -> Iterator[bytes]:
-    """The lines of a JSON Lines file of any form in pieces of at most 1 MiB, without a byte order mark.
+    """The lines of a JSON Lines file in pieces of at most 1 MiB, without a byte order mark.
 
     Raises DataFormatError.
     """
@@ -109,7 +123,8 @@ def _gunzip(file: BinaryIO) -> Iterator[bytes]:
                 raise EOFError
             yield member.decompress(data, _PIECE_BYTES)
             data = member.unconsumed_tail
-        # Zeros may fill up the last block of a medium (RFC 1952 leaves it to the reader; gzip ignores them).
+        # Zeros may fill up the last block of a medium (RFC 1952 leaves it to the reader; gzip
+        # ignores them).
         data = member.unused_data.lstrip(b"\0")
         while not data and (read := file.read(_READ_BYTES)):
             data = read.lstrip(b"\0")

@@ -16,9 +16,12 @@ from megacore.errors import DataFormatError, DownloadError
 
 
 def fingerprint(source: HubSource) -> dict[str, Any]:
-    """Return name, configuration, split, revision and column; of a local directory also its files' sizes and times.
+    """Return what decides the documents: name, configuration, split, revision and column.
 
-    Without a revision the hub's content may move under the same name: pin a commit where that matters.
+    Of a local directory it includes the sizes and times of its files.
+
+    Without a revision the hub's content may move under the same name: pin a commit where that
+    matters.
     """
     if not Path(source.dataset).is_dir():
         return key_parameters(source, "collect")
@@ -28,12 +31,16 @@ def fingerprint(source: HubSource) -> dict[str, Any]:
 
 
 def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, int]:
-    """Write every row's text as a document, in the data set's order; memory does not grow with its size.
+    """Write every row's text as a document, in the data set's order.
 
-    The count of files is 0: rows are read, whatever files they come from. Unless they are streamed, all files are
-    downloaded into `cache_directory` before, where an attempt that broke off left what it had.
+    Memory does not grow with its size.
 
-    Raises DataFormatError for a data set, split or column that does not exist, DownloadError for a lost connection.
+    The count of files is 0: rows are read, whatever files they come from. Unless they are streamed,
+    all files are downloaded into `cache_directory` before, where an attempt that broke off left
+    what it had.
+
+    Raises DataFormatError for a data set, split or column that does not exist, DownloadError for a
+    lost connection.
     """
     size = 0
     with CorpusWriter(directory) as writer:
@@ -50,12 +57,21 @@ def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
         for number, row in enumerate(rows):
             yield _text(source, row, number)
     except broken as error:
-        raise DownloadError(f"reading {_name(source)} broke off: {first_sentence(error)}: try again") from error
+        raise DownloadError(
+            f"reading {_name(source)} broke off: {first_sentence(error)}: try again"
+        ) from error
 
 
 def broken_connections() -> tuple[type[Exception], ...]:
-    """What a lost connection raises; the hub's HTTP client has errors of its own that are no OSError."""
-    clients = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
+    """What a lost connection raises.
+
+    The hub's HTTP client has errors of its own that are no OSError.
+    """
+    clients = [
+        importlib.import_module(name)
+        for name in ("httpx", "httpx2")
+        if importlib.util.find_spec(name)
+    ]
     return ConnectionError, TimeoutError, *(client.TransportError for client in clients)
 
 
@@ -72,16 +88,21 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
             streaming=source.streaming,
             cache_dir=str(cache_directory / "datasets"),
         )
-        # Of rows on the disk only what is asked for is decoded; a wrong key is refused at the first of them.
-        return rows.select_columns([source.key]) if not source.streaming and source.key in rows.column_names else rows
+        # Of rows on the disk only what is asked for is decoded; a wrong key is refused at the first
+        # of them.
+        return (
+            rows.select_columns([source.key])
+            if not source.streaming and source.key in rows.column_names
+            else rows
+        )
 
 
 @contextmanager
 def loading(name: str, cache_directory: Path) -> Iterator[None]:
-    """Load a data set, which errors call `name`, with all that is downloaded for it in `cache_directory`.
+    """Load a data set, which errors call `name`, downloading into `cache_directory`.
 
-    Raises DataFormatError for a data set that does not exist or is damaged, DownloadError for a lost connection,
-    WorkspaceError for a full disk.
+    Raises DataFormatError for a data set that does not exist or is damaged, DownloadError for a
+    lost connection, WorkspaceError for a full disk.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
@@ -92,19 +113,22 @@ def loading(name: str, cache_directory: Path) -> Iterator[None]:
             yield
     except lost as error:
         raise DownloadError(
-            f"{name} cannot be loaded: {first_sentence(error)}: check the network, or give a local directory of "
-            "parquet files as data.source.dataset"
+            f"{name} cannot be loaded: {first_sentence(error)}: check the network, or give a local "
+            "directory of parquet files as data.source.dataset"
         ) from error
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise DataFormatError(
-            f"{name} cannot be loaded: {first_sentence(error)}: check data.source (data sets that need a script are "
-            "not supported)"
+            f"{name} cannot be loaded: {first_sentence(error)}: check data.source (data sets that "
+            "need a script are not supported)"
         ) from error
 
 
 @contextmanager
 def _hub_cache(directory: Path) -> Iterator[None]:
-    """Where the hub's client keeps a data set's card: `load_dataset` does not hand its cache_dir on for it."""
+    """Where the hub's client keeps a data set's card.
+
+    `load_dataset` does not hand its cache_dir on for it.
+    """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_CACHE
@@ -117,13 +141,17 @@ def _hub_cache(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Raise WorkspaceError for a disk that takes no more, which `datasets` hides in an error of its own."""
+    """Raise WorkspaceError for a full disk, which `datasets` hides in an error of its own."""
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            if isinstance(cause, OSError) and cause.errno in (
+                errno.ENOSPC,
+                errno.EDQUOT,
+                errno.EROFS,
+            ):
                 with workspace_errors(directory):
                     raise cause from error
             cause = cause.__cause__ or cause.__context__
@@ -136,10 +164,12 @@ def _text(source: HubSource, row: dict[str, Any], number: int) -> str:
         return text
     if source.key not in row:
         raise DataFormatError(
-            f"{_name(source)} has no column {source.key!r}, only {', '.join(sorted(row))}: set data.source.key"
+            f"{_name(source)} has no column {source.key!r}, only {', '.join(sorted(row))}: set "
+            "data.source.key"
         )
     raise DataFormatError(
-        f"row {number} of {_name(source)} has a {type(text).__name__} in column {source.key!r} instead of text"
+        f"row {number} of {_name(source)} has a {type(text).__name__} in column {source.key!r} "
+        "instead of text"
     )
 
 

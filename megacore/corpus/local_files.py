@@ -2,7 +2,8 @@
 
 Local parquet files, a document per row: nothing is copied, the corpus refers to them.
 
-Ready-made token files, as Megatron-LM's tools write them: nothing is copied, the corpus refers to them.
+Ready-made token files, as Megatron-LM's tools write them: nothing is copied, the corpus refers to
+them.
 """
 
 import glob
@@ -41,7 +42,9 @@ def check_column(path: str | Path, key: str) -> None:
         _check_column(path, file, key)
 
 
-def read_column(path: str | Path, key: str, start: int, stop: int | None, size: int) -> Iterator[Any]:
+def read_column(
+    path: str | Path, key: str, start: int, stop: int | None, size: int
+) -> Iterator[Any]:
     """The column `key` of the row groups start … stop-1 as arrow arrays of about `size` bytes.
 
     Memory is that of an array and of a page of the file. Raises DataFormatError.
@@ -51,12 +54,15 @@ def read_column(path: str | Path, key: str, start: int, stop: int | None, size: 
     with _open(path) as file:
         _check_column(path, file, key)
         for group in range(start, file.num_row_groups if stop is None else stop):
-            # Few rows at a time: what they take is known for a group only, and not where values are repeated.
+            # Few rows at a time: what they take is known for a group only, and not where values are
+            # repeated.
             rows = file.metadata.row_group(group).num_rows
             batch = max(1, min(_BATCH_ROWS, size * rows // max(1, _group_bytes(file, group, key))))
             chunks: list[Any] = []
             taken = 0
-            for table in file.iter_batches(batch, row_groups=[group], columns=[key], use_threads=False):
+            for table in file.iter_batches(
+                batch, row_groups=[group], columns=[key], use_threads=False
+            ):
                 chunks.append(table.column(0))
                 taken += chunks[-1].nbytes
                 if taken >= size:
@@ -95,12 +101,16 @@ def _check_column(path: str | Path, file: Any, key: str) -> None:
 
     schema = file.schema_arrow
     if key not in schema.names:
-        raise DataFormatError(f"{path} has no column {key!r}, only {', '.join(schema.names)}: set data.source.key")
+        raise DataFormatError(
+            f"{path} has no column {key!r}, only {', '.join(schema.names)}: set data.source.key"
+        )
     kind = schema.field(key).type
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise DataFormatError(f"{path} has {kind} in column {key!r} instead of text: set data.source.key")
+        raise DataFormatError(
+            f"{path} has {kind} in column {key!r} instead of text: set data.source.key"
+        )
 
 
 def _group_bytes(file: Any, group: int, key: str) -> int:
@@ -118,14 +128,16 @@ def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
 def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, int]:
     """Write `sources.json`; lines and rows are counted here and parsed when they are tokenized.
 
-    Compressed files are decompressed once for that. Raises DataFormatError for a damaged one, and for parquet without
-    the column.
+    Compressed files are decompressed once for that. Raises DataFormatError for a damaged one, and
+    for parquet without the column.
     """
     files = list_files(source)
     for file in files:
         if (form_of(file.path) == "parquet") != (source.kind == "parquet"):
             other = "jsonl" if source.kind == "parquet" else "parquet"
-            raise DataFormatError(f"{file.path} is no {source.kind} file: give it to a source of kind {other}")
+            raise DataFormatError(
+                f"{file.path} is no {source.kind} file: give it to a source of kind {other}"
+            )
     documents = sum(count_documents(file.path, source.key) for file in files)
     write_sources(directory, source.kind, files, key=source.key)
     size = sum(file.size for file in files)
@@ -133,7 +145,10 @@ def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, i
 
 
 def count_documents(path: str | Path, key: str) -> int:
-    """How many lines or rows a file has; the last line needs no newline. Raises DataFormatError for a damaged file."""
+    """How many lines or rows a file has; the last line needs no newline.
+
+    Raises DataFormatError for a damaged file.
+    """
     form = form_of(path)
     if form == "parquet":
         check_column(path, key)
@@ -146,7 +161,10 @@ def count_documents(path: str | Path, key: str) -> int:
 
 
 def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
-    """Every file that the paths and globs name, the matches of a glob sorted. Raises DataFormatError."""
+    """Every file that the paths and globs name, the matches of a glob sorted.
+
+    Raises DataFormatError.
+    """
     return [SourceFile.of(path) for pattern in source.files for path in _expand(pattern)]
 
 
@@ -160,9 +178,11 @@ def _expand(pattern: str) -> list[Path]:
 
 
 def prefix_fingerprint(source: PrefixSource) -> dict[str, Any]:
-    """Return absolute paths, sizes and modification times of both files, and the sha256 of the index."""
+    """Return paths, sizes and modification times of both files, and the sha256 of the index."""
     files = [[file.path, file.size, file.mtime_ns] for file in _files(source)]
-    return key_parameters(source, "collect", {"files": files, "idx_sha256": file_digest(idx_path(source.prefix))})
+    return key_parameters(
+        source, "collect", {"files": files, "idx_sha256": file_digest(idx_path(source.prefix))}
+    )
 
 
 def collect_prefix(source: PrefixSource, directory: Path) -> dict[str, int]:

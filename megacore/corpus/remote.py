@@ -1,4 +1,7 @@
-"""Files on web servers: downloaded into the corpus itself, which reads them as it reads local files."""
+"""Files on web servers.
+
+Downloaded into the corpus itself, which reads them as it reads local files.
+"""
 
 import hashlib
 import os
@@ -44,7 +47,8 @@ class _Planned:
 def fingerprint(source: HttpSource) -> dict[str, Any]:
     """Return addresses, without a password or a token, and digests in order, and the key.
 
-    Without a digest the content may change under the same address. Raises DataFormatError for names of no known form.
+    Without a digest the content may change under the same address. Raises DataFormatError for names
+    of no known form.
     """
     _plan(source)
     files = [[address_identity(remote.url), remote.sha256] for remote in source.files]
@@ -52,18 +56,25 @@ def fingerprint(source: HttpSource) -> dict[str, Any]:
 
 
 def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[str, int]:
-    """Download every file, check and count its documents, link it into `directory` and write `sources.json`.
+    """Download and check every file, link it into `directory` and write `sources.json`.
 
-    What has come stays in `cache_directory`, so that neither a failed attempt nor another key fetches it again.
-    Raises DataFormatError, DownloadError, WorkspaceError.
+    The documents of each are counted.
+
+    What has come stays in `cache_directory`, so that neither a failed attempt nor another key
+    fetches it again. Raises DataFormatError, DownloadError, WorkspaceError.
     """
     planned = _plan(source)
-    versions = [fetch(plan.remote.url, plan.remote.sha256, plan.in_cache(cache_directory)) for plan in planned]
+    versions = [
+        fetch(plan.remote.url, plan.remote.sha256, plan.in_cache(cache_directory))
+        for plan in planned
+    ]
     downloads = [{"url": shown(version.url), "sha256": version.sha256} for version in versions]
     with workspace_errors(directory):
         for plan in planned:
             _link(plan.in_cache(cache_directory), directory / plan.name)
-    files = [SourceFile(plan.name, (directory / plan.name).stat().st_size, None) for plan in planned]
+    files = [
+        SourceFile(plan.name, (directory / plan.name).stat().st_size, None) for plan in planned
+    ]
     try:
         if planned[0].name.endswith(TOKEN_SUFFIXES):
             prefix = PurePosixPath(planned[0].name).stem
@@ -95,18 +106,22 @@ def _plan(source: HttpSource) -> list[_Planned]:
     names = [_name_of(remote.url) for remote in source.files]
     suffixes = [_suffix_of(name) for name in names]
     if set(suffixes).isdisjoint(TOKEN_SUFFIXES):
-        # Numbered: files of different folders may have the same name, and the order is that of the documents.
+        # Numbered: files of different folders may have the same name, and the order is that of the
+        # documents.
         return [
             _Planned(remote, f"{number:05}-{name}")
             for number, (remote, name) in enumerate(zip(source.files, names, strict=True))
         ]
     if sorted(suffixes) != sorted(TOKEN_SUFFIXES):
         raise DataFormatError(
-            f"data.source.files names {', '.join(names)}: token files come as one pair .bin and .idx and with nothing "
-            "else: give others to a source of their own"
+            f"data.source.files names {', '.join(names)}: token files come as one pair .bin and "
+            ".idx and with nothing else: give others to a source of their own"
         )
     stem = PurePosixPath(names[suffixes.index(".bin")]).stem
-    pair = [_Planned(remote, stem + suffix) for remote, suffix in zip(source.files, suffixes, strict=True)]
+    pair = [
+        _Planned(remote, stem + suffix)
+        for remote, suffix in zip(source.files, suffixes, strict=True)
+    ]
     return sorted(pair, key=lambda plan: plan.name)
 
 
@@ -114,7 +129,9 @@ def _name_of(url: str) -> str:
     try:
         path = urlsplit(url).path
     except ValueError as error:
-        raise DataFormatError(f"{shown(url)} is no address ({error}): check data.source.files") from error
+        raise DataFormatError(
+            f"{shown(url)} is no address ({error}): check data.source.files"
+        ) from error
     # The end of a long name: what is put before and after it must fit into a file's name, too.
     return PurePosixPath(unquote(path)).name[-_NAME_LENGTH:]
 
@@ -124,8 +141,8 @@ def _suffix_of(name: str) -> str:
         if name.endswith(suffix) and name.isprintable():
             return suffix
     raise DataFormatError(
-        f"data.source.files names {name or 'no file'}, whose form is unknown: its address must end in one of "
-        f"{', '.join((*TEXT_SUFFIXES, *TOKEN_SUFFIXES))}"
+        f"data.source.files names {name or 'no file'}, whose form is unknown: its address must end "
+        f"in one of {', '.join((*TEXT_SUFFIXES, *TOKEN_SUFFIXES))}"
     )
 
 

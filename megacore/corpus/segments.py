@@ -22,7 +22,8 @@ class Segment:
     key: str
     """The field or column with the text."""
     start: int = 0
-    """Where it begins: the byte at which a line starts, or the row group; 0 in a compressed file."""
+    """Where it begins: the byte at which a line starts, or the row group; 0 in a compressed
+    file."""
     stop: int | None = None
     """Where it ends (exclusive); None is the end of the file."""
 
@@ -38,22 +39,28 @@ def segments(directory: Path) -> list[Segment]:
     facts, files = found
     if facts["kind"] == "prefix":
         raise DataFormatError(
-            f"{directory} refers to ready-made tokens and has no text: give data.tokenizer a tokenizer that exists "
-            "(gpt2-bpe or hf), since none can be trained on them"
+            f"{directory} refers to ready-made tokens and has no text: give data.tokenizer a "
+            "tokenizer that exists (gpt2-bpe or hf), since none can be trained on them"
         )
     return [Segment(file.path, facts["key"]) for file in files]
 
 
 def jsonl_segments(paths: Sequence[str | Path], key: str) -> list[Segment]:
-    """The given files, whole: JSON Lines, plain or compressed, or parquet. Raises DataFormatError."""
+    """The given files, whole: JSON Lines, plain or compressed, or parquet.
+
+    Raises DataFormatError.
+    """
     return [Segment(SourceFile.of(Path(path)).path, key) for path in paths]
 
 
 def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
-    """Shards of at least `size` bytes each but the last, in order: together they are the given segments.
+    """Shards of at least `size` bytes each but the last, in order.
 
-    JSON Lines are cut at the first line after `size` bytes, parquet after whole row groups (whose bytes are those of
-    the column with the text, uncompressed). A compressed file is never cut: its size is what it takes on the disk.
+    Together they are the given segments.
+
+    JSON Lines are cut at the first line after `size` bytes, parquet after whole row groups (whose
+    bytes are those of the column with the text, uncompressed). A compressed file is never cut: its
+    size is what it takes on the disk.
     """
     shards: list[tuple[Segment, ...]] = []
     shard: list[Segment] = []
@@ -69,7 +76,10 @@ def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
 
 
 def first_line(segment: Segment) -> int:
-    """The number of the segment's first line or row in its file, from 1; reads all that is before it."""
+    """The number of the segment's first line or row in its file, from 1.
+
+    Reads all that is before it.
+    """
     if not segment.start:
         return 1
     if form_of(segment.path) == "parquet":

@@ -25,9 +25,12 @@ def root_of(source: SourceTreeSource) -> Path:
 
 
 def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
-    """Return one sha256 over every (relative path, sha256 of content) in order, and their number."""
+    """Return the number of files, and one sha256 over every (relative path, sha256 of content)."""
     root = root_of(source)
-    entries = [[name, hashlib.sha256(_read(root / name)).hexdigest()] for name in list_files(root, source.pattern)]
+    entries = [
+        [name, hashlib.sha256(_read(root / name)).hexdigest()]
+        for name in list_files(root, source.pattern)
+    ]
     content = {"files": len(entries), "sha256": hashlib.sha256(canonical_json(entries)).hexdigest()}
     return key_parameters(source, "collect", content)
 
@@ -53,19 +56,23 @@ def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
 def list_files(root: Path, pattern: str) -> list[str]:
     """Paths relative to `root` of the regular files that match `pattern`, sorted.
 
-    A pattern without a slash is one for the file's name, anywhere. Else it is one for the relative path, in which `*`
-    stays within a folder and `**` is any number of folders.
+    A pattern without a slash is one for the file's name, anywhere. Else it is one for the relative
+    path, in which `*` stays within a folder and `**` is any number of folders.
 
     Raises DataFormatError when `root` is not a readable directory.
     """
     if not root.is_dir():
-        raise DataFormatError(f"data.source.path is {root}, which is not a directory: give one that holds text files")
+        raise DataFormatError(
+            f"data.source.path is {root}, which is not a directory: give one that holds text files"
+        )
     return sorted(_walk(root, pattern))
 
 
 def _walk(root: Path, pattern: str) -> Iterator[str]:
     def refuse(error: OSError) -> None:
-        raise DataFormatError(f"{error.filename} cannot be listed: {error.strerror}: make it readable") from error
+        raise DataFormatError(
+            f"{error.filename} cannot be listed: {error.strerror}: make it readable"
+        ) from error
 
     parts = tuple(pattern.split("/"))
     for folder, folders, names in os.walk(root, onerror=refuse):
@@ -89,7 +96,10 @@ def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether reading ends: not a pipe, a device or a dangling link; and whether its name is text."""
+    """Whether reading ends: not a pipe, a device or a dangling link.
+
+    And whether its name is text.
+    """
     try:
         path.name.encode("utf-8")
         return stat.S_ISREG(path.stat().st_mode)
@@ -101,4 +111,6 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataFormatError(f"{path} cannot be read: {error.strerror}: make it readable or move it away") from error
+        raise DataFormatError(
+            f"{path} cannot be read: {error.strerror}: make it readable or move it away"
+        ) from error

@@ -1,4 +1,5 @@
-// Arrays of files as C++ reads them: integers of several types, not always aligned; and tokens widened to 64 bits.
+// Arrays of files as C++ reads them: integers of several types, not always aligned; and tokens
+// widened to 64 bits.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -34,7 +35,8 @@ class Integers {
         const auto width = values_.itemsize();
         const bool known = (kind == 'i' || kind == 'u') && (width == 4 || width == 8);
         if (!known || !(values_.flags() & py::array::c_style)) {
-            throw std::invalid_argument("the maps must be C-contiguous arrays of i32, u32, i64 or u64");
+            throw std::invalid_argument(
+                "the maps must be C-contiguous arrays of i32, u32, i64 or u64");
         }
         type_ = width == 8 ? Type::i64 : kind == 'u' ? Type::u32 : Type::i32;
         width_ = width;

@@ -1,9 +1,11 @@
-// Which data set each sample of a blend comes from: the one with the largest weight x max(i, 1) - taken, the first of
-// equals, in double precision as written here (a fused multiply-add would decide otherwise).
+// Which data set each sample of a blend comes from: the one with the largest weight x max(i, 1) -
+// taken, the first of equals, in double precision as written here (a fused multiply-add would
+// decide otherwise).
 //
-// Each sample depends on the one before it, so a processor mostly waits. Therefore the samples are cut into segments
-// that are walked at the same time, from guessed counts; where a segment's end differs from the next one's guess, that
-// one is walked again from the true counts, until they agree with those of the guessed walk at one of its marks.
+// Each sample depends on the one before it, so a processor mostly waits. Therefore the samples are
+// cut into segments that are walked at the same time, from guessed counts; where a segment's end
+// differs from the next one's guess, that one is walked again from the true counts, until they
+// agree with those of the guessed walk at one of its marks.
 #pragma once
 
 #include <algorithm>
@@ -88,7 +90,8 @@ class Blend {
     // V vectors of counts of S segments that are walked at the same time.
     template <int V, int S>
     struct State {
-        alignas(64) double taken[S][V * kLanes];  // infinite where there is no data set, or nothing left of it
+        // infinite where there is no data set, or nothing left of it
+        alignas(64) double taken[S][V * kLanes];
         alignas(64) std::int64_t counts[S][V * kLanes];
         std::int64_t at[S];  // the next sample
     };
@@ -124,7 +127,8 @@ class Blend {
     template <int V, int S>
     void run_round(const double* weights, std::int64_t first) {
         State<V, S> state;
-        std::vector<std::vector<Counts>> marks(S);  // of each segment: the counts at its start, and at each mark
+        // of each segment: the counts at its start, and at each mark
+        std::vector<std::vector<Counts>> marks(S);
         for (int s = 0; s < S; ++s) {
             state.at[s] = first + s * kSegment;
             set(state, s, s == 0 ? taken_ : guess(state.at[s]));
@@ -138,7 +142,8 @@ class Blend {
         for (int s = 1; s < S; ++s) join<V>(weights, first + s * kSegment, marks[s]);
     }
 
-    // Walk a segment again from the true counts as far as they differ from those it was walked with.
+    // Walk a segment again from the true counts as far as they differ from those it was walked
+    // with.
     template <int V>
     void join(const double* weights, std::int64_t first, const std::vector<Counts>& marks) {
         State<V, 1> state;
@@ -153,7 +158,8 @@ class Blend {
         if (taken_ == marks[mark]) taken_ = marks.back();
     }
 
-    // Counts near those that sample i finds: they add up to i, and are in proportion to the weights.
+    // Counts near those that sample i finds: they add up to i, and are in proportion to the
+    // weights.
     Counts guess(std::int64_t i) const {
         const double x = static_cast<double>(i);
         Counts counts(taken_);
@@ -167,7 +173,8 @@ class Blend {
             std::size_t best = counts.size();
             double most = -std::numeric_limits<double>::infinity();
             for (std::size_t d = 0; d < counts.size(); ++d) {
-                const double error = static_cast<double>(step) * (weights_[d] * x - static_cast<double>(counts[d]));
+                const double error =
+                    static_cast<double>(step) * (weights_[d] * x - static_cast<double>(counts[d]));
                 if (error > most && !used_up(d)) {
                     most = error;
                     best = d;
@@ -195,8 +202,8 @@ class Blend {
 
     // kMark samples of each segment.
     template <int V, int S>
-    MEGACORE_AVX512 static void steps(const double* weights, State<V, S>& state, std::int16_t* dataset_index,
-                                      std::int64_t* sample_index) {
+    MEGACORE_AVX512 static void steps(const double* weights, State<V, S>& state,
+                                      std::int16_t* dataset_index, std::int64_t* sample_index) {
         const __m512d one = _mm512_set1_pd(1.0);
         __m512d weight[V];
         __m512d taken[S][V];
@@ -220,7 +227,9 @@ class Blend {
                 most = _mm512_max_pd(most, _mm512_permute_pd(most, 0x55));
                 std::uint64_t equal = 0;
                 for (int v = 0; v < V; ++v) {
-                    equal |= static_cast<std::uint64_t>(_mm512_cmp_pd_mask(error[v], most, _CMP_EQ_OQ)) << (v * kLanes);
+                    equal |=
+                        static_cast<std::uint64_t>(_mm512_cmp_pd_mask(error[v], most, _CMP_EQ_OQ))
+                        << (v * kLanes);
                 }
                 const std::uint64_t first = equal & (0U - equal);
                 for (int v = 0; v < V; ++v) {

@@ -9,10 +9,16 @@ _Result = TypeVar("_Result", covariant=True)
 
 # gather
 def pack_until_overflow_int32(
-    lengths: npt.NDArray[np.int32], document_index: npt.NDArray[np.int32], seq_length: int, extra: int
+    lengths: npt.NDArray[np.int32],
+    document_index: npt.NDArray[np.int32],
+    seq_length: int,
+    extra: int,
 ) -> npt.NDArray[np.int32]: ...
 def pack_until_overflow_int64(
-    lengths: npt.NDArray[np.int32], document_index: npt.NDArray[np.int32], seq_length: int, extra: int
+    lengths: npt.NDArray[np.int32],
+    document_index: npt.NDArray[np.int32],
+    seq_length: int,
+    extra: int,
 ) -> npt.NDArray[np.int64]: ...
 
 class Gatherer:
@@ -30,13 +36,18 @@ class Gatherer:
         short_last: bool,
     ) -> None: ...
     def gather(
-        self, indices: npt.NDArray[np.int64], out: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | None = None
+        self,
+        indices: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> int: ...
 
 # index_helpers
 class RandomState:
     def __init__(self, seed: int, portable: bool = False) -> None: ...
-    def shuffle(self, values: npt.NDArray[np.int32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]) -> None: ...
+    def shuffle(
+        self, values: npt.NDArray[np.int32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]
+    ) -> None: ...
 
 class _SampleIndex(Protocol[_Index]):
     def __call__(
@@ -104,7 +115,10 @@ class BertSampler:
         rules: MaskingRules,
     ) -> None: ...
     def gather(
-        self, indices: npt.NDArray[np.int64], out: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | None = None
+        self,
+        indices: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> int: ...
 
 class T5Sampler:
@@ -126,5 +140,8 @@ class T5Sampler:
         mean_length: float = 0.0,
     ) -> None: ...
     def gather(
-        self, indices: npt.NDArray[np.int64], out: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | None = None
+        self,
+        indices: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> int: ...

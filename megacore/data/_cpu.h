@@ -1,4 +1,5 @@
-// Which vector instructions may be used: compiled for all x86-64 machines, chosen when the program runs.
+// Which vector instructions may be used: compiled for all x86-64 machines, chosen when the program
+// runs.
 #pragma once
 
 #define MEGACORE_INLINE inline __attribute__((always_inline))

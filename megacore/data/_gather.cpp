@@ -1,5 +1,6 @@
-// Reading samples: the maps applied to the tokens, a whole micro batch at a time; and the packing of whole documents.
-// Every index that a file holds is checked before it is followed: damaged files end in an exception.
+// Reading samples: the maps applied to the tokens, a whole micro batch at a time; and the packing
+// of whole documents. Every index that a file holds is checked before it is followed: damaged files
+// end in an exception.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -31,7 +32,8 @@ using megacore::widen_of;
 constexpr std::int64_t kBlock = 32;             // rows whose places are looked up together
 constexpr std::int64_t kLookahead = 64;         // documents of a row that are looked up ahead
 constexpr std::int64_t kCacheLine = 64;
-constexpr std::int64_t kPrefetchBytes = 4096;   // how far the tokens are fetched ahead of being copied
+// how far the tokens are fetched ahead of being copied
+constexpr std::int64_t kPrefetchBytes = 4096;
 constexpr std::int64_t kChunkBytes = 1024;      // copied between two looks ahead
 
 // Tokens that lie together, and where they go.
@@ -44,11 +46,12 @@ struct Run {
 // The samples of one split of one pair of token files.
 class Gatherer {
   public:
-    // extra: 1 when a sample has a token beyond seq_length. whole_documents: samples end where documents do, are cut
-    // where they are too long and padded where they are too short; else only the last may be short, if short_last.
+    // extra: 1 when a sample has a token beyond seq_length. whole_documents: samples end where
+    // documents do, are cut where they are too long and padded where they are too short; else only
+    // the last may be short, if short_last.
     Gatherer(py::array tokens, const py::array& pointers, const py::array& document_index,
-             const py::array& sample_index, const py::array& shuffle_index, std::int64_t seq_length, std::int64_t extra,
-             bool whole_documents, bool short_last)
+             const py::array& sample_index, const py::array& shuffle_index, std::int64_t seq_length,
+             std::int64_t extra, bool whole_documents, bool short_last)
         : owner_(std::move(tokens)),
           widen_(widen_of(owner_)),
           tokens_(static_cast<const char*>(owner_.data())),
@@ -69,32 +72,38 @@ class Gatherer {
         if (owner_.ndim() != 1 || !(owner_.flags() & py::array::c_style)) {
             throw std::invalid_argument("tokens must be a contiguous one-dimensional array");
         }
-        if (starts_.size() != 2 * (order_.size() + 1)) throw std::invalid_argument("the maps differ in length");
+        if (starts_.size() != 2 * (order_.size() + 1))
+            throw std::invalid_argument("the maps differ in length");
     }
 
-    // Copies samples into rows of `out` [rows, seq_length + 1], by default into the first ones; -1 where a sample has
-    // no token. Returns -1, or the number of a sample (unshuffled) that the maps do not describe, and then `out` is
-    // of no use. Throws std::out_of_range with the index that is none.
+    // Copies samples into rows of `out` [rows, seq_length + 1], by default into the first ones; -1
+    // where a sample has no token. Returns -1, or the number of a sample (unshuffled) that the maps
+    // do not describe, and then `out` is of no use. Throws std::out_of_range with the index that is
+    // none.
     std::int64_t gather(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
                         const std::optional<Array<std::int64_t>>& rows) const {
         if (indices.ndim() != 1 || out.ndim() != 2 || out.shape(1) != columns_) {
-            throw std::invalid_argument("indices must be one-dimensional and out [rows, seq_length + 1]");
+            throw std::invalid_argument(
+                "indices must be one-dimensional and out [rows, seq_length + 1]");
         }
         const std::int64_t count = indices.size();
-        if (rows ? rows->size() != count : out.shape(0) < count) throw std::invalid_argument("rows do not fit indices");
+        if (rows ? rows->size() != count : out.shape(0) < count)
+            throw std::invalid_argument("rows do not fit indices");
         const std::int64_t* index = indices.data();
         const std::int64_t* row = rows ? rows->data() : nullptr;
         for (std::int64_t i = 0; i < count; ++i) {
-            if (index[i] < 0 || index[i] >= order_.size()) throw std::out_of_range(std::to_string(index[i]));
-            if (row && (row[i] < 0 || row[i] >= out.shape(0))) throw std::invalid_argument("rows go beyond out");
+            if (index[i] < 0 || index[i] >= order_.size())
+                throw std::out_of_range(std::to_string(index[i]));
+            if (row && (row[i] < 0 || row[i] >= out.shape(0)))
+                throw std::invalid_argument("rows go beyond out");
         }
         std::int64_t* target = out.mutable_data();  // throws when it is read-only
         py::gil_scoped_release release;
         std::vector<Run> runs;
         for (std::int64_t first = 0; first < count; first += kBlock) {
-            const std::int64_t bad =
-                gather_block(index + first, row ? row + first : nullptr, std::min(kBlock, count - first),
-                             row ? target : target + first * columns_, runs);
+            const std::int64_t bad = gather_block(index + first, row ? row + first : nullptr,
+                                                  std::min(kBlock, count - first),
+                                                  row ? target : target + first * columns_, runs);
             if (bad >= 0) return bad;
         }
         return -1;
@@ -105,10 +114,11 @@ class Gatherer {
         std::int64_t sample, first, offset, last, end;
     };
 
-    // Each step asks the memory for what the next one reads, for all rows, before any of it is waited for: two to three
-    // times as many samples per second as without.
-    std::int64_t gather_block(const std::int64_t* index, const std::int64_t* row, std::int64_t count,
-                              std::int64_t* target, std::vector<Run>& runs) const {
+    // Each step asks the memory for what the next one reads, for all rows, before any of it is
+    // waited for: two to three times as many samples per second as without.
+    std::int64_t gather_block(const std::int64_t* index, const std::int64_t* row,
+                              std::int64_t count, std::int64_t* target,
+                              std::vector<Run>& runs) const {
         std::array<Place, kBlock> places;
         for (std::int64_t i = 0; i < count; ++i) order_.prefetch_at(index[i]);
         for (std::int64_t i = 0; i < count; ++i) {
@@ -131,19 +141,23 @@ class Gatherer {
         }
         runs.clear();
         for (std::int64_t i = 0; i < count; ++i) {
-            if (!resolve(places[i], target + (row ? row[i] : i) * columns_, runs)) return places[i].sample;
+            if (!resolve(places[i], target + (row ? row[i] : i) * columns_, runs))
+                return places[i].sample;
         }
         copy(runs);
         return -1;
     }
 
-    // From a sample's number to the tokens that begin and end it: `end` counts from the beginning of document `last`.
+    // From a sample's number to the tokens that begin and end it: `end` counts from the beginning
+    // of document `last`.
     bool locate(Place& place) const {
         place.first = starts_[2 * place.sample];
         place.offset = starts_[2 * place.sample + 1];
         place.last = starts_[2 * place.sample + 2];
         place.end = starts_[2 * place.sample + 3];
-        if (place.first < 0 || place.offset < 0 || place.last < 0 || place.end < 0 || place.end > count_) return false;
+        if (place.first < 0 || place.offset < 0 || place.last < 0 || place.end < 0 ||
+            place.end > count_)
+            return false;
         place.end += whole_documents_ && place.end == 0 ? 0 : extra_;
         if (place.end == 0) {
             --place.last;
@@ -152,7 +166,8 @@ class Gatherer {
         return place.first <= place.last && place.last < documents_.size();
     }
 
-    // Appends the runs of tokens of one sample and pads its row; false where the maps do not describe one.
+    // Appends the runs of tokens of one sample and pads its row; false where the maps do not
+    // describe one.
     bool resolve(const Place& place, std::int64_t* target, std::vector<Run>& runs) const {
         std::int64_t filled = 0;
         std::int64_t begin = place.offset;
@@ -160,7 +175,8 @@ class Gatherer {
             const std::int64_t document = documents_[at];
             if (document < 0 || document >= pointers_.size()) return false;
             const std::int64_t start = pointers_[document] / width_;
-            const std::int64_t next = document + 1 < pointers_.size() ? pointers_[document + 1] / width_ : count_;
+            const std::int64_t next =
+                document + 1 < pointers_.size() ? pointers_[document + 1] / width_ : count_;
             if (start < 0 || next < start || next > count_) return false;
             const std::int64_t end = at == place.last && place.end >= 0 ? place.end : next - start;
             if (begin > end || end > next - start) return false;
@@ -169,11 +185,13 @@ class Gatherer {
                 if (!whole_documents_) return false;
                 tokens = capacity_ - filled;
             }
-            if (tokens > 0) runs.push_back({tokens_ + (start + begin) * width_, tokens, target + filled});
+            if (tokens > 0)
+                runs.push_back({tokens_ + (start + begin) * width_, tokens, target + filled});
             filled += tokens;
             if (whole_documents_ && filled == capacity_) break;
         }
-        const bool may_be_short = whole_documents_ || (short_last_ && place.sample + 1 == order_.size());
+        const bool may_be_short =
+            whole_documents_ || (short_last_ && place.sample + 1 == order_.size());
         if (filled < capacity_ && !(may_be_short && filled > 0)) return false;
         std::fill(target + filled, target + columns_, kPadding);
         return true;
@@ -185,7 +203,8 @@ class Gatherer {
         auto look_ahead = [&](std::int64_t bytes) {
             while (bytes > 0 && ahead < runs.size()) {
                 const std::int64_t size = runs[ahead].tokens * width_;
-                for (; bytes > 0 && ahead_byte < size; ahead_byte += kCacheLine, bytes -= kCacheLine) {
+                for (; bytes > 0 && ahead_byte < size;
+                     ahead_byte += kCacheLine, bytes -= kCacheLine) {
                     prefetch(runs[ahead].source + ahead_byte);
                 }
                 if (ahead_byte >= size) {
@@ -222,11 +241,13 @@ class Gatherer {
     bool short_last_;
 };
 
-// Rows (position in the document index, token offset there) at which samples of whole documents begin, and the end.
-// A document longer than a sample gives several, each beginning `seq_length` tokens after the one before.
+// Rows (position in the document index, token offset there) at which samples of whole documents
+// begin, and the end. A document longer than a sample gives several, each beginning `seq_length`
+// tokens after the one before.
 template <typename T>
-Array<T> pack_until_overflow(const Array<std::int32_t>& lengths, const Array<std::int32_t>& document_index,
-                             std::int64_t seq_length, std::int64_t extra) {
+Array<T> pack_until_overflow(const Array<std::int32_t>& lengths,
+                             const Array<std::int32_t>& document_index, std::int64_t seq_length,
+                             std::int64_t extra) {
     if (lengths.ndim() != 1 || document_index.ndim() != 1) {
         throw std::invalid_argument("lengths and document_index must be one-dimensional");
     }
@@ -248,7 +269,8 @@ Array<T> pack_until_overflow(const Array<std::int32_t>& lengths, const Array<std
         std::int64_t filled = 0;  // tokens of the sample that is being filled
         for (std::int64_t position = 0; position < positions; ++position) {
             const std::int64_t document = document_at[position];
-            if (document < 0 || document >= sequences) throw std::invalid_argument("document_index is out of range");
+            if (document < 0 || document >= sequences)
+                throw std::invalid_argument("document_index is out of range");
             std::int64_t left = length_of[document];
             if (left < 0) throw std::invalid_argument("a length is negative");
             if (left == 0) continue;
@@ -268,7 +290,8 @@ Array<T> pack_until_overflow(const Array<std::int32_t>& lengths, const Array<std
     }
     const auto count = static_cast<py::ssize_t>(rows->size() / 2);
     T* data = rows->data();
-    py::capsule owner(rows.get(), [](void* vector) { delete static_cast<std::vector<T>*>(vector); });
+    py::capsule owner(rows.get(),
+                      [](void* vector) { delete static_cast<std::vector<T>*>(vector); });
     rows.release();
     return Array<T>({count, static_cast<py::ssize_t>(2)}, data, owner);
 }
@@ -277,15 +300,17 @@ Array<T> pack_until_overflow(const Array<std::int32_t>& lengths, const Array<std
 
 void add_gather(py::module_& module) {
     py::class_<Gatherer>(module, "Gatherer")
-        .def(py::init<py::array, const py::array&, const py::array&, const py::array&, const py::array&, std::int64_t,
-                      std::int64_t, bool, bool>(),
-             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("document_index"), py::arg("sample_index"),
-             py::arg("shuffle_index"), py::arg("seq_length"), py::arg("extra"), py::arg("whole_documents"),
-             py::arg("short_last"))
-        .def("gather", &Gatherer::gather, py::arg("indices").noconvert(), py::arg("out").noconvert(),
-             py::arg("rows").noconvert() = py::none());
-    module.def("pack_until_overflow_int32", &pack_until_overflow<std::int32_t>, py::arg("lengths").noconvert(),
-               py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("extra"));
-    module.def("pack_until_overflow_int64", &pack_until_overflow<std::int64_t>, py::arg("lengths").noconvert(),
-               py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("extra"));
+        .def(py::init<py::array, const py::array&, const py::array&, const py::array&,
+                      const py::array&, std::int64_t, std::int64_t, bool, bool>(),
+             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("document_index"),
+             py::arg("sample_index"), py::arg("shuffle_index"), py::arg("seq_length"),
+             py::arg("extra"), py::arg("whole_documents"), py::arg("short_last"))
+        .def("gather", &Gatherer::gather, py::arg("indices").noconvert(),
+             py::arg("out").noconvert(), py::arg("rows").noconvert() = py::none());
+    module.def("pack_until_overflow_int32", &pack_until_overflow<std::int32_t>,
+               py::arg("lengths").noconvert(), py::arg("document_index").noconvert(),
+               py::arg("seq_length"), py::arg("extra"));
+    module.def("pack_until_overflow_int64", &pack_until_overflow<std::int64_t>,
+               py::arg("lengths").noconvert(), py::arg("document_index").noconvert(),
+               py::arg("seq_length"), py::arg("extra"));
 }

@@ -1,6 +1,7 @@
-// The compiled parts of the index maps as Python sees them: arguments are checked here, and the work is done without
-// Python's lock. index_helpers_ref.py is the same in NumPy; the tests hold one against the other. `portable` leaves out
-// the vector instructions that not every machine has; the results are the same.
+// The compiled parts of the index maps as Python sees them: arguments are checked here, and the
+// work is done without Python's lock. index_helpers_ref.py is the same in NumPy; the tests hold one
+// against the other. `portable` leaves out the vector instructions that not every machine has; the
+// results are the same.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -25,7 +26,8 @@ namespace {
 
 // Where the samples of a GPT data set begin, found in one pass over the document index.
 
-// Lengths in 16 bits: with half the bytes, twice as many stay in the cache for the random accesses of the walk.
+// Lengths in 16 bits: with half the bytes, twice as many stay in the cache for the random accesses
+// of the walk.
 class ShortLengths {
   public:
     ShortLengths(const std::int32_t* lengths, std::int64_t count)
@@ -59,12 +61,12 @@ struct Documents {
     std::int64_t positions;
 };
 
-// Rows (position in the document index, token offset there) at which samples begin, and where the last one ends:
-// `samples` + 1 of them. Consecutive samples of seq_length + extra tokens overlap by `extra`. With `partial` the last
-// sample ends where the documents do.
+// Rows (position in the document index, token offset there) at which samples begin, and where the
+// last one ends: `samples` + 1 of them. Consecutive samples of seq_length + extra tokens overlap by
+// `extra`. With `partial` the last sample ends where the documents do.
 template <typename T>
-void build_sample_index(const Documents& documents, std::int64_t seq_length, std::int64_t samples, std::int64_t extra,
-                        bool partial, T* rows) {
+void build_sample_index(const Documents& documents, std::int64_t seq_length, std::int64_t samples,
+                        std::int64_t extra, bool partial, T* rows) {
     constexpr std::int64_t prefetched = 64;
     const ShortLengths lengths(documents.lengths, documents.sequences);
     const std::int64_t whole = samples - partial;
@@ -84,8 +86,8 @@ void build_sample_index(const Documents& documents, std::int64_t seq_length, std
     };
     auto read = [&](std::int64_t position) {
         const std::int64_t length = length_at(position);
-        // Without a branch, which would be guessed wrong at every other sample: the row is written in any case, and
-        // stays when the sample ends in this document.
+        // Without a branch, which would be guessed wrong at every other sample: the row is written
+        // in any case, and stays when the sample ends in this document.
         write(sample, position, ahead - extra);
         const std::int64_t ends = (ahead - length - 1) >> 63;  // -1 if it does, else 0
         sample -= ends;
@@ -111,7 +113,8 @@ void build_sample_index(const Documents& documents, std::int64_t seq_length, std
     }
 }
 
-// Samples of whole sentences, as BERT and T5 take them: (first sentence, end sentence, target length).
+// Samples of whole sentences, as BERT and T5 take them: (first sentence, end sentence, target
+// length).
 
 struct SentenceMapOptions {
     std::int64_t max_samples;  // no epoch begins with that many or more
@@ -124,17 +127,17 @@ struct SentenceMapOptions {
 
 class SentenceMap {
   public:
-    SentenceMap(const std::int64_t* document_starts, std::int64_t documents, const std::int32_t* lengths,
-                const SentenceMapOptions& options)
+    SentenceMap(const std::int64_t* document_starts, std::int64_t documents,
+                const std::int32_t* lengths, const SentenceMapOptions& options)
         : starts_(document_starts),
           documents_(documents),
           lengths_(lengths),
           options_(options),
           targets_(options.seed),
           // A sample is short when a draw is a multiple of it; 0: never.
-          short_ratio_(options.short_probability > 0
-                           ? static_cast<std::uint32_t>(std::lround(1.0 / options.short_probability))
-                           : 0) {}
+          short_ratio_(options.short_probability > 0 ? static_cast<std::uint32_t>(std::lround(
+                                                           1.0 / options.short_probability))
+                                                     : 0) {}
 
     template <typename T>
     std::vector<T> build() {
@@ -148,13 +151,15 @@ class SentenceMap {
         return rows;
     }
 
-    // (epochs, samples), after add(first sentence, end sentence, target length) of each sample, unshuffled.
+    // (epochs, samples), after add(first sentence, end sentence, target length) of each sample,
+    // unshuffled.
     template <typename Add>
     std::pair<std::int64_t, std::int64_t> count(Add add) {
         const std::vector<std::int64_t> usable = usable_documents();
         std::int64_t samples = 0;
         std::int64_t epoch = 0;
-        for (; epoch < options_.max_epochs && samples < options_.max_samples && !usable.empty(); ++epoch) {
+        for (; epoch < options_.max_epochs && samples < options_.max_samples && !usable.empty();
+             ++epoch) {
             for (const std::int64_t document : usable) samples += add_document(document, add);
         }
         return {epoch, samples};
@@ -168,7 +173,8 @@ class SentenceMap {
         for (std::int64_t document = 0; document < documents_; ++document) {
             const std::int64_t sentences = starts_[document + 1] - starts_[document];
             // A document of one sentence may have a long one.
-            if (sentences >= options_.min_sentences && !(sentences > 1 && has_long_sentence(document))) {
+            if (sentences >= options_.min_sentences &&
+                !(sentences > 1 && has_long_sentence(document))) {
                 usable.push_back(document);
             }
         }
@@ -176,7 +182,8 @@ class SentenceMap {
     }
 
     bool has_long_sentence(std::int64_t document) const {
-        for (std::int64_t sentence = starts_[document]; sentence < starts_[document + 1]; ++sentence) {
+        for (std::int64_t sentence = starts_[document]; sentence < starts_[document + 1];
+             ++sentence) {
             if (lengths_[sentence] > kLongSentence) return true;
         }
         return false;
@@ -192,7 +199,8 @@ class SentenceMap {
         for (std::int64_t sentence = first; sentence < end; ++sentence) {
             tokens += lengths_[sentence];
             const std::int64_t left = end - sentence - 1;
-            const bool full = tokens >= target && left > 1 && sentence + 1 - first >= options_.min_sentences;
+            const bool full =
+                tokens >= target && left > 1 && sentence + 1 - first >= options_.min_sentences;
             if (!full && left > 0) continue;
             add(first, sentence + 1, target);
             ++samples;
@@ -206,15 +214,18 @@ class SentenceMap {
     std::int64_t draw_target() {
         if (short_ratio_ == 0) return options_.max_length;
         const auto draw = static_cast<std::uint32_t>(targets_());
-        return draw % short_ratio_ == 0 ? 2 + draw % (options_.max_length - 1) : options_.max_length;
+        return draw % short_ratio_ == 0 ? 2 + draw % (options_.max_length - 1)
+                                        : options_.max_length;
     }
 
     template <typename T>
     void shuffle(std::vector<T>& rows) const {
         std::mt19937_64 generator(static_cast<std::uint64_t>(options_.seed) + 1);
         for (std::int64_t i = static_cast<std::int64_t>(rows.size() / 3) - 1; i > 0; --i) {
-            const auto j = static_cast<std::int64_t>(generator() % static_cast<std::uint64_t>(i + 1));
-            for (int column = 0; column < 3; ++column) std::swap(rows[3 * i + column], rows[3 * j + column]);
+            const auto j =
+                static_cast<std::int64_t>(generator() % static_cast<std::uint64_t>(i + 1));
+            for (int column = 0; column < 3; ++column)
+                std::swap(rows[3 * i + column], rows[3 * j + column]);
         }
     }
 
@@ -250,25 +261,30 @@ void shuffle(megacore::RandomState& state, Array<T>& values) {
 }
 
 template <typename T>
-Array<T> build_sample_index(const Array<std::int32_t>& lengths, const Array<std::int32_t>& document_index,
-                            std::int64_t seq_length, std::int64_t num_samples, std::int64_t extra, bool partial) {
-    require(lengths.ndim() == 1 && document_index.ndim() == 1, "lengths and document_index must be one-dimensional");
+Array<T> build_sample_index(const Array<std::int32_t>& lengths,
+                            const Array<std::int32_t>& document_index, std::int64_t seq_length,
+                            std::int64_t num_samples, std::int64_t extra, bool partial) {
+    require(lengths.ndim() == 1 && document_index.ndim() == 1,
+            "lengths and document_index must be one-dimensional");
     require(seq_length >= 1 && num_samples >= 0 && extra >= 0 && extra <= 1,
             "seq_length must be positive, num_samples not negative, extra 0 or 1");
-    require(!partial || (num_samples > 0 && document_index.size() > 0), "there is no last sample to be partial");
+    require(!partial || (num_samples > 0 && document_index.size() > 0),
+            "there is no last sample to be partial");
     Array<T> rows({static_cast<py::ssize_t>(num_samples) + 1, static_cast<py::ssize_t>(2)});
     T* data = rows.mutable_data();
-    const megacore::Documents documents{lengths.data(), lengths.size(), document_index.data(), document_index.size()};
+    const megacore::Documents documents{lengths.data(), lengths.size(), document_index.data(),
+                                        document_index.size()};
     py::gil_scoped_release release;
     megacore::build_sample_index(documents, seq_length, num_samples, extra, partial, data);
     return rows;
 }
 
-py::tuple run_blend(std::vector<double> weights, megacore::Counts limits, std::int64_t size, bool portable) {
+py::tuple run_blend(std::vector<double> weights, megacore::Counts limits, std::int64_t size,
+                    bool portable) {
     Array<std::int16_t> dataset_index(size);
     Array<std::int64_t> sample_index(size);
-    megacore::Blend blend(std::move(weights), std::move(limits), portable, dataset_index.mutable_data(),
-                          sample_index.mutable_data());
+    megacore::Blend blend(std::move(weights), std::move(limits), portable,
+                          dataset_index.mutable_data(), sample_index.mutable_data());
     {
         py::gil_scoped_release release;
         blend.run(size);
@@ -278,7 +294,8 @@ py::tuple run_blend(std::vector<double> weights, megacore::Counts limits, std::i
 
 template <typename T>
 void check_datasets(const Array<T>& values) {
-    require(values.ndim() == 1 && values.size() >= 1, "a blend takes a one-dimensional array of at least one data set");
+    require(values.ndim() == 1 && values.size() >= 1,
+            "a blend takes a one-dimensional array of at least one data set");
     require(values.size() <= kMaxDatasets, "a blend has at most 32767 data sets");
 }
 
@@ -301,58 +318,69 @@ py::tuple build_exhaustive_blend(const Array<std::int64_t>& sizes, bool portable
     std::int64_t total = 0;
     for (const std::int64_t size : limits) {
         require(size >= 0, "sizes must not be negative");
-        require(size <= std::numeric_limits<std::int64_t>::max() / 16 - total, "the sizes exceed the memory of any machine");
+        require(size <= std::numeric_limits<std::int64_t>::max() / 16 - total,
+                "the sizes exceed the memory of any machine");
         total += size;
     }
     std::vector<double> weights;
     for (const std::int64_t size : limits) {
-        weights.push_back(total == 0 ? 0.0 : static_cast<double>(size) / static_cast<double>(total));
+        weights.push_back(total == 0 ? 0.0
+                                     : static_cast<double>(size) / static_cast<double>(total));
     }
     return run_blend(std::move(weights), std::move(limits), total, portable);
 }
 
 // Calls use(map) without Python's lock, once everything that it is built from is checked.
 template <typename Use>
-void with_sentence_map(const Array<std::int64_t>& document_starts, const Array<std::int32_t>& lengths,
+void with_sentence_map(const Array<std::int64_t>& document_starts,
+                       const Array<std::int32_t>& lengths,
                        const megacore::SentenceMapOptions& options, Use use) {
     require(document_starts.ndim() == 1 && document_starts.size() > 0 && lengths.ndim() == 1,
-            "document_starts and lengths must be one-dimensional, document_starts with the end of the last document");
-    require(options.max_samples >= 0 && options.max_epochs >= 0, "max_samples and max_epochs must not be negative");
-    require(options.max_length >= 2 && options.max_length <= std::numeric_limits<std::int32_t>::max(),
-            "max_length must be at least 2");
-    require(options.short_probability == 0 || (options.short_probability > 1e-9 && options.short_probability <= 1),
+            "document_starts and lengths must be one-dimensional, document_starts with the end of "
+            "the last document");
+    require(options.max_samples >= 0 && options.max_epochs >= 0,
+            "max_samples and max_epochs must not be negative");
+    require(
+        options.max_length >= 2 && options.max_length <= std::numeric_limits<std::int32_t>::max(),
+        "max_length must be at least 2");
+    require(options.short_probability == 0 ||
+                (options.short_probability > 1e-9 && options.short_probability <= 1),
             "short_probability must be 0, or at most 1 and above 1e-9");
     require(options.min_sentences >= 1, "min_sentences must be positive");
     const std::int64_t* starts = document_starts.data();
     const std::int64_t documents = document_starts.size() - 1;
-    require(starts[0] >= 0 && starts[documents] <= lengths.size(), "document_starts is out of range");
+    require(starts[0] >= 0 && starts[documents] <= lengths.size(),
+            "document_starts is out of range");
     py::gil_scoped_release release;
-    for (std::int64_t k = 0; k < documents; ++k) require(starts[k] <= starts[k + 1], "document_starts is falling");
+    for (std::int64_t k = 0; k < documents; ++k)
+        require(starts[k] <= starts[k + 1], "document_starts is falling");
     megacore::SentenceMap map(starts, documents, lengths.data(), options);
     use(map);
 }
 
 template <typename T>
-Array<T> build_sentence_map(const Array<std::int64_t>& document_starts, const Array<std::int32_t>& lengths,
-                            std::int64_t max_samples, std::int64_t max_epochs, std::int64_t max_length,
-                            double short_probability, std::int64_t min_sentences, std::uint32_t seed) {
+Array<T> build_sentence_map(const Array<std::int64_t>& document_starts,
+                            const Array<std::int32_t>& lengths, std::int64_t max_samples,
+                            std::int64_t max_epochs, std::int64_t max_length,
+                            double short_probability, std::int64_t min_sentences,
+                            std::uint32_t seed) {
     auto rows = std::make_unique<std::vector<T>>();
     with_sentence_map(document_starts, lengths,
                       {max_samples, max_epochs, max_length, short_probability, min_sentences, seed},
                       [&rows](megacore::SentenceMap& map) { *rows = map.build<T>(); });
     const auto count = static_cast<py::ssize_t>(rows->size() / 3);
     const T* data = rows->data();
-    py::capsule owner(rows.get(), [](void* vector) { delete static_cast<std::vector<T>*>(vector); });
+    py::capsule owner(rows.get(),
+                      [](void* vector) { delete static_cast<std::vector<T>*>(vector); });
     rows.release();
     return Array<T>({count, static_cast<py::ssize_t>(3)}, data, owner);
 }
 
 // (epochs, samples) of the map that the same values give.
-std::pair<std::int64_t, std::int64_t> count_sentence_map(const Array<std::int64_t>& document_starts,
-                                                         const Array<std::int32_t>& lengths, std::int64_t max_samples,
-                                                         std::int64_t max_epochs, std::int64_t max_length,
-                                                         double short_probability, std::int64_t min_sentences,
-                                                         std::uint32_t seed) {
+std::pair<std::int64_t, std::int64_t> count_sentence_map(
+    const Array<std::int64_t>& document_starts, const Array<std::int32_t>& lengths,
+    std::int64_t max_samples, std::int64_t max_epochs, std::int64_t max_length,
+    double short_probability, std::int64_t min_sentences, std::uint32_t seed) {
     std::pair<std::int64_t, std::int64_t> counts;
     with_sentence_map(document_starts, lengths,
                       {max_samples, max_epochs, max_length, short_probability, min_sentences, seed},
@@ -366,11 +394,12 @@ template <typename T>
 void define_sized(py::module_& module, const char* sample_index, const char* sentence_map) {
     using Unsigned = std::make_unsigned_t<T>;
     module.def(sample_index, &build_sample_index<T>, py::arg("lengths").noconvert(),
-               py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"), py::arg("extra"),
-               py::arg("partial") = false);
+               py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"),
+               py::arg("extra"), py::arg("partial") = false);
     module.def(sentence_map, &build_sentence_map<Unsigned>, py::arg("document_starts").noconvert(),
-               py::arg("lengths").noconvert(), py::arg("max_samples"), py::arg("max_epochs"), py::arg("max_length"),
-               py::arg("short_probability"), py::arg("min_sentences"), py::arg("seed"));
+               py::arg("lengths").noconvert(), py::arg("max_samples"), py::arg("max_epochs"),
+               py::arg("max_length"), py::arg("short_probability"), py::arg("min_sentences"),
+               py::arg("seed"));
 }
 
 }  // namespace
@@ -384,8 +413,9 @@ void add_index_helpers(py::module_& module) {
     define_sized<std::int32_t>(module, "build_sample_index_int32", "build_sentence_map_uint32");
     define_sized<std::int64_t>(module, "build_sample_index_int64", "build_sentence_map_uint64");
     module.def("count_sentence_map", &count_sentence_map, py::arg("document_starts").noconvert(),
-               py::arg("lengths").noconvert(), py::arg("max_samples"), py::arg("max_epochs"), py::arg("max_length"),
-               py::arg("short_probability"), py::arg("min_sentences"), py::arg("seed"));
+               py::arg("lengths").noconvert(), py::arg("max_samples"), py::arg("max_epochs"),
+               py::arg("max_length"), py::arg("short_probability"), py::arg("min_sentences"),
+               py::arg("seed"));
     module.def("build_blend", &build_blend, py::arg("weights").noconvert(), py::arg("size"),
                py::arg("portable") = false);
     module.def("build_exhaustive_blend", &build_exhaustive_blend, py::arg("sizes").noconvert(),

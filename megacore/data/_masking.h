@@ -1,4 +1,5 @@
-// Which tokens of a sample are to be predicted: words drawn as Megatron core draws them, or T5's random spans.
+// Which tokens of a sample are to be predicted: words drawn as Megatron core draws them, or T5's
+// random spans.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +15,29 @@ namespace megacore {
 struct MaskingRules {
     double share;                          // of the tokens
     bool whole_words;
-    std::vector<double> length_cumulative;  // of 1, 2, … words; how often each number of words or fewer is drawn
-    double length_probability;              // above 0: lengths are geometric with it instead, cut at the number of these
+    // of 1, 2, … words; how often each number of words or fewer is drawn
+    std::vector<double> length_cumulative;
+    // above 0: lengths are geometric with it instead, cut at the number of these
+    double length_probability;
 };
 
 // Draws words of a sample, alone or with those after them, until the share is reached.
 class WordChooser {
   public:
-    WordChooser(const MaskingRules& rules, const std::uint8_t* continues, std::int64_t cls, std::int64_t sep)
+    WordChooser(const MaskingRules& rules, const std::uint8_t* continues, std::int64_t cls,
+                std::int64_t sep)
         : rules_(rules), continues_(continues), cls_(cls), sep_(sep) {}
 
-    // Calls take(positions, count) for each run of words, in the order in which they are drawn. `target` is the
-    // length that the sample was to have.
+    // Calls take(positions, count) for each run of words, in the order in which they are drawn.
+    // `target` is the length that the sample was to have.
     template <typename Take>
-    void choose(const std::int64_t* tokens, std::int64_t count, std::int64_t target, RandomState& random, Take take) {
+    void choose(const std::int64_t* tokens, std::int64_t count, std::int64_t target,
+                RandomState& random, Take take) {
         find_words(tokens, count);
         const auto words = static_cast<std::int64_t>(starts_.size()) - 1;
-        const double limit = std::min(rules_.share * static_cast<double>(target),
-                                      std::max(1.0, std::nearbyint(static_cast<double>(count) * rules_.share)));
+        const double limit =
+            std::min(rules_.share * static_cast<double>(target),
+                     std::max(1.0, std::nearbyint(static_cast<double>(count) * rules_.share)));
         order_.resize(static_cast<std::size_t>(words));
         std::iota(order_.begin(), order_.end(), 0);
         random.shuffle(order_.data(), words);
@@ -40,11 +46,14 @@ class WordChooser {
         for (const std::int32_t word : order_) {
             if (static_cast<double>(done) >= limit) break;
             std::int64_t length = draw_length(random);
-            while (length > 0 && static_cast<double>(done + size(word, length, words)) > limit) --length;
+            while (length > 0 && static_cast<double>(done + size(word, length, words)) > limit)
+                --length;
             if (length == 0) continue;
             const std::int64_t* first = positions_.data() + starts_[word];
             const std::int64_t chosen = size(word, length, words);
-            if (std::any_of(first, first + chosen, [this](std::int64_t place) { return taken_[place] != 0; })) continue;
+            if (std::any_of(first, first + chosen,
+                            [this](std::int64_t place) { return taken_[place] != 0; }))
+                continue;
             take(first, chosen);
             for (std::int64_t k = 0; k < chosen; ++k) taken_[first[k]] = 1;
             done += chosen;
@@ -52,7 +61,8 @@ class WordChooser {
     }
 
   private:
-    // The places of all tokens that are neither [CLS] nor [SEP], and where among these each word begins.
+    // The places of all tokens that are neither [CLS] nor [SEP], and where among these each word
+    // begins.
     void find_words(const std::int64_t* tokens, std::int64_t count) {
         positions_.clear();
         starts_.clear();
@@ -76,10 +86,12 @@ class WordChooser {
         const auto longest = static_cast<std::int64_t>(cumulative.size());
         const double draw = random.uniform();
         if (rules_.length_probability > 0) {
-            const double length = std::ceil(std::log1p(-draw) / std::log(1.0 - rules_.length_probability));
+            const double length =
+                std::ceil(std::log1p(-draw) / std::log(1.0 - rules_.length_probability));
             return std::max<std::int64_t>(1, std::min(static_cast<std::int64_t>(length), longest));
         }
-        const auto place = std::upper_bound(cumulative.begin(), cumulative.end(), draw) - cumulative.begin();
+        const auto place =
+            std::upper_bound(cumulative.begin(), cumulative.end(), draw) - cumulative.begin();
         return std::min<std::int64_t>(place + 1, longest);
     }
 
@@ -98,7 +110,8 @@ struct Span {
     std::int64_t first, count;
 };
 
-// Spans of a mean length as T5 draws them: text and spans take turns, text first, each of random lengths that add up.
+// Spans of a mean length as T5 draws them: text and spans take turns, text first, each of random
+// lengths that add up.
 class SpanChooser {
   public:
     SpanChooser(double share, double mean_length) : share_(share), mean_length_(mean_length) {}
@@ -106,10 +119,12 @@ class SpanChooser {
     // Ascending; none of less than two tokens.
     void choose(std::int64_t count, RandomState& random, std::vector<Span>& spans) {
         spans.clear();
-        const auto wanted = static_cast<std::int64_t>(std::nearbyint(static_cast<double>(count) * share_));
+        const auto wanted =
+            static_cast<std::int64_t>(std::nearbyint(static_cast<double>(count) * share_));
         const std::int64_t noise = std::min(std::max<std::int64_t>(wanted, 1), count - 1);
         if (noise < 1) return;
-        auto parts = static_cast<std::int64_t>(std::nearbyint(static_cast<double>(noise) / mean_length_));
+        auto parts =
+            static_cast<std::int64_t>(std::nearbyint(static_cast<double>(noise) / mean_length_));
         parts = std::min({std::max<std::int64_t>(parts, 1), noise, count - noise});
         divide(noise, parts, random, noise_);
         divide(count - noise, parts, random, text_);
@@ -123,7 +138,8 @@ class SpanChooser {
 
   private:
     // Cuts `count` into `parts` lengths of at least 1, every way of doing so as likely as another.
-    void divide(std::int64_t count, std::int64_t parts, RandomState& random, std::vector<std::int64_t>& lengths) {
+    void divide(std::int64_t count, std::int64_t parts, RandomState& random,
+                std::vector<std::int64_t>& lengths) {
         begins_.assign(static_cast<std::size_t>(count - 1), 0);
         std::fill_n(begins_.begin(), parts - 1, 1);
         random.shuffle(begins_.data(), count - 1);

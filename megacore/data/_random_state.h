@@ -1,6 +1,7 @@
-// numpy.random.RandomState(seed), as far as it is used here: MT19937 with its legacy seeding, random_sample, randint, and
-// the draws of a Fisher-Yates shuffle from the end. These do not depend on what is shuffled: they are made a block
-// ahead, so that the elements they will exchange are on their way from memory when their turn comes.
+// numpy.random.RandomState(seed), as far as it is used here: MT19937 with its legacy seeding,
+// random_sample, randint, and the draws of a Fisher-Yates shuffle from the end. These do not depend
+// on what is shuffled: they are made a block ahead, so that the elements they will exchange are on
+// their way from memory when their turn comes.
 #pragma once
 
 #include <algorithm>
@@ -52,16 +53,20 @@ class Mt19937 {
     }
 #endif
 
-    static MEGACORE_INLINE std::uint32_t twist(std::uint32_t far, std::uint32_t here, std::uint32_t after) {
+    static MEGACORE_INLINE std::uint32_t twist(std::uint32_t far, std::uint32_t here,
+                                               std::uint32_t after) {
         const std::uint32_t y = (here & 0x80000000U) | (after & 0x7fffffffU);
         return far ^ (y >> 1) ^ (0x9908b0dfU & (0U - (after & 1U)));
     }
 
-    // Compilers vectorise these loops: what is read was written at least 227 words before, or not yet.
+    // Compilers vectorise these loops: what is read was written at least 227 words before, or not
+    // yet.
     static MEGACORE_INLINE void refill_words(std::uint32_t* state, std::uint32_t* words) {
         constexpr int behind = kWords - kMiddle;
-        for (int k = 0; k < behind; ++k) state[k] = twist(state[k + kMiddle], state[k], state[k + 1]);
-        for (int k = behind; k < kWords - 1; ++k) state[k] = twist(state[k - behind], state[k], state[k + 1]);
+        for (int k = 0; k < behind; ++k)
+            state[k] = twist(state[k + kMiddle], state[k], state[k + 1]);
+        for (int k = behind; k < kWords - 1; ++k)
+            state[k] = twist(state[k - behind], state[k], state[k + 1]);
         state[kWords - 1] = twist(state[kMiddle - 1], state[kWords - 1], state[0]);
         for (int k = 0; k < kWords; ++k) {
             std::uint32_t y = state[k];
@@ -86,13 +91,15 @@ class RandomState {
     template <typename T>
     void shuffle(T* values, std::int64_t count) {
         std::int64_t i = count - 1;
-        for (; i > 0xffffffffLL; --i) std::swap(values[i], values[draw_wide(static_cast<std::uint64_t>(i))]);
+        for (; i > 0xffffffffLL; --i)
+            std::swap(values[i], values[draw_wide(static_cast<std::uint64_t>(i))]);
         int steps = draw_block(i, targets_[0]);
         for (int turn = 0; steps > 0; turn ^= 1) {
             const std::uint32_t* now = targets_[turn];
             std::uint32_t* later = targets_[turn ^ 1];
             const int coming = draw_block(i - steps, later);
-            std::fill(later + coming, later + steps, 0U);  // of the last block, so that all can be prefetched
+            // of the last block, so that all can be prefetched
+            std::fill(later + coming, later + steps, 0U);
             for (int k = 0; k < steps; ++k, --i) {
                 __builtin_prefetch(values + later[k], 1);
                 std::swap(values[i], values[now[k]]);
@@ -113,7 +120,8 @@ class RandomState {
         const auto maximum = static_cast<std::uint64_t>(count - 1);
         if (count < 2) return 0;
         if (maximum > 0xffffffffULL) return static_cast<std::int64_t>(draw_wide(maximum));
-        const std::uint32_t mask = 0xffffffffU >> __builtin_clz(static_cast<std::uint32_t>(maximum));
+        const std::uint32_t mask =
+            0xffffffffU >> __builtin_clz(static_cast<std::uint32_t>(maximum));
         std::uint32_t value;
         do {
             value = generator_.next() & mask;
@@ -129,9 +137,11 @@ class RandomState {
         const int steps = static_cast<int>(std::min<std::int64_t>(i, kBlock));
         auto maximum = static_cast<std::uint32_t>(i);
         for (int done = 0; done < steps;) {
-            // Masked to the least 2^k - 1 that reaches the maximum, which is the same down to half of it.
+            // Masked to the least 2^k - 1 that reaches the maximum, which is the same down to half
+            // of it.
             const std::uint32_t mask = 0xffffffffU >> __builtin_clz(maximum);
-            const int same = static_cast<int>(std::min<std::int64_t>(steps - done, maximum - (mask >> 1)));
+            const int same =
+                static_cast<int>(std::min<std::int64_t>(steps - done, maximum - (mask >> 1)));
             draw_masked(maximum, mask, same, targets + done);
             done += same;
             maximum -= static_cast<std::uint32_t>(same);
@@ -146,8 +156,8 @@ class RandomState {
             int used = 0;
 #ifdef MEGACORE_HAS_AVX512
             if (generator_.avx512()) {
-                used = accept_avx512(words, ready, maximum - static_cast<std::uint32_t>(done), mask, count - done,
-                                     targets + done, &done);
+                used = accept_avx512(words, ready, maximum - static_cast<std::uint32_t>(done), mask,
+                                     count - done, targets + done, &done);
             }
 #endif
             while (used < ready && done < count) {
@@ -160,18 +170,20 @@ class RandomState {
     }
 
 #ifdef MEGACORE_HAS_AVX512
-    // 16 words at a time, as long as each is accepted or not whatever becomes of those before it. Returns the words
-    // used, and adds the accepted ones to `done`.
-    MEGACORE_AVX512 static int accept_avx512(const std::uint32_t* words, int ready, std::uint32_t maximum,
-                                             std::uint32_t mask, int count, std::uint32_t* targets, int* done) {
+    // 16 words at a time, as long as each is accepted or not whatever becomes of those before it.
+    // Returns the words used, and adds the accepted ones to `done`.
+    MEGACORE_AVX512 static int accept_avx512(const std::uint32_t* words, int ready,
+                                             std::uint32_t maximum, std::uint32_t mask, int count,
+                                             std::uint32_t* targets, int* done) {
         int used = 0;
         int accepted = 0;
         for (; used + 16 <= ready && accepted + 16 <= count && maximum >= 16; used += 16) {
-            const __m512i value =
-                _mm512_and_si512(_mm512_loadu_si512(words + used), _mm512_set1_epi32(static_cast<int>(mask)));
+            const __m512i value = _mm512_and_si512(_mm512_loadu_si512(words + used),
+                                                   _mm512_set1_epi32(static_cast<int>(mask)));
             const __mmask16 below =
                 _mm512_cmple_epu32_mask(value, _mm512_set1_epi32(static_cast<int>(maximum - 15)));
-            const __mmask16 above = _mm512_cmpgt_epu32_mask(value, _mm512_set1_epi32(static_cast<int>(maximum)));
+            const __mmask16 above =
+                _mm512_cmpgt_epu32_mask(value, _mm512_set1_epi32(static_cast<int>(maximum)));
             if ((below | above) != 0xffff) break;
             _mm512_storeu_si512(targets + accepted, _mm512_maskz_compress_epi32(below, value));
             const int more = __builtin_popcount(below);

@@ -1,5 +1,6 @@
-// Samples of whole sentences: BERT's with masked words, T5's with spans that sentinels stand for. What a sample becomes
-// depends on the seed and its number alone. Every index that a file holds is checked before it is followed.
+// Samples of whole sentences: BERT's with masked words, T5's with spans that sentinels stand for.
+// What a sample becomes depends on the seed and its number alone. Every index that a file holds is
+// checked before it is followed.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -23,7 +24,8 @@ namespace py = pybind11;
 namespace megacore {
 namespace {
 
-// Reading samples of whole sentences: the rows of a map, the tokens that they mean, and where the results go.
+// Reading samples of whole sentences: the rows of a map, the tokens that they mean, and where the
+// results go.
 
 using Ids = std::vector<std::int64_t>;
 using Flags = Array<std::uint8_t>;
@@ -35,7 +37,8 @@ struct Row {
 // The sentences of a pair of token files, and a map of samples.
 class Sentences {
   public:
-    Sentences(py::array tokens, const py::array& pointers, const py::array& rows, std::int64_t vocab_size)
+    Sentences(py::array tokens, const py::array& pointers, const py::array& rows,
+              std::int64_t vocab_size)
         : owner_(std::move(tokens)),
           widen_(widen_of(owner_)),
           data_(static_cast<const char*>(owner_.data())),
@@ -52,11 +55,14 @@ class Sentences {
 
     std::int64_t samples() const { return rows_.size() / 3; }
 
-    Row row(std::int64_t sample) const { return {rows_[3 * sample], rows_[3 * sample + 1], rows_[3 * sample + 2]}; }
+    Row row(std::int64_t sample) const {
+        return {rows_[3 * sample], rows_[3 * sample + 1], rows_[3 * sample + 2]};
+    }
 
-    // Reads the tokens of sentences, at most `limit` of them; false where there are no such sentences, or they hold
-    // what is no id of the vocabulary.
-    bool read(std::int64_t first, std::int64_t end, Ids& ids, std::int64_t limit = kUnlimited) const {
+    // Reads the tokens of sentences, at most `limit` of them; false where there are no such
+    // sentences, or they hold what is no id of the vocabulary.
+    bool read(std::int64_t first, std::int64_t end, Ids& ids,
+              std::int64_t limit = kUnlimited) const {
         if (first < 0 || first >= end || end > pointers_.size()) return false;
         const std::int64_t start = offset(first);
         const std::int64_t whole = offset(end);
@@ -64,7 +70,8 @@ class Sentences {
         const std::int64_t stop = start + std::min(whole - start, limit);
         ids.resize(static_cast<std::size_t>(stop - start));
         widen_(data_ + start * width_, stop - start, ids.data());
-        return std::all_of(ids.begin(), ids.end(), [this](std::int64_t id) { return id >= 0 && id < vocab_size_; });
+        return std::all_of(ids.begin(), ids.end(),
+                           [this](std::int64_t id) { return id >= 0 && id < vocab_size_; });
     }
 
     // The token at which a sentence begins.
@@ -85,22 +92,25 @@ class Sentences {
     std::int64_t vocab_size_;
 };
 
-// Fills rows of `out` [rows, width], by default the first ones, with `make(index, row)`, which says whether it could.
-// Returns -1, or the number of a sample that the map does not describe, and then `out` is of no use. Throws
-// std::out_of_range with the index that is none.
+// Fills rows of `out` [rows, width], by default the first ones, with `make(index, row)`, which says
+// whether it could. Returns -1, or the number of a sample that the map does not describe, and then
+// `out` is of no use. Throws std::out_of_range with the index that is none.
 template <typename Make>
 std::int64_t fill(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
-                  const std::optional<Array<std::int64_t>>& rows, std::int64_t samples, std::int64_t width, Make make) {
+                  const std::optional<Array<std::int64_t>>& rows, std::int64_t samples,
+                  std::int64_t width, Make make) {
     if (indices.ndim() != 1 || out.ndim() != 2 || out.shape(1) != width) {
         throw std::invalid_argument("indices must be one-dimensional and out [rows, width]");
     }
     const std::int64_t count = indices.size();
-    if (rows ? rows->size() != count : out.shape(0) < count) throw std::invalid_argument("rows do not fit indices");
+    if (rows ? rows->size() != count : out.shape(0) < count)
+        throw std::invalid_argument("rows do not fit indices");
     const std::int64_t* index = indices.data();
     const std::int64_t* row = rows ? rows->data() : nullptr;
     for (std::int64_t i = 0; i < count; ++i) {
         if (index[i] < 0 || index[i] >= samples) throw std::out_of_range(std::to_string(index[i]));
-        if (row && (row[i] < 0 || row[i] >= out.shape(0))) throw std::invalid_argument("rows go beyond out");
+        if (row && (row[i] < 0 || row[i] >= out.shape(0)))
+            throw std::invalid_argument("rows go beyond out");
     }
     std::int64_t* target = out.mutable_data();  // throws when it is read-only
     py::gil_scoped_release release;
@@ -151,12 +161,13 @@ SentenceTask task_of(const std::string& name) {
     throw std::invalid_argument("the sentence task is none, sop or nsp");
 }
 
-// Rows of 3 s + 1: tokens, labels, segments, and whether the second segment is not the first one's continuation.
+// Rows of 3 s + 1: tokens, labels, segments, and whether the second segment is not the first one's
+// continuation.
 class BertSampler {
   public:
-    BertSampler(const py::array& tokens, const py::array& pointers, const py::array& documents, const py::array& rows,
-                Flags continues, std::int64_t seq_length, std::uint32_t seed, BertIds ids, const std::string& task,
-                MaskingRules rules)
+    BertSampler(const py::array& tokens, const py::array& pointers, const py::array& documents,
+                const py::array& rows, Flags continues, std::int64_t seq_length, std::uint32_t seed,
+                BertIds ids, const std::string& task, MaskingRules rules)
         : continues_(megacore::checked(std::move(continues))),
           sentences_(tokens, pointers, rows, continues_.size()),
           documents_(documents),
@@ -171,8 +182,9 @@ class BertSampler {
     std::int64_t gather(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
                         const std::optional<Array<std::int64_t>>& rows) const {
         Scratch scratch{{}, {}, WordChooser(rules_, continues_.data(), ids_.cls, ids_.sep)};
-        return megacore::fill(indices, out, rows, sentences_.samples(), 3 * seq_length_ + 1,
-                    [&](std::int64_t index, std::int64_t* row) { return make(index, row, scratch); });
+        return megacore::fill(
+            indices, out, rows, sentences_.samples(), 3 * seq_length_ + 1,
+            [&](std::int64_t index, std::int64_t* row) { return make(index, row, scratch); });
     }
 
   private:
@@ -192,15 +204,19 @@ class BertSampler {
         RandomState random = megacore::random_of(seed_, index);
         const Row row = sentences_.row(index);
         const bool pairs = task_ != SentenceTask::none;
-        if (!sentences_.read(row.first, row.end, scratch.own) || row.end - row.first < (pairs ? 2 : 1)) return false;
+        if (!sentences_.read(row.first, row.end, scratch.own) ||
+            row.end - row.first < (pairs ? 2 : 1))
+            return false;
         if (row.target < 2 || row.target > seq_length_ - 3) return false;
         const std::int64_t* begin = scratch.own.data();
         Segment a{begin, begin + scratch.own.size()};
         Segment b{a.last, a.last};
         bool broken = false;
         if (pairs) {
-            const std::int64_t pivot = row.end - row.first < 3 ? 1 : 1 + random.below(row.end - row.first - 1);
-            a.last = b.first = begin + (sentences_.offset(row.first + pivot) - sentences_.offset(row.first));
+            const std::int64_t pivot =
+                row.end - row.first < 3 ? 1 : 1 + random.below(row.end - row.first - 1);
+            a.last = b.first =
+                begin + (sentences_.offset(row.first + pivot) - sentences_.offset(row.first));
             broken = random.uniform() < 0.5;
         }
         if (broken && task_ == SentenceTask::sop) std::swap(a, b);
@@ -213,7 +229,8 @@ class BertSampler {
         return true;
     }
 
-    // The sentences of a random sample of another document; there is one, as whoever opened the map has checked.
+    // The sentences of a random sample of another document; there is one, as whoever opened the map
+    // has checked.
     bool read_other(std::int64_t sentence, RandomState& random, Ids& ids) const {
         const std::int64_t own = document_of(sentence);
         for (;;) {
@@ -248,8 +265,8 @@ class BertSampler {
         }
     }
 
-    void write(const Segment& a, const Segment& b, std::int64_t target, bool broken, RandomState& random,
-               Scratch& scratch, std::int64_t* out) const {
+    void write(const Segment& a, const Segment& b, std::int64_t target, bool broken,
+               RandomState& random, Scratch& scratch, std::int64_t* out) const {
         std::int64_t* const labels = out + seq_length_;
         std::int64_t* const segments = labels + seq_length_;
         std::fill(out, out + 3 * seq_length_, kPadding);
@@ -264,12 +281,13 @@ class BertSampler {
             end = std::copy(b.first, b.last, end);
             *end++ = ids_.sep;
         }
-        scratch.chooser.choose(out, end - out, target, random, [&](const std::int64_t* places, std::int64_t count) {
-            for (std::int64_t k = 0; k < count; ++k) {
-                labels[places[k]] = out[places[k]];
-                out[places[k]] = replacement(out[places[k]], random);
-            }
-        });
+        scratch.chooser.choose(out, end - out, target, random,
+                               [&](const std::int64_t* places, std::int64_t count) {
+                                   for (std::int64_t k = 0; k < count; ++k) {
+                                       labels[places[k]] = out[places[k]];
+                                       out[places[k]] = replacement(out[places[k]], random);
+                                   }
+                               });
     }
 
     // 80 % [MASK], 10 % any token, 10 % the token itself.
@@ -293,13 +311,14 @@ struct T5Ids {
     Ids sentinels;
 };
 
-// Rows of s + s_d: the encoder's tokens, in which sentinels stand for spans, and the decoder's labels, which spell them.
+// Rows of s + s_d: the encoder's tokens, in which sentinels stand for spans, and the decoder's
+// labels, which spell them.
 class T5Sampler {
   public:
     // mean_length above 0: T5's random spans instead of words.
-    T5Sampler(const py::array& tokens, const py::array& pointers, const py::array& rows, Flags continues,
-              std::int64_t seq_length, std::int64_t decoder_seq_length, std::uint32_t seed, T5Ids ids,
-              MaskingRules rules, double mean_length)
+    T5Sampler(const py::array& tokens, const py::array& pointers, const py::array& rows,
+              Flags continues, std::int64_t seq_length, std::int64_t decoder_seq_length,
+              std::uint32_t seed, T5Ids ids, MaskingRules rules, double mean_length)
         : continues_(megacore::checked(std::move(continues))),
           sentences_(tokens, pointers, rows, continues_.size()),
           seq_length_(seq_length),
@@ -308,15 +327,17 @@ class T5Sampler {
           ids_(std::move(ids)),
           rules_(std::move(rules)),
           mean_length_(mean_length) {
-        if (seq_length < 4 || decoder_seq_length < 1) throw std::invalid_argument("the sequences are too short");
+        if (seq_length < 4 || decoder_seq_length < 1)
+            throw std::invalid_argument("the sequences are too short");
     }
 
     std::int64_t gather(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
                         const std::optional<Array<std::int64_t>>& rows) const {
         Scratch scratch{{}, {}, {}, WordChooser(rules_, continues_.data(), ids_.cls, ids_.sep),
                         SpanChooser(rules_.share, mean_length_)};
-        return megacore::fill(indices, out, rows, sentences_.samples(), seq_length_ + decoder_seq_length_,
-                    [&](std::int64_t index, std::int64_t* row) { return make(index, row, scratch); });
+        return megacore::fill(
+            indices, out, rows, sentences_.samples(), seq_length_ + decoder_seq_length_,
+            [&](std::int64_t index, std::int64_t* row) { return make(index, row, scratch); });
     }
 
   private:
@@ -339,13 +360,15 @@ class T5Sampler {
         return true;
     }
 
-    void choose(std::int64_t count, std::int64_t target, RandomState& random, Scratch& scratch) const {
+    void choose(std::int64_t count, std::int64_t target, RandomState& random,
+                Scratch& scratch) const {
         scratch.places.clear();
         if (mean_length_ > 0) {
             scratch.random_spans.choose(count, random, scratch.spans);
             for (Span& span : scratch.spans) {
                 const auto at = static_cast<std::int64_t>(scratch.places.size());
-                for (std::int64_t k = 0; k < span.count; ++k) scratch.places.push_back(span.first + k);
+                for (std::int64_t k = 0; k < span.count; ++k)
+                    scratch.places.push_back(span.first + k);
                 span.first = at;
             }
             return;
@@ -357,9 +380,10 @@ class T5Sampler {
                                  scratch.spans.push_back({at, size});
                                  scratch.places.insert(scratch.places.end(), places, places + size);
                              });
-        std::sort(scratch.spans.begin(), scratch.spans.end(), [&](const Span& one, const Span& other) {
-            return scratch.places[one.first] < scratch.places[other.first];
-        });
+        std::sort(scratch.spans.begin(), scratch.spans.end(),
+                  [&](const Span& one, const Span& other) {
+                      return scratch.places[one.first] < scratch.places[other.first];
+                  });
     }
 
     // A span for which no sentinel or no room is left stays as it is.
@@ -394,7 +418,8 @@ class T5Sampler {
     double mean_length_;
 };
 
-MaskingRules rules_of(double share, bool whole_words, std::vector<double> lengths, double length_probability) {
+MaskingRules rules_of(double share, bool whole_words, std::vector<double> lengths,
+                      double length_probability) {
     if (lengths.empty()) throw std::invalid_argument("there must be a length in words");
     return {share, whole_words, std::move(lengths), length_probability};
 }
@@ -403,32 +428,36 @@ MaskingRules rules_of(double share, bool whole_words, std::vector<double> length
 
 void add_sentence_samples(py::module_& module) {
     py::class_<MaskingRules>(module, "MaskingRules")
-        .def(py::init(&rules_of), py::kw_only(), py::arg("share"), py::arg("whole_words"), py::arg("length_cumulative"),
-             py::arg("length_probability") = 0.0);
+        .def(py::init(&rules_of), py::kw_only(), py::arg("share"), py::arg("whole_words"),
+             py::arg("length_cumulative"), py::arg("length_probability") = 0.0);
     py::class_<BertSampler>(module, "BertSampler")
-        .def(py::init([](const py::array& tokens, const py::array& pointers, const py::array& documents,
-                         const py::array& rows, Flags continues, std::int64_t seq_length, std::uint32_t seed,
-                         std::int64_t cls, std::int64_t sep, std::int64_t mask, const std::string& task,
+        .def(py::init([](const py::array& tokens, const py::array& pointers,
+                         const py::array& documents, const py::array& rows, Flags continues,
+                         std::int64_t seq_length, std::uint32_t seed, std::int64_t cls,
+                         std::int64_t sep, std::int64_t mask, const std::string& task,
                          MaskingRules rules) {
-                 return BertSampler(tokens, pointers, documents, rows, std::move(continues), seq_length, seed,
-                                    {cls, sep, mask}, task, std::move(rules));
+                 return BertSampler(tokens, pointers, documents, rows, std::move(continues),
+                                    seq_length, seed, {cls, sep, mask}, task, std::move(rules));
              }),
-             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("documents"), py::arg("rows"),
-             py::arg("continues").noconvert(), py::arg("seq_length"), py::arg("seed"), py::arg("cls"), py::arg("sep"),
-             py::arg("mask"), py::arg("task"), py::arg("rules"))
-        .def("gather", &BertSampler::gather, py::arg("indices").noconvert(), py::arg("out").noconvert(),
-             py::arg("rows").noconvert() = py::none());
+             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("documents"),
+             py::arg("rows"), py::arg("continues").noconvert(), py::arg("seq_length"),
+             py::arg("seed"), py::arg("cls"), py::arg("sep"), py::arg("mask"), py::arg("task"),
+             py::arg("rules"))
+        .def("gather", &BertSampler::gather, py::arg("indices").noconvert(),
+             py::arg("out").noconvert(), py::arg("rows").noconvert() = py::none());
     py::class_<T5Sampler>(module, "T5Sampler")
-        .def(py::init([](const py::array& tokens, const py::array& pointers, const py::array& rows, Flags continues,
-                         std::int64_t seq_length, std::int64_t decoder_seq_length, std::uint32_t seed,
-                         std::int64_t cls, std::int64_t sep, std::int64_t end, Ids sentinels, MaskingRules rules,
-                         double mean_length) {
-                 return T5Sampler(tokens, pointers, rows, std::move(continues), seq_length, decoder_seq_length, seed,
-                                  {cls, sep, end, std::move(sentinels)}, std::move(rules), mean_length);
+        .def(py::init([](const py::array& tokens, const py::array& pointers, const py::array& rows,
+                         Flags continues, std::int64_t seq_length, std::int64_t decoder_seq_length,
+                         std::uint32_t seed, std::int64_t cls, std::int64_t sep, std::int64_t end,
+                         Ids sentinels, MaskingRules rules, double mean_length) {
+                 return T5Sampler(tokens, pointers, rows, std::move(continues), seq_length,
+                                  decoder_seq_length, seed, {cls, sep, end, std::move(sentinels)},
+                                  std::move(rules), mean_length);
              }),
-             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("rows"), py::arg("continues").noconvert(),
-             py::arg("seq_length"), py::arg("decoder_seq_length"), py::arg("seed"), py::arg("cls"), py::arg("sep"),
-             py::arg("end"), py::arg("sentinels"), py::arg("rules"), py::arg("mean_length") = 0.0)
-        .def("gather", &T5Sampler::gather, py::arg("indices").noconvert(), py::arg("out").noconvert(),
-             py::arg("rows").noconvert() = py::none());
+             py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("rows"),
+             py::arg("continues").noconvert(), py::arg("seq_length"), py::arg("decoder_seq_length"),
+             py::arg("seed"), py::arg("cls"), py::arg("sep"), py::arg("end"), py::arg("sentinels"),
+             py::arg("rules"), py::arg("mean_length") = 0.0)
+        .def("gather", &T5Sampler::gather, py::arg("indices").noconvert(),
+             py::arg("out").noconvert(), py::arg("rows").noconvert() = py::none());
 }

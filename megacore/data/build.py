@@ -1,4 +1,7 @@
-"""Opens the samples of a split, whatever the index directory holds: one data set, a blend, or several as a whole."""
+"""Opens the samples of a split, whatever the index directory holds.
+
+That is one data set, a blend, or several as a whole.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +27,18 @@ def open_split(
     *,
     tokenizer_directory: str | Path,
 ) -> Dataset:
-    """The samples of a split in the order in which they are read, the training split's with fill-in-the-middle.
+    """The samples of a split in the order in which they are read.
+
+    The training split's have fill-in-the-middle.
 
     Args:
-        token_prefixes: token files without .bin/.idx, in the order of the index directory's members.
+        token_prefixes: token files without .bin/.idx, in the order of the index directory's
+            members.
         index_directory: where the maps are.
         split_name: "train", "valid" or "test".
         config: of the run: its family, its seed, and how samples are made.
-        tokenizer_directory: of the tokenizer that the tokens were made with; fill-in-the-middle and samples of
-            sentences need to know it.
+        tokenizer_directory: of the tokenizer that the tokens were made with; fill-in-the-middle and
+            samples of sentences need to know it.
 
     Raises:
         ConfigError: the vocabulary lacks special tokens that the samples have.
@@ -47,18 +53,24 @@ def open_split(
     return FimDataset(dataset, tokenizer, config.data.fim, seed=config.seed, capacity=capacity)
 
 
-def describe(token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig) -> IndexDescription:
-    """What the index directory holds, for these tokens and this configuration. Raises DataFormatError."""
+def describe(
+    token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig
+) -> IndexDescription:
+    """What the index directory holds, for these tokens and this configuration.
+
+    Raises DataFormatError.
+    """
     description = read_description(index_directory)
     if len(token_prefixes) != len(description.members):
         raise DataFormatError(
-            f"{index_directory} was built for {len(description.members)} pairs of token files, not for "
-            f"{len(token_prefixes)} ({', '.join(token_prefixes)}): build the index maps again"
+            f"{index_directory} was built for {len(description.members)} pairs of token files, not "
+            f"for {len(token_prefixes)} ({', '.join(token_prefixes)}): build the index maps again"
         )
     options, data = description.options, config.data
     if options.kind != config.family:
         raise DataFormatError(
-            f"{index_directory} was built for family {options.kind}, not {config.family}: build the index maps again"
+            f"{index_directory} was built for family {options.kind}, not {config.family}: build "
+            "the index maps again"
         )
     names = ("seq_length", "packing", "add_extra_token")
     pairs = {f"data.{name}": (getattr(options, name), getattr(data, name)) for name in names}
@@ -69,7 +81,8 @@ def describe(token_prefixes: Sequence[str], index_directory: str | Path, config:
     for name, (built, value) in pairs.items():
         if built != value:
             raise DataFormatError(
-                f"{index_directory} was built for {name} {built}, not {value}: build the index maps again"
+                f"{index_directory} was built for {name} {built}, not {value}: build the index "
+                "maps again"
             )
     return description
 
@@ -127,13 +140,19 @@ class MemberOpener:
                 return data.seq_length + 1
 
     def split(self, index_directory: str | Path, split_name: str) -> Dataset:
-        """All members of a split, as their maps in `index_directory` say. Raises DataFormatError."""
+        """All members of a split, as their maps in `index_directory` say.
+
+        Raises DataFormatError.
+        """
         if self.description.single:
             return self.member(0, index_directory, split_name)
         numbers = self.description.blends.get(split_name, ())
         if not numbers:  # the split has no data sets
             return self.joined(())
-        members = [self.member(number, member_directory(index_directory, number), split_name) for number in numbers]
+        members = [
+            self.member(number, member_directory(index_directory, number), split_name)
+            for number in numbers
+        ]
         return BlendedDataset(members, index_directory, split_name)
 
     def joined(self, members: Sequence[MemberDataset]) -> Dataset:
@@ -141,8 +160,15 @@ class MemberOpener:
         return ConcatDataset(members, self.config.data.seq_length, self.width)
 
     def member(self, number: int, directory: str | Path, split_name: str) -> MemberDataset:
-        """A split of one pair of token files, whose maps are in `directory`. Raises DataFormatError."""
-        prefix, options, data = self.token_prefixes[number], self.description.options, self.config.data
+        """A split of one pair of token files, whose maps are in `directory`.
+
+        Raises DataFormatError.
+        """
+        prefix, options, data = (
+            self.token_prefixes[number],
+            self.description.options,
+            self.config.data,
+        )
         if self.vocabulary is None:
             return GPTDataset(
                 prefix,

@@ -1,14 +1,19 @@
-"""Fill-in-the-middle: documents of a sample whose parts change places (Bavarian et al. 2022, arXiv:2207.14255).
+"""Fill-in-the-middle: documents of a sample whose parts change places.
 
-As in Megatron-LM (https://github.com/NVIDIA/Megatron-LM, fim_dataset.py) what lies between two ends of documents is
-rearranged with probability `rate`: its text is cut at two characters into prefix, middle and suffix, each is tokenized
-by itself, and they follow one another as `P prefix S suffix M middle` or, with probability `spm_rate`, as
-`P S suffix M prefix middle`. What no longer fits is cut off at the sample's end. Otherwise than there:
+See Bavarian et al. 2022, arXiv:2207.14255.
 
-* what a sample becomes depends on the seed and its number alone, not on what was read before it: order of reading,
-  ranks and resumption change nothing;
-* an empty document keeps its end, and a sample that became shorter is padded with -1, which counts in no loss;
-* of a character whose bytes the sample's edge divides the part that is there is left out, when it is rearranged.
+As in Megatron-LM (https://github.com/NVIDIA/Megatron-LM, fim_dataset.py) what lies between two ends
+of documents is rearranged with probability `rate`: its text is cut at two characters into prefix,
+middle and suffix, each is tokenized by itself, and they follow one another as
+`P prefix S suffix M middle` or, with probability `spm_rate`, as `P S suffix M prefix middle`. What
+no longer fits is cut off at the sample's end. Otherwise than there:
+
+* what a sample becomes depends on the seed and its number alone, not on what was read before it:
+  order of reading, ranks and resumption change nothing;
+* an empty document keeps its end, and a sample that became shorter is padded with -1, which counts
+  in no loss;
+* of a character whose bytes the sample's edge divides the part that is there is left out, when it
+  is rearranged.
 """
 
 from collections.abc import Sequence
@@ -48,7 +53,9 @@ class _Sample:
 class FimDataset:
     """Another data set's samples, rearranged."""
 
-    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fim: FimConfig, *, seed: int, capacity: int) -> None:
+    def __init__(
+        self, dataset: Dataset, tokenizer: Tokenizer, fim: FimConfig, *, seed: int, capacity: int
+    ) -> None:
         """Look up the special tokens.
 
         Args:
@@ -56,7 +63,8 @@ class FimDataset:
             tokenizer: that they were made with.
             fim: rates and names of the special tokens.
             seed: of the run.
-            capacity: tokens that a sample may have: seq_length, and one more with data.add_extra_token.
+            capacity: tokens that a sample may have: seq_length, and one more with
+                data.add_extra_token.
 
         Raises:
             ConfigError: the vocabulary lacks one of the special tokens.
@@ -71,23 +79,37 @@ class FimDataset:
         return len(self._dataset)
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, s + 1], in `out` if it is given. Raises IndexError, DataFormatError."""
+        """Samples as one batch [b, s + 1], in `out` if it is given.
+
+        Raises IndexError, DataFormatError.
+        """
         wanted = as_array(indices)
         batch = self._dataset.gather(wanted, out)
         samples = [self._cut(row, batch[row], index) for row, index in enumerate(wanted.tolist())]
-        changed = [sample for sample in samples if any(segment.texts for segment in sample.segments)]
-        texts = [text for sample in changed for segment in sample.segments for text in segment.texts or ()]
+        changed = [
+            sample for sample in samples if any(segment.texts for segment in sample.segments)
+        ]
+        texts = [
+            text
+            for sample in changed
+            for segment in sample.segments
+            for text in segment.texts or ()
+        ]
         encoded = iter(self._tokenizer.encode_batch(texts) if texts else ())
         for sample in changed:
-            parts = [self._rearrange(part, [next(encoded) for _ in part.texts or ()]) for part in sample.segments]
+            parts = [
+                self._rearrange(part, [next(encoded) for _ in part.texts or ()])
+                for part in sample.segments
+            ]
             ids = np.concatenate(parts)[: self._capacity]
             batch[sample.row, : len(ids)] = ids
             batch[sample.row, len(ids) :] = -1
         return batch
 
     def _cut(self, number: int, row: npt.NDArray[np.int64], index: int) -> _Sample:
-        """Divide a sample at the ends of documents, and the segments that are rearranged at two characters."""
-        # Philox (Salmon et al. 2011) is keyed by seed and sample: no state goes from one sample to the next.
+        """Divide a sample at documents' ends, and rearranged segments at two characters."""
+        # Philox (Salmon et al. 2011) is keyed by seed and sample: no state goes from one sample to
+        # the next.
         random = np.random.Generator(np.random.Philox(key=[self._seed, index]))
         tokens = row[row >= 0]
         ends = np.flatnonzero(tokens == self._tokenizer.eod_id)
@@ -95,7 +117,11 @@ class FimDataset:
         for part in np.split(tokens, np.stack([ends, ends + 1], axis=1).reshape(-1)):
             segment = _Segment(part)
             sample.segments.append(segment)
-            if not len(part) or part[0] == self._tokenizer.eod_id or random.random() >= self._fim.rate:
+            if (
+                not len(part)
+                or part[0] == self._tokenizer.eod_id
+                or random.random() >= self._fim.rate
+            ):
                 continue
             segment.suffix_first = random.random() < self._fim.spm_rate
             text = self._tokenizer.decode(part).strip(_REPLACEMENT)
@@ -109,18 +135,26 @@ class FimDataset:
             return segment.ids
         prefix, middle, suffix = encoded
         if segment.suffix_first:
-            return np.concatenate([self._prefix, self._suffix, suffix, self._middle, prefix, middle])
+            return np.concatenate(
+                [self._prefix, self._suffix, suffix, self._middle, prefix, middle]
+            )
         return np.concatenate([self._prefix, prefix, self._suffix, suffix, self._middle, middle])
 
 
 def _special_ids(tokenizer: Tokenizer, fim: FimConfig) -> list[Ids]:
-    """The ids of the tokens before prefix, middle and suffix, each as an array. Raises ConfigError."""
-    found = {name: tokenizer.token_id(name) for name in (fim.prefix_token, fim.middle_token, fim.suffix_token)}
+    """The ids of the tokens before prefix, middle and suffix, each as an array.
+
+    Raises ConfigError.
+    """
+    found = {
+        name: tokenizer.token_id(name)
+        for name in (fim.prefix_token, fim.middle_token, fim.suffix_token)
+    }
     missing = [name for name, token in found.items() if token is None]
     if missing:
         raise ConfigError(
-            f"data.fim needs the tokens {', '.join(missing)}, which the vocabulary lacks: add them to "
-            "data.tokenizer.special_tokens where a tokenizer is trained, or name tokens that the vocabulary has "
-            "(data.fim.prefix_token, middle_token and suffix_token)"
+            f"data.fim needs the tokens {', '.join(missing)}, which the vocabulary lacks: add them "
+            "to data.tokenizer.special_tokens where a tokenizer is trained, or name tokens that "
+            "the vocabulary has (data.fim.prefix_token, middle_token and suffix_token)"
         )
     return [np.array([token], np.int64) for token in found.values()]

@@ -15,9 +15,10 @@ from megacore.errors import DataFormatError
 class GPTDataset(MappedDataset):
     """One split as an array of samples (s + 1 tokens: s inputs and their labels, shifted by one).
 
-    Where a sample has fewer tokens the rest is -1: its last one with `add_extra_token` off, what whole documents leave,
-    and the end of the last sample with `keeps_partial`. Everything is memory-mapped and checked when it is
-    opened. Raises DataFormatError for maps that are missing, damaged, or made for other tokens or another seq_length.
+    Where a sample has fewer tokens the rest is -1: its last one with `add_extra_token` off, what
+    whole documents leave, and the end of the last sample with `keeps_partial`. Everything is
+    memory-mapped and checked when it is opened. Raises DataFormatError for maps that are missing,
+    damaged, or made for other tokens or another seq_length.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class GPTDataset(MappedDataset):
         self._paths = [map_path(index_directory, split_name, name) for name in MAP_NAMES]
         super().__init__(prefix, self._paths[2], seq_length=seq_length, width=seq_length + 1)
         self._wanted = f"{seq_length} + {int(add_extra_token)}"
-        document_index, sample_index, self._shuffle_index = maps = [load_map(path) for path in self._paths]
+        document_index, sample_index, self._shuffle_index = maps = [
+            load_map(path) for path in self._paths
+        ]
         self._check(maps, whole_documents=packing != "packed")
         self._sampler = Gatherer(
             tokens=self.tokens.tokens,
@@ -64,22 +67,28 @@ class GPTDataset(MappedDataset):
 
     def _unreadable(self, sample: int) -> str:
         return (
-            f"{self._paths[1]}: sample {sample} does not have {self._wanted} tokens: the maps were built for another "
-            "data.seq_length or other tokens; build them again"
+            f"{self._paths[1]}: sample {sample} does not have {self._wanted} tokens: the maps were "
+            "built for another data.seq_length or other tokens; build them again"
         )
 
     def _check(self, maps: list[npt.NDArray[Any]], *, whole_documents: bool) -> None:
-        """Types, shapes, and that no map points beyond what it refers to. Raises DataFormatError."""
+        """Types, shapes, and that no map points beyond what it refers to.
+
+        Raises DataFormatError.
+        """
         document, sample, shuffle = maps
         for path, values, dimensions in zip(self._paths, maps, (1, 2, 1), strict=True):
             check_form(path, values, dimensions)
         if sample.shape != (len(shuffle) + 1, 2):
             raise DataFormatError(
-                f"{self._paths[1]} has shape {sample.shape}, but {self._paths[2].name} has {len(shuffle)} samples: "
-                "build the index maps again"
+                f"{self._paths[1]} has shape {sample.shape}, but {self._paths[2].name} has "
+                f"{len(shuffle)} samples: build the index maps again"
             )
-        # Samples of whole documents end at the beginning of the next document, which the last one lacks.
+        # Samples of whole documents end at the beginning of the next document, which the last one
+        # lacks.
         positions = max(len(document) + whole_documents, 1)
         limits = (len(self.tokens), positions, len(shuffle))
-        for path, values, limit in zip(self._paths, (document, sample[:, 0], shuffle), limits, strict=True):
+        for path, values, limit in zip(
+            self._paths, (document, sample[:, 0], shuffle), limits, strict=True
+        ):
             check_range(path, values, limit, f"it was not built for {self.tokens.prefix}")

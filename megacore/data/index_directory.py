@@ -3,14 +3,16 @@
     index.json
     {train,valid,test}_{document,sample,shuffle}_index.npy          a single data set
     member-NN/{train,valid,test}_{document,sample,shuffle}_index.npy      each data set of a blend
-    {train,valid,test}_dataset_index.npy (i16), …_dataset_sample_index.npy (i64)      how these are blended
+    {train,valid,test}_dataset_index.npy (i16), …_dataset_sample_index.npy (i64)      their blend
 
-Where samples are made of whole sentences, `{train,valid,test}_sentence_index.npy` is in place of the three.
+Where samples are made of whole sentences, `{train,valid,test}_sentence_index.npy` is in place of
+the three.
 
-`index.json`: format 1; the options seq_length, seed, split, style, packing, add_extra_token, drop_last_partial, and
-for samples of sentences `sentences` (kind, minimum_sentences, short_seq_prob); `members`, each with its prefix
-(relative to the directory) and its weight in the splits it takes part in; `blends`, for each split the numbers of the
-members in the order in which the dataset index counts them; `samples` per split.
+`index.json`: format 1; the options seq_length, seed, split, style, packing, add_extra_token,
+drop_last_partial, and for samples of sentences `sentences` (kind, minimum_sentences,
+short_seq_prob); `members`, each with its prefix (relative to the directory) and its weight in the
+splits it takes part in; `blends`, for each split the numbers of the members in the order in which
+the dataset index counts them; `samples` per split.
 
 Reading the files of index maps, and what is checked of each.
 """
@@ -39,17 +41,26 @@ def load_map(path: Path) -> npt.NDArray[Any]:
             return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
     except FileNotFoundError as error:
         raise DataFormatError(f"{path} does not exist: build the index maps first") from error
-    except Exception as error:  # NumPy reads a header as Python source, and passes on all that can go wrong there
+    except Exception as error:
+        # NumPy reads a header as Python source, and passes on all that can go wrong there
         reason = " ".join(str(error).split())
-        raise DataFormatError(f"{path} is not a readable index map ({reason}): build the index maps again") from error
-
-
-def check_form(path: Path, values: npt.NDArray[Any], dimensions: int, dtypes: Sequence[str] = _MAP_DTYPES) -> None:
-    """That a map is an array of one of its types. Raises DataFormatError."""
-    if values.dtype not in map(np.dtype, dtypes) or values.ndim != dimensions or not values.flags.c_contiguous:
         raise DataFormatError(
-            f"{path} is an array of {values.dtype} with shape {values.shape}, which is not that map's form: "
-            "build the index maps again"
+            f"{path} is not a readable index map ({reason}): build the index maps again"
+        ) from error
+
+
+def check_form(
+    path: Path, values: npt.NDArray[Any], dimensions: int, dtypes: Sequence[str] = _MAP_DTYPES
+) -> None:
+    """That a map is an array of one of its types. Raises DataFormatError."""
+    if (
+        values.dtype not in map(np.dtype, dtypes)
+        or values.ndim != dimensions
+        or not values.flags.c_contiguous
+    ):
+        raise DataFormatError(
+            f"{path} is an array of {values.dtype} with shape {values.shape}, which is not that "
+            "map's form: build the index maps again"
         )
 
 
@@ -57,7 +68,8 @@ def check_range(path: Path, values: npt.NDArray[Any], limit: int, reason: str) -
     """That a map's values lie in 0 … limit-1. Raises DataFormatError."""
     if values.size and (values.min() < 0 or values.max() >= limit):
         raise DataFormatError(
-            f"{path} points to {values.min()} … {values.max()} where only 0 … {limit - 1} exists: {reason}"
+            f"{path} points to {values.min()} … {values.max()} where only 0 … {limit - 1} exists: "
+            f"{reason}"
         )
 
 
@@ -98,7 +110,8 @@ class IndexDescription:
     samples: Mapping[str, int]
     """Of each split."""
     single: bool
-    """Whether there is one data set, with its maps directly in the directory and nothing to blend."""
+    """Whether there is one data set, with its maps directly in the directory and nothing to
+    blend."""
 
     @property
     def counting_map(self) -> str:
@@ -119,7 +132,8 @@ def member_directory(directory: str | Path, number: int) -> Path:
 def save_array(path: Path, values: npt.NDArray[Any]) -> None:
     """Write a C-contiguous array as `.npy` without a copy. Raises WorkspaceError."""
     with workspace_errors(path), open(path, "wb") as file:
-        # numpy.save reports a full disk as an error without a number, which nobody can tell from others.
+        # numpy.save reports a full disk as an error without a number, which nobody can tell from
+        # others.
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
         file.write(values.data)
 
@@ -142,14 +156,20 @@ def write_description(
             weights[numbers[member.prefix]][name] = member.weight
     content = {
         "format": FORMAT,
-        **{name: value for name, value in asdict(options).items() if name != "sentences" or value is not None},
+        **{
+            name: value
+            for name, value in asdict(options).items()
+            if name != "sentences" or value is not None
+        },
         "single": mixture.is_single,
         "members": [
             {"prefix": os.path.relpath(prefix, directory), "splits": weights[number]}
             for prefix, number in numbers.items()
         ],
         "blends": {
-            name: [numbers[member.prefix] for member in mixture.of(name)] for name in SPLIT_NAMES if mixture.of(name)
+            name: [numbers[member.prefix] for member in mixture.of(name)]
+            for name in SPLIT_NAMES
+            if mixture.of(name)
         },
         "samples": dict(samples),
     }
@@ -162,9 +182,13 @@ def read_description(directory: str | Path) -> IndexDescription:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise DataFormatError(f"{path} has format {content['format']!r}; only {FORMAT} is known: build it again")
+            raise DataFormatError(
+                f"{path} has format {content['format']!r}; only {FORMAT} is known: build it again"
+            )
         members = tuple(
-            IndexMember(os.path.normpath(Path(directory, member["prefix"])), _weights(member["splits"]))
+            IndexMember(
+                os.path.normpath(Path(directory, member["prefix"])), _weights(member["splits"])
+            )
             for member in content["members"]
         )
         blends = {name: tuple(map(int, numbers)) for name, numbers in content["blends"].items()}
@@ -184,14 +208,20 @@ def read_description(directory: str | Path) -> IndexDescription:
         RecursionError,
         ConfigError,
     ) as error:
-        raise DataFormatError(f"{path} is damaged ({error!r}): build the index maps again") from error
+        raise DataFormatError(
+            f"{path} is damaged ({error!r}): build the index maps again"
+        ) from error
     return description
 
 
 def _options(content: Mapping[str, Any]) -> IndexOptions:
-    plain = {name: content[name] for name in IndexOptions.__dataclass_fields__ if name != "sentences"}
+    plain = {
+        name: content[name] for name in IndexOptions.__dataclass_fields__ if name != "sentences"
+    }
     sentences = content.get("sentences")
-    return IndexOptions(**plain, sentences=None if sentences is None else SentenceOptions(**sentences))
+    return IndexOptions(
+        **plain, sentences=None if sentences is None else SentenceOptions(**sentences)
+    )
 
 
 def _weights(splits: Mapping[str, Any]) -> dict[str, float | None]:
@@ -202,4 +232,6 @@ def _check(description: IndexDescription) -> None:
     """Raises ValueError for numbers of members that there are not."""
     named: Sequence[int] = [number for numbers in description.blends.values() for number in numbers]
     if any(not 0 <= number < len(description.members) for number in named):
-        raise ValueError(f"its blends name the members {sorted(set(named))} of {len(description.members)}")
+        raise ValueError(
+            f"its blends name the members {sorted(set(named))} of {len(description.members)}"
+        )

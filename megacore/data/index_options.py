@@ -1,4 +1,6 @@
-"""What decides the index maps: how samples are cut and ordered, and which token files each split draws from.
+"""What decides the index maps.
+
+How samples are cut and ordered, and which token files each split draws from.
 
 Which sequences belong to the train, validation and test split.
 """
@@ -23,11 +25,17 @@ def parse_split(split: str) -> tuple[float, float, float]:
     try:
         weights = [float(part) for part in split.split(",")]
     except ValueError as error:
-        raise ConfigError(f"data.split is {split!r}: give up to three numbers, as in 949,50,1") from error
-    if len(weights) > 3 or any(not math.isfinite(weight) or weight < 0 for weight in weights) or sum(weights) <= 0:
         raise ConfigError(
-            f"data.split is {split!r}: give up to three weights for train, validation and test, none of them "
-            "negative and not all of them 0, as in 949,50,1"
+            f"data.split is {split!r}: give up to three numbers, as in 949,50,1"
+        ) from error
+    if (
+        len(weights) > 3
+        or any(not math.isfinite(weight) or weight < 0 for weight in weights)
+        or sum(weights) <= 0
+    ):
+        raise ConfigError(
+            f"data.split is {split!r}: give up to three weights for train, validation and test, "
+            "none of them negative and not all of them 0, as in 949,50,1"
         )
     train, valid, test = np.asarray([*weights, 0.0, 0.0][:3]) / np.sum(weights)
     return float(train), float(valid), float(test)
@@ -38,9 +46,9 @@ def split_ranges(
 ) -> Mapping[str, tuple[int, int]]:
     """First and end element of each split when `count` elements are divided.
 
-    The boundaries are the cumulative fractions times `count`, rounded half to even, as in Megatron core. With
-    "neox" they are GPT-NeoX's: each fraction times `count` is rounded by itself, and what the sum is off by is taken
-    from the train split. Raises ConfigError.
+    The boundaries are the cumulative fractions times `count`, rounded half to even, as in Megatron
+    core. With "neox" they are GPT-NeoX's: each fraction times `count` is rounded by itself, and
+    what the sum is off by is taken from the train split. Raises ConfigError.
     """
     fractions = parse_split(split)
     if style == "neox":
@@ -48,7 +56,9 @@ def split_ranges(
         excess = bounds[-1] - count
         bounds = [0, *(bound - excess for bound in bounds[1:])]
         if bounds[1] < 0:
-            raise ConfigError(f"data.split {split} leaves the train split {bounds[1]} of {count} sequences")
+            raise ConfigError(
+                f"data.split {split} leaves the train split {bounds[1]} of {count} sequences"
+            )
     else:
         bounds = [round(fraction * float(count)) for fraction in accumulate(fractions, initial=0.0)]
     return {name: (bounds[i], bounds[i + 1]) for i, name in enumerate(SPLIT_NAMES)}
@@ -75,15 +85,18 @@ class SentenceOptions:
     def __post_init__(self) -> None:
         if self.kind not in ("bert", "t5") or self.minimum_sentences not in (1, 2):
             raise ConfigError(
-                f"maps of sentences are for bert or t5 and take 1 or 2 sentences at least, not {self.kind} with "
-                f"{self.minimum_sentences}"
+                "maps of sentences are for bert or t5 and take 1 or 2 sentences at least, not "
+                f"{self.kind} with {self.minimum_sentences}"
             )
         if not 0 <= self.short_seq_prob <= 1 or 0 < self.short_seq_prob < 1e-6:
             raise ConfigError(f"short_seq_prob is {self.short_seq_prob}: give 0, or 0.000001 … 1")
 
     @property
     def special_tokens(self) -> int:
-        """Tokens that a sample has besides its sentences: [CLS] and two [SEP]; of T5 a begin and an end."""
+        """Tokens that a sample has besides its sentences: [CLS] and two [SEP].
+
+        Of T5 a begin and an end.
+        """
         return 3 if self.kind == "bert" else 2
 
 
@@ -95,15 +108,18 @@ class IndexOptions:
     """
 
     split: str | None
-    """Weights of the train, validation and test split; None where each data set belongs to one split whole."""
+    """Weights of the train, validation and test split; None where each data set belongs to one
+    split whole."""
     seq_length: int
     """Tokens per sample (s)."""
     seed: int
     """Of the shuffles, 0 … 2**32 - 1; each split of each data set starts from it."""
     style: IndexStyle = "megatron"
-    """Megatron core's order, or GPT-NeoX's, which has no separate final epoch and rounds splits otherwise."""
+    """Megatron core's order, or GPT-NeoX's, which has no separate final epoch and rounds splits
+    otherwise."""
     packing: Packing = "packed"
-    """Samples cut from documents end to end, or of whole documents (see `megacore.data.index_plans`)."""
+    """Samples cut from documents end to end, or of whole documents (see
+    `megacore.data.index_plans`)."""
     add_extra_token: bool = True
     """Whether a sample reads one token beyond seq_length as its last label."""
     drop_last_partial: bool = True
@@ -116,9 +132,13 @@ class IndexOptions:
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
-            raise ConfigError(f"data.seq_length is {self.seq_length}: a sample has at least one token")
+            raise ConfigError(
+                f"data.seq_length is {self.seq_length}: a sample has at least one token"
+            )
         if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"the seed of the shuffles is {self.seed}: give one of 0 … {2**32 - 1}")
+            raise ConfigError(
+                f"the seed of the shuffles is {self.seed}: give one of 0 … {2**32 - 1}"
+            )
         if self.style == "neox":
             self._check_neox()
         if self.sentences is not None:
@@ -139,7 +159,7 @@ class IndexOptions:
         return split_name == "valid" and not self.drop_last_partial and self.packing == "packed"
 
     def _check_neox(self) -> None:
-        """GPT-NeoX orders packed samples otherwise, and has no counterpart of the other two options."""
+        """GPT-NeoX orders packed samples otherwise, and lacks the other two options."""
         wrong = {
             f"data.packing {self.packing}": self.packing != "packed",
             "data.add_extra_token false": not self.add_extra_token,
@@ -148,16 +168,17 @@ class IndexOptions:
         for name, given in wrong.items():
             if given:
                 raise ConfigError(
-                    f"data.index_style neox reproduces GPT-NeoX's order of samples, which {name} does not have: "
-                    "leave that at its default, or set data.index_style to megatron"
+                    f"data.index_style neox reproduces GPT-NeoX's order of samples, which {name} "
+                    "does not have: leave that at its default, or set data.index_style to megatron"
                 )
 
     def _check_sentences(self, sentences: SentenceOptions) -> None:
         plain = IndexOptions(split=self.split, seq_length=self.seq_length, seed=self.seed)
         if replace(self, sentences=None) != plain:
             raise ConfigError(
-                "data.index_style, data.packing, data.add_extra_token and data.drop_last_partial are of samples of "
-                f"tokens, which those of {sentences.kind} are not: leave them at their defaults"
+                "data.index_style, data.packing, data.add_extra_token and data.drop_last_partial "
+                f"are of samples of tokens, which those of {sentences.kind} are not: leave them at "
+                "their defaults"
             )
         if self.seq_length < sentences.special_tokens + 2:
             raise ConfigError(
@@ -178,7 +199,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which token files each split draws from. Raises ConfigError for weights and members that cannot work."""
+    """Which token files each split draws from.
+
+    Raises ConfigError for weights and members that cannot work.
+    """
 
     train: tuple[Member, ...]
     """What training draws from."""
@@ -187,11 +211,14 @@ class Mixture:
     test: tuple[Member, ...]
     """What the test draws from."""
     whole: bool
-    """Whether each split has members of its own, taken whole; else all have the same, divided by the split weights."""
+    """Whether each split has members of its own, taken whole; else all have the same, divided by
+    the split weights."""
 
     def __post_init__(self) -> None:
         if not self.whole and not self.train == self.valid == self.test:
-            raise ConfigError("the splits have different data sets: these cannot also be divided by data.split")
+            raise ConfigError(
+                "the splits have different data sets: these cannot also be divided by data.split"
+            )
         if not any(self.of(name) for name in SPLIT_NAMES):
             raise ConfigError("no split has a data set: name at least one")
         for name in SPLIT_NAMES:
@@ -208,7 +235,9 @@ class Mixture:
         return cls(tuple(members), tuple(members), tuple(members), whole=False)
 
     @classmethod
-    def per_split(cls, train: Sequence[Member], valid: Sequence[Member], test: Sequence[Member]) -> Self:
+    def per_split(
+        cls, train: Sequence[Member], valid: Sequence[Member], test: Sequence[Member]
+    ) -> Self:
         """Data sets that belong to one split each; a split may have none."""
         return cls(tuple(train), tuple(valid), tuple(test), whole=True)
 
@@ -225,31 +254,46 @@ class Mixture:
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Every pair of token files once, in the order in which it is first named."""
-        return tuple(dict.fromkeys(member.prefix for name in SPLIT_NAMES for member in self.of(name)))
+        return tuple(
+            dict.fromkeys(member.prefix for name in SPLIT_NAMES for member in self.of(name))
+        )
 
 
 def _check_members(members: Sequence[Member], where: str) -> None:
     weights = [member.weight for member in members if member.weight is not None]
     if 0 < len(weights) < len(members):
         bare = next(member.prefix for member in members if member.weight is None)
-        raise ConfigError(f"the {where} blend gives {bare} no weight but others one: weight all of them or none")
+        raise ConfigError(
+            f"the {where} blend gives {bare} no weight but others one: weight all of them or none"
+        )
     for member in members:
         if member.weight is not None and not 0 < member.weight < math.inf:
             raise ConfigError(
-                f"the {where} blend gives {member.prefix} the weight {member.weight}: weights are positive numbers; "
-                "leave out what should not be drawn from"
+                f"the {where} blend gives {member.prefix} the weight {member.weight}: weights are "
+                "positive numbers; leave out what should not be drawn from"
             )
     if len(members) > MAX_MEMBERS:
-        raise ConfigError(f"the {where} blend has {len(members)} data sets; {MAX_MEMBERS} can be numbered: merge some")
-    prefix, times = Counter(member.prefix for member in members).most_common(1)[0] if members else ("", 0)
+        raise ConfigError(
+            f"the {where} blend has {len(members)} data sets; {MAX_MEMBERS} can be numbered: merge "
+            "some"
+        )
+    prefix, times = (
+        Counter(member.prefix for member in members).most_common(1)[0] if members else ("", 0)
+    )
     if times > 1:
-        raise ConfigError(f"the {where} blend names {prefix} {times} times: name it once, with the sum of the weights")
+        raise ConfigError(
+            f"the {where} blend names {prefix} {times} times: name it once, with the sum of the "
+            "weights"
+        )
 
 
 def parse_members(values: Sequence[str], option: str) -> tuple[Member, ...]:
-    """The members that a command line names: PREFIX, or PREFIX PREFIX …, or WEIGHT PREFIX WEIGHT PREFIX ….
+    """The members that a command line names.
 
-    Raises ConfigError for weights and prefixes that do not take turns; `option` names where they stand.
+    Forms: PREFIX, or PREFIX PREFIX …, or WEIGHT PREFIX WEIGHT PREFIX ….
+
+    Raises ConfigError for weights and prefixes that do not take turns; `option` names where they
+    stand.
     """
     numbers = [_number(value) for value in values]
     if all(number is None for number in numbers):
@@ -257,8 +301,8 @@ def parse_members(values: Sequence[str], option: str) -> tuple[Member, ...]:
     weights, prefixes = numbers[::2], values[1::2]
     if len(values) % 2 or None in weights or any(number is not None for number in numbers[1::2]):
         raise ConfigError(
-            f"{option} {' '.join(values)}: give a weight before each prefix, or no weight at all (a prefix that looks "
-            "like a number is written ./NUMBER)"
+            f"{option} {' '.join(values)}: give a weight before each prefix, or no weight at all "
+            "(a prefix that looks like a number is written ./NUMBER)"
         )
     return tuple(Member(prefix, weight) for prefix, weight in zip(prefixes, weights, strict=True))
 

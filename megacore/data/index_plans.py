@@ -1,28 +1,35 @@
-"""What will be built of each split: how many samples are asked of each data set, and how often it is gone through.
+"""What will be built of each split.
+
+How many samples are asked of each data set, and how often it is gone through.
 
 How often a split is gone through for the samples that are wanted of it.
 
-Samples that keep documents whole, padded at the end: the sample index of the two forms that are not `packed`.
+Samples that keep documents whole, padded at the end: the sample index of the two forms that are not
+`packed`.
 
-The names are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox, `pack_impl`). As there, `pack_until_overflow` puts
-whole documents into a sample as long as they fit, and `unpacked` puts one into each. Otherwise than there:
+The names are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox, `pack_impl`). As there,
+`pack_until_overflow` puts whole documents into a sample as long as they fit, and `unpacked` puts
+one into each. Otherwise than there:
 
-* with `pack_until_overflow` a document longer than a sample is divided into consecutive ones, which share their ends
-  as those of `packed` do, so that each of its tokens is learnt; NeoX keeps its first tokens alone. The rest of such a
-  document is filled up like any other. With `unpacked` both keep the first tokens;
+* with `pack_until_overflow` a document longer than a sample is divided into consecutive ones, which
+  share their ends as those of `packed` do, so that each of its tokens is learnt; NeoX keeps its
+  first tokens alone. The rest of such a document is filled up like any other. With `unpacked` both
+  keep the first tokens;
 * padding is -1, which counts in no loss; NeoX pads with token 0, which it learns;
 * the documents are those of the document index, in its order, to the end of its last epoch.
 
-The rows mean what those of `packed` do, (position in the document index, token offset there) of each sample's first
-token. A sample ends before the next row's document, or, where the next row is within the same document, `extra` tokens
-after its offset; what exceeds seq_length + extra is cut.
+The rows mean what those of `packed` do, (position in the document index, token offset there) of
+each sample's first token. A sample ends before the next row's document, or, where the next row is
+within the same document, `extra` tokens after its offset; what exceeds seq_length + extra is cut.
 
 Blending: which data set each sample of a split comes from.
 
-The rules are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets), bit for bit: sample i comes from
-the data set d with the largest weight_d x max(i, 1) - taken_d, in double precision, the first of equals.
+The rules are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets), bit for bit:
+sample i comes from the data set d with the largest weight_d x max(i, 1) - taken_d, in double
+precision, the first of equals.
 
-The two maps of a blend: which data set each sample of a split comes from, and which of its samples it is.
+The two maps of a blend: which data set each sample of a split comes from, and which of its samples
+it is.
 """
 
 import math
@@ -39,7 +46,14 @@ import numpy.typing as npt
 from megacore.data import _compiled
 from megacore.data import _compiled as helpers
 from megacore.data.index_directory import BLEND_MAP_NAMES, map_path, save_array
-from megacore.data.index_options import SPLIT_NAMES, IndexOptions, IndexStyle, Mixture, Packing, split_ranges
+from megacore.data.index_options import (
+    SPLIT_NAMES,
+    IndexOptions,
+    IndexStyle,
+    Mixture,
+    Packing,
+    split_ranges,
+)
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -80,9 +94,10 @@ def plan_epochs(
 ) -> EpochPlan:
     """The least number of epochs that yields `samples` samples (None: one epoch).
 
-    The final epoch is separate when less than 80 % of it would be used; GPT-NeoX's ("neox") never is.
-    With `keep_partial`, what remains after the last whole sample is one more. All counts are in 64-bit integers;
-    Megatron core counts with 32-bit floats when it keeps a partial sample, which goes wrong past 2^24 tokens.
+    The final epoch is separate when less than 80 % of it would be used; GPT-NeoX's ("neox") never
+    is. With `keep_partial`, what remains after the last whole sample is one more. All counts are in
+    64-bit integers; Megatron core counts with 32-bit floats when it keeps a partial sample, which
+    goes wrong past 2^24 tokens.
     """
     epochs = 1
     if samples is not None:
@@ -98,10 +113,15 @@ def plan_epochs(
     return EpochPlan(epochs, separate, total, before_final if separate else total, partial)
 
 
-def plan_whole_documents(least_samples: Callable[[int], int], samples: int | None, capacity: int) -> EpochPlan:
-    """The least number of epochs that yields `samples` samples of whole documents in any order; None: one epoch.
+def plan_whole_documents(
+    least_samples: Callable[[int], int], samples: int | None, capacity: int
+) -> EpochPlan:
+    """The least number of epochs that yields `samples` samples of whole documents.
 
-    `least_samples` gives the samples that a number of epochs makes at least, `capacity` the tokens of one.
+    The documents may be in any order. None means one epoch.
+
+    `least_samples` gives the samples that a number of epochs makes at least, `capacity` the tokens
+    of one.
     """
     # An epoch has at least one token, so that many epochs are enough.
     enough = range(1, (samples or 0) * capacity + 1)
@@ -120,7 +140,9 @@ def pack_sample_index(
     packing: Packing,
     extra: int,
 ) -> npt.NDArray[Any]:
-    """Where each sample of whole documents begins, and the end of the last: (samples + 1, 2), i32 or i64.
+    """Where each sample of whole documents begins, and the last ends: (samples + 1, 2).
+
+    Integers are i32 or i64.
 
     Args:
         lengths: tokens of each sequence; empty ones are passed over.
@@ -141,21 +163,27 @@ def pack_sample_index(
     return rows
 
 
-def least_samples(tokens: int, sequences: int, seq_length: int, packing: Packing, extra: int) -> int:
+def least_samples(
+    tokens: int, sequences: int, seq_length: int, packing: Packing, extra: int
+) -> int:
     """How many samples `pack_sample_index` makes at least, whatever the order of the documents.
 
-    Of `tokens` tokens in `sequences` sequences that are not empty; for all epochs together. With "unpacked" it is
-    their number.
+    Of `tokens` tokens in `sequences` sequences that are not empty; for all epochs together. With
+    "unpacked" it is their number.
     """
     return sequences if packing == "unpacked" else -(-tokens // (seq_length + extra))
 
 
 SURPLUS = 0.005
-"""Share of samples by which a member has more than its weight asks for: its order is no multiple of the weights."""
+"""Share of samples by which a member has more than its weight asks for: its order is no multiple of
+the weights."""
 
 
 def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:
-    """Weights that add up to 1: as NumPy sums them, or, as GPT-NeoX does, Python (the last bits differ)."""
+    """Weights that add up to 1.
+
+    As NumPy sums them, or, as GPT-NeoX does, Python (the last bits differ).
+    """
     if style == "neox":
         total = sum(weights)
         return [weight / total for weight in weights]
@@ -164,11 +192,15 @@ def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[flo
     return normalised
 
 
-def member_sizes(weights: Sequence[float], samples: int, style: IndexStyle) -> tuple[list[int], int]:
-    """Samples to ask of each member for a blend of `samples`, and the size of the blend; the weights add up to 1.
+def member_sizes(
+    weights: Sequence[float], samples: int, style: IndexStyle
+) -> tuple[list[int], int]:
+    """Samples to ask of each member for a blend of `samples`, and the size of the blend.
 
-    Megatron core rounds each member's share up and blends the sum. GPT-NeoX rounds once, and blends more than it uses,
-    of which the first `samples` are taken here.
+    The weights add up to 1.
+
+    Megatron core rounds each member's share up and blends the sum. GPT-NeoX rounds once, and blends
+    more than it uses, of which the first `samples` are taken here.
     """
     if style == "neox":
         return [math.ceil(samples * weight * (1 + SURPLUS)) for weight in weights], samples
@@ -176,18 +208,26 @@ def member_sizes(weights: Sequence[float], samples: int, style: IndexStyle) -> t
     return [math.ceil(count * (1 + SURPLUS)) for count in wanted], sum(wanted)
 
 
-def build_blend(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+def build_blend(
+    weights: Sequence[float], size: int
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     """(dataset index, dataset sample index) of `size` samples.
 
-    The weights are normalised (once more, if they already were), as Megatron core does at this place.
+    The weights are normalised (once more, if they already were), as Megatron core does at this
+    place.
     """
     if size == 0:
         return np.empty(0, np.int16), np.empty(0, np.int64)
     return helpers.build_blend(np.asarray(shares(weights)), size)
 
 
-def build_exhaustive_blend(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) of every sample of every data set once, in proportion to their sizes."""
+def build_exhaustive_blend(
+    sizes: Sequence[int],
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """(dataset index, dataset sample index) of every sample of every data set once.
+
+    They come in proportion to the data sets' sizes.
+    """
     return helpers.build_exhaustive_blend(np.asarray(sizes, np.int64))
 
 
@@ -233,7 +273,10 @@ class SplitPlan:
 
 
 def plan_splits(
-    datasets: Mapping[str, IndexedDataset], mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
+    datasets: Mapping[str, IndexedDataset],
+    mixture: Mixture,
+    options: IndexOptions,
+    samples: Sequence[int | None],
 ) -> dict[str, SplitPlan]:
     """The plan of each split that draws from something. Raises ConfigError, DataFormatError."""
     check_agreement(mixture, options)
@@ -248,7 +291,8 @@ def check_agreement(mixture: Mixture, options: IndexOptions) -> None:
     """Raises ConfigError for a split that cannot be, and for the lack of one."""
     if mixture.whole and options.split is not None:
         raise ConfigError(
-            f"data.split is {options.split}, but each data set belongs to one split whole: leave data.split out"
+            f"data.split is {options.split}, but each data set belongs to one split whole: leave "
+            "data.split out"
         )
     if not mixture.whole and options.split is None:
         raise ConfigError("data.split is missing: say how the data is divided, as in 949,50,1")
@@ -258,7 +302,8 @@ def divide(mixture: Mixture, style: IndexStyle, name: str, wanted: int | None) -
     """What is asked of each member of a split, and how these are blended."""
     members = mixture.of(name)
     given = [member.weight for member in members if member.weight is not None]
-    # Megatron core does not blend the only data set of a split; GPT-NeoX does as soon as it has a weight.
+    # Megatron core does not blend the only data set of a split; GPT-NeoX does as soon as it has a
+    # weight.
     alone = mixture.whole and len(members) == 1 and not (style == "neox" and given)
     if mixture.is_single or alone:  # as many samples as whole epochs have
         return Division((wanted,) * len(members), None, None)
@@ -270,31 +315,49 @@ def divide(mixture: Mixture, style: IndexStyle, name: str, wanted: int | None) -
 
 
 def check_wanted(mixture: Mixture, name: str, wanted: int | None) -> bool:
-    """Whether a split draws from something. Raises ConfigError for numbers of samples that it cannot have."""
+    """Whether a split draws from something.
+
+    Raises ConfigError for numbers of samples that it cannot have.
+    """
     if wanted is not None and wanted < 0:
         raise ConfigError(f"{wanted} samples are wanted of the {name} split: give 0 or more")
     if wanted and not mixture.of(name):
-        raise ConfigError(f"{wanted} samples are wanted of the {name} split, which has no data set: name one")
+        raise ConfigError(
+            f"{wanted} samples are wanted of the {name} split, which has no data set: name one"
+        )
     return bool(mixture.of(name))
 
 
 def _plan_split(
-    datasets: Mapping[str, IndexedDataset], mixture: Mixture, options: IndexOptions, name: str, wanted: int | None
+    datasets: Mapping[str, IndexedDataset],
+    mixture: Mixture,
+    options: IndexOptions,
+    name: str,
+    wanted: int | None,
 ) -> SplitPlan:
     division = divide(mixture, options.style, name, wanted)
     plans = []
     for member, count in zip(mixture.of(name), division.asked, strict=True):
         number = mixture.prefixes.index(member.prefix)
         none_needed = wanted == 0
-        plans.append(_plan_member(datasets[member.prefix], number, options, name, count, none_needed))
+        plans.append(
+            _plan_member(datasets[member.prefix], number, options, name, count, none_needed)
+        )
     return SplitPlan(name, tuple(plans), division)
 
 
 def _plan_member(
-    dataset: IndexedDataset, number: int, options: IndexOptions, name: str, wanted: int | None, none_needed: bool
+    dataset: IndexedDataset,
+    number: int,
+    options: IndexOptions,
+    name: str,
+    wanted: int | None,
+    none_needed: bool,
 ) -> MemberPlan:
     if len(dataset) > INT32_MAX:
-        raise DataFormatError(f"{dataset.prefix} has {len(dataset)} sequences; the maps number up to {INT32_MAX}")
+        raise DataFormatError(
+            f"{dataset.prefix} has {len(dataset)} sequences; the maps number up to {INT32_MAX}"
+        )
     first, last = 0, len(dataset)
     if options.split is not None:
         first, last = split_ranges(options.split, len(dataset), options.style)[name]
@@ -316,7 +379,12 @@ def _least_tokens(options: IndexOptions, name: str) -> int:
 
 
 def _plan_epochs(
-    dataset: IndexedDataset, first: int, last: int, options: IndexOptions, name: str, wanted: int | None
+    dataset: IndexedDataset,
+    first: int,
+    last: int,
+    options: IndexOptions,
+    name: str,
+    wanted: int | None,
 ) -> EpochPlan:
     tokens = dataset.count_tokens(first, last)
     if options.packing == "packed":
@@ -332,20 +400,35 @@ def _plan_epochs(
     sequences = int(np.count_nonzero(dataset.lengths[first:last]))
 
     def least(epochs: int) -> int:
-        return least_samples(epochs * tokens, epochs * sequences, options.seq_length, options.packing, options.extra)
+        return least_samples(
+            epochs * tokens, epochs * sequences, options.seq_length, options.packing, options.extra
+        )
 
     return plan_whole_documents(least, wanted, options.seq_length + options.extra)
 
 
 def _too_small(
-    dataset: IndexedDataset, options: IndexOptions, name: str, sequences: int, tokens: int, wanted: int | None
+    dataset: IndexedDataset,
+    options: IndexOptions,
+    name: str,
+    sequences: int,
+    tokens: int,
+    wanted: int | None,
 ) -> str:
     samples = "as many as there are" if wanted is None else str(wanted)
-    more = f"give it more of data.split (now {options.split})" if options.split else "name a larger one"
-    least = f"{options.seq_length} + {options.extra}" if _least_tokens(options, name) > options.extra + 1 else "a token"
+    more = (
+        f"give it more of data.split (now {options.split})"
+        if options.split
+        else "name a larger one"
+    )
+    least = (
+        f"{options.seq_length} + {options.extra}"
+        if _least_tokens(options, name) > options.extra + 1
+        else "a token"
+    )
     return (
-        f"the {name} split of {dataset.prefix} has {sequences} of {len(dataset)} sequences with {tokens} tokens, but "
-        f"one sample takes {least} (samples wanted: {samples}): {more}, lower "
+        f"the {name} split of {dataset.prefix} has {sequences} of {len(dataset)} sequences with "
+        f"{tokens} tokens, but one sample takes {least} (samples wanted: {samples}): {more}, lower "
         "data.seq_length, or use more text"
     )
 
@@ -354,20 +437,25 @@ _SUMMED = ("documents", "sequences", "tokens")
 
 
 def write_blend(
-    directory: str | Path, mixture: Mixture, split_name: str, division: Division, members: Sequence[dict[str, Any]]
+    directory: str | Path,
+    mixture: Mixture,
+    split_name: str,
+    division: Division,
+    members: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """Write how a split's members are blended; returns its counts.
 
-    `members` are the counts of each, in the order that the blend numbers them. Raises DataFormatError when one has too
-    few samples, WorkspaceError.
+    `members` are the counts of each, in the order that the blend numbers them. Raises
+    DataFormatError when one has too few samples, WorkspaceError.
     """
     sizes = [member["samples"] for member in members]
     if division.size is None:
         dataset_index, sample_index = build_exhaustive_blend(sizes)
     elif division.weights is None and division.size > sum(sizes):
         raise DataFormatError(
-            f"{division.size} samples are wanted of the {split_name} split, but one pass over its data sets has "
-            f"{sum(sizes)}: give them weights, so that they are gone through as often as needed, or ask for fewer"
+            f"{division.size} samples are wanted of the {split_name} split, but one pass over its "
+            f"data sets has {sum(sizes)}: give them weights, so that they are gone through as "
+            "often as needed, or ask for fewer"
         )
     else:
         dataset_index, sample_index = build_blend(division.weights or sizes, division.size)
@@ -375,7 +463,8 @@ def write_blend(
     for member, count, size in zip(mixture.of(split_name), drawn, sizes, strict=True):
         if count > size:
             raise DataFormatError(
-                f"the {split_name} blend draws {count} samples from {member.prefix}, which has {size}: ask for fewer"
+                f"the {split_name} blend draws {count} samples from {member.prefix}, which has "
+                f"{size}: ask for fewer"
             )
     dataset_name, sample_name = BLEND_MAP_NAMES
     save_array(map_path(directory, split_name, dataset_name), dataset_index)

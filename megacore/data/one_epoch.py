@@ -10,7 +10,13 @@ import numpy.typing as npt
 
 from megacore.config.run import RunConfig
 from megacore.data.build import MemberOpener, describe, open_split
-from megacore.data.index_directory import SENTENCE_MAP_NAME, IndexDescription, map_path, save_array, save_maps
+from megacore.data.index_directory import (
+    SENTENCE_MAP_NAME,
+    IndexDescription,
+    map_path,
+    save_array,
+    save_maps,
+)
 from megacore.data.index_maps import build_split
 from megacore.data.index_options import SPLIT_NAMES, Member, Mixture, split_ranges
 from megacore.data.index_plans import MemberPlan, plan_splits
@@ -32,10 +38,13 @@ def one_epoch(
     *,
     tokenizer_directory: str | Path,
 ) -> Dataset:
-    """Each sample of each member of a split once; of several members one after the other, without weights.
+    """Each sample of each member of a split once.
+
+    Several members follow one another, without weights.
 
     Args:
-        token_prefixes: token files without .bin/.idx, in the order of the index directory's members.
+        token_prefixes: token files without .bin/.idx, in the order of the index directory's
+            members.
         index_directory: where the run's maps are.
         split_name: "train", "valid" or "test".
         config: of the run.
@@ -44,7 +53,8 @@ def one_epoch(
 
     Raises:
         ConfigError: the vocabulary lacks special tokens that the samples have.
-        DataFormatError: tokens or maps are missing or damaged, or a member is too small for one sample.
+        DataFormatError: tokens or maps are missing or damaged, or a member is too small for one
+            sample.
     """
     opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
     description = opener.description
@@ -54,17 +64,22 @@ def one_epoch(
             folder = Path(directory, str(number))
             folder.mkdir()
             _build(token_prefixes[number], folder, split_name, description)
-            members.append(opener.member(number, folder, split_name))  # its maps outlive the folder once they are open
+            # its maps outlive the folder once they are open
+            members.append(opener.member(number, folder, split_name))
         return members[0] if len(members) == 1 else opener.joined(members)
 
 
 def train_tokens(
-    token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig, *, tokenizer_directory: str | Path
+    token_prefixes: Sequence[str],
+    index_directory: str | Path,
+    config: RunConfig,
+    *,
+    tokenizer_directory: str | Path,
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """The tokens of the train split: of each of its members the prefix, and the tokens as one view.
 
-    Of T5, whose labels have sentinels and ends, it is the labels of the first samples instead. Raises ConfigError,
-    DataFormatError.
+    Of T5, whose labels have sentinels and ends, it is the labels of the first samples instead.
+    Raises ConfigError, DataFormatError.
     """
     if config.family == "t5":
         yield from _train_labels(token_prefixes, index_directory, config, tokenizer_directory)
@@ -88,9 +103,14 @@ def _sequences(tokens: IndexedDataset, description: IndexDescription) -> tuple[i
 
 
 def _train_labels(
-    token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig, tokenizer_directory: str | Path
+    token_prefixes: Sequence[str],
+    index_directory: str | Path,
+    config: RunConfig,
+    tokenizer_directory: str | Path,
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    samples = open_split(token_prefixes, index_directory, "train", config, tokenizer_directory=tokenizer_directory)
+    samples = open_split(
+        token_prefixes, index_directory, "train", config, tokenizer_directory=tokenizer_directory
+    )
     count = min(len(samples), _SAMPLES)
     for start in range(0, count, _BATCH):
         labels = samples.gather(range(start, min(start + _BATCH, count)))[:, samples.seq_length :]
@@ -125,6 +145,10 @@ def _plan(tokens: IndexedDataset, split_name: str, description: IndexDescription
     members = (Member(tokens.prefix),)
     mixture = Mixture.blend(members)
     if description.options.split is None:
-        mixture = Mixture.per_split(**{name: members if name == split_name else () for name in SPLIT_NAMES})
+        mixture = Mixture.per_split(
+            **{name: members if name == split_name else () for name in SPLIT_NAMES}
+        )
     samples = [None if name == split_name else 0 for name in SPLIT_NAMES]
-    return plan_splits({tokens.prefix: tokens}, mixture, description.options, samples)[split_name].members[0]
+    return plan_splits({tokens.prefix: tokens}, mixture, description.options, samples)[
+        split_name
+    ].members[0]

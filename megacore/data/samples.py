@@ -1,6 +1,7 @@
 """What every data set of samples offers, and the arrays that samples are read into.
 
-What data sets of one pair of token files have in common: a map of samples, and the compiled part that reads them.
+What data sets of one pair of token files have in common: a map of samples, and the compiled part
+that reads them.
 
 Several data sets read as one: blended by the maps of a blend, or one after the other.
 """
@@ -14,16 +15,23 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.index_directory import BLEND_MAP_NAMES, check_form, check_range, load_map, map_path
+from megacore.data.index_directory import (
+    BLEND_MAP_NAMES,
+    check_form,
+    check_range,
+    load_map,
+    map_path,
+)
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 Batch = npt.NDArray[np.int64]
 """Rows of ids [b, width]; -1 is padding, which counts in no loss.
 
-GPT: s + 1 ids, inputs and their labels, shifted by one. BERT: 3 s + 1, tokens, labels (-1 where nothing is predicted),
-segments, and whether the second segment is not the first one's continuation. T5: s + s_d, what the encoder reads and
-what the decoder writes. `megacore.models.inputs` takes them apart.
+GPT: s + 1 ids, inputs and their labels, shifted by one. BERT: 3 s + 1, tokens, labels (-1 where
+nothing is predicted), segments, and whether the second segment is not the first one's continuation.
+T5: s + s_d, what the encoder reads and what the decoder writes. `megacore.models.inputs` takes them
+apart.
 """
 Indices = Sequence[int] | npt.NDArray[np.integer[Any]]
 Rows = npt.NDArray[np.int64]
@@ -42,7 +50,10 @@ class Dataset(Protocol):
         ...
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, width], in `out` if it is given. Raises IndexError, DataFormatError."""
+        """Samples as one batch [b, width], in `out` if it is given.
+
+        Raises IndexError, DataFormatError.
+        """
         ...
 
 
@@ -80,9 +91,15 @@ class Sampler(Protocol):
     """A sampler of `megacore.data._compiled`."""
 
     def gather(
-        self, indices: npt.NDArray[np.int64], out: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | None = None
+        self,
+        indices: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> int:
-        """Fill rows of `out`; returns -1, or the number of a sample that cannot be read. Raises IndexError."""
+        """Fill rows of `out`; returns -1, or the number of a sample that cannot be read.
+
+        Raises IndexError.
+        """
         ...
 
 
@@ -133,13 +150,20 @@ class MappedDataset(ABC):
 
 
 class BlendedDataset:
-    """One split of a blend: for each sample the maps say which member it comes from and which of its samples it is.
+    """One split of a blend.
+
+    For each sample the maps say which member it comes from and which of its samples it is.
 
     Raises DataFormatError for maps that are missing or damaged, or name members that are not there.
     """
 
-    def __init__(self, members: Sequence[MemberDataset], index_directory: str | Path, split_name: str) -> None:
-        """Open the split's blend in `index_directory`; `members`, at least one, in the order of its numbers."""
+    def __init__(
+        self, members: Sequence[MemberDataset], index_directory: str | Path, split_name: str
+    ) -> None:
+        """Open the split's blend in `index_directory`.
+
+        There is at least one of `members`, in the order of its numbers.
+        """
         self.seq_length = members[0].seq_length
         self.width = members[0].width
         self._members = list(members)
@@ -149,22 +173,34 @@ class BlendedDataset:
         check_form(self._paths[1], self._sample_index, 1)
         if len(self._dataset_index) != len(self._sample_index):
             raise DataFormatError(
-                f"{self._paths[0]} has {len(self._dataset_index)} samples, but {self._paths[1].name} "
-                f"{len(self._sample_index)}: build the index maps again"
+                f"{self._paths[0]} has {len(self._dataset_index)} samples, but "
+                f"{self._paths[1].name} {len(self._sample_index)}: build the index maps again"
             )
-        check_range(self._paths[0], self._dataset_index, len(members), "it was not built for these data sets")
+        check_range(
+            self._paths[0],
+            self._dataset_index,
+            len(members),
+            "it was not built for these data sets",
+        )
 
     def __len__(self) -> int:
         return len(self._dataset_index)
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, width], in `out` if it is given. Raises IndexError, DataFormatError."""
+        """Samples as one batch [b, width], in `out` if it is given.
+
+        Raises IndexError, DataFormatError.
+        """
         wanted = check_indices(indices, len(self), self._paths[0])
         out = empty_batch(len(wanted), self.width) if out is None else out
         try:
-            gather_members(self._members, self._dataset_index[wanted], self._sample_index[wanted], out)
+            gather_members(
+                self._members, self._dataset_index[wanted], self._sample_index[wanted], out
+            )
         except IndexError as error:
-            raise DataFormatError(f"{self._paths[1]} does not belong to its members: {error}") from error
+            raise DataFormatError(
+                f"{self._paths[1]} does not belong to its members: {error}"
+            ) from error
         return out
 
 
@@ -176,13 +212,18 @@ class ConcatDataset:
         self.seq_length = seq_length
         self.width = width
         self._members = list(members)
-        self._starts = np.fromiter(accumulate(map(len, members), initial=0), np.int64, len(members) + 1)
+        self._starts = np.fromiter(
+            accumulate(map(len, members), initial=0), np.int64, len(members) + 1
+        )
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, width], in `out` if it is given. Raises IndexError, DataFormatError."""
+        """Samples as one batch [b, width], in `out` if it is given.
+
+        Raises IndexError, DataFormatError.
+        """
         wanted = check_indices(indices, len(self), "this split")
         out = empty_batch(len(wanted), self.width) if out is None else out
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
@@ -200,9 +241,15 @@ def check_indices(indices: Indices, limit: int, owner: str | Path) -> npt.NDArra
 
 
 def gather_members(
-    members: Sequence[MemberDataset], numbers: npt.NDArray[Any], samples: npt.NDArray[np.int64], out: Batch
+    members: Sequence[MemberDataset],
+    numbers: npt.NDArray[Any],
+    samples: npt.NDArray[np.int64],
+    out: Batch,
 ) -> None:
-    """Read sample `samples[i]` of member `numbers[i]` into row i of `out`: one call for each member that has any."""
+    """Read sample `samples[i]` of member `numbers[i]` into row i of `out`.
+
+    One call for each member that has any.
+    """
     for number in np.unique(numbers):
         rows = np.flatnonzero(numbers == number)
         members[number].gather(samples[rows], out, rows)

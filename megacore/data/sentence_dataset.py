@@ -1,22 +1,29 @@
-"""What data sets of whole sentences have in common: sentences, and a map of which of them make up each sample.
+"""What data sets of whole sentences have in common.
 
-A sample is a function of the seed and its number alone: reading order, ranks and resumption change nothing.
+Sentences, and a map of which of them make up each sample.
 
-BERT's samples (Devlin et al. 2018): two segments of whole sentences, and words of them that are to be predicted.
+A sample is a function of the seed and its number alone: reading order, ranks and resumption change
+nothing.
 
-They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets/bert_dataset.py, masked_dataset.py),
-token by token: the sentences of a sample are cut in two at random, the halves change places with probability 1/2,
-tokens are taken from either end of the longer one until both fit, and words are drawn until `masked_lm_prob` of the
-tokens are reached; a draw takes up to `max_ngram` words. Otherwise than there, the sentence task may be the paper's
-own, whose second segment is, with probability 1/2, a random sample of another document.
+BERT's samples (Devlin et al. 2018): two segments of whole sentences, and words of them that are to
+be predicted.
 
-T5's samples (Raffel et al. 2019): sentences whose spans are replaced by sentinels, and the spans spelled out.
+They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets/bert_dataset.py,
+masked_dataset.py), token by token: the sentences of a sample are cut in two at random, the halves
+change places with probability 1/2, tokens are taken from either end of the longer one until both
+fit, and words are drawn until `masked_lm_prob` of the tokens are reached; a draw takes up to
+`max_ngram` words. Otherwise than there, the sentence task may be the paper's own, whose second
+segment is, with probability 1/2, a random sample of another document.
+
+T5's samples (Raffel et al. 2019): sentences whose spans are replaced by sentinels, and the spans
+spelled out.
 
 Spans are T5's own, of random lengths with a mean (`random_spans_noise_mask` in
-https://github.com/google-research/text-to-text-transfer-transformer), or Megatron core's, token by token
-(https://github.com/NVIDIA/Megatron-LM, core/datasets/t5_dataset.py and masked_dataset.py): 1 to 10 whole words by a
-geometric distribution, until the share of tokens is reached. Where the decoder has no room for all spans, over which
-Megatron core stops, those at the end of the text stay as they are.
+https://github.com/google-research/text-to-text-transfer-transformer), or Megatron core's, token by
+token (https://github.com/NVIDIA/Megatron-LM, core/datasets/t5_dataset.py and masked_dataset.py): 1
+to 10 whole words by a geometric distribution, until the share of tokens is reached. Where the
+decoder has no room for all spans, over which Megatron core stops, those at the end of the text stay
+as they are.
 """
 
 from pathlib import Path
@@ -36,8 +43,8 @@ from megacore.tokenizer.vocabulary import Vocabulary
 class SentenceDataset(MappedDataset):
     """One split as an array of samples; what these are, subclasses say.
 
-    Everything is memory-mapped and checked when it is opened. Raises DataFormatError for maps that are missing,
-    damaged, or made for other sentences or another seq_length.
+    Everything is memory-mapped and checked when it is opened. Raises DataFormatError for maps that
+    are missing, damaged, or made for other sentences or another seq_length.
     """
 
     def __init__(
@@ -62,16 +69,18 @@ class SentenceDataset(MappedDataset):
         """
         path = map_path(index_directory, split_name, SENTENCE_MAP_NAME)
         super().__init__(prefix, path, seq_length=seq_length, width=width)
-        self._rows = load_sentence_map(index_directory, split_name, self.tokens, seq_length - special_tokens)
+        self._rows = load_sentence_map(
+            index_directory, split_name, self.tokens, seq_length - special_tokens
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def _unreadable(self, sample: int) -> str:
         return (
-            f"{self._path}: sample {sample} cannot be read from {self.tokens.prefix}: it has too few sentences, or "
-            "token ids that the vocabulary does not have; use the tokenizer that the tokens were made with, or build "
-            "the index maps again"
+            f"{self._path}: sample {sample} cannot be read from {self.tokens.prefix}: it has too "
+            "few sentences, or token ids that the vocabulary does not have; use the tokenizer that "
+            "the tokens were made with, or build the index maps again"
         )
 
 
@@ -80,10 +89,13 @@ MASKED_LM_SPECIAL_TOKENS = 3
 
 
 class MaskedLmDataset(SentenceDataset):
-    """One split as rows of 3 s + 1 ids: tokens [s], labels [s] (-1: not predicted), segments [s], sentence label.
+    """One split as rows of 3 s + 1 ids.
 
-    `[CLS] A [SEP] B [SEP]`; the segment is 0 up to the first [SEP] and then 1. Of the predicted tokens 80 % are [MASK],
-    10 % a random token, and 10 % what they were. The sentence label is 1 where B does not follow A. -1 is padding.
+    A row has tokens [s], labels [s] (-1: not predicted), segments [s], sentence label.
+
+    `[CLS] A [SEP] B [SEP]`; the segment is 0 up to the first [SEP] and then 1. Of the predicted
+    tokens 80 % are [MASK], 10 % a random token, and 10 % what they were. The sentence label is 1
+    where B does not follow A. -1 is padding.
     """
 
     def __init__(
@@ -149,13 +161,16 @@ class MaskedLmDataset(SentenceDataset):
         first, last = np.searchsorted(self.tokens.document_indices, ends, side="right")
         if first == last:
             raise DataFormatError(
-                f"{self._path} has samples of one document alone, and data.masked_lm.sentence_task nsp takes sentences "
-                "of another: use more text, or set it to sop"
+                f"{self._path} has samples of one document alone, and data.masked_lm.sentence_task "
+                "nsp takes sentences of another: use more text, or set it to sop"
             )
 
 
 def masking_rules(config: MaskedLmConfig) -> MaskingRules:
-    """How the compiled part draws words; the distribution of their number is what NumPy's `choice` makes of it."""
+    """How the compiled part draws words.
+
+    The distribution of their number is what NumPy's `choice` makes of it.
+    """
     share = 1.0 / np.arange(1, config.max_ngram + 1)
     share = share / share.sum()
     cumulative = (share / share.sum()).cumsum()
@@ -175,10 +190,12 @@ _NONE = -1
 
 
 class T5Dataset(SentenceDataset):
-    """One split as rows of s + s_d ids: the encoder's tokens [s] and the decoder's labels [s_d]; -1 is padding.
+    """One split as rows of s + s_d ids: the encoder's tokens [s] and the decoder's labels [s_d].
 
-    The n-th span of the text is replaced by the sentinel <extra_id_n>; the labels are each sentinel with the tokens
-    that it stands for, and the end of the sequence.
+    -1 is padding.
+
+    The n-th span of the text is replaced by the sentinel <extra_id_n>; the labels are each sentinel
+    with the tokens that it stands for, and the end of the sequence.
     """
 
     def __init__(

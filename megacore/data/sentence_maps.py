@@ -1,8 +1,9 @@
 """Sample maps for models that read whole sentences (BERT, T5): which sentences make up each sample.
 
-They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, `build_mapping` in core/datasets/helpers.cpp), bit for
-bit. A map has a row per sample: first sentence, sentence after the last, target length in tokens. Its token files hold
-a sequence per sentence (`PREFIX_text_sentence`), and splits are of documents.
+They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, `build_mapping` in
+core/datasets/helpers.cpp), bit for bit. A map has a row per sample: first sentence, sentence after
+the last, target length in tokens. Its token files hold a sequence per sentence
+(`PREFIX_text_sentence`), and splits are of documents.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,13 @@ from megacore.data.index_directory import (
     save_array,
     write_description,
 )
-from megacore.data.index_options import SPLIT_NAMES, IndexOptions, Mixture, SentenceOptions, split_ranges
+from megacore.data.index_options import (
+    SPLIT_NAMES,
+    IndexOptions,
+    Mixture,
+    SentenceOptions,
+    split_ranges,
+)
 from megacore.data.index_plans import Division, check_agreement, check_wanted, divide, write_blend
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
@@ -45,7 +52,8 @@ class SentencePart:
     last: int
     """Document after the last."""
     wanted: int | None
-    """Epochs are gone through until there are that many samples, or a few more (whole epochs); None: one."""
+    """Epochs are gone through until there are that many samples, or a few more (whole epochs);
+    None: one."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,11 @@ class _Split:
 def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray[Any]:
     """The samples of a part, shuffled, shape (samples, 3); u64 from 2^32 sentences on, else u32.
 
-    A sample takes whole sentences until it has its target length, at least `minimum_sentences`, and leaves two or more
-    to the next; or to the end of its document. Documents with less than `minimum_sentences`, and those of several
-    sentences of which one is longer than 512 tokens, are left out. Targets are drawn with the seed (std::mt19937), the
-    order with the seed plus 1 (std::mt19937_64).
+    A sample takes whole sentences until it has its target length, at least `minimum_sentences`, and
+    leaves two or more to the next; or to the end of its document. Documents with less than
+    `minimum_sentences`, and those of several sentences of which one is longer than 512 tokens, are
+    left out. Targets are drawn with the seed (std::mt19937), the order with the seed plus 1
+    (std::mt19937_64).
 
     Raises:
         DataFormatError: there is no sample, but some are wanted.
@@ -74,32 +83,43 @@ def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray
 
 
 def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
-    """(epochs, samples) of the map that `build_sentence_map` makes. Raises DataFormatError as that does."""
+    """(epochs, samples) of the map that `build_sentence_map` makes.
+
+    Raises DataFormatError as that does.
+    """
     epochs, samples = helpers.count_sentence_map(*_arguments(part, options))
     _check_count(part, options, samples)
     return epochs, samples
 
 
-def sentence_plan(mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]) -> dict[str, Any]:
-    """What decides the maps beside data, weights and options: the epochs of each split, and the size of a blend.
+def sentence_plan(
+    mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
+) -> dict[str, Any]:
+    """What decides the maps beside data, weights and options.
 
-    As `megacore.data.index_maps.index_plan`: it stands in the index stage's key for the wanted numbers of samples.
-    Raises ConfigError, DataFormatError.
+    These are the epochs of each split, and the size of a blend.
+
+    As `megacore.data.index_maps.index_plan`: it stands in the index stage's key for the wanted
+    numbers of samples. Raises ConfigError, DataFormatError.
     """
     plans: dict[str, Any] = {}
     for name, split in _plan_splits(mixture, options, samples).items():
         members = [{"epochs": count_samples(part, options)[0]} for part in split.parts.values()]
-        plans[name] = members[0] if mixture.is_single else {"size": split.division.size, "members": members}
+        plans[name] = (
+            members[0] if mixture.is_single else {"size": split.division.size, "members": members}
+        )
     return plans
 
 
 def build_sentence_maps(
     mixture: Mixture, directory: str | Path, options: IndexOptions, samples: Sequence[int | None]
 ) -> dict[str, Any]:
-    """Write the sentence maps of each split and `index.json` into `directory`; returns counts per split.
+    """Write the sentence maps of each split and `index.json` into `directory`.
 
-    `samples` and blends are as those of `megacore.data.index_maps.build_index_maps`. Raises ConfigError,
-    DataFormatError, WorkspaceError.
+    Returns counts per split.
+
+    `samples` and blends are as those of `megacore.data.index_maps.build_index_maps`. Raises
+    ConfigError, DataFormatError, WorkspaceError.
     """
     splits = _plan_splits(mixture, options, samples)
     counts: dict[str, Any] = {}
@@ -110,8 +130,12 @@ def build_sentence_maps(
             folder = Path(directory) if mixture.is_single else member_directory(directory, number)
             entries.append(_write_map(part, options, folder, name))
         single = mixture.is_single
-        counts[name] = entries[0] if single else write_blend(directory, mixture, name, split.division, entries)
-    write_description(directory, mixture, options, {name: entry["samples"] for name, entry in counts.items()})
+        counts[name] = (
+            entries[0] if single else write_blend(directory, mixture, name, split.division, entries)
+        )
+    write_description(
+        directory, mixture, options, {name: entry["samples"] for name, entry in counts.items()}
+    )
     return counts
 
 
@@ -123,29 +147,35 @@ def load_sentence_map(
     Raises DataFormatError.
     """
     if split_name not in SPLIT_NAMES:
-        raise DataFormatError(f"there is no split {split_name}: take one of {', '.join(SPLIT_NAMES)}")
+        raise DataFormatError(
+            f"there is no split {split_name}: take one of {', '.join(SPLIT_NAMES)}"
+        )
     path = map_path(directory, split_name, SENTENCE_MAP_NAME)
     rows = load_map(path)
     check_form(path, rows, 2, ("<u4", "<u8"))
     if rows.shape[1] != 3:
         raise DataFormatError(
-            f"{path} is an array of {rows.dtype} with shape {rows.shape}, not of three columns: build it again"
+            f"{path} is an array of {rows.dtype} with shape {rows.shape}, not of three columns: "
+            "build it again"
         )
     for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK]
         if not ((block[:, 0] < block[:, 1]).all() and block[:, 1].max() <= len(dataset)):
             raise DataFormatError(
-                f"{path} points beyond the {len(dataset)} sentences of {dataset.prefix}: build it again"
+                f"{path} points beyond the {len(dataset)} sentences of {dataset.prefix}: build it "
+                "again"
             )
         if longest is not None and not 2 <= block[:, 2].min() <= block[:, 2].max() <= longest:
             raise DataFormatError(
-                f"{path} has samples of {block[:, 2].min()} to {block[:, 2].max()} tokens where 2 to {longest} have "
-                "room: it was built for another data.seq_length; build it again"
+                f"{path} has samples of {block[:, 2].min()} to {block[:, 2].max()} tokens where 2 "
+                f"to {longest} have room: it was built for another data.seq_length; build it again"
             )
     return rows
 
 
-def document_range(dataset: IndexedDataset, options: IndexOptions, split_name: str) -> tuple[int, int]:
+def document_range(
+    dataset: IndexedDataset, options: IndexOptions, split_name: str
+) -> tuple[int, int]:
     """(first document, document after the last) of a split."""
     if options.split is None:
         return 0, dataset.documents
@@ -153,13 +183,18 @@ def document_range(dataset: IndexedDataset, options: IndexOptions, split_name: s
 
 
 def sentences_of(options: IndexOptions) -> SentenceOptions:
-    """The part of the options that maps of sentences have. Raises ConfigError when there is none."""
+    """The part of the options that maps of sentences have.
+
+    Raises ConfigError when there is none.
+    """
     if options.sentences is None:
         raise ConfigError("maps of sentences are built for bert or t5: say for which")
     return options.sentences
 
 
-def _plan_splits(mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]) -> dict[str, _Split]:
+def _plan_splits(
+    mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
+) -> dict[str, _Split]:
     sentences_of(options)
     check_agreement(mixture, options)
     datasets = {prefix: IndexedDataset(prefix) for prefix in mixture.prefixes}
@@ -198,17 +233,19 @@ def _check_count(part: SentencePart, options: IndexOptions, samples: int) -> Non
         return
     if part.last <= part.first:
         raise DataFormatError(
-            f"the split has 0 of {part.dataset.documents} documents of {part.dataset.prefix}: give it more of "
-            "data.split, or use more text"
+            f"the split has 0 of {part.dataset.documents} documents of {part.dataset.prefix}: give "
+            "it more of data.split, or use more text"
         )
     raise DataFormatError(
-        f"none of the documents {part.first} … {part.last - 1} of {part.dataset.prefix} gives a sample: one takes at "
-        f"least {sentences_of(options).minimum_sentences} sentences, none above 512 tokens (was the text split into "
-        "sentences?)"
+        f"none of the documents {part.first} … {part.last - 1} of {part.dataset.prefix} gives a "
+        f"sample: one takes at least {sentences_of(options).minimum_sentences} sentences, none "
+        "above 512 tokens (was the text split into sentences?)"
     )
 
 
-def _write_map(part: SentencePart, options: IndexOptions, folder: Path, split_name: str) -> dict[str, Any]:
+def _write_map(
+    part: SentencePart, options: IndexOptions, folder: Path, split_name: str
+) -> dict[str, Any]:
     with workspace_errors(folder):
         folder.mkdir(exist_ok=True)
     rows = build_sentence_map(part, options)

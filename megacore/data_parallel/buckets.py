@@ -1,6 +1,7 @@
 """Where parameters lie in flat buffers that travel as one.
 
-Collectives over flat buffers, in place: an all-reduce in two halves, which a distributed optimizer needs.
+Collectives over flat buffers, in place: an all-reduce in two halves, which a distributed optimizer
+needs.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +16,9 @@ from megacore.parallel.collectives import Pending
 from megacore.parallel.mesh import ParallelGroup
 
 ALIGNMENT = 16
-"""Elements to whose multiples parameters and shards are aligned: 64 bytes of fp32, which the vector loops of torch's
-fused AdamW divide, so that a parameter is updated with the same bits whole or in pieces."""
+"""Elements to whose multiples parameters and shards are aligned: 64 bytes of fp32, which the vector
+loops of torch's fused AdamW divide, so that a parameter is updated with the same bits whole or in
+pieces."""
 _MIB = 1 << 20
 
 
@@ -71,7 +73,7 @@ class BucketLayout:
                 yield Piece(piece.name, first - piece.offset, first - shard.start, last - first)
 
     def runs(self, shard: range, names: Collection[str]) -> Iterator[slice]:
-        """The fewest slices of a part of the buffer that hold all elements of `names` in it, and of no others."""
+        """The fewest slices of the buffer's part with all elements of `names` and no others."""
         start = stop = 0
         for piece in self.within(shard):
             if piece.name not in names:
@@ -90,7 +92,8 @@ def plan_buckets(sizes: Mapping[str, int], bucket_mb: float) -> list[dict[str, i
 
     Args:
         sizes: elements of each parameter, by name, in the model's order.
-        bucket_mb: limit of a bucket, padding not counted; a parameter beyond it is a bucket of its own.
+        bucket_mb: limit of a bucket, padding not counted; a parameter beyond it is a bucket of its
+            own.
     """
     limit = bucket_mb * _MIB / 4
     buckets: list[dict[str, int]] = []
@@ -115,10 +118,12 @@ def shard_of(length: int, group: ParallelGroup) -> range:
 
 
 def start_reduce_scatter_(buffer: Tensor, group: ParallelGroup) -> Pending:
-    """Sum this rank's part of a flat buffer over the ranks; the other parts are undefined from now on.
+    """Sum this rank's part of a flat buffer over the ranks.
 
-    Gloo has no reduce-scatter (torch makes an all-reduce of it), so there each rank sends the others their parts:
-    half the traffic of an all-reduce.
+    The other parts are undefined from now on.
+
+    Gloo has no reduce-scatter (torch makes an all-reduce of it), so there each rank sends the
+    others their parts: half the traffic of an all-reduce.
     """
     parts = buffer.chunk(group.size)
     own = parts[group.rank]
@@ -150,7 +155,10 @@ def start_all_gather_(buffer: Tensor, group: ParallelGroup) -> Pending:
 
 
 def sum_of_ranks(value: Tensor, group: ParallelGroup) -> Tensor:
-    """The sum of the ranks' scalars: they are added in one order, so it has the same bits on every rank."""
+    """The sum of the ranks' scalars.
+
+    They are added in one order, so it has the same bits on every rank.
+    """
     if group.size == 1:
         return value
     values = value.new_empty(group.size)

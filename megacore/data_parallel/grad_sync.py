@@ -1,4 +1,4 @@
-"""Summing gradients over data-parallel ranks while backward still runs (Li et al. 2020, PyTorch Distributed)."""
+"""Summing gradients over data-parallel ranks while backward runs (Li et al. 2020)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.config.parallel import ParallelConfig
-from megacore.data_parallel.buckets import BucketLayout, plan_buckets, shard_of, start_reduce_scatter_
+from megacore.data_parallel.buckets import (
+    BucketLayout,
+    plan_buckets,
+    shard_of,
+    start_reduce_scatter_,
+)
 from megacore.kernels.weight_gradient import WeightGradient, reference
 from megacore.parallel.collectives import Pending, start_all_reduce
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -26,7 +31,8 @@ class Bucket:
     buffer: Tensor
     """Their gradients, flat, fp32."""
     shard: range
-    """The part of the buffer that holds the sum over the replicas in the end: all of it, or this rank's shard."""
+    """The part of the buffer that holds the sum over the replicas in the end: all of it, or this
+    rank's shard."""
     extra: tuple[ParallelGroup, ...]
     """Groups over which that part is summed as well."""
     expected: int | None = None
@@ -45,22 +51,26 @@ class Bucket:
 class _Sink:
     """Implements `megacore.tensor_parallel.linear.GradSink`."""
 
-    def __init__(self, main_grad: Tensor, add_product: WeightGradient, contributed: Callable[[], None]) -> None:
+    def __init__(
+        self, main_grad: Tensor, add_product: WeightGradient, contributed: Callable[[], None]
+    ) -> None:
         self.main_grad = main_grad
         self.add_product = add_product
         self.accumulated = contributed
 
 
 class GradSync:
-    """Main gradients in fp32, summed over replicas bucket by bucket as soon as backward has filled them.
+    """Main gradients in fp32, summed over replicas by bucket while backward fills them.
 
-    Gradients get there in two ways. A layer that knows `grad_sink` adds to the main gradient by itself. All other
-    gradients come from autograd: where a parameter is fp32 its `.grad` is a view of the bucket, and autograd
-    accumulates into it without a copy; a gradient of lower precision is added to its view and dropped.
+    Gradients get there in two ways. A layer that knows `grad_sink` adds to the main gradient by
+    itself. All other gradients come from autograd: where a parameter is fp32 its `.grad` is a view
+    of the bucket, and autograd accumulates into it without a copy; a gradient of lower precision is
+    added to its view and dropped.
 
-    A bucket is full when it got as many contributions as in the first iteration, whose buckets all travel at its end;
-    the order in which it filled them is the order in which they travel, on every rank the first replica's. So
-    parameters that are used twice (tied weights) or not at all hold up nothing, and no rank waits for another's order.
+    A bucket is full when it got as many contributions as in the first iteration, whose buckets all
+    travel at its end; the order in which it filled them is the order in which they travel, on every
+    rank the first replica's. So parameters that are used twice (tied weights) or not at all hold up
+    nothing, and no rank waits for another's order.
     """
 
     def __init__(
@@ -76,19 +86,23 @@ class GradSync:
         """Allocate the buckets and hook into autograd.
 
         Args:
-            parameters: of one model chunk by global name, each tied parameter once; all on one device.
+            parameters: of one model chunk by global name, each tied parameter once; all on one
+                device.
             mesh: this process's groups; over a group of one nothing is communicated.
-            config: size and type of what travels, and whether each replica keeps only its shard of the sum.
-            partial: parameters whose gradient is a part on each tensor-parallel rank (sequence parallelism).
-            shared: of parameters that other pipeline stages hold too (tied embeddings), the group of `mesh.copies`
-                over which their gradients are summed.
+            config: size and type of what travels, and whether each replica keeps only its shard of
+                the sum.
+            partial: parameters whose gradient is a part on each tensor-parallel rank (sequence
+                parallelism).
+            shared: of parameters that other pipeline stages hold too (tied embeddings), the group
+                of `mesh.copies` over which their gradients are summed.
             add_product: adds the weight gradients of linear layers to main gradients.
         """
         self.parameters = dict(parameters)
         self.mesh = mesh
         self.shared = shared or {}
         self.replicas = mesh.data_parallel.size
-        """Ranks over which `finish` sums: the mean is left to the optimizer, which scales gradients anyway."""
+        """Ranks over which `finish` sums: the mean is left to the optimizer, which scales gradients
+        anyway."""
         self.sharded = config.use_distributed_optimizer and self.replicas > 1
         """Whether each replica keeps only its shard of the sum (ZeRO-1)."""
         self._dtype = _DTYPES[config.grad_reduce_dtype]
@@ -128,7 +142,9 @@ class GradSync:
             self._last_micro_step = False
 
     def finish(self) -> None:
-        """Wait until every main gradient is the sum over the replicas; parameters without a gradient count as zero.
+        """Wait until every main gradient is the sum over the replicas.
+
+        Parameters without a gradient count as zero.
 
         With a distributed optimizer it is, in each bucket, in this rank's shard alone.
         """
@@ -148,7 +164,9 @@ class GradSync:
         for name, parameter in self.parameters.items():
             groups = [self.mesh.tensor_parallel] if name in partial else []
             groups += [self.shared[name]] if name in self.shared else []
-            kinds.setdefault(tuple(group for group in groups if group.size > 1), {})[name] = parameter.numel()
+            kinds.setdefault(tuple(group for group in groups if group.size > 1), {})[name] = (
+                parameter.numel()
+            )
         return [
             self._bucket(planned, groups)
             for groups, sizes in kinds.items()
@@ -159,7 +177,11 @@ class GradSync:
         layout = BucketLayout(sizes, self.replicas if self.sharded else 1)
         device = self.parameters[next(iter(sizes))].device
         buffer = torch.zeros(layout.length, dtype=torch.float32, device=device)
-        shard = shard_of(layout.length, self.mesh.data_parallel) if self.sharded else range(layout.length)
+        shard = (
+            shard_of(layout.length, self.mesh.data_parallel)
+            if self.sharded
+            else range(layout.length)
+        )
         return Bucket(layout, buffer, shard, extra)
 
     def _hook(self, name: str, number: int) -> None:
@@ -180,7 +202,9 @@ class GradSync:
         if not self._last_micro_step or self.replicas == 1:
             return
         bucket = self.buckets[number]
-        assert bucket.pending is None, f"a gradient came after its bucket was full: {list(bucket.layout.sizes)}"
+        assert bucket.pending is None, (
+            f"a gradient came after its bucket was full: {list(bucket.layout.sizes)}"
+        )
         bucket.arrived += 1
         if self._order is None:
             self._filled.append(number)
@@ -191,7 +215,10 @@ class GradSync:
         self._launch(self._order[self.launched : full])
 
     def _learn(self) -> list[Bucket]:
-        """Count what a backward pass contributes to each bucket; the order in which buckets were full first."""
+        """Count what a backward pass contributes to each bucket.
+
+        The order in which buckets were full first.
+        """
         completed = {number: moment for moment, number in enumerate(self._filled)}
         self._filled.clear()
         for bucket in self.buckets:
@@ -217,7 +244,7 @@ class GradSync:
         return Pending(self.mesh.data_parallel, (), lambda: bucket.reduced.copy_(total.wait()))
 
     def _sum_extra(self) -> None:
-        """Sum over tensor-parallel ranks what is a part on each, then over stages what several of them hold.
+        """Sum over tensor-parallel ranks what is a part on each, then over stages what they share.
 
         All ranks take the groups in the mesh's order, so that none of them waits for another's.
         """

@@ -40,7 +40,9 @@ def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
         ssh: how hosts are reached.
         ends: monotonic time at which the examination ends.
     """
-    ready = [host for host, value in facts.answered("network") if value["address"] and value["ports"]]
+    ready = [
+        host for host, value in facts.answered("network") if value["address"] and value["ports"]
+    ]
     if len(ready) < 2:
         return facts
     networks = dict(facts.answered("network"))
@@ -101,7 +103,8 @@ def measure_pairs(facts: Facts, ssh: Ssh, ends: float, environment: Mapping[str,
         return facts
     if left < _LEAST_PAIR_SECONDS:
         late = [
-            PairMeasurement(first, second, _backend(facts, first, second), problem=NOT_BEGUN) for first, second in pairs
+            PairMeasurement(first, second, _backend(facts, first, second), problem=NOT_BEGUN)
+            for first, second in pairs
         ]
         return replace(facts, pairs=tuple(late))
     seconds = min(_PAIR_SECONDS, left)
@@ -150,7 +153,11 @@ def _ring_and_random(hosts: Sequence[str]) -> list[Round]:
     for _ in range(RANDOM_ROUNDS):
         order = list(hosts)
         draw.shuffle(order)
-        pairs = [pair for pair in zip(order[0::2], order[1::2], strict=False) if frozenset(pair) not in known]
+        pairs = [
+            pair
+            for pair in zip(order[0::2], order[1::2], strict=False)
+            if frozenset(pair) not in known
+        ]
         known |= {frozenset(pair) for pair in pairs}
         rounds.append(pairs)
     return [pairs for pairs in rounds if pairs]
@@ -158,7 +165,11 @@ def _ring_and_random(hosts: Sequence[str]) -> list[Round]:
 
 def _able(facts: Facts) -> list[str]:
     """Return the hosts that can be measured: torch runs there, and their ports were tried."""
-    return [host for host, answer in facts.reach.items() if "problem" not in answer and facts.probes[host].get("torch")]
+    return [
+        host
+        for host, answer in facts.reach.items()
+        if "problem" not in answer and facts.probes[host].get("torch")
+    ]
 
 
 def _several_ranks(facts: Facts, host: str) -> bool:
@@ -237,7 +248,9 @@ def pairs_of(
     return tuple(measurements)
 
 
-def _run(ssh: Ssh, command: str, parts: Mapping[str, dict[str, Any]], timeout: float) -> list[HostResult]:
+def _run(
+    ssh: Ssh, command: str, parts: Mapping[str, dict[str, Any]], timeout: float
+) -> list[HostResult]:
     words = python("megacore.doctor.peers", command)
     stdin = {host: json.dumps(part).encode() for host, part in parts.items()}
     return run_on_hosts(ssh, list(parts), words, stdin=stdin, timeout=max(1.0, timeout))

@@ -64,7 +64,9 @@ def compare(facts: Facts) -> tuple[Finding, ...]:
 def connections(facts: Facts) -> Finding | None:
     """Check that every host is reached, and that the probe runs there."""
     judged = Judgement("ssh")
-    answering = sum(host in facts.probes and facts.probes[host].failed is None for host in facts.hosts)
+    answering = sum(
+        host in facts.probes and facts.probes[host].failed is None for host in facts.hosts
+    )
     nodes = facts.launch.node_range
     # An elastic run does without some of its hosts.
     enough = facts.launch.elastic and nodes is not None and answering >= nodes[0]
@@ -87,7 +89,9 @@ def connections(facts: Facts) -> Finding | None:
                 "environment there at the same paths as here",
             )
         elif contact is not None:
-            judged.note(host, "this machine" if contact.here else f"connected in {contact.seconds:.2f} s")
+            judged.note(
+                host, "this machine" if contact.here else f"connected in {contact.seconds:.2f} s"
+            )
     return judged.finding()
 
 
@@ -124,7 +128,9 @@ def packages(facts: Facts) -> Finding | None:
         if versions.get("torch") is None:
             judged.error(host, f"{host} has no torch: install the same environment as here")
     judged.unanswered(facts, "packages", "error", "its disk may not answer", late="warning")
-    needed = (*REQUIRED, "deepspeed") if facts.needs is not None and facts.needs.deepspeed else REQUIRED
+    needed = (
+        (*REQUIRED, "deepspeed") if facts.needs is not None and facts.needs.deepspeed else REQUIRED
+    )
     for name in dict.fromkeys(name for _, value in answered for name in value["versions"]):
         _same(
             judged,
@@ -150,7 +156,9 @@ def memories(facts: Facts) -> Finding | None:
     judged = Judgement("memory")
     for host, value in facts.answered("memory"):
         usable = min(value["total"], value["limit"] or value["total"])
-        limited = " (the container's limit)" if value["limit"] and value["limit"] < value["total"] else ""
+        limited = (
+            " (the container's limit)" if value["limit"] and value["limit"] < value["total"] else ""
+        )
         judged.note(
             host,
             f"{usable / _GIB:.1f} GiB{limited}, {value['available'] / _GIB:.1f} available, "
@@ -167,7 +175,10 @@ def _enough_memory(judged: Judgement, facts: Facts, host: str, usable: int, avai
     assert needs is not None
     devices = facts.probes[host].get("gpus", "visible") or []
     per_host = ranks * (needs.host if devices else needs.device)
-    what = f"{ranks} rank{'s' if ranks > 1 else ''} of {needs.name} need about {per_host / _GIB:.1f} GiB of main memory"
+    what = (
+        f"{ranks} rank{'s' if ranks > 1 else ''} of {needs.name} need about {per_host / _GIB:.1f} "
+        "GiB of main memory"
+    )
     if per_host > usable:
         judged.error(
             host,
@@ -196,11 +207,16 @@ def shared_memory(facts: Facts) -> Finding | None:
         total, free, slots = value["shared_total"], value["shared_free"], facts.hosts[host]
         if total is None:
             judged.note(host, "no /dev/shm")
-            judged.warn(host, f"{host} has no /dev/shm, through which NCCL's ranks exchange data: mount one")
+            judged.warn(
+                host, f"{host} has no /dev/shm, through which NCCL's ranks exchange data: mount one"
+            )
             continue
         judged.note(host, f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB free")
         needed = SHARED_PER_RANK * slots
-        advice = "start the container with --shm-size=16g, or remount it (mount -o remount,size=16G /dev/shm)"
+        advice = (
+            "start the container with --shm-size=16g, or remount it (mount -o remount,size=16G "
+            "/dev/shm)"
+        )
         on_gpus = bool(facts.probes[host].get("gpus", "visible"))
         if slots > 1 and free < needed and on_gpus:
             judged.error(
@@ -211,7 +227,8 @@ def shared_memory(facts: Facts) -> Finding | None:
         elif slots != 1 and total < LEAST_SHARED:
             judged.warn(
                 host,
-                f"/dev/shm of {host} has {total / _MIB:.0f} MiB, which several ranks may use up: {advice}",
+                f"/dev/shm of {host} has {total / _MIB:.0f} MiB, which several ranks may use up: "
+                f"{advice}",
             )
     return judged.finding()
 
@@ -222,9 +239,14 @@ def limits(facts: Facts) -> Finding | None:
     ranks = sum(facts.hosts.values())
     files = max(LEAST_FILES, 256 + FILES_PER_RANK * ranks)
     for host, value in facts.answered("limits"):
-        shown = {name: "unlimited" if value[name] is None else f"{value[name]:,}" for name in ("nofile", "nproc")}
+        shown = {
+            name: "unlimited" if value[name] is None else f"{value[name]:,}"
+            for name in ("nofile", "nproc")
+        }
         locked = "unlimited" if value["memlock"] is None else f"{value['memlock'] / _MIB:,.0f} MiB"
-        judged.note(host, f"files {shown['nofile']}, processes {shown['nproc']}, locked memory {locked}")
+        judged.note(
+            host, f"files {shown['nofile']}, processes {shown['nproc']}, locked memory {locked}"
+        )
         if value["nofile"] is not None and value["nofile"] < files:
             judged.warn(
                 host,
@@ -263,7 +285,9 @@ def gpus(facts: Facts) -> Finding | None:
     for host, value in answered:
         visible, slots = value["visible"], facts.hosts[host]
         names = ", ".join(sorted({gpu["name"] for gpu in visible}))
-        judged.note(host, f"{len(visible)} x {names}" if visible else "none: ranks compute on the CPU")
+        judged.note(
+            host, f"{len(visible)} x {names}" if visible else "none: ranks compute on the CPU"
+        )
         if counted and slots > len(visible):
             judged.error(
                 host,
@@ -276,7 +300,8 @@ def gpus(facts: Facts) -> Finding | None:
         if visible and facts.probes[host].get("torch", "cuda_works") is False:
             judged.error(
                 host,
-                f"{host} has GPUs and its torch does not run on them: install a torch for CUDA and its driver",
+                f"{host} has GPUs and its torch does not run on them: install a torch for CUDA and "
+                "its driver",
             )
     judged.unanswered(facts, "gpus", "error", "the driver may hang; look at dmesg")
     kinds = [(host, sorted({gpu["name"] for gpu in value["visible"]})) for host, value in answered]
@@ -300,7 +325,10 @@ def _gpu_state(judged: Judgement, host: str, devices: Sequence[dict[str, Any]]) 
                 "again",
             )
         if total and free is not None and free < _FREE * total:
-            users = ", ".join(f"{each['name']} ({each['pid']})" for each in gpu["processes"]) or "an unknown process"
+            users = (
+                ", ".join(f"{each['name']} ({each['pid']})" for each in gpu["processes"])
+                or "an unknown process"
+            )
             judged.warn(
                 host,
                 f"GPU {number} of {host} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, the "
@@ -315,7 +343,9 @@ def kernels(facts: Facts) -> Finding | None:
     for host, value in answered:
         shown = "; ".join(f"{name} {value['kernels'].get(name)}" for name in _SHOWN_KERNELS)
         judged.note(host, f"{value['precision']} on {value['device']}: {shown}")
-    judged.unanswered(facts, "torch", "error", "see that torch can be imported there", late="warning")
+    judged.unanswered(
+        facts, "torch", "error", "see that torch can be imported there", late="warning"
+    )
     _same(
         judged,
         [(host, value["precision"]) for host, value in answered],
@@ -349,12 +379,18 @@ def speeds(facts: Facts) -> Finding | None:
         measured = [device for device in value["devices"] if "gflops" in device]
         broken = [device["problem"] for device in value["devices"] if "problem" in device]
         if broken:
-            judged.error(host, f"a GPU of {host} does not compute ({broken[0]}): reset it, or take it out")
+            judged.error(
+                host, f"a GPU of {host} does not compute ({broken[0]}): reset it, or take it out"
+            )
         if not measured:
             continue
-        slowest, fastest = (choose(device["gflops"] for device in measured) for choose in (min, max))
+        slowest, fastest = (
+            choose(device["gflops"] for device in measured) for choose in (min, max)
+        )
         rates[host], copies[host] = slowest, min(device["copy_gb_s"] for device in measured)
-        judged.note(host, f"matmul {slowest:,.0f} GFLOP/s, copy {copies[host]:.1f} GB/s ({value['device']})")
+        judged.note(
+            host, f"matmul {slowest:,.0f} GFLOP/s, copy {copies[host]:.1f} GB/s ({value['device']})"
+        )
         if slowest < SLOW * fastest:
             judged.warn(
                 host,
@@ -400,7 +436,9 @@ def _same(
     first = next(host for host, value in values if value == usual)
     for host, value in values:
         if value != usual:
-            sentence = f"{name} is {_shown(value)} on {host} and {_shown(usual)} on {first}: {advice}"
+            sentence = (
+                f"{name} is {_shown(value)} on {host} and {_shown(usual)} on {first}: {advice}"
+            )
             (judged.error if error else judged.warn)(host, sentence)
 
 

@@ -103,7 +103,9 @@ def _reach(ssh: Ssh, host: str) -> Contact:
     if is_this_machine(host):
         return Contact(here=True, offset=0.0)
     began, clock = time.monotonic(), time.time()
-    (result,) = run_on_hosts(ssh, [host], ["date", "+%s.%N"], timeout=_CONTACT_SECONDS, directory=Path("/"))
+    (result,) = run_on_hosts(
+        ssh, [host], ["date", "+%s.%N"], timeout=_CONTACT_SECONDS, directory=Path("/")
+    )
     seconds = time.monotonic() - began
     return contact_of(result, clock, seconds)
 
@@ -210,7 +212,9 @@ def _probe(ssh: Ssh, requests: Mapping[str, Request], ends: float) -> dict[str, 
     words = python("megacore.doctor.probe")
     results = run_on_hosts(ssh, list(requests), words, stdin=stdin, timeout=limit)
     return {
-        result.host: read_answers(result.host, result.output, requests[result.host].checks, result.problem)
+        result.host: read_answers(
+            result.host, result.output, requests[result.host].checks, result.problem
+        )
         for result in results
     }
 

@@ -106,7 +106,9 @@ class Facts:
 
     def answered(self, check: str) -> list[tuple[str, Any]]:
         """Return the hosts that answered a check with their answers, in the hosts' order."""
-        answers = ((host, self.probes[host].get(check)) for host in self.hosts if host in self.probes)
+        answers = (
+            (host, self.probes[host].get(check)) for host in self.hosts if host in self.probes
+        )
         return [(host, value) for host, value in answers if value is not None]
 
     @property

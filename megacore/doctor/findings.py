@@ -91,7 +91,9 @@ class Judgement:
                 problem = probe.problems[probe_check]
                 serious = late if late is not None and problem.startswith(NO_ANSWER) else verdict
                 self.note(host, problem)
-                self._troubles.append((serious, host, f"{problem}: {advice}" if advice else problem))
+                self._troubles.append(
+                    (serious, host, f"{problem}: {advice}" if advice else problem)
+                )
 
     def finding(self) -> Finding | None:
         """Return the finding; None if no host answered."""
@@ -103,7 +105,9 @@ class Judgement:
         advice = "; ".join(sentences[:_SENTENCES])
         if len(sentences) > _SENTENCES:
             advice += f"; and {len(sentences) - _SENTENCES} more"
-        hosts = tuple(dict.fromkeys(each[1] for each in self._troubles if each[0] == verdict and each[1]))
+        hosts = tuple(
+            dict.fromkeys(each[1] for each in self._troubles if each[0] == verdict and each[1])
+        )
         return Finding(self.check, verdict, dict(self._found), advice, hosts)
 
 
@@ -158,7 +162,10 @@ class Examination:
             "started": self.started,
             "seconds": round(self.seconds, 3),
             "hosts": dict(self.hosts),
-            "checks": [asdict(finding) | {"hosts": list(finding.hosts)} for finding in self.sorted_findings()],
+            "checks": [
+                asdict(finding) | {"hosts": list(finding.hosts)}
+                for finding in self.sorted_findings()
+            ],
             "pairs": [dict(pair) for pair in self.pairs],
             "probes": dict(self.probes),
         }
@@ -236,7 +243,9 @@ def _pairs(examination: Examination) -> "Table":
     from rich.table import Table
 
     measured = _between(examination)
-    title = "all-reduce between hosts" + (f", the slowest {_PAIRS} pairs" if len(measured) > _PAIRS else "")
+    title = "all-reduce between hosts" + (
+        f", the slowest {_PAIRS} pairs" if len(measured) > _PAIRS else ""
+    )
     table = Table(title=title, title_justify="left")
     for name in ("hosts", "back end", "latency µs", "1 MB ms", "64 MB ms", "GB/s"):
         table.add_column(name, justify="left" if name in ("hosts", "back end") else "right")

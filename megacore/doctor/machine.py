@@ -108,7 +108,9 @@ def git_commit(root: Path) -> str | None:
     """Return the commit of the work tree that holds `root`; None outside of git."""
     command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
@@ -170,7 +172,9 @@ def look_at_gpus() -> dict[str, Any]:
 
 def _ask(program: str, query: str, fields: tuple[str, ...]) -> str:
     command = [program, f"{query}={','.join(fields)}", "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
+    ).stdout
 
 
 def _output_of(error: Exception) -> str:
@@ -196,7 +200,9 @@ def parse_smi(listed: str, running: str) -> list[dict[str, Any]]:
         }
     for row in _rows(running):
         if len(row) >= 4 and row[0] in gpus:
-            gpus[row[0]]["processes"].append({"pid": _number(row[1]), "name": row[2], "used": _bytes(row[3])})
+            gpus[row[0]]["processes"].append(
+                {"pid": _number(row[1]), "name": row[2], "used": _bytes(row[3])}
+            )
     return list(gpus.values())
 
 
@@ -232,7 +238,9 @@ def look_at_torch(precision: str, kernels: str, compile_layers: str) -> dict[str
     resolved = resolve_precision(precision, device.type)
     compiled = compile_layers == "on" or (compile_layers == "auto" and cuda)
     plain = kernels == "plain"
-    chosen = plain_kernels() if plain else choose_kernels(device, types[resolved], compiled=compiled)
+    chosen = (
+        plain_kernels() if plain else choose_kernels(device, types[resolved], compiled=compiled)
+    )
     nccl = torch.cuda.nccl.version() if cuda else None  # type: ignore[no-untyped-call]
     return {
         "cuda_build": torch.version.cuda,

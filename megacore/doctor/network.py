@@ -194,14 +194,18 @@ def interfaces(facts: "Facts") -> Finding | None:
         if is_loopback(value["address"]):
             judged.error(
                 host,
-                f"{host} reaches the others through {name}, the loopback interface: name another launch.interface",
+                f"{host} reaches the others through {name}, the loopback interface: name another "
+                "launch.interface",
             )
         if value["speed"] is not None and value["speed"] < _GIGABIT_SPEED:
             judged.warn(
                 host,
-                f"{name} of {host} has {value['speed']} Mbit/s: look at its cable and its switch port",
+                f"{name} of {host} has {value['speed']} Mbit/s: look at its cable and its switch "
+                "port",
             )
-    judged.unanswered(facts, "network", "error", "its resolver may hang; look at /etc/resolv.conf there")
+    judged.unanswered(
+        facts, "network", "error", "its resolver may hang; look at /etc/resolv.conf there"
+    )
     for key, what in (("mtu", "MTU"), ("speed", "speed in Mbit/s")):
         known = [(host, value[key]) for host, value in answered if value.get(key) is not None]
         usual = most_common(value for _, value in known) if known else None
@@ -209,7 +213,8 @@ def interfaces(facts: "Facts") -> Finding | None:
             if value != usual:
                 judged.warn(
                     host,
-                    f"the {what} of the interface is {value} on {host} and {usual} elsewhere: make them equal",
+                    f"the {what} of the interface is {value} on {host} and {usual} elsewhere: make "
+                    "them equal",
                 )
     return judged.finding()
 
@@ -227,7 +232,11 @@ def ports(facts: "Facts") -> Finding | None:
         value = answer["value"]
         if value["listens"] is not None:
             judged.note(host, f"port {value['port']}: {value['listens']}")
-            setting = f" (launch.rdzv_endpoint {facts.launch.rdzv_endpoint})" if host == facts.master else ""
+            setting = (
+                f" (launch.rdzv_endpoint {facts.launch.rdzv_endpoint})"
+                if host == facts.master
+                else ""
+            )
             judged.error(
                 host,
                 f"port {value['port']} of {host}{setting} cannot be opened: {value['listens']}: "
@@ -242,7 +251,9 @@ def ports(facts: "Facts") -> Finding | None:
 def _reached(judged: Judgement, facts: "Facts", host: str, reached: dict[str, Any]) -> None:
     """Note which ports a host reaches; a port that cannot be opened is the other's problem."""
     closed = {
-        name for name, answer in facts.reach.items() if "problem" in answer or answer["value"]["listens"] is not None
+        name
+        for name, answer in facts.reach.items()
+        if "problem" in answer or answer["value"]["listens"] is not None
     }
     seen = [peer for peer in facts.hosts if peer in reached and reached[peer]["problem"] is None]
     if reached:
@@ -250,7 +261,9 @@ def _reached(judged: Judgement, facts: "Facts", host: str, reached: dict[str, An
     for peer, result in reached.items():
         if result["problem"] is None or peer in closed:
             continue
-        what = "where the ranks meet" if peer == facts.master else "as the ranks' own connections need"
+        what = (
+            "where the ranks meet" if peer == facts.master else "as the ranks' own connections need"
+        )
         judged.error(
             host,
             f"{host} does not reach {peer} at {result['address']}:{result['port']}, {what} "
@@ -264,7 +277,9 @@ def bandwidth(facts: "Facts") -> Finding | None:
     unmeasured = [pair for pair in facts.pairs if (pair.problem or "").startswith(NOT_BEGUN)]
     if unmeasured:
         count = f"{len(unmeasured)} of {len(facts.pairs)} pairs"
-        judged.warn("", f"{count} were not measured in time: examine fewer hosts at a time (launch.include)")
+        judged.warn(
+            "", f"{count} were not measured in time: examine fewer hosts at a time (launch.include)"
+        )
     for pair in facts.pairs:
         if pair.problem is not None and pair not in unmeasured:
             who = f"two ranks of {pair.first}" if pair.local else f"{pair.first} and {pair.second}"
@@ -277,8 +292,14 @@ def bandwidth(facts: "Facts") -> Finding | None:
     rates = host_medians(between, lambda pair: pair.bandwidth())
     latencies = host_medians(between, lambda pair: pair.latency)
     for host in facts.hosts:
-        local = [each for each in facts.pairs if each.local and each.first == host and each.problem is None]
-        parts = [_shown(rates[host], latencies[host])] if host in rates and host in latencies else []
+        local = [
+            each
+            for each in facts.pairs
+            if each.local and each.first == host and each.problem is None
+        ]
+        parts = (
+            [_shown(rates[host], latencies[host])] if host in rates and host in latencies else []
+        )
         parts += [f"within {_shown(each.bandwidth(), each.latency)}" for each in local]
         if parts:
             judged.note(host, ", ".join(parts))
@@ -300,7 +321,8 @@ def bandwidth(facts: "Facts") -> Finding | None:
     if facts.left_out:
         judged.note(
             "",
-            f"measured: {len(between)} pairs, neighbours of a ring and random ones; {facts.left_out} were left out",
+            f"measured: {len(between)} pairs, neighbours of a ring and random ones; "
+            f"{facts.left_out} were left out",
         )
     return judged.finding()
 
@@ -314,7 +336,10 @@ def _compared_with_the_model(judged: Judgement, facts: "Facts", rates: dict[str,
     if facts.needs is not None:
         size, seconds = facts.needs.gradients / 1e9, facts.needs.gradients / 1e9 / median
         duration = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-        exchange = f"{facts.needs.name} exchanges {size:.3g} GB of gradients a step, {duration} at this rate"
+        exchange = (
+            f"{facts.needs.name} exchanges {size:.3g} GB of gradients a step, {duration} at this "
+            "rate"
+        )
         judged.note("", exchange)
     if median < GIGABIT:
         judged.warn(

@@ -91,14 +91,19 @@ def _serve(server: socket.socket, heard: threading.Semaphore) -> None:
                 heard.release()
 
 
-def connect_to_all(host: str, targets: Mapping[str, tuple[str, int]], limit: float) -> dict[str, dict[str, Any]]:
+def connect_to_all(
+    host: str, targets: Mapping[str, tuple[str, int]], limit: float
+) -> dict[str, dict[str, Any]]:
     """Connect to all targets at the same time; each result has its seconds or a problem."""
     reached: dict[str, dict[str, Any]] = {}
 
     def run(name: str, address: str, port: int) -> None:
         reached[name] = _connect(host, address, port, limit)
 
-    threads = [threading.Thread(target=run, args=(name, *target), daemon=True) for name, target in targets.items()]
+    threads = [
+        threading.Thread(target=run, args=(name, *target), daemon=True)
+        for name, target in targets.items()
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -138,7 +143,9 @@ def measure_rounds(part: Mapping[str, Any]) -> None:
     if part.get("rank") == 1:
         die_with_parent()
     os.environ.update(part["environment"])
-    user_interfaces = {name: os.environ[name] for name in _INTERFACE_VARIABLES if name in os.environ}
+    user_interfaces = {
+        name: os.environ[name] for name in _INTERFACE_VARIABLES if name in os.environ
+    }
     ends = time.monotonic() + float(part["seconds"])
     store = answer("store", lambda: _Stores(part), _COLLECTIVE_SECONDS)
     if "problem" in store:
@@ -154,7 +161,9 @@ def measure_rounds(part: Mapping[str, Any]) -> None:
         if left > 1.0:
             measure = _measuring(stores, against, part["interface"], user_interfaces)
             line = answer(str(number), measure, min(left, _PAIR_SECONDS))
-        say(line | {"peer": against["peer"], "rank": against["rank"], "backend": against["backend"]})
+        say(
+            line | {"peer": against["peer"], "rank": against["rank"], "backend": against["backend"]}
+        )
 
 
 def _local_round(part: Mapping[str, Any], port: int) -> dict[str, Any]:
@@ -190,7 +199,9 @@ class _Stores:
         # The second rank of a host has no store of its own.
         self.own, self.port = None, int(part["port"])
         if part.get("rank") != 1:
-            self.own = TCPStore("0.0.0.0", self.port, is_master=True, wait_for_workers=False, timeout=limit)
+            self.own = TCPStore(
+                "0.0.0.0", self.port, is_master=True, wait_for_workers=False, timeout=limit
+            )
             self.port = self.own.port
 
     def meet(self, against: Mapping[str, Any]) -> Any:
@@ -247,7 +258,9 @@ def _measure(stores: _Stores, against: Mapping[str, Any]) -> dict[str, float]:
         torch.cuda.set_device(device)
     store = stores.meet(against)
     limit = timedelta(seconds=_COLLECTIVE_SECONDS)
-    dist.init_process_group(str(against["backend"]), store=store, rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(
+        str(against["backend"]), store=store, rank=rank, world_size=2, timeout=limit
+    )
     try:
         sizes = {"latency": _SMALL, **SIZES}
         return {name: _seconds(size, _REPEATS[name], device) for name, size in sizes.items()}

@@ -67,7 +67,9 @@ class Proof:
     def seen(self, hosts: Iterable[str]) -> dict[str, bool]:
         """Return for each host whether this machine sees its file."""
         deadline = time.monotonic() + _WAIT
-        return {host: _appears(self.directory / host, self.directory.name, deadline) for host in hosts}
+        return {
+            host: _appears(self.directory / host, self.directory.name, deadline) for host in hosts
+        }
 
 
 def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str, Any]:
@@ -175,7 +177,9 @@ def _shared_workspace(judged: Judgement, facts: "Facts", host: str, value: dict[
     elif not value["writes"]:
         judged.note(host, "read only")
         reason = value.get("reason") or "not allowed"
-        judged.error(host, f"{path} cannot be written on {host} ({reason}): correct its owner or its mount")
+        judged.error(
+            host, f"{path} cannot be written on {host} ({reason}): correct its owner or its mount"
+        )
     elif not facts.seen.get(host):
         judged.note(host, "not seen here")
         judged.error(
@@ -234,7 +238,9 @@ def disks(facts: "Facts") -> Finding | None:
     first = writers[0][0] if writers else ""
     for host, value in writers:
         free = value["free"]
-        judged.note(host, f"{free / GIB:,.1f} of {value['total'] / GIB:,.1f} GiB free, {value['kind']}")
+        judged.note(
+            host, f"{free / GIB:,.1f} of {value['total'] / GIB:,.1f} GiB free, {value['kind']}"
+        )
         # With node-local workspaces the other hosts hold the shards of one checkpoint until these
         # are gathered.
         if needs is not None and free < needs.checkpoint:
@@ -244,7 +250,9 @@ def disks(facts: "Facts") -> Finding | None:
                 f"{needs.name} takes {needs.checkpoint / GIB:.1f} GiB: make room (megacore clean), "
                 "or move the workspace (MEGACORE_WORKSPACE)",
             )
-        elif needs is not None and free < needs.checkpoints and (host == first or _is_shared(facts)):
+        elif (
+            needs is not None and free < needs.checkpoints and (host == first or _is_shared(facts))
+        ):
             judged.warn(
                 host,
                 f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and the checkpoints "
@@ -254,12 +262,14 @@ def disks(facts: "Facts") -> Finding | None:
         elif needs is None and free < LEAST_DISK:
             judged.warn(
                 host,
-                f"{value['path']} on {host} has {free / GIB:.1f} GiB free: make room (megacore clean)",
+                f"{value['path']} on {host} has {free / GIB:.1f} GiB free: make room (megacore "
+                "clean)",
             )
         if value["inodes_free"] is not None and value["inodes_free"] < LEAST_INODES:
             judged.warn(
                 host,
-                f"{value['path']} on {host} has {value['inodes_free']} inodes free: remove files that nobody needs",
+                f"{value['path']} on {host} has {value['inodes_free']} inodes free: remove files "
+                "that nobody needs",
             )
         if value["kind"] in _IN_MEMORY:
             judged.warn(
@@ -267,7 +277,9 @@ def disks(facts: "Facts") -> Finding | None:
                 f"{value['path']} on {host} lies in main memory ({value['kind']}), and checkpoints "
                 "there are lost with it: set MEGACORE_WORKSPACE to a disk",
             )
-    judged.unanswered(facts, "disk", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)")
+    judged.unanswered(
+        facts, "disk", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)"
+    )
     return judged.finding()
 
 
@@ -309,7 +321,9 @@ def look_at_tokens(
     return {"files": files, "vocab_size": vocab_size}
 
 
-def _scan(dataset: "IndexedDataset", vocab_size: int, share: tuple[int, int], deadline: float) -> dict[str, Any]:
+def _scan(
+    dataset: "IndexedDataset", vocab_size: int, share: tuple[int, int], deadline: float
+) -> dict[str, Any]:
     """Return how many tokens were read, their extremes, and the place of the first bad one."""
     first, step = share
     starts = list(range(first * _BLOCK, len(dataset.tokens), step * _BLOCK))
@@ -365,7 +379,9 @@ def tokens(facts: "Facts") -> Finding | None:
                     f"{file['outside']:,}), and the vocabulary has {value['vocab_size']:,} "
                     "entries: tokenize again with the run's tokenizer",
                 )
-    judged.unanswered(facts, "tokens", "error", "look at the disk with the token files", late="warning")
+    judged.unanswered(
+        facts, "tokens", "error", "look at the disk with the token files", late="warning"
+    )
     return judged.finding()
 
 
@@ -389,7 +405,9 @@ def look_at_index(directory: Path, prefixes: Sequence[str]) -> dict[str, Any]:
     for path in paths:
         load_map(path)
     known = {os.path.realpath(prefix) for prefix in prefixes}
-    others = [member.prefix for member in index.members if os.path.realpath(member.prefix) not in known]
+    others = [
+        member.prefix for member in index.members if os.path.realpath(member.prefix) not in known
+    ]
     return {
         "directory": str(directory),
         "maps": len(paths),
@@ -416,7 +434,9 @@ def _maps(directory: Path, index: "IndexDescription") -> Iterator[Path]:
         yield from (map_path(directory, split, name) for name in BLEND_MAP_NAMES)
         for number, member in enumerate(index.members):
             if split in member.weights:
-                yield from (map_path(member_directory(directory, number), split, name) for name in names)
+                yield from (
+                    map_path(member_directory(directory, number), split, name) for name in names
+                )
 
 
 def index_maps(facts: "Facts") -> Finding | None:

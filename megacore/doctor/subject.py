@@ -57,7 +57,9 @@ class Subject:
         return cls(hosts, Workspace.of().root, launch, job.config, data)
 
     @classmethod
-    def of_launch(cls, launch: LaunchConfig, workspace: Path, config: RunConfig | None, data: RunData) -> Self:
+    def of_launch(
+        cls, launch: LaunchConfig, workspace: Path, config: RunConfig | None, data: RunData
+    ) -> Self:
         """Return the hosts of `launch`, or this machine. Raises ConfigError."""
         here = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
         return cls(hosts_of(launch) or {own_name(): here}, workspace, launch, config, data)
@@ -91,7 +93,9 @@ def data_of(config: RunConfig, workspace: Workspace) -> RunData:
             continue  # written by another version of megacore
         if job.config.name == config.name and job.config.data == config.data:
             return RunData(job.token_prefixes, job.vocab_size, job.index_directory)
-    ready = tuple(source.prefix for source in config.data.sources if isinstance(source, PrefixSource))
+    ready = tuple(
+        source.prefix for source in config.data.sources if isinstance(source, PrefixSource)
+    )
     return RunData(ready, expected_vocab_size(config)) if ready else RunData()
 
 
@@ -99,7 +103,8 @@ def data_at(path: Path, vocab_size: int | None) -> RunData:
     """Return the token files at PREFIX or in a directory. Raises ConfigError, DataFormatError."""
     if vocab_size is None:
         raise ConfigError(
-            f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must be below"
+            f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must "
+            "be below"
         )
     return RunData(find_prefixes(path), vocab_size)
 

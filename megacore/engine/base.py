@@ -23,18 +23,21 @@ class Update:
     """Outcome of one iteration, the same on every rank."""
 
     losses: tuple[float, ...]
-    """What was minimised of each micro batch of the global batch, in the order of its samples: the sum of its mean
-    losses, in nats."""
+    """What was minimised of each micro batch of the global batch, in the order of its samples: the
+    sum of its mean losses, in nats."""
     terms: Mapping[str, float]
-    """Mean over the global batch of each of these losses, by name; `lm_loss` first, in nats per token."""
+    """Mean over the global batch of each of these losses, by name; `lm_loss` first, in nats per
+    token."""
     grad_norm: float
     """Global gradient norm before clipping, unscaled."""
     applied: bool
     """Whether the weights were updated: a gradient that is not finite leaves them alone."""
     fatal: bool = False
-    """Whether going on cannot help: the gradient is not finite and no lower loss scale is left to try."""
+    """Whether going on cannot help: the gradient is not finite and no lower loss scale is left to
+    try."""
     withheld: bool = False
-    """Whether the weights were left alone because the caller asked for it, though the gradient is finite."""
+    """Whether the weights were left alone because the caller asked for it, though the gradient is
+    finite."""
     notices: tuple[bool, ...] = ()
     """Of each notice whether any rank gave it."""
 
@@ -45,7 +48,10 @@ class Update:
 
 
 class Engine(Protocol):
-    """One model with its optimizer: forward, backward, update, and the state that a checkpoint holds."""
+    """One model with its optimizer.
+
+    Forward, backward, update, and the state that a checkpoint holds.
+    """
 
     device: torch.device
     precision: str
@@ -82,7 +88,8 @@ class Engine(Protocol):
         """Accumulate the gradient of one global batch.
 
         Args:
-            batches: ids on the engine's device, [b, width], of each of this rank's micro batches; -1 is padding.
+            batches: ids on the engine's device, [b, width], of each of this rank's micro batches;
+                -1 is padding.
             seeds: of the dropout of each micro batch; their number is the number of micro batches.
         """
         ...
@@ -105,9 +112,11 @@ class Engine(Protocol):
         Args:
             lr: learning rate.
             weight_decay: of the decayed weights.
-            notices: what this rank has to say to all; it travels with the losses. As many on every rank.
-            withhold: gets `Update.losses`, before any weight is changed, and says whether to leave them alone; it
-                must say the same on every rank. An engine that cannot withhold refuses one.
+            notices: what this rank has to say to all; it travels with the losses. As many on every
+                rank.
+            withhold: gets `Update.losses`, before any weight is changed, and says whether to leave
+                them alone; it must say the same on every rank. An engine that cannot withhold
+                refuses one.
         """
         ...
 
@@ -119,7 +128,8 @@ class Engine(Protocol):
             sizes: b of each of them.
 
         Returns:
-            fp64 [terms, 2], in the order of `loss_names`; zeros on all pipeline stages but the last.
+            fp64 [terms, 2], in the order of `loss_names`; zeros on all pipeline stages but the
+            last.
         """
         ...
 
@@ -131,12 +141,15 @@ class Engine(Protocol):
         """Everything else that a checkpoint holds, as JSON."""
         ...
 
-    def load_state(self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]) -> None:
+    def load_state(
+        self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]
+    ) -> None:
         """Continue from a checkpoint. Collective.
 
         Args:
             state: what `state` returned when it was written.
-            tensors: what `tensors` returned now, or a part of it, filled in place with what was written.
+            tensors: what `tensors` returned now, or a part of it, filled in place with what was
+                written.
         """
         ...
 
@@ -149,13 +162,16 @@ def global_means(
     device: torch.device,
     notices: Sequence[bool] = (),
 ) -> Tensor:
-    """Mean losses of all micro batches, and how many ranks gave each notice, fp32: [m x dp x terms + notices].
+    """Mean losses of all micro batches, and how many ranks gave each notice.
 
-    The losses are in the order of the global batch's samples. One small all-reduce brings them from the last pipeline
-    stages to every rank.
+    fp32: [m x dp x terms + notices].
+
+    The losses are in the order of the global batch's samples. One small all-reduce brings them from
+    the last pipeline stages to every rank.
 
     Args:
-        losses: of this rank's micro batches, [terms] each; only the last pipeline stage's are looked at.
+        losses: of this rank's micro batches, [terms] each; only the last pipeline stage's are
+            looked at.
         micro_batches: of each replica (m).
         terms: losses of each.
         mesh: this process's groups.
@@ -166,7 +182,9 @@ def global_means(
     count = micro_batches * replicas.size * terms
     reduced = torch.zeros(count + len(notices), device=device)
     if mesh.is_last_stage and mesh.tensor_parallel.rank == 0:
-        reduced[:count].view(micro_batches, replicas.size, terms)[:, replicas.rank] = torch.stack(list(losses))
+        reduced[:count].view(micro_batches, replicas.size, terms)[:, replicas.rank] = torch.stack(
+            list(losses)
+        )
     if any(notices):
         reduced[count:] = torch.tensor(notices, dtype=reduced.dtype)
     if mesh.world_size > 1:
@@ -188,13 +206,18 @@ class Reduced:
 
     @classmethod
     def of(cls, values: Sequence[float], names: Sequence[str], notices: int) -> Self:
-        """Take apart what `global_means` returned for losses of these names and this many notices."""
+        """Take apart what `global_means` returned for these losses and this many notices."""
         count = len(values) - notices
         rows = [values[first : first + len(names)] for first in range(0, count, len(names))]
-        terms = {name: sum(term) / len(rows) for name, term in zip(names, zip(*rows, strict=True), strict=True)}
+        terms = {
+            name: sum(term) / len(rows)
+            for name, term in zip(names, zip(*rows, strict=True), strict=True)
+        }
         return cls(tuple(map(sum, rows)), terms, tuple(value > 0 for value in values[count:]))
 
-    def update(self, grad_norm: float, *, applied: bool, fatal: bool, withheld: bool = False) -> Update:
+    def update(
+        self, grad_norm: float, *, applied: bool, fatal: bool, withheld: bool = False
+    ) -> Update:
         """The outcome of the iteration."""
         return Update(self.losses, self.terms, grad_norm, applied, fatal, withheld, self.notices)
 

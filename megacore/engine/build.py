@@ -2,8 +2,9 @@
 
 Layers through torch.compile, each by itself.
 
-Linear layers stay out of the graphs: they talk to other ranks and add to main gradients, which a graph would forget.
-What stands between two of them is fused. The compiler's results lie in the workspace for the next run.
+Linear layers stay out of the graphs: they talk to other ranks and add to main gradients, which a
+graph would forget. What stands between two of them is fused. The compiler's results lie in the
+workspace for the next run.
 """
 
 import os
@@ -53,9 +54,13 @@ def build_engine(
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
     """
     compiler = Compiler(device) if compiles(config, device) else None
-    kernels = kernels_of(config, device, precision, compiled=compiler is not None and compiler.works)
+    kernels = kernels_of(
+        config, device, precision, compiled=compiler is not None and compiler.works
+    )
     if config.engine == "native":
-        stage = Stage(config, vocab_size, mesh, special_tokens=special_tokens, device=device, kernels=kernels)
+        stage = Stage(
+            config, vocab_size, mesh, special_tokens=special_tokens, device=device, kernels=kernels
+        )
         engine = NativeEngine(stage, config, precision)
         if compiler is not None:
             engine.kernels["layers"] = compiler.compile_layers(stage.chunks)
@@ -77,7 +82,9 @@ def build_engine(
     )
 
 
-def kernels_of(config: RunConfig, device: torch.device, precision: str, *, compiled: bool = False) -> Kernels:
+def kernels_of(
+    config: RunConfig, device: torch.device, precision: str, *, compiled: bool = False
+) -> Kernels:
     """What computes the operations of a run.
 
     Args:
@@ -101,7 +108,8 @@ _UNCOMPILED = {
 }
 """Methods that run as they are."""
 _GRAPHS_OF_A_METHOD = 64
-"""Of the layers together: in training and evaluation, with and without a bias, for each kind of layer."""
+"""Of the layers together: in training and evaluation, with and without a bias, for each kind of
+layer."""
 
 Graph = Callable[..., Any]
 
@@ -109,11 +117,16 @@ Graph = Callable[..., Any]
 def compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether a run's layers are to be compiled on a device."""
     wanted = config.train.compile
-    return wanted == "on" or (wanted == "auto" and config.engine == "native" and device.type == "cuda")
+    return wanted == "on" or (
+        wanted == "auto" and config.engine == "native" and device.type == "cuda"
+    )
 
 
 class Compiler:
-    """Inductor, whose results lie in the workspace; a graph that it cannot compile runs as it is, with a warning."""
+    """Inductor, whose results lie in the workspace.
+
+    A graph that it cannot compile runs as it is, with a warning.
+    """
 
     failed: str | None = None
     """Why the last graph was not compiled."""
@@ -132,7 +145,8 @@ class Compiler:
         """Compile every transformer layer of some chunks of a model when it first runs.
 
         Returns:
-            What is done, for the run's record: layers stay as they are where the compiler does not work.
+            What is done, for the run's record: layers stay as they are where the compiler does not
+            work.
         """
         import torch._dynamo
 
@@ -159,5 +173,7 @@ class Compiler:
             raise
         except Exception as error:
             self.failed = (str(error).strip() or type(error).__name__).splitlines()[0]
-            logger.warning("a part of the model runs without torch.compile, which failed: %s", self.failed)
+            logger.warning(
+                "a part of the model runs without torch.compile, which failed: %s", self.failed
+            )
             return graph.forward

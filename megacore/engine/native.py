@@ -1,7 +1,9 @@
-"""The engine made of torch alone: mixed-precision training in any layout, with fp32 main weights and gradients.
+"""The engine made of torch alone.
 
-Mixed precision follows Micikevicius et al. 2018 (arXiv:1710.03740): weights and activations in bf16 or fp16, main
-weights, accumulated gradients and moments in fp32; only fp16 needs a loss scale.
+Mixed-precision training in any layout, with fp32 main weights and gradients.
+
+Mixed precision follows Micikevicius et al. 2018 (arXiv:1710.03740): weights and activations in bf16
+or fp16, main weights, accumulated gradients and moments in fp32; only fp16 needs a loss scale.
 """
 
 import math
@@ -46,18 +48,26 @@ class NativeEngine(StageEngine):
                 stage.mesh,
                 config.parallel,
                 partial=partial_gradients(chunk),
-                shared={name: shared[name] for name, _ in chunk.named_parameters() if name in shared},
+                shared={
+                    name: shared[name] for name, _ in chunk.named_parameters() if name in shared
+                },
                 add_product=stage.kernels.weight_gradient,
             )
             for chunk in stage.chunks
         ]
-        self._optimizer = MainWeightAdamW(self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels)
+        self._optimizer = MainWeightAdamW(
+            self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels
+        )
         self._scaler = DynamicLossScaler(config.optim.loss_scale) if precision == "fp16" else None
         self._losses: list[Tensor] = []
         self._micro_batches = 0
         self.kernels = {
             **stage.kernels.names,
-            "communication": "none" if stage.mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
+            "communication": "none"
+            if stage.mesh.world_size == 1
+            else "nccl"
+            if self.device.type == "cuda"
+            else "gloo",
         }
 
     @property
@@ -85,15 +95,17 @@ class NativeEngine(StageEngine):
     ) -> Update:
         """Average the gradients over the ranks, clip them, and make one optimizer step.
 
-        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16, one that is withheld
-        changes nothing. Every rank decides alike, since all have the same norm and losses.
+        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16,
+        one that is withheld changes nothing. Every rank decides alike, since all have the same norm
+        and losses.
         """
         for sync in self._syncs:
             sync.finish()
         with self._mesh.time("optimizer"):
             scale = self.loss_scale
             norm = self._optimizer.grad_norm(scale=scale)
-            # One transfer to the host per iteration: a bad gradient has to be seen before the weights are touched.
+            # One transfer to the host per iteration: a bad gradient has to be seen before the
+            # weights are touched.
             names, count = self.loss_names, self._micro_batches
             means = global_means(self._losses, count, len(names), self._mesh, self.device, notices)
             *values, grad_norm = torch.cat([means, norm.view(1)]).tolist()
@@ -102,16 +114,26 @@ class NativeEngine(StageEngine):
             if self._scaler and not withheld:
                 self._scaler.update(overflow=not finite)
             if finite and not withheld:
-                self._optimizer.step(lr, weight_decay, norm=norm, max_norm=self._clip_grad, scale=scale)
+                self._optimizer.step(
+                    lr, weight_decay, norm=norm, max_norm=self._clip_grad, scale=scale
+                )
         fatal = not finite and (self._scaler is None or self._scaler.exhausted)
-        return reduced.update(grad_norm, applied=finite and not withheld, fatal=fatal, withheld=withheld)
+        return reduced.update(
+            grad_norm, applied=finite and not withheld, fatal=fatal, withheld=withheld
+        )
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""
+        """Of each loss its sum over all that counts, and its number: fp64 [terms, 2].
+
+        Dropout is off.
+        """
         return self._stage.loss_sum(batches, sizes)
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """fp32 main weights `model.*` and moments `optimizer.exp_avg.*`, `optimizer.exp_avg_sq.*` of this rank."""
+        """fp32 main weights and moments of this rank, by name.
+
+        Names: `model.*`, `optimizer.exp_avg.*`, `optimizer.exp_avg_sq.*`.
+        """
         return self._optimizer.tensors()
 
     def state(self) -> dict[str, Any]:
@@ -121,7 +143,9 @@ class NativeEngine(StageEngine):
             "loss_scaler": self._scaler.state() if self._scaler else None,
         }
 
-    def load_state(self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]) -> None:
+    def load_state(
+        self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]
+    ) -> None:
         """Continue from `state`; `tensors` are the engine's own and were filled in place."""
         self._optimizer.steps = int(state["optimizer_steps"])
         if self._scaler and state["loss_scaler"] is not None:

@@ -1,1 +1,4 @@
-"""Fine-tuning of transformers models with Hugging Face Accelerate: classification, seq2seq and causal LM."""
+"""Fine-tuning of transformers models with Hugging Face Accelerate.
+
+Tasks are classification, seq2seq and causal LM.
+"""

@@ -58,9 +58,10 @@ class Found:
 def largest_batch(probe: Probe, *, limit: int, start: int = 1) -> Found:
     """The largest micro batch from 1 to `limit` that fits.
 
-    It is assumed that whatever is smaller than one that fits does too, as memory grows with the batch. From `start` the
-    batch is doubled until one is too large; between the two, or 0, bisection finds the end. That takes at most
-    2 + 2 log2(limit) probes, and fewer the nearer `start` is.
+    It is assumed that whatever is smaller than one that fits does too, as memory grows with the
+    batch. From `start` the batch is doubled until one is too large; between the two, or 0,
+    bisection finds the end. That takes at most 2 + 2 log2(limit) probes, and fewer the nearer
+    `start` is.
 
     Args:
         probe: tries one; it is called once for each micro batch.
@@ -107,7 +108,11 @@ def table_rows(reports: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 def as_markdown(rows: Sequence[dict[str, str]]) -> str:
     """The rows as a markdown table; all columns but the first are figures."""
-    lines = [list(rows[0]), ["---"] + ["---:"] * (len(rows[0]) - 1), *([*row.values()] for row in rows)]
+    lines = [
+        list(rows[0]),
+        ["---"] + ["---:"] * (len(rows[0]) - 1),
+        *([*row.values()] for row in rows),
+    ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -117,14 +122,19 @@ def notes(reports: Sequence[dict[str, Any]]) -> str:
     limits = [each["memory_limit"] for each in reports if each["memory_limit"] is not None]
     room = "95 % of each GPU" if not limits else f"{gigabytes(min(limits))} GB of memory each"
     ranks = f"{first['ranks']} rank{'s' if first['ranks'] > 1 else ''}"
-    lines.append(f"{ranks} in {first['precision']}, {room}; epochs of {first['samples']:,} samples.")
+    lines.append(
+        f"{ranks} in {first['precision']}, {room}; epochs of {first['samples']:,} samples."
+    )
     lines += ["", *(f"- {each['method']}: {_end(each)}" for each in reports)]
     timed = [each for each in reports if each["epoch"] is not None]
     if timed:
         best = min(timed, key=lambda each: train_seconds(each["epoch"]))
         lines += [
             "",
-            f"The shortest epoch: `launch.distributed={best['method']} train.micro_batch_size={best['batch']}`.",
+            (
+                f"The shortest epoch: `launch.distributed={best['method']} "
+                f"train.micro_batch_size={best['batch']}`."
+            ),
         ]
     return "\n".join(lines) + "\n"
 
@@ -135,7 +145,10 @@ def _end(report: dict[str, Any]) -> str:
     if report["epoch_failure"] is not None:
         return f"{batch} fits for some steps, and the epoch did not: {report['epoch_failure']}"
     if report["reason"] is None:
-        return f"{batch} is the most that was tried (the samples of a rank, or find_batch_size.max_batch)"
+        return (
+            f"{batch} is the most that was tried (the samples of a rank, or "
+            "find_batch_size.max_batch)"
+        )
     return f"{batch + 1} does not fit: {report['reason']}"
 
 

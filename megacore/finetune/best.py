@@ -1,8 +1,8 @@
 """The best model of a run: a transformers directory in fp32 with its metrics, one at a time.
 
-`best/iter_0000100/` holds `model/`, `metrics.json` and, written last, `complete.json`. The one before is removed only
-once a better one is whole. With DeepSpeed in bf16 or fp16 the weights are those that the evaluation measured: of 16
-bits, written as fp32.
+`best/iter_0000100/` holds `model/`, `metrics.json` and, written last, `complete.json`. The one
+before is removed only once a better one is whole. With DeepSpeed in bf16 or fp16 the weights are
+those that the evaluation measured: of 16 bits, written as fp32.
 """
 
 import json
@@ -77,15 +77,19 @@ class BestModel:
         self.best = self._ranks.on_first(self._find)
 
     def beats(self, iteration: int, metrics: dict[str, float]) -> bool:
-        """Whether a model of these validation metrics, after so many steps, is better than all before.
+        """Whether a model of these metrics, after so many steps, is better than all before.
 
         Raises:
             TrainingError: the metric that tells is not among them.
         """
         value = self._value(metrics)
-        return self.best is None or (iteration != self.best.iteration and self._is_better(value, self.best.value))
+        return self.best is None or (
+            iteration != self.best.iteration and self._is_better(value, self.best.value)
+        )
 
-    def keep(self, iteration: int, metrics: dict[str, float], model: Any, facts: dict[str, Any]) -> None:
+    def keep(
+        self, iteration: int, metrics: dict[str, float], model: Any, facts: dict[str, Any]
+    ) -> None:
         """Keep the model as it is now in the place of the best before. Collective.
 
         Args:
@@ -99,12 +103,24 @@ class BestModel:
         """
         value = self._value(metrics)
         staged = self._directory.stage(iteration)
-        state = self._accelerator.get_state_dict(model)  # collective under ZeRO-3, where the others get None
+        # collective under ZeRO-3, where the others get None
+        state = self._accelerator.get_state_dict(model)
 
         def write() -> None:
             with writing(staged):
-                write_model(staged / MODEL_NAME, self._accelerator.unwrap_model(model), state, self._task.tokenizer)
-            values = {"iteration": iteration, "metric": self.metric, "value": value, "metrics": metrics, **facts}
+                write_model(
+                    staged / MODEL_NAME,
+                    self._accelerator.unwrap_model(model),
+                    state,
+                    self._task.tokenizer,
+                )
+            values = {
+                "iteration": iteration,
+                "metric": self.metric,
+                "value": value,
+                "metrics": metrics,
+                **facts,
+            }
             write_json(staged / METRICS_NAME, values)
 
         self._ranks.on_first(write)
@@ -113,13 +129,15 @@ class BestModel:
         self.best = Best(iteration, value, metrics, facts["test_metrics"])
         self._ranks.on_first(self._remove_others)
         path = f"{BEST_NAME}/{directory_name(iteration)}"
-        self._recorder.event("best", iteration=iteration, path=path, metric=self.metric, value=value)
+        self._recorder.event(
+            "best", iteration=iteration, path=path, metric=self.metric, value=value
+        )
 
     def _value(self, metrics: dict[str, float]) -> float:
         if self.metric not in metrics:
             raise TrainingError(
-                f"train.best_metric is {self.metric} and the evaluation gave {', '.join(sorted(metrics))}: choose one "
-                "of these"
+                f"train.best_metric is {self.metric} and the evaluation gave "
+                f"{', '.join(sorted(metrics))}: choose one of these"
             )
         return metrics[self.metric]
 
@@ -137,7 +155,9 @@ class BestModel:
             try:
                 verify(path)
                 values = read_state(path, METRICS_NAME)
-                found = Best(values["iteration"], values["value"], values["metrics"], values["test_metrics"])
+                found = Best(
+                    values["iteration"], values["value"], values["metrics"], values["test_metrics"]
+                )
             except (CheckpointError, KeyError) as error:
                 self._recorder.warning(f"{error}; passing over this best model")
                 continue
@@ -155,16 +175,26 @@ class BestModel:
                     shutil.rmtree(rename_away(path))
 
 
-def write_model(directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any) -> None:
-    """A transformers directory with `state` in fp32, whatever type `model` computes in, and the tokenizer."""
-    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+def write_model(
+    directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any
+) -> None:
+    """A transformers directory with `state` in fp32, and the tokenizer.
+
+    The type that `model` computes in does not matter.
+    """
+    owners = {
+        name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     whole: dict[int, torch.Tensor] = {}
     kept = {}
     for name, tensor in state.items():
-        # What is one parameter in the model is one tensor in the file, though DeepSpeed has copied it for each name.
+        # What is one parameter in the model is one tensor in the file, though DeepSpeed has copied
+        # it for each name.
         key = owners.get(name, id(tensor))
         if key not in whole:
-            whole[key] = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+            whole[key] = tensor.detach().to(
+                "cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype
+            )
         kept[name] = whole[key]
     with quiet():
         model.save_pretrained(directory, state_dict=kept, safe_serialization=True)

@@ -24,11 +24,19 @@ _ROWS = 1_000
 
 
 def encode_causal_lm(
-    task: CausalLmConfig, splits: "Mapping[str, Dataset]", tokenizer: "PreTrainedTokenizerBase", mapper: Mapper
+    task: CausalLmConfig,
+    splits: "Mapping[str, Dataset]",
+    tokenizer: "PreTrainedTokenizerBase",
+    mapper: Mapper,
 ) -> "tuple[dict[str, Dataset], dict[str, Any]]":
-    """The blocks of each split, and what `task.json` says of them. Raises ConfigError, DataFormatError."""
+    """The blocks of each split, and what `task.json` says of them.
+
+    Raises ConfigError, DataFormatError.
+    """
     if task.append_eos and tokenizer.eos_token_id is None:
-        raise ConfigError("task.append_eos is true but the tokenizer has no end-of-text token: set it to false")
+        raise ConfigError(
+            "task.append_eos is true but the tokenizer has no end-of-text token: set it to false"
+        )
     for split, rows in splits.items():
         check_columns(rows, split, {"text_column": task.text_column})
     encode = partial(
@@ -39,14 +47,20 @@ def encode_causal_lm(
     )
     samples = {}
     for split, rows in splits.items():
-        ids = mapper(rows.select_columns([task.text_column]), f"{split}-texts", encode, [task.text_column])
+        ids = mapper(
+            rows.select_columns([task.text_column]), f"{split}-texts", encode, [task.text_column]
+        )
         samples[split] = _blocks(ids, split, task.block_size, mapper)
     return samples, {}
 
 
-def encode_running(rows: Rows, *, tokenizer: "PreTrainedTokenizerBase", column: str, end: int | None) -> dict[str, Any]:
+def encode_running(
+    rows: Rows, *, tokenizer: "PreTrainedTokenizerBase", column: str, end: int | None
+) -> dict[str, Any]:
     """Ids of each text, with `end` after it where it is given."""
-    found = tokenizer(list(rows[column]), return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    found = tokenizer(
+        list(rows[column]), return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
     after = [] if end is None else [end]
     return {IDS: [[*ids, *after] for ids in found[IDS]]}
 
@@ -57,8 +71,8 @@ def _blocks(texts: "Dataset", split: str, block_size: int, mapper: Mapper) -> "D
     total = int(token_counts(texts).sum())
     if total < block_size:
         raise DataFormatError(
-            f"the {split} split has {total} tokens, fewer than the {block_size} of one block: give more text, or lower "
-            "task.block_size"
+            f"the {split} split has {total} tokens, fewer than the {block_size} of one block: give "
+            "more text, or lower task.block_size"
         )
     rows: Dataset = Dataset.from_generator(
         cut_blocks,
@@ -71,10 +85,15 @@ def _blocks(texts: "Dataset", split: str, block_size: int, mapper: Mapper) -> "D
 
 
 def cut_blocks(texts: "Dataset", block_size: int) -> Iterator[dict[str, Any]]:
-    """Samples of `block_size` ids of all texts, one after another; what is left at the end is dropped."""
+    """Samples of `block_size` ids of all texts, one after another.
+
+    What is left at the end is dropped.
+    """
     rest = np.empty(0, np.int32)
     for batch in texts.with_format("arrow").iter(_ROWS):
-        rest = np.concatenate([rest, batch[IDS].combine_chunks().flatten().to_numpy(zero_copy_only=False)])
+        rest = np.concatenate(
+            [rest, batch[IDS].combine_chunks().flatten().to_numpy(zero_copy_only=False)]
+        )
         whole = len(rest) - len(rest) % block_size
         for start in range(0, whole, block_size):
             yield {IDS: rest[start : start + block_size]}
@@ -109,7 +128,9 @@ class CausalLmTask(TransformersTask):
 class CausalLmScorer:
     """The losses of all tokens of all ranks."""
 
-    def __init__(self, task: CausalLmTask, accelerator: "Accelerator", model: "PreTrainedModel") -> None:
+    def __init__(
+        self, task: CausalLmTask, accelerator: "Accelerator", model: "PreTrainedModel"
+    ) -> None:
         self._task, self._accelerator, self._model = task, accelerator, model
         self._loss, self._tokens = 0.0, 0
 
@@ -117,7 +138,9 @@ class CausalLmScorer:
     def add(self, batch: Batch) -> None:
         """Score a batch of this rank; a collective call, while the prepared loader is iterated."""
         logits = self._model(**without_labels(batch)).logits
-        losses, tokens = self._task.scored(self._accelerator, *token_losses(logits[:, :-1], batch[LABELS][:, 1:]))
+        losses, tokens = self._task.scored(
+            self._accelerator, *token_losses(logits[:, :-1], batch[LABELS][:, 1:])
+        )
         self._loss += float(losses.double().sum())
         self._tokens += int(tokens.sum())
 

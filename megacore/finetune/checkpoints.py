@@ -1,12 +1,13 @@
 """The checkpoints of a fine-tuning: the Trainer's, believed only with their marker.
 
-`checkpoints/iter_0000120/` holds `checkpoint-120/`, which transformers' Trainer writes (of DDP model.safetensors,
-optimizer.pt and scheduler.pt, of DeepSpeed `global_step120/*.pt`, and each rank's random numbers), `progress.json` with
-the position, and `complete.json`, written last, with size and sha256 of every other file. It is for one way to divide
-the model and one number of ranks.
+`checkpoints/iter_0000120/` holds `checkpoint-120/`, which transformers' Trainer writes (of DDP
+model.safetensors, optimizer.pt and scheduler.pt, of DeepSpeed `global_step120/*.pt`, and each
+rank's random numbers), `progress.json` with the position, and `complete.json`, written last, with
+size and sha256 of every other file. It is for one way to divide the model and one number of ranks.
 
-Only files of the run's own directory are read, and those after their hashes were compared. The Trainer reads them with
-`weights_only`; DeepSpeed unpickles its own, which can execute code: never take a checkpoint from elsewhere.
+Only files of the run's own directory are read, and those after their hashes were compared. The
+Trainer reads them with `weights_only`; DeepSpeed unpickles its own, which can execute code: never
+take a checkpoint from elsewhere.
 """
 
 import hashlib
@@ -49,7 +50,10 @@ _TORN = ("pytorchstreamwriter failed", "unexpected pos", "os error", "i/o error"
 
 
 class WholeDirectory:
-    """Writes `iter_*` directories below one root; every rank calls the same methods in the same order."""
+    """Writes `iter_*` directories below one root.
+
+    Every rank calls the same methods in the same order.
+    """
 
     def __init__(self, root: Path, ranks: RankGroup) -> None:
         """Nothing is written yet."""
@@ -67,20 +71,26 @@ class WholeDirectory:
         return self._ranks.on_first(make)
 
     def finish(self, staged: Path, iteration: int, validation_loss: float | None) -> Marker:
-        """Make what all ranks have written into `staged` the one directory of its iteration. Collective.
+        """Make what all ranks have written into `staged` the one directory of its iteration.
 
-        Each rank hashes and syncs a share of the files. Until the last rename nothing has the final name; what had it
-        before, and was not believed, is moved away first.
+        Collective.
+
+        Each rank hashes and syncs a share of the files. Until the last rename nothing has the final
+        name; what had it before, and was not believed, is moved away first.
         """
         final = self.root / directory_name(iteration)
         names = self._ranks.on_first(lambda: _names(staged))
         own = names[self._ranks.rank :: self._ranks.size]
         records = {
-            name: record for part in self._ranks.everywhere(lambda: _measure(staged, own)) for name, record in part
+            name: record
+            for part in self._ranks.everywhere(lambda: _measure(staged, own))
+            for name, record in part
         }
 
         def complete() -> Marker:
-            marker = Marker(iteration, finite_or_none(validation_loss), {name: records[name] for name in names})
+            marker = Marker(
+                iteration, finite_or_none(validation_loss), {name: records[name] for name in names}
+            )
             with workspace_errors(staged):
                 sync_tree(staged)
                 marker.write(staged)
@@ -94,7 +104,9 @@ class WholeDirectory:
 
 
 def _names(directory: Path) -> list[str]:
-    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
 
 
 def _measure(directory: Path, names: list[str]) -> list[tuple[str, FileRecord]]:
@@ -116,8 +128,8 @@ def writing(path: Path) -> Iterator[None]:
         if not any(phrase in str(error).lower() for phrase in _TORN):
             raise
         raise WorkspaceError(
-            f"cannot write {path}: {str(error).splitlines()[0]}: free some space, or write elsewhere "
-            "(MEGACORE_WORKSPACE names another workspace)"
+            f"cannot write {path}: {str(error).splitlines()[0]}: free some space, or write "
+            "elsewhere (MEGACORE_WORKSPACE names another workspace)"
         ) from error
 
 
@@ -186,13 +198,15 @@ class Progress:
         version = kept.pop("version", None)
         if version != _VERSION:
             raise CheckpointError(
-                f"a checkpoint's {PROGRESS_NAME} has version {version}, this version reads {_VERSION}: install the "
-                "version of megacore that wrote it"
+                f"a checkpoint's {PROGRESS_NAME} has version {version}, this version reads "
+                f"{_VERSION}: install the version of megacore that wrote it"
             )
         try:
             return cls(**kept)
         except TypeError as error:
-            raise CheckpointError(f"a checkpoint's {PROGRESS_NAME} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"a checkpoint's {PROGRESS_NAME} cannot be read: {error}"
+            ) from error
 
 
 class FinetuneCheckpoints:
@@ -218,13 +232,20 @@ class FinetuneCheckpoints:
         """
         self.root = run_directory / CHECKPOINTS_NAME
         self._run_directory = run_directory
-        self._write_state, self._recorder, self._keep_last, self._beat = write_state, recorder, keep_last, beat
+        self._write_state, self._recorder, self._keep_last, self._beat = (
+            write_state,
+            recorder,
+            keep_last,
+            beat,
+        )
         self._ranks = RankGroup(None)
         self._random_state: tuple[Path, str] | None = None
         self._directory = WholeDirectory(self.root, self._ranks)
 
     def resume(self) -> tuple[Progress, Path | None]:
-        """Choose the newest complete checkpoint; the beginning, and None, where there is none. Collective.
+        """Choose the newest complete checkpoint; the beginning, and None, where there is none.
+
+        Collective.
 
         Incomplete and damaged ones are passed over, with a warning that is also an event.
 
@@ -241,8 +262,8 @@ class FinetuneCheckpoints:
             random_state = values.pop("random_state", [])
             if len(random_state) != self._ranks.size:
                 raise CheckpointError(
-                    f"{path} is of {len(random_state)} ranks and the job has {self._ranks.size}: start it with as many "
-                    "ranks as before"
+                    f"{path} is of {len(random_state)} ranks and the job has {self._ranks.size}: "
+                    "start it with as many ranks as before"
                 )
         progress = Progress.from_json(values)
         self._random_state = path, random_state[self._ranks.rank]
@@ -263,7 +284,9 @@ class FinetuneCheckpoints:
         values = progress.to_json() | {"random_state": digests}
         self._ranks.on_first(lambda: write_json(staged / PROGRESS_NAME, values))
         barrier()  # what the others have written is hashed now
-        marker = self._directory.finish(staged, progress.iteration, (progress.own_metrics or {}).get("loss"))
+        marker = self._directory.finish(
+            staged, progress.iteration, (progress.own_metrics or {}).get("loss")
+        )
         path = self.path_of(progress.iteration)
         self._report(path, marker, progress)
         logger.info("saved checkpoint %s", path)
@@ -274,7 +297,10 @@ class FinetuneCheckpoints:
         return path / f"checkpoint-{iteration_of(path)}"
 
     def check_random_state(self) -> None:
-        """Raise CheckpointError unless this rank's random numbers are those of the checkpoint. Collective."""
+        """Raise CheckpointError unless this rank's random numbers are those of the checkpoint.
+
+        Collective.
+        """
         assert self._random_state is not None
         self._ranks.everywhere(partial(_check_random_state, *self._random_state))
 
@@ -301,7 +327,7 @@ class FinetuneCheckpoints:
         return apply_retention(self.root, keep_last=self._keep_last, keep_best=False, in_use=path)
 
     def _take_stock(self) -> None:
-        """On the first rank: clear what a crash left, and report what it kept from being reported."""
+        """On the first rank: clear what a crash left, and report what it kept unreported."""
         if self.root.is_dir():
             remove_stale(self.root)
         markers = complete_checkpoints(self.root)
@@ -317,7 +343,9 @@ class FinetuneCheckpoints:
                 continue  # whoever goes on from it finds the damage, and passes it over
             self._report(path, markers[path], progress)
         for iteration in sorted(reported.keys() - present.keys()):
-            self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
+            self._recorder.event(
+                "checkpoint_deleted", iteration=iteration, path=reported[iteration]
+            )
 
     def _report(self, path: Path, marker: Marker, progress: Progress) -> None:
         self._recorder.event(
@@ -339,10 +367,15 @@ class FinetuneCheckpoints:
 
 def _random_digest() -> str:
     """Of what this rank's next random numbers follow from."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+    states = [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else []),
+    ]
     return hashlib.sha256(torch.cat(states).numpy().tobytes()).hexdigest()
 
 
 def _check_random_state(path: Path, digest: str) -> None:
     if _random_digest() != digest:
-        raise CheckpointError(f"{path}: the random numbers of this rank cannot be taken up: use another checkpoint")
+        raise CheckpointError(
+            f"{path}: the random numbers of this rank cannot be taken up: use another checkpoint"
+        )

@@ -9,7 +9,12 @@ import numpy as np
 import torch
 
 from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import LOSS, ClassificationConfig, ClassificationSettings, classification_settings
+from megacore.config.finetune_task import (
+    LOSS,
+    ClassificationConfig,
+    ClassificationSettings,
+    classification_settings,
+)
 from megacore.errors import DataFormatError
 from megacore.finetune.examples import (
     IDS,
@@ -37,9 +42,12 @@ _SHOWN = 10
 def read_labels(
     splits: "Mapping[str, Dataset]", column: str, settings: ClassificationSettings
 ) -> tuple[tuple[str, ...] | None, dict[str, list[int] | list[float]]]:
-    """The names of the classes in the order of their numbers (None where a number is predicted), and every label.
+    """The names of the classes in the order of their numbers, and every label.
 
-    Raises DataFormatError for labels that are missing, hidden, of another kind than the head, or of no class.
+    None where a number is predicted.
+
+    Raises DataFormatError for labels that are missing, hidden, of another kind than the head, or of
+    no class.
     """
     values = {name: _values(rows, name, column) for name, rows in splits.items()}
     if settings.regression:
@@ -53,17 +61,23 @@ def _values(rows: "Dataset", split: str, column: str) -> list[Any]:
     for number, value in enumerate(values):
         if value is None or (isinstance(value, float) and math.isnan(value)):
             raise DataFormatError(
-                f"row {number} of the {split} split has no value in task.label_column {column!r}: remove the row"
+                f"row {number} of the {split} split has no value in task.label_column {column!r}: "
+                "remove the row"
             )
     return values
 
 
 def _numbers(values: Sequence[Any], split: str, column: str) -> list[float]:
     for number, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise DataFormatError(
-                f"row {number} of the {split} split has {value!r} in task.label_column {column!r}, but the task "
-                "predicts numbers: set task.regression to false for classes, or repair the row"
+                f"row {number} of the {split} split has {value!r} in task.label_column {column!r}, "
+                "but the task predicts numbers: set task.regression to false for classes, or "
+                "repair the row"
             )
     return [float(value) for value in values]
 
@@ -79,7 +93,10 @@ def _class_names(
     if isinstance(values[0], str):
         found = sorted(set(values))
         if given is None and len(found) < 2:
-            raise DataFormatError(f"task.label_column {column!r} has only the class {found[0]!r} in training: give two")
+            raise DataFormatError(
+                f"task.label_column {column!r} has only the class {found[0]!r} in training: give "
+                "two"
+            )
         return given or tuple(found)
     _refuse_other_kinds(values, column)
     if given is not None:
@@ -87,14 +104,17 @@ def _class_names(
     return _counted(sorted({int(value) for value in values}), column)
 
 
-def _of_feature(names: tuple[str, ...], given: tuple[str, ...] | None, column: str) -> tuple[str, ...]:
+def _of_feature(
+    names: tuple[str, ...], given: tuple[str, ...] | None, column: str
+) -> tuple[str, ...]:
     """The data's own names, or those that the configuration gives instead."""
     if given is None:
         return names
     if len(given) != len(names) or (given != names and set(given) & set(names)):
         raise DataFormatError(
-            f"the classes are {_listed(given)} by the configuration, but the data's column {column!r} has "
-            f"{_listed(names)}: give the data's names in task.labels, in their order"
+            f"the classes are {_listed(given)} by the configuration, but the data's column "
+            f"{column!r} has {_listed(names)}: give the data's names in task.labels, in their "
+            "order"
         )
     return given
 
@@ -103,13 +123,14 @@ def _refuse_other_kinds(values: Sequence[Any], column: str) -> None:
     for number, value in enumerate(values):
         if isinstance(value, float):
             raise DataFormatError(
-                f"row {number} of the train split has {value!r} in task.label_column {column!r}, a number with "
-                "decimals, where classes are counted from 0: set task.regression to true, or write whole numbers"
+                f"row {number} of the train split has {value!r} in task.label_column {column!r}, a "
+                "number with decimals, where classes are counted from 0: set task.regression to "
+                "true, or write whole numbers"
             )
         if not isinstance(value, int):
             raise DataFormatError(
-                f"row {number} of the train split has a {type(value).__name__} in task.label_column {column!r}: a "
-                "class is a number from 0, or a name"
+                f"row {number} of the train split has a {type(value).__name__} in "
+                f"task.label_column {column!r}: a class is a number from 0, or a name"
             )
 
 
@@ -120,12 +141,14 @@ def _counted(found: list[int], column: str) -> tuple[str, ...]:
     expected = list(range(len(found)))
     if found != expected:
         raise DataFormatError(
-            f"task.label_column {column!r} has the classes {', '.join(map(str, found[:_SHOWN]))} in training, which "
-            f"are not counted from 0 without a gap: number them 0 to {len(found) - 1}, or name all classes in "
-            "task.labels"
+            f"task.label_column {column!r} has the classes {', '.join(map(str, found[:_SHOWN]))} "
+            "in training, which are not counted from 0 without a gap: number them 0 to "
+            f"{len(found) - 1}, or name all classes in task.labels"
         )
     if len(found) < 2:
-        raise DataFormatError(f"task.label_column {column!r} has only the class 0 in training: give two")
+        raise DataFormatError(
+            f"task.label_column {column!r} has only the class 0 in training: give two"
+        )
     return tuple(map(str, expected))
 
 
@@ -139,21 +162,27 @@ def _classes(values: Sequence[Any], split: str, column: str, names: tuple[str, .
             continue
         if value == _HIDDEN:
             raise DataFormatError(_hidden(split, column))
-        close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5) if isinstance(value, str) else []
+        close = (
+            difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+            if isinstance(value, str)
+            else []
+        )
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise DataFormatError(
-            f"row {number} of the {split} split has {value!r} in task.label_column {column!r}, but the head has the "
-            f"{len(names)} classes {_listed(names)}, numbered 0 to {len(names) - 1}{hint}: repair the row, or "
-            "task.labels"
+            f"row {number} of the {split} split has {value!r} in task.label_column {column!r}, but "
+            f"the head has the {len(names)} classes {_listed(names)}, numbered 0 to "
+            f"{len(names) - 1}{hint}: repair the row, or task.labels"
         )
     return found
 
 
 def _hidden(split: str, column: str) -> str:
-    setting = "set data.source.test to null" if split == "test" else "give a split whose labels are known"
+    setting = (
+        "set data.source.test to null" if split == "test" else "give a split whose labels are known"
+    )
     return (
-        f"the {split} split has -1 in task.label_column {column!r}, as the test splits of GLUE have where labels are "
-        f"hidden: {setting}"
+        f"the {split} split has -1 in task.label_column {column!r}, as the test splits of GLUE "
+        f"have where labels are hidden: {setting}"
     )
 
 
@@ -169,7 +198,10 @@ def encode_classification(
     tokenizer: "PreTrainedTokenizerBase",
     mapper: Mapper,
 ) -> "tuple[dict[str, Dataset], dict[str, Any]]":
-    """The samples of each split, and what `task.json` says of them. Raises ConfigError, DataFormatError."""
+    """The samples of each split, and what `task.json` says of them.
+
+    Raises ConfigError, DataFormatError.
+    """
     settings = classification_settings(task)
     texts = {"sentence1_column": settings.sentence1}
     if settings.sentence2 is not None:
@@ -179,7 +211,11 @@ def encode_classification(
     names, labels = read_labels(splits, task.label_column, settings)
     check_head(config, model, names)
     encode = text_encoder(
-        tokenizer, model, first=settings.sentence1, second=settings.sentence2, max_length=task.max_length
+        tokenizer,
+        model,
+        first=settings.sentence1,
+        second=settings.sentence2,
+        max_length=task.max_length,
     )
     columns = list(dict.fromkeys(texts.values()))
     samples = {}
@@ -187,15 +223,22 @@ def encode_classification(
         encoded = mapper(rows.select_columns(columns), split, encode, columns)
         samples[split] = encoded.add_column(LABELS, labels[split])
         _check_samples(samples[split], split, model)
-    return samples, {"labels": None if names is None else list(names), "num_labels": len(names or (0,))}
+    return samples, {
+        "labels": None if names is None else list(names),
+        "num_labels": len(names or (0,)),
+    }
 
 
 def _check_samples(rows: "Dataset", split: str, model: Any) -> None:
-    """Raise DataFormatError for a sample without a token, and for one that the head would not find the end of."""
+    """Raise DataFormatError for a sample without a token.
+
+    The same for one that the head would not find the end of.
+    """
     empty = np.flatnonzero(token_counts(rows) == 0)
     if len(empty):
         raise DataFormatError(
-            f"row {empty[0]} of the {split} split has no text, and the tokenizer adds nothing to it: remove the row"
+            f"row {empty[0]} of the {split} split has no text, and the tokenizer adds nothing to "
+            "it: remove the row"
         )
     if not getattr(model, "is_encoder_decoder", False):
         return
@@ -203,8 +246,9 @@ def _check_samples(rows: "Dataset", split: str, model: Any) -> None:
     for number, ids in enumerate(rows[IDS]):
         if ids.count(model.eos_token_id) != ends:
             raise DataFormatError(
-                f"row {number} of the {split} split has another number of end tokens (id {model.eos_token_id}) than "
-                "the first row, which the head of an encoder-decoder counts: remove them from its text"
+                f"row {number} of the {split} split has another number of end tokens (id "
+                f"{model.eos_token_id}) than the first row, which the head of an encoder-decoder "
+                "counts: remove them from its text"
             )
 
 
@@ -224,7 +268,7 @@ class ClassificationTask(TransformersTask):
         self._reads_last = getattr(super().model_config(), "summary_type", None) == "last"
 
     def model_config(self) -> Any:
-        """The configuration of transformers, with the names of the classes and the padding that a decoder looks for."""
+        """The configuration of transformers, with class names and a decoder's padding."""
         config = super().model_config()
         names = self.labels or ["LABEL_0"]
         config.num_labels = len(names)
@@ -236,7 +280,7 @@ class ClassificationTask(TransformersTask):
         return config
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """input_ids, attention_mask and, of a model with segments, token_type_ids [b, s]; labels [b]."""
+        """input_ids, attention_mask, token_type_ids [b, s] of models with segments; labels [b]."""
         length = self.task.max_length if self.task.pad_to_max_length else None
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)  # the stage `examples` refuses a tokenizer without
@@ -250,7 +294,10 @@ class ClassificationTask(TransformersTask):
         return batch | {LABELS: torch.tensor([row[LABELS] for row in rows], dtype=kind)}
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """`count` samples of max_length tokens; the last is the end token, which the head of a T5 looks for."""
+        """`count` samples of max_length tokens.
+
+        The last is the end token, which the head of a T5 looks for.
+        """
         train = self.split("train")
         assert train is not None
         ids = [self.ordinary_id()] * (self.task.max_length - 1) + [train[0][IDS][-1]]
@@ -259,7 +306,9 @@ class ClassificationTask(TransformersTask):
             row[SEGMENTS] = [0] * len(ids)
         return [dict(row) for _ in range(count)]
 
-    def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> "ClassificationScorer":
+    def scorer(
+        self, accelerator: "Accelerator", model: "PreTrainedModel"
+    ) -> "ClassificationScorer":
         """A new one for a pass over a split."""
         return ClassificationScorer(self, accelerator, model)
 
@@ -267,7 +316,9 @@ class ClassificationTask(TransformersTask):
 class ClassificationScorer:
     """Predictions, labels and losses of all samples of all ranks."""
 
-    def __init__(self, task: ClassificationTask, accelerator: "Accelerator", model: "PreTrainedModel") -> None:
+    def __init__(
+        self, task: ClassificationTask, accelerator: "Accelerator", model: "PreTrainedModel"
+    ) -> None:
         self._task, self._accelerator, self._model = task, accelerator, model
         self._predictions: list[float] = []
         self._labels: list[float] = []
@@ -283,7 +334,9 @@ class ClassificationScorer:
         else:
             predictions = logits.argmax(-1)
             losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-        predictions, labels, losses = self._task.scored(self._accelerator, predictions, labels, losses)
+        predictions, labels, losses = self._task.scored(
+            self._accelerator, predictions, labels, losses
+        )
         self._predictions += predictions.tolist()
         self._labels += labels.tolist()
         self._loss += float(losses.double().sum())

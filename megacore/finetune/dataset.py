@@ -1,4 +1,7 @@
-"""The stage `dataset`: the rows of each split as they come, from local files or a data set of the hub."""
+"""The stage `dataset`.
+
+The rows of each split as they come, from local files or a data set of the hub.
+"""
 
 import glob
 import json
@@ -21,7 +24,9 @@ SPLITS = ("train", "valid", "test")
 
 
 def dataset_fingerprint(data: FinetuneDataConfig, seed: int) -> dict[str, Any]:
-    """What decides the rows: the source, sizes and times of local files, and the share that is held out.
+    """What decides the rows.
+
+    The source, sizes and times of local files, and the share that is held out.
 
     Raises DataFormatError for files that do not exist.
     """
@@ -34,7 +39,9 @@ def dataset_fingerprint(data: FinetuneDataConfig, seed: int) -> dict[str, Any]:
         held_out = not source.valid
     else:
         if Path(source.dataset).is_dir():
-            identity["files"] = _identities(sorted(path for path in Path(source.dataset).rglob("*") if path.is_file()))
+            identity["files"] = _identities(
+                sorted(path for path in Path(source.dataset).rglob("*") if path.is_file())
+            )
         held_out = source.valid is None
     if held_out:
         identity["held_out"] = {"share": data.valid_share, "seed": seed}
@@ -46,23 +53,36 @@ def _identities(paths: list[Path]) -> list[list[Any]]:
 
 
 def list_files(patterns: tuple[str, ...], split: str) -> list[Path]:
-    """The files that paths and globs name, those of a glob sorted. Raises DataFormatError when one names nothing."""
+    """The files that paths and globs name, those of a glob sorted.
+
+    Raises DataFormatError when one names nothing.
+    """
     found: list[Path] = []
     for pattern in patterns:
-        matches = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
+        matches = [
+            Path(name)
+            for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        ]
         files = [path for path in matches if path.is_file()]
         if not files:
             what = "is a directory" if matches else "names no file"
-            raise DataFormatError(f"data.source.{split} has {pattern}, which {what}: check the path or glob")
+            raise DataFormatError(
+                f"data.source.{split} has {pattern}, which {what}: check the path or glob"
+            )
         found += files
     return list(dict.fromkeys(found))
 
 
-def collect_rows(data: FinetuneDataConfig, directory: Path, cache_directory: Path, *, seed: int) -> dict[str, Any]:
-    """Fill the empty `directory` with `train/`, `valid/` and, if there is one, `test/`, as `datasets` saves them.
+def collect_rows(
+    data: FinetuneDataConfig, directory: Path, cache_directory: Path, *, seed: int
+) -> dict[str, Any]:
+    """Fill the empty `directory` with `train/`, `valid/` and, if there is one, `test/`.
 
-    Every row is kept, in its order; where the source has no validation split, `data.valid_share` of the training
-    rows, drawn with `seed`, becomes one. All files are downloaded into `cache_directory` before.
+    They are as `datasets` saves them.
+
+    Every row is kept, in its order; where the source has no validation split, `data.valid_share` of
+    the training rows, drawn with `seed`, becomes one. All files are downloaded into
+    `cache_directory` before.
 
     Returns:
         Counts: rows of each split.
@@ -75,9 +95,14 @@ def collect_rows(data: FinetuneDataConfig, directory: Path, cache_directory: Pat
     splits = _read(data.source, cache_directory)
     for name, rows in splits.items():
         if not len(rows):
-            raise DataFormatError(f"the {name} split of {_origin(data.source, name)} has no rows: check data.source")
+            raise DataFormatError(
+                f"the {name} split of {_origin(data.source, name)} has no rows: check data.source"
+            )
     if "valid" not in splits:
-        splits = {**_hold_out(data, splits["train"], seed), **{k: v for k, v in splits.items() if k != "train"}}
+        splits = {
+            **_hold_out(data, splits["train"], seed),
+            **{k: v for k, v in splits.items() if k != "train"},
+        }
     for name, rows in splits.items():
         save_split(rows, directory / name)
     return {name: len(rows) for name, rows in splits.items()}
@@ -89,7 +114,11 @@ def _read(source: FileRows | HubRows, cache_directory: Path) -> "dict[str, Datas
     with quiet():
         if isinstance(source, FileRows):
             wanted = {name: list_files(getattr(source, name), name) for name in SPLITS}
-            return {name: read_files(files, name, cache_directory) for name, files in wanted.items() if files}
+            return {
+                name: read_files(files, name, cache_directory)
+                for name, files in wanted.items()
+                if files
+            }
 
         return read_hub(source, cache_directory)
 
@@ -100,8 +129,9 @@ def _hold_out(data: FinetuneDataConfig, rows: "Dataset", seed: int) -> "dict[str
     count = round(len(rows) * data.valid_share)
     if not 0 < count < len(rows):
         raise DataFormatError(
-            f"the training split has {len(rows)} rows, of which data.valid_share {data.valid_share:g} holds {count} "
-            "out for validation: give a validation split, or a share that leaves rows on both sides"
+            f"the training split has {len(rows)} rows, of which data.valid_share "
+            f"{data.valid_share:g} holds {count} out for validation: give a validation split, or a "
+            "share that leaves rows on both sides"
         )
     held = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
     kept = np.setdiff1d(np.arange(len(rows)), held)
@@ -109,7 +139,10 @@ def _hold_out(data: FinetuneDataConfig, rows: "Dataset", seed: int) -> "dict[str
 
 
 def save_split(rows: "Dataset", directory: Path) -> None:
-    """Save rows so that the same rows give the same bytes, wherever they were read. Raises WorkspaceError."""
+    """Save rows so that the same rows give the same bytes, wherever they were read.
+
+    Raises WorkspaceError.
+    """
     from datasets import Dataset, DatasetInfo
 
     from megacore.finetune.pretrained import quiet
@@ -126,7 +159,10 @@ def save_split(rows: "Dataset", directory: Path) -> None:
 
 
 def open_split(directory: Path, name: str) -> "Dataset | None":
-    """The rows of a split that `save_split` wrote; None where there is none. Raises DataFormatError."""
+    """The rows of a split that `save_split` wrote; None where there is none.
+
+    Raises DataFormatError.
+    """
     import datasets
 
     path = directory / name
@@ -135,7 +171,9 @@ def open_split(directory: Path, name: str) -> "Dataset | None":
     try:
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
-        raise DataFormatError(f"{path} is damaged ({error}): delete {directory} to build it again") from error
+        raise DataFormatError(
+            f"{path} is damaged ({error}): delete {directory} to build it again"
+        ) from error
 
 
 def _origin(source: FileRows | HubRows, split: str) -> str:
@@ -163,7 +201,8 @@ _NO_ROWS = "corresponds to no data"
 def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset":
     """The rows of all files, one after another.
 
-    Raises DataFormatError for files of several forms, and for one that is empty, damaged or has other columns.
+    Raises DataFormatError for files of several forms, and for one that is empty, damaged or has
+    other columns.
     """
     suffix = _common_suffix(files, split)
     for path in files:
@@ -182,13 +221,15 @@ def _common_suffix(files: list[Path], split: str) -> str:
     for path in files:
         by_suffix.setdefault(suffix_of(path), path)
     if len(by_suffix) > 1:
-        shown = " and ".join(f"{path.name} ({suffix or 'no suffix'})" for suffix, path in list(by_suffix.items())[:2])
+        shown = " and ".join(
+            f"{path.name} ({suffix or 'no suffix'})" for suffix, path in list(by_suffix.items())[:2]
+        )
         raise DataFormatError(f"data.source.{split} mixes forms, {shown}: give files of one form")
     (suffix,) = by_suffix
     if suffix not in _READERS:
         raise DataFormatError(
-            f"data.source.{split} has {by_suffix[suffix]}, which is none of {', '.join(_READERS)} (or one of them "
-            f"with {' or '.join(_COMPRESSED)}): convert it"
+            f"data.source.{split} has {by_suffix[suffix]}, which is none of {', '.join(_READERS)} "
+            f"(or one of them with {' or '.join(_COMPRESSED)}): convert it"
         )
     return suffix
 
@@ -217,12 +258,13 @@ def _load(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":
         if _NO_ROWS in str(error):
             raise DataFormatError(f"{named} has no rows: check data.source") from error
         raise DataFormatError(
-            f"{named} cannot be read as {suffix}: {_reason(error)}: repair it, or give files with the same columns"
+            f"{named} cannot be read as {suffix}: {_reason(error)}: repair it, or give files with "
+            "the same columns"
         ) from error
 
 
 def _load_alone(path: Path, suffix: str, cache_directory: Path) -> None:
-    """Raise DataFormatError that names `path`, and the line if it can be found, when it cannot be read."""
+    """Raise DataFormatError that names `path`, and the line if found, when it is unreadable."""
     form_of(path)
     if suffix in (".jsonl",):
         _check_lines(path)
@@ -246,14 +288,20 @@ def _check_line(path: Path, number: int, line: bytes) -> None:
         row = json.loads(line)
     except ValueError as error:
         raise DataFormatError(
-            f"{path}, line {number}: not JSON ({error}): {line[:_SHOWN].decode('utf-8', 'replace')!r}"
+            f"{path}, line {number}: not JSON ({error}): "
+            f"{line[:_SHOWN].decode('utf-8', 'replace')!r}"
         ) from error
     if not isinstance(row, dict):
-        raise DataFormatError(f"{path}, line {number}: a {type(row).__name__} where an object belongs")
+        raise DataFormatError(
+            f"{path}, line {number}: a {type(row).__name__} where an object belongs"
+        )
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause: what `datasets` itself says is only that reading failed."""
+    """The first line of the innermost cause.
+
+    What `datasets` itself says is only that reading failed.
+    """
     cause: BaseException = error
     while cause.__cause__ is not None or cause.__context__ is not None:
         cause = cause.__cause__ or cause.__context__ or cause
@@ -262,13 +310,15 @@ def _reason(error: BaseException) -> str:
 
 
 _MATCHED = "validation_matched"
-"""What MNLI of GLUE has in the place of one validation split: texts of the genres of the training split."""
+"""What MNLI of GLUE has in the place of one validation split: texts of the genres of the training
+split."""
 
 
 def read_hub(source: HubRows, cache_directory: Path) -> "dict[str, Dataset]":
     """The splits by our names: train, valid and test.
 
-    Raises DataFormatError for a data set or split that does not exist, DownloadError for a lost connection.
+    Raises DataFormatError for a data set or split that does not exist, DownloadError for a lost
+    connection.
     """
     import datasets
 
@@ -276,7 +326,10 @@ def read_hub(source: HubRows, cache_directory: Path) -> "dict[str, Dataset]":
     name = "the data set " + " ".join(part for part in parts if part)
     with loading(name, cache_directory):
         known = datasets.get_dataset_split_names(
-            source.dataset, source.config, revision=source.revision, cache_dir=str(cache_directory / "datasets")
+            source.dataset,
+            source.config,
+            revision=source.revision,
+            cache_dir=str(cache_directory / "datasets"),
         )
     valid = source.valid
     if valid == "validation" and valid not in known and _MATCHED in known:
@@ -289,7 +342,8 @@ def read_hub(source: HubRows, cache_directory: Path) -> "dict[str, Dataset]":
         if split not in known:
             others = "" if ours == "train" else " or null"
             raise DataFormatError(
-                f"{name} has no split {split!r}, only {', '.join(known)}: set data.source.{ours} to one of them{others}"
+                f"{name} has no split {split!r}, only {', '.join(known)}: set data.source.{ours} "
+                f"to one of them{others}"
             )
         with loading(name, cache_directory):
             splits[ours] = datasets.load_dataset(

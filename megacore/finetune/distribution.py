@@ -1,4 +1,4 @@
-"""How ranks divide the work: the Trainer's arguments, DeepSpeed's settings, and nothing by accident."""
+"""How ranks divide the work: the Trainer's arguments and DeepSpeed's settings."""
 
 import copy
 import importlib.util
@@ -25,18 +25,23 @@ def check_precision(config: FinetuneConfig, precision: str, device_type: str) ->
     """Raise ConfigError for a compute type that this machine has not; `precision` is resolved."""
     if precision == "fp16" and device_type != "cuda":
         raise ConfigError(
-            f"train.precision is fp16, which needs a GPU, and this machine has none to fine-tune {config.name} on: set "
-            "train.precision to auto"
+            "train.precision is fp16, which needs a GPU, and this machine has none to fine-tune "
+            f"{config.name} on: set train.precision to auto"
         )
 
 
 def training_arguments(
-    config: FinetuneConfig, *, precision: str, device: torch.device, total_steps: int, directory: Path
+    config: FinetuneConfig,
+    *,
+    precision: str,
+    device: torch.device,
+    total_steps: int,
+    directory: Path,
 ) -> "TrainingArguments":
     """The Trainer's arguments for `launch.distributed` among the ranks that have joined.
 
-    With ZeRO-3 a model that is read by `from_pretrained` from here on, while this object lives, is divided among the
-    ranks as it is read, so that no rank need hold all of it.
+    With ZeRO-3 a model that is read by `from_pretrained` from here on, while this object lives, is
+    divided among the ranks as it is read, so that no rank need hold all of it.
 
     Args:
         config: the fine-tuning.
@@ -50,7 +55,8 @@ def training_arguments(
     """
     check_precision(config, precision, device.type)
     if importlib.util.find_spec("deepspeed") is not None:
-        import_deepspeed()  # transformers and Accelerate import it where it is installed, and not as quietly
+        # transformers and Accelerate import it where it is installed, and not as quietly
+        import_deepspeed()
     from transformers import TrainingArguments
 
     _forget()
@@ -63,7 +69,8 @@ def training_arguments(
         _join_fsdp(config, precision, device)
         divided |= {"fsdp": True, "fsdp_config": _fsdp_settings(config)}
     elif not dist.is_initialized():
-        os.environ.pop("LOCAL_RANK", None)  # else Accelerate makes a group of its own, on GPUs of NCCL alone
+        # else Accelerate makes a group of its own, on GPUs of NCCL alone
+        os.environ.pop("LOCAL_RANK", None)
     arguments = TrainingArguments(
         output_dir=str(directory),
         per_device_train_batch_size=train.micro_batch_size,
@@ -96,13 +103,21 @@ def training_arguments(
         ranks = dist.get_world_size()
         _use_settings(
             arguments,
-            deepspeed_json(config, precision=precision, device_type=device.type, ranks=ranks, total_steps=total_steps),
+            deepspeed_json(
+                config,
+                precision=precision,
+                device_type=device.type,
+                ranks=ranks,
+                total_steps=total_steps,
+            ),
         )
     return arguments
 
 
-def check_distribution(accelerator: "Accelerator", config: FinetuneConfig, device: torch.device) -> None:
-    """Raise LaunchError for an Accelerator of another kind or of other ranks than were asked for."""
+def check_distribution(
+    accelerator: "Accelerator", config: FinetuneConfig, device: torch.device
+) -> None:
+    """Raise LaunchError for an Accelerator of another kind or number of ranks than asked for."""
     from accelerate.utils import DistributedType
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -114,9 +129,9 @@ def check_distribution(accelerator: "Accelerator", config: FinetuneConfig, devic
         wanted = {several} if ranks > 1 else {DistributedType.NO, several}
     if accelerator.distributed_type not in wanted or accelerator.num_processes != ranks:
         raise LaunchError(
-            f"launch.distributed is {config.launch.distributed} on {ranks} ranks and Accelerate came to "
-            f"{accelerator.distributed_type.value} on {accelerator.num_processes}: unset environment variables of "
-            "other launchers"
+            f"launch.distributed is {config.launch.distributed} on {ranks} ranks and Accelerate "
+            f"came to {accelerator.distributed_type.value} on {accelerator.num_processes}: unset "
+            "environment variables of other launchers"
         )
 
 
@@ -124,8 +139,8 @@ def _join_deepspeed(config: FinetuneConfig, device: torch.device) -> None:
     """Let DeepSpeed know the ranks; it looks at the environment, and on CPUs at little else."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            f"launch.distributed is {config.launch.distributed}, which needs DeepSpeed, and that is not installed: "
-            "pip install megacore[deepspeed], or set launch.distributed to ddp"
+            f"launch.distributed is {config.launch.distributed}, which needs DeepSpeed, and that "
+            "is not installed: pip install megacore[deepspeed], or set launch.distributed to ddp"
         )
     from accelerate import PartialState
 
@@ -138,28 +153,34 @@ def _join_deepspeed(config: FinetuneConfig, device: torch.device) -> None:
 
 
 def _join_fsdp(config: FinetuneConfig, precision: str, device: torch.device) -> None:
-    """Let Accelerate use torch's FSDP, which it otherwise takes for GPUs only; torch's runs on gloo ranks, too."""
+    """Let Accelerate use torch's FSDP, which it otherwise takes for GPUs only.
+
+    torch's runs on gloo ranks, too.
+    """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
     if precision == "fp16":
         raise ConfigError(
-            "launch.distributed is fsdp and train.precision fp16, which are untested together: set train.precision to "
-            "bf16 or fp32, or launch.distributed to zero3"
+            "launch.distributed is fsdp and train.precision fp16, which are untested together: set "
+            "train.precision to bf16 or fp32, or launch.distributed to zero3"
         )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise ConfigError(
-            "launch.distributed is fsdp, which divides a model among ranks, and there is one rank: raise "
-            "launch.nproc_per_node, or set launch.distributed to ddp"
+            "launch.distributed is fsdp, which divides a model among ranks, and there is one rank: "
+            "raise launch.nproc_per_node, or set launch.distributed to ddp"
         )
-    state = PartialState(cpu=device.type == "cpu", backend="nccl" if device.type == "cuda" else "gloo")
+    state = PartialState(
+        cpu=device.type == "cpu", backend="nccl" if device.type == "cuda" else "gloo"
+    )
     state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def _fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
     """The Trainer's settings of FSDP 2, with what an Accelerate YAML says of it.
 
-    Each rank saves its own part, whatever `fsdp_state_dict_type` says: a run goes on with the same ranks.
+    Each rank saves its own part, whatever `fsdp_state_dict_type` says: a run goes on with the same
+    ranks.
     """
     yaml = config.launch.accelerate_config
     given = yaml.get("fsdp_config") if isinstance(yaml, dict) else None
@@ -180,7 +201,10 @@ def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> N
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     class Settings(HfTrainerDeepSpeedConfig):
-        """Fills in what depends on the model, and compares nothing: a JSON may differ from the arguments."""
+        """Fills in what depends on the model, and compares nothing.
+
+        A JSON may differ from the arguments.
+        """
 
         def fill_match(self, *values: Any, **named: Any) -> None: ...
 
@@ -192,7 +216,10 @@ def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> N
 
 
 def _forget() -> None:
-    """Clear what another launcher, or another Accelerator of this process, has left: there is one at a time."""
+    """Clear what another launcher, or another Accelerator of this process, has left.
+
+    There is one at a time.
+    """
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -216,25 +243,33 @@ _SETTING = "launch.deepspeed_config"
 _AUTO = "auto"
 _BY_HIDDEN_SIZE = frozenset(
     f"zero_optimization.{name}"
-    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    for name in (
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
 )
 """What Accelerate fills in, since it depends on the model's hidden size."""
 _ADAMS = ("adam", "adamw")
 _BUCKET = int(25 * 2**20 / 4)
-"""Numbers that travel at a time: 25 MiB of fp32, as DDP's. DeepSpeed's default takes 2 GB, however small the model."""
+"""Numbers that travel at a time: 25 MiB of fp32, as DDP's. DeepSpeed's default takes 2 GB, however
+small the model."""
 
 
 def deepspeed_json(
     config: FinetuneConfig, *, precision: str, device_type: str, ranks: int, total_steps: int
 ) -> dict[str, Any]:
-    """Everything that DeepSpeed's engine is made with; of `auto` only what depends on the model's size is left.
+    """Everything that DeepSpeed's engine is made with.
+
+    Of `auto` only what depends on the model's size is left.
 
     Args:
         config: the fine-tuning; its `launch.deepspeed_config` is an object by now, or None.
         precision: fp32, bf16 or fp16, resolved.
         device_type: cuda or cpu; on a CPU nothing is page-locked.
         ranks: of the job.
-        total_steps: optimizer steps of the whole run, with which a learning rate schedule in the JSON ends.
+        total_steps: optimizer steps of the whole run, with which a learning rate schedule in the
+            JSON ends.
 
     Raises:
         ConfigError: the JSON contradicts the configuration, or holds an `auto` that nothing fills.
@@ -248,13 +283,19 @@ def deepspeed_json(
     _set_zero(values, config, device_type)
     _set_optimizer(values)
     _check(values, config, ranks)
-    left = [name for name, value in leaves(values) if value == _AUTO and name not in _BY_HIDDEN_SIZE]
+    left = [
+        name for name, value in leaves(values) if value == _AUTO and name not in _BY_HIDDEN_SIZE
+    ]
     if left:
-        raise ConfigError(f'{left[0]} of {_SETTING} is "auto", which nothing here fills in: give it a value')
+        raise ConfigError(
+            f'{left[0]} of {_SETTING} is "auto", which nothing here fills in: give it a value'
+        )
     return values
 
 
-def _filled_in(config: FinetuneConfig, precision: str, ranks: int, total_steps: int) -> dict[str, Any]:
+def _filled_in(
+    config: FinetuneConfig, precision: str, ranks: int, total_steps: int
+) -> dict[str, Any]:
     """What each `auto` stands for, by its dotted name."""
     train, optim = config.train, config.optim
     return {
@@ -294,7 +335,11 @@ def _fill(values: dict[str, Any], filled: dict[str, Any], prefix: str = "") -> N
         elif value == _AUTO and f"{prefix}{key}" in filled:
             values[key] = filled[f"{prefix}{key}"]
     if not prefix:
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        for key in (
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        ):
             values.setdefault(key, filled[key])
         values.setdefault("train_batch_size", filled["train_batch_size"])
 
@@ -307,7 +352,8 @@ def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
         enabled = block.setdefault("enabled", precision == name)
         if enabled != (precision == name):
             raise ConfigError(
-                f"{name}.enabled of {_SETTING} is {str(enabled).lower()} and train.precision is {precision}: set the "
+                f"{name}.enabled of {_SETTING} is {str(enabled).lower()} and train.precision is "
+                f"{precision}: set the "
                 f'former to "auto", or train.precision to {name if enabled else "auto"}'
             )
     if precision == "fp16" and not described:
@@ -315,12 +361,17 @@ def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
 
 
 def _set_zero(values: dict[str, Any], config: FinetuneConfig, device_type: str) -> None:
-    """Stage and offload of `launch.distributed`; nothing is compiled for an offloaded Adam, torch's updates it."""
+    """Stage and offload of `launch.distributed`.
+
+    Nothing is compiled for an offloaded Adam, torch's updates it.
+    """
     zero = values.setdefault("zero_optimization", {})
     stage = zero.setdefault("stage", STAGES[config.launch.distributed])
     zero["stage3_gather_16bit_weights_on_model_save"] = stage == 3
     if config.launch.deepspeed_config is None:
-        blocks = {"offload_optimizer": _offload(config)} | ({"offload_param": _offload(config)} if stage == 3 else {})
+        blocks = {"offload_optimizer": _offload(config)} | (
+            {"offload_param": _offload(config)} if stage == 3 else {}
+        )
         for name, device in blocks.items():
             zero[name] = {"device": device}
         zero |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), _BUCKET)
@@ -334,15 +385,19 @@ def _set_zero(values: dict[str, Any], config: FinetuneConfig, device_type: str) 
 
 
 def _set_optimizer(values: dict[str, Any]) -> None:
-    """Let torch's Adam stand for DeepSpeed's compiled ones: they make the same update, and ranks compile nothing."""
+    """Let torch's Adam stand for DeepSpeed's compiled ones.
+
+    They make the same update, and ranks compile nothing.
+    """
     optimizer = values.get("optimizer")
     if optimizer is None or str(optimizer.get("type", "")).lower() not in _ADAMS:
         return
     parameters = optimizer.setdefault("params", {})
     if parameters.setdefault("torch_adam", True) is not True:
         raise ConfigError(
-            f"optimizer.params.torch_adam of {_SETTING} is false: DeepSpeed's own Adam would be compiled in every "
-            "rank, which is not done here; leave it out, torch's Adam makes the same update"
+            f"optimizer.params.torch_adam of {_SETTING} is false: DeepSpeed's own Adam would be "
+            "compiled in every rank, which is not done here; leave it out, torch's Adam makes the "
+            "same update"
         )
 
 
@@ -351,13 +406,16 @@ def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
     stage = values["zero_optimization"]["stage"]
     if stage != STAGES[config.launch.distributed]:
         raise ConfigError(
-            f"zero_optimization.stage of {_SETTING} is {stage} and launch.distributed is {config.launch.distributed}: "
-            "make them agree"
+            f"zero_optimization.stage of {_SETTING} is {stage} and launch.distributed is "
+            f"{config.launch.distributed}: make them agree"
         )
     train = config.train
     ours = {
         "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
-        "gradient_accumulation_steps": ("train.gradient_accumulation_steps", train.gradient_accumulation_steps),
+        "gradient_accumulation_steps": (
+            "train.gradient_accumulation_steps",
+            train.gradient_accumulation_steps,
+        ),
         "train_batch_size": (
             f"train.micro_batch_size x train.gradient_accumulation_steps x {ranks} ranks",
             train.micro_batch_size * train.gradient_accumulation_steps * ranks,
@@ -367,5 +425,6 @@ def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
     for name, (setting, value) in ours.items():
         if values[name] != value:
             raise ConfigError(
-                f'{name} of {_SETTING} is {values[name]} and {setting} is {value}: set the former to "auto"'
+                f"{name} of {_SETTING} is {values[name]} and {setting} is {value}: set the former "
+                'to "auto"'
             )

@@ -1,4 +1,7 @@
-"""The stage `examples`: rows to tokenized samples. Whatever is wrong with data or model is refused here."""
+"""The stage `examples`: rows to tokenized samples.
+
+Whatever is wrong with data or model is refused here.
+"""
 
 import difflib
 import json
@@ -14,7 +17,12 @@ import numpy as np
 
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig, classification_settings
+from megacore.config.finetune_task import (
+    CausalLmConfig,
+    ClassificationConfig,
+    Seq2SeqConfig,
+    classification_settings,
+)
 from megacore.errors import ConfigError, DataFormatError, WorkerLostError
 from megacore.finetune.dataset import SPLITS, open_split, save_split
 from megacore.finetune.metrics import check_installed
@@ -43,7 +51,11 @@ class Mapper:
     scratch: Path
 
     def __call__(
-        self, rows: "Dataset", split: str, encode: Callable[[Rows], dict[str, Any]], columns: Sequence[str]
+        self,
+        rows: "Dataset",
+        split: str,
+        encode: Callable[[Rows], dict[str, Any]],
+        columns: Sequence[str],
     ) -> "Dataset":
         """`encode` applied to batches of rows, whose `columns` are dropped; other columns stay.
 
@@ -65,8 +77,8 @@ class Mapper:
             if "abruptly died" not in str(error):
                 raise
             raise WorkerLostError(
-                "a process that tokenized was killed, perhaps for want of memory: set data.workers to fewer, or free "
-                "memory"
+                "a process that tokenized was killed, perhaps for want of memory: set data.workers "
+                "to fewer, or free memory"
             ) from error
 
 
@@ -87,7 +99,7 @@ def token_counts(rows: "Dataset", column: str = IDS) -> "npt.NDArray[np.int64]":
 def check_columns(
     rows: "Dataset", split: str, texts: Mapping[str, str], others: Mapping[str, str] | None = None
 ) -> None:
-    """Raise DataFormatError unless every column is there, and those of texts hold text in every row.
+    """Raise DataFormatError unless every column is there and text columns hold text.
 
     Args:
         rows: of one split.
@@ -100,7 +112,8 @@ def check_columns(
             close = difflib.get_close_matches(column, rows.column_names, n=1, cutoff=0.5)
             hint = f" (did you mean {close[0]}?)" if close else ""
             raise DataFormatError(
-                f"task.{field} is {column!r}, but the {split} split has the columns {', '.join(rows.column_names)}"
+                f"task.{field} is {column!r}, but the {split} split has the columns "
+                f"{', '.join(rows.column_names)}"
                 f"{hint}: name one of them"
             )
     for field, column in texts.items():
@@ -112,18 +125,21 @@ def _check_text(rows: "Dataset", split: str, field: str, column: str) -> None:
     kind = getattr(feature, "dtype", type(feature).__name__)
     if kind not in ("string", "large_string", "null"):
         raise DataFormatError(
-            f"task.{field} is {column!r}, which holds {kind} in the {split} split instead of text: name another"
+            f"task.{field} is {column!r}, which holds {kind} in the {split} split instead of text: "
+            "name another"
         )
     empty = True
     for number, text in enumerate(rows[column]):
         if text is None:
             raise DataFormatError(
-                f"row {number} of the {split} split has no text in column {column!r} (task.{field}): fill or remove it"
+                f"row {number} of the {split} split has no text in column {column!r} "
+                f"(task.{field}): fill or remove it"
             )
         empty = empty and not text.strip()
     if empty:
         raise DataFormatError(
-            f"column {column!r} (task.{field}) is empty in every row of the {split} split: name another, or repair it"
+            f"column {column!r} (task.{field}) is empty in every row of the {split} split: name "
+            "another, or repair it"
         )
 
 
@@ -139,8 +155,8 @@ def encode_texts(
 ) -> dict[str, Any]:
     """Ids of each text or pair, cut to `max_length`.
 
-    Where the tokenizer puts nothing between the two of a pair, a line break divides them. `end` is put after each
-    where it is given.
+    Where the tokenizer puts nothing between the two of a pair, a line break divides them. `end` is
+    put after each where it is given.
     """
     pairs = None if second is None else list(rows[second])
     if pairs is not None and not tokenizer.num_special_tokens_to_add(pair=True):
@@ -161,9 +177,17 @@ def encode_texts(
 
 
 def text_encoder(
-    tokenizer: "PreTrainedTokenizerBase", model: Any, *, first: str, second: str | None, max_length: int
+    tokenizer: "PreTrainedTokenizerBase",
+    model: Any,
+    *,
+    first: str,
+    second: str | None,
+    max_length: int,
 ) -> Callable[[Rows], dict[str, Any]]:
-    """What encodes the texts of a classification by a model, of which `model` is transformers' configuration."""
+    """What encodes the texts of a classification by a model.
+
+    `model` is transformers' configuration of it.
+    """
     return partial(
         encode_texts,
         tokenizer=tokenizer,
@@ -192,20 +216,35 @@ _HEAD = "ForSequenceClassification"
 _UNNAMED = "LABEL_"
 """What transformers calls the classes of a head without names."""
 _AFTER_PADDING = frozenset(
-    {"camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"}
+    {
+        "camembert",
+        "data2vec-text",
+        "esm",
+        "ibert",
+        "longformer",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+    }
     | {"xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
-"""Models whose positions are counted from the padding's id: so many entries of their table are no position."""
+"""Models whose positions are counted from the padding's id: so many entries of their table are no
+position."""
 
 
 def check_fit(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ConfigError for a model, of which `model` is transformers' configuration, that cannot learn the task."""
+    """Raise ConfigError for a model that cannot learn the task.
+
+    `model` is transformers' configuration of it.
+    """
     _check_class(config, model)
     _check_vocabulary(config.model.path, model, tokenizer)
     if not isinstance(config.task, CausalLmConfig) and tokenizer.pad_token_id is None:
         raise ConfigError(
-            f"the tokenizer of model.path {config.model.path} has no padding token, which task.kind "
-            f"{config.task.kind} needs: name one of its tokens as model.pad_token"
+            (
+                f"the tokenizer of model.path {config.model.path} has no padding token, which "
+                f"task.kind {config.task.kind} needs: name one of its tokens as model.pad_token"
+            )
             + (f", such as {tokenizer.eos_token!r}" if tokenizer.eos_token else "")
         )
     _check_positions(config, model)
@@ -229,7 +268,8 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
         case ClassificationConfig():
             fits = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
             wanted = (
-                "a model that transformers has a class …ForSequenceClassification of, such as BERT, DeBERTa or GPT-2"
+                "a model that transformers has a class …ForSequenceClassification of, such as "
+                "BERT, DeBERTa or GPT-2"
             )
         case Seq2SeqConfig():
             fits = both and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
@@ -240,12 +280,18 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
     if fits:
         return
     form = "an encoder-decoder" if both else "an encoder" if encoder else "a decoder"
-    others = {"seq2seq": both, "causal_lm": not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+    others = {
+        "seq2seq": both,
+        "causal_lm": not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
     others["classification"] = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     possible = [name for name, fitting in others.items() if fitting and name != config.task.kind]
     raise ConfigError(
-        f"model.path {config.model.path} is {_architecture(model)}, {form}, but task.kind {config.task.kind} takes "
-        f"{wanted}: give such a model" + (f", or set task.kind to {' or '.join(possible)}" if possible else "")
+        (
+            f"model.path {config.model.path} is {_architecture(model)}, {form}, but task.kind "
+            f"{config.task.kind} takes {wanted}: give such a model"
+        )
+        + (f", or set task.kind to {' or '.join(possible)}" if possible else "")
     )
 
 
@@ -259,17 +305,19 @@ def _check_vocabulary(path: str, model: Any, tokenizer: "PreTrainedTokenizerBase
     size = getattr(model, "vocab_size", None)
     if size is not None and largest >= size:
         raise ConfigError(
-            f"the tokenizer of model.path {path} has ids up to {largest}, but the model's vocabulary has "
-            f"{size} entries: give the tokenizer that it was trained with"
+            f"the tokenizer of model.path {path} has ids up to {largest}, but the model's "
+            f"vocabulary has {size} entries: give the tokenizer that it was trained with"
         )
 
 
 def positions(model: Any) -> int | None:
-    """Tokens of the longest sequence that a model has positions for; None where nothing limits them."""
+    """Tokens of the longest sequence that a model has positions for; None without a limit."""
     found = getattr(model, "max_position_embeddings", None)
     if not isinstance(found, int) or found <= 0:
         return None
-    if getattr(model, "relative_attention", False) and not getattr(model, "position_biased_input", True):
+    if getattr(model, "relative_attention", False) and not getattr(
+        model, "position_biased_input", True
+    ):
         return None
     padding = getattr(model, "pad_token_id", None)
     if model.model_type in _AFTER_PADDING and padding is not None:
@@ -285,20 +333,30 @@ def _check_positions(config: FinetuneConfig, model: Any) -> None:
             lengths = {"max_length": config.task.max_length}
         case Seq2SeqConfig():
             task = config.task
-            lengths = {"max_source_length": task.max_source_length, "max_target_length": task.max_target_length}
+            lengths = {
+                "max_source_length": task.max_source_length,
+                "max_target_length": task.max_target_length,
+            }
         case CausalLmConfig():
             lengths = {"block_size": config.task.block_size}
     for name, length in lengths.items():
         if limit is not None and length > limit:
             raise ConfigError(
-                f"task.{name} is {length}, but model.path {config.model.path} has {limit} positions: lower it to "
-                f"{limit} or less"
+                f"task.{name} is {length}, but model.path {config.model.path} has {limit} "
+                f"positions: lower it to {limit} or less"
             )
 
 
 def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ConfigError for a length that special tokens fill: no text would be left, or more than the length."""
-    own = 1 if getattr(model, "is_encoder_decoder", False) and missing_end(tokenizer, model) is not None else 0
+    """Raise ConfigError for a length that special tokens fill.
+
+    No text would be left, or more than the length.
+    """
+    own = (
+        1
+        if getattr(model, "is_encoder_decoder", False) and missing_end(tokenizer, model) is not None
+        else 0
+    )
     single, needed = tokenizer.num_special_tokens_to_add(), dict[str, tuple[int, int]]()
     match config.task:
         case ClassificationConfig() as task:
@@ -311,13 +369,16 @@ def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokeni
     for name, (length, least) in needed.items():
         if length < least:
             raise ConfigError(
-                f"task.{name} is {length}, which the special tokens of model.path {config.model.path} leave no room in "
-                f"for text: raise it to {least} or more"
+                f"task.{name} is {length}, which the special tokens of model.path "
+                f"{config.model.path} leave no room in for text: raise it to {least} or more"
             )
 
 
 def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None) -> None:
-    """Raise ConfigError for a checkpoint that has a trained head for other labels; `names` is None for numbers."""
+    """Raise ConfigError for a checkpoint that has a trained head for other labels.
+
+    `names` is None for numbers.
+    """
     if config.model.random_weights or not _architecture(model).endswith(_HEAD):
         return
     own, needed = int(model.num_labels), 1 if names is None else len(names)
@@ -327,14 +388,16 @@ def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None
         if config.model.new_head:
             return
         raise ConfigError(
-            f"model.path {config.model.path} has a trained head of {own} outputs ({', '.join(own_names[:10])}), but "
-            f"the data has {labels}: set model.new_head to true, or give data with as many labels"
+            f"model.path {config.model.path} has a trained head of {own} outputs "
+            f"({', '.join(own_names[:10])}), but the data has {labels}: set model.new_head to "
+            "true, or give data with as many labels"
         )
     known = not any(name.startswith(_UNNAMED) for name in own_names)
     if names is not None and known and own_names != names and set(own_names) == set(names):
         raise ConfigError(
-            f"model.path {config.model.path} has a trained head with the classes {', '.join(own_names)}, but the data "
-            f"numbers them {', '.join(names)}: set task.labels to [{', '.join(own_names)}] and label rows by name"
+            f"model.path {config.model.path} has a trained head with the classes "
+            f"{', '.join(own_names)}, but the data numbers them {', '.join(names)}: set "
+            f"task.labels to [{', '.join(own_names)}] and label rows by name"
         )
 
 
@@ -356,7 +419,8 @@ def build_examples(
         directory: of the artifact.
 
     Returns:
-        Counts: samples of each split, and what the task has to say (classes, tokens, the longest sample).
+        Counts: samples of each split, and what the task has to say (classes, tokens, the longest
+        sample).
 
     Raises:
         ConfigError: the model cannot learn the task, or the package of a metric is missing.
@@ -378,11 +442,15 @@ def build_examples(
             case ClassificationConfig():
                 from megacore.finetune.classification import encode_classification
 
-                samples, description = encode_classification(config, config.task, splits, model, tokenizer, mapper)
+                samples, description = encode_classification(
+                    config, config.task, splits, model, tokenizer, mapper
+                )
             case Seq2SeqConfig():
                 from megacore.finetune.seq2seq import encode_seq2seq
 
-                samples, description = encode_seq2seq(config.task, splits, model, tokenizer, mapper, directory)
+                samples, description = encode_seq2seq(
+                    config.task, splits, model, tokenizer, mapper, directory
+                )
             case CausalLmConfig():
                 from megacore.finetune.causal_lm import encode_causal_lm
 
@@ -404,7 +472,9 @@ def read_task(directory: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataFormatError(f"{path} is damaged ({error}): delete {directory} to build it again") from error
+        raise DataFormatError(
+            f"{path} is damaged ({error}): delete {directory} to build it again"
+        ) from error
     return values
 
 
@@ -423,5 +493,7 @@ def _limited(config: FinetuneConfig, rows_directory: Path) -> "dict[str, Dataset
             splits[name] = rows if limit is None else rows.select(range(min(limit, len(rows))))
     for name in ("train", "valid"):
         if name not in splits:
-            raise DataFormatError(f"{rows_directory} has no {name} split: delete it to build it again")
+            raise DataFormatError(
+                f"{rows_directory} has no {name} split: delete it to build it again"
+            )
     return splits

@@ -1,4 +1,4 @@
-"""The stage: the best model of a fine-tuning as a transformers directory that has passed the gate."""
+"""The stage: the best model of a fine-tuning as a directory that has passed the gate."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,23 +27,31 @@ AUTO_CLASSES = {
 }
 """Class of transformers that loads the model, by `task.kind`."""
 _METRICS = """\
-Before the first step and of this model (step {iteration}, chosen by {metric} of the validation split).
+Before the first step and of this model (step {iteration}, chosen by {metric} of the validation \
+split).
 
 | metric | validation, before | validation | test |
 | --- | --- | --- | --- |
 {metrics}"""
 _PARITY = (
-    "Before it was published this directory was loaded with transformers: its loss on {samples} validation samples is "
-    "{after:.6g}, where the trained model had {before:.6g} in {precision} (a difference of {difference:.1e}, "
-    "{tolerance:g} is allowed)."
+    "Before it was published this directory was loaded with transformers: its loss on {samples} "
+    "validation samples is {after:.6g}, where the trained model had {before:.6g} in {precision} (a "
+    "difference of {difference:.1e}, {tolerance:g} is allowed)."
 )
-_LIMITS = "It was fine-tuned from another model and repeats what that and its data hold, mistakes and biases included."
+_LIMITS = (
+    "It was fine-tuned from another model and repeats what that and its data hold, mistakes and "
+    "biases included."
+)
 _KINDS = {
     "classification": "A classifier of texts",
     "seq2seq": "A model that writes a text for a text",
     "causal_lm": "A language model",
 }
-_TAGS = {"classification": "text-classification", "seq2seq": "text2text-generation", "causal_lm": "text-generation"}
+_TAGS = {
+    "classification": "text-classification",
+    "seq2seq": "text2text-generation",
+    "causal_lm": "text-generation",
+}
 _USAGE = {
     "classification": """\
 from transformers import pipeline
@@ -87,11 +95,15 @@ def finetuned_card(
     """
     kind = config.task.kind
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows = {"Fine-tuned from": config.model.path, "Task": _task(config)} | _labels(config, model) | dict(facts)
+    rows = (
+        {"Fine-tuned from": config.model.path, "Task": _task(config)}
+        | _labels(config, model)
+        | dict(facts)
+    )
     return render_card(
         config.name,
-        f"{_KINDS[kind]}: {type(model).__name__} ({AUTO_CLASSES[kind]}) of {parameters:,} parameters, fine-tuned by "
-        f"megacore {version}.",
+        f"{_KINDS[kind]}: {type(model).__name__} ({AUTO_CLASSES[kind]}) of {parameters:,} "
+        f"parameters, fine-tuned by megacore {version}.",
         pipeline_tag=_TAGS[kind],
         tags=["megacore", "fine-tuned", model.config.model_type],
         auto_class=AUTO_CLASSES[kind],
@@ -99,7 +111,9 @@ def finetuned_card(
         facts={title: redact(value) for title, value in rows.items()},
         sections={
             "Metrics": _METRICS.format(
-                iteration=recorded["iteration"], metric=recorded["metric"], metrics=_metrics(recorded)
+                iteration=recorded["iteration"],
+                metric=recorded["metric"],
+                metrics=_metrics(recorded),
             ),
             "Training": _training(config, recorded),
             "Parity": _PARITY.format(
@@ -123,14 +137,20 @@ def _usage(config: FinetuneConfig) -> str:
         return _USAGE[task.kind].replace("{example}", example)
     if task.kind == "seq2seq":
         used = _USAGE[task.kind].replace("{example}", repr(f"{task.source_prefix}A text to read."))
-        return used.replace("{length}", str(task.max_target_length)).replace("{beams}", str(task.num_beams))
+        return used.replace("{length}", str(task.max_target_length)).replace(
+            "{beams}", str(task.num_beams)
+        )
     return _USAGE[task.kind]
 
 
 def _task(config: FinetuneConfig) -> str:
     task = config.task
     if task.kind == "classification":
-        return f"GLUE's {task.glue}" if task.glue else f"{task.label_column} of {task.sentence1_column}"
+        return (
+            f"GLUE's {task.glue}"
+            if task.glue
+            else f"{task.label_column} of {task.sentence1_column}"
+        )
     if task.kind == "seq2seq":
         return f"{task.target_column} of {task.source_column}"
     return f"the next token, in blocks of {task.block_size}"
@@ -139,7 +159,11 @@ def _task(config: FinetuneConfig) -> str:
 def _labels(config: FinetuneConfig, model: Any) -> dict[str, str]:
     if config.task.kind != "classification" or model.config.num_labels < 2:
         return {}
-    return {"Labels": ", ".join(str(model.config.id2label[number]) for number in range(model.config.num_labels))}
+    return {
+        "Labels": ", ".join(
+            str(model.config.id2label[number]) for number in range(model.config.num_labels)
+        )
+    }
 
 
 def _metrics(recorded: Mapping[str, Any]) -> str:
@@ -155,14 +179,16 @@ def _training(config: FinetuneConfig, recorded: Mapping[str, Any]) -> str:
     train, optim = config.train, config.optim
     return (
         f"{recorded['iteration']} optimizer steps with micro batches of {train.micro_batch_size} x "
-        f"{train.gradient_accumulation_steps}, peak learning rate {optim.lr:g} ({optim.lr_scheduler}), seed "
-        f"{config.seed}, in {recorded['precision']} with {recorded['distributed']}."
+        f"{train.gradient_accumulation_steps}, peak learning rate {optim.lr:g} "
+        f"({optim.lr_scheduler}), seed {config.seed}, in {recorded['precision']} with "
+        f"{recorded['distributed']}."
     )
 
 
 TOLERANCES = {"fp32": (1e-3, 0.01), "bf16": (0.05, 1.0), "fp16": (0.05, 1.0)}
-"""By the precision that the recorded losses were computed in: what the mean may differ by, relative to the recorded
-mean or, where that is smaller, to the second number. A type of 16 bits rounds each logit by up to 1/256 of it."""
+"""By the precision that the recorded losses were computed in: what the mean may differ by, relative
+to the recorded mean or, where that is smaller, to the second number. A type of 16 bits rounds each
+logit by up to 1/256 of it."""
 _TEXTS = 8
 """Validation samples whose text both tokenizers take apart."""
 
@@ -177,7 +203,9 @@ class Exported:
 
 
 def load_exported(directory: Path, kind: str) -> Exported:
-    """Load a transformers directory with the class for a kind of task; nothing may be missing, empty or not finite.
+    """Load a transformers directory with the class for a kind of task.
+
+    Nothing may be missing, empty or not finite.
 
     Raises ConversionError naming what is wrong.
     """
@@ -188,29 +216,37 @@ def load_exported(directory: Path, kind: str) -> Exported:
     try:
         with quiet():
             model, info = auto.from_pretrained(
-                directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
+                directory,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
     except MemoryError:
         raise
     except Exception as error:  # safetensors and transformers raise plain ones
         raise ConversionError(
-            f"the export {directory} cannot be loaded as {AUTO_CLASSES[kind]}: {' '.join(str(error).split())[:300]}"
+            f"the export {directory} cannot be loaded as {AUTO_CLASSES[kind]}: "
+            f"{' '.join(str(error).split())[:300]}"
         ) from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             names = sorted(map(str, info[what]))
             raise ConversionError(
-                f"the export {directory} has {len(names)} {what.replace('_', ' ')}, {names[0]} first: its weights are "
-                "not those of its config.json"
+                f"the export {directory} has {len(names)} {what.replace('_', ' ')}, {names[0]} "
+                "first: its weights are not those of its config.json"
             )
     for name, tensor in model.state_dict().items():
         if tensor.numel() == 0:
             raise ConversionError(
-                f"the export {directory} has an empty tensor {name}: the ranks' parts were not put together"
+                f"the export {directory} has an empty tensor {name}: the ranks' parts were not put "
+                "together"
             )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ConversionError(f"the export {directory} has values in {name} that are not finite: train again")
+            raise ConversionError(
+                f"the export {directory} has values in {name} that are not finite: train again"
+            )
     _check_tied(directory, model)
     return Exported(model.eval(), tokenizer)
 
@@ -218,15 +254,21 @@ def load_exported(directory: Path, kind: str) -> Exported:
 def _check_tied(directory: Path, model: Any) -> None:
     """A head that the configuration ties to the embedding must be that one."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = getattr(model.config, "tie_word_embeddings", False) and getattr(model, "_tied_weights_keys", None)
+    tied = getattr(model.config, "tie_word_embeddings", False) and getattr(
+        model, "_tied_weights_keys", None
+    )
     if not tied or head is None or embedding is None or head.weight.shape != embedding.weight.shape:
         return
     if not torch.equal(head.weight, embedding.weight):
-        raise ConversionError(f"the export {directory} says that its head is tied to its embedding, and they differ")
+        raise ConversionError(
+            f"the export {directory} says that its head is tied to its embedding, and they differ"
+        )
 
 
 def compare_tokenizers(exported: Exported, task: FinetuneTask, directory: Path) -> int:
-    """Prove that the export's tokenizer is the one that made the samples; the number of texts that were compared.
+    """Prove that the export's tokenizer is the one that made the samples.
+
+    The number of texts that were compared.
 
     Raises ConversionError with the first difference.
     """
@@ -234,13 +276,13 @@ def compare_tokenizers(exported: Exported, task: FinetuneTask, directory: Path) 
     for name in ("pad_token_id", "eos_token_id"):
         if getattr(theirs, name) != getattr(ours, name):
             raise ConversionError(
-                f"the tokenizer of the export {directory} has {name} {getattr(theirs, name)} and that of the training "
-                f"{getattr(ours, name)}"
+                f"the tokenizer of the export {directory} has {name} {getattr(theirs, name)} and "
+                f"that of the training {getattr(ours, name)}"
             )
     if theirs.get_vocab() != ours.get_vocab():
         raise ConversionError(
-            f"the tokenizer of the export {directory} has {len(theirs.get_vocab())} entries, and not those of the "
-            f"training's ({len(ours.get_vocab())})"
+            f"the tokenizer of the export {directory} has {len(theirs.get_vocab())} entries, and "
+            f"not those of the training's ({len(ours.get_vocab())})"
         )
     rows = rows_of(task, "valid")
     count = min(_TEXTS, len(rows))
@@ -248,13 +290,14 @@ def compare_tokenizers(exported: Exported, task: FinetuneTask, directory: Path) 
         text = ours.decode(rows[number]["input_ids"], skip_special_tokens=True)
         if theirs(text)["input_ids"] != ours(text)["input_ids"]:
             raise ConversionError(
-                f"the tokenizer of the export {directory} takes {text[:60]!r} apart otherwise than the training's"
+                f"the tokenizer of the export {directory} takes {text[:60]!r} apart otherwise than "
+                "the training's"
             )
     embedded = exported.model.get_input_embeddings().weight.shape[0]
     if max(theirs.get_vocab().values()) >= embedded:
         raise ConversionError(
-            f"the tokenizer of the export {directory} has ids up to {max(theirs.get_vocab().values())} and the model "
-            f"embeds {embedded}"
+            f"the tokenizer of the export {directory} has ids up to "
+            f"{max(theirs.get_vocab().values())} and the model embeds {embedded}"
         )
     return count
 
@@ -292,9 +335,10 @@ def compare_losses(
     }
     if not difference <= tolerance or len(after) != len(before):
         raise ConversionError(
-            f"the export {directory} has a loss of {mean_after:.6g} on {len(after)} validation samples, and the model "
-            f"that was trained had {mean_before:.6g} on {len(before)}, in {recorded['precision']}: a difference of "
-            f"{difference:.2g}, beyond the {tolerance:g} that precision explains"
+            f"the export {directory} has a loss of {mean_after:.6g} on {len(after)} validation "
+            f"samples, and the model that was trained had {mean_before:.6g} on {len(before)}, in "
+            f"{recorded['precision']}: a difference of {difference:.2g}, beyond the {tolerance:g} "
+            "that precision explains"
         )
     return report
 
@@ -314,7 +358,9 @@ def sample_text(config: FinetuneConfig, task: FinetuneTask, exported: Exported) 
     return "\n\n".join(parts) + "\n"
 
 
-def _lines(config: FinetuneConfig, task: FinetuneTask, exported: Exported, row: Any) -> Iterator[tuple[str, str]]:
+def _lines(
+    config: FinetuneConfig, task: FinetuneTask, exported: Exported, row: Any
+) -> Iterator[tuple[str, str]]:
     model, tokenizer = exported.model, exported.tokenizer
     device = next(model.parameters()).device
     batch = {name: tensor.to(device) for name, tensor in task.collate([row]).items()}
@@ -338,9 +384,12 @@ def _lines(config: FinetuneConfig, task: FinetuneTask, exported: Exported, row: 
                     yield "label", str(names[int(labels)])
                     yield "prediction", f"{names[chosen]} ({float(logits.softmax(0)[chosen]):.2f})"
             case "seq2seq":
-                ids = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+                ids = {
+                    name: batch[name] for name in ("input_ids", "attention_mask") if name in batch
+                }
                 assert isinstance(task, Seq2SeqTask)
-                written = model.generate(**ids, generation_config=task.generation(model))  # as its scores were made
+                # as its scores were made
+                written = model.generate(**ids, generation_config=task.generation(model))
                 yield "source", text(batch["input_ids"][0])
                 yield "target", text(labels)
                 yield "prediction", text(written[0])
@@ -366,11 +415,13 @@ REPORT_NAME = "parity.json"
 SAMPLE_NAME = "sample.txt"
 
 
-def export(job: FinetuneExportJob, device: torch.device, beat: Callable[[str], None] = lambda phase: None) -> None:
+def export(
+    job: FinetuneExportJob, device: torch.device, beat: Callable[[str], None] = lambda phase: None
+) -> None:
     """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
 
-    When the gate refuses the model, why is also left as `parity.json` in `job.exit_directory`, because a failed stage's
-    output is discarded.
+    When the gate refuses the model, why is also left as `parity.json` in `job.exit_directory`,
+    because a failed stage's output is discarded.
 
     Raises:
         ConversionError: the directory is not the model that was trained.
@@ -391,7 +442,10 @@ def export(job: FinetuneExportJob, device: torch.device, beat: Callable[[str], N
 
 
 def export_best(
-    job: FinetuneExportJob, task: FinetuneTask, device: torch.device, beat: Callable[[str], None] = lambda phase: None
+    job: FinetuneExportJob,
+    task: FinetuneTask,
+    device: torch.device,
+    beat: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Any]:
     """As `export`, for a task that is there already; returns the gate's report."""
     best, output = Path(job.best), Path(job.output_directory)
@@ -404,7 +458,11 @@ def export_best(
     exported = load_exported(directory, job.config.task.kind)
     exported.model.to(device)
     texts = compare_tokenizers(exported, task, directory)
-    report = {"passed": True, "texts": texts, **compare_losses(exported, task, recorded, directory, beat)}
+    report = {
+        "passed": True,
+        "texts": texts,
+        **compare_losses(exported, task, recorded, directory, beat),
+    }
     beat("sample")
     with workspace_errors(output):
         sample = sample_text(job.config, task, exported)

@@ -26,8 +26,9 @@ def check_installed(config: FinetuneConfig) -> None:
         package = _PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"the metric {name} of task.kind {config.task.kind} is computed by {package}, which is not installed: "
-                "pip install megacore[finetune], or set task.metrics to others"
+                f"the metric {name} of task.kind {config.task.kind} is computed by {package}, "
+                "which is not installed: pip install megacore[finetune], or set task.metrics to "
+                "others"
             )
 
 
@@ -36,13 +37,15 @@ def classification_metrics(
 ) -> dict[str, float]:
     """The named metrics of all predictions of a split.
 
-    f1 is that of class 1 where there are two classes, as GLUE has it, else the mean of all classes' (macro).
-    A correlation with predictions that are all alike is 0.
+    f1 is that of class 1 where there are two classes, as GLUE has it, else the mean of all classes'
+    (macro). A correlation with predictions that are all alike is 0.
     """
     return {name: _classification(name, predictions, labels, classes) for name in names}
 
 
-def _classification(name: str, predictions: Sequence[float], labels: Sequence[float], classes: int) -> float:
+def _classification(
+    name: str, predictions: Sequence[float], labels: Sequence[float], classes: int
+) -> float:
     from scipy import stats
     from sklearn import metrics
 
@@ -65,7 +68,10 @@ def _classification(name: str, predictions: Sequence[float], labels: Sequence[fl
 def text_metrics(
     names: Sequence[str], written: Sequence[str], targets: Sequence[str], split: Split
 ) -> dict[str, float]:
-    """BLEU of the corpus and mean F-measures of ROUGE, from 0 to 100; `split` finds the sentences of rougeLsum."""
+    """BLEU of the corpus and mean F-measures of ROUGE, from 0 to 100.
+
+    `split` finds the sentences of rougeLsum.
+    """
     found: dict[str, float] = {}
     if "bleu" in names:
         import sacrebleu

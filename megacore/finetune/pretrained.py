@@ -1,4 +1,7 @@
-"""The stage `pretrained`: a model's files, from a local directory or the Hugging Face hub, and where they come from."""
+"""The stage `pretrained`.
+
+A model's files, from a local directory or the Hugging Face hub, and where they come from.
+"""
 
 import fnmatch
 import json
@@ -34,34 +37,42 @@ def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> An
 
     directory = pretrained_directory / MODEL_DIRECTORY
     refuse_remote_code(model.path, directory)
-    return _loaded(model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **_OWN_CODE))
+    return _loaded(
+        model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **_OWN_CODE)
+    )
 
 
 def refuse_remote_code(path: str, directory: Path) -> None:
-    """Raise ConfigError for a model whose class transformers does not have; `path` is what errors call it."""
+    """Raise ConfigError for a model whose class transformers does not have.
+
+    `path` is what errors call it.
+    """
     from transformers import CONFIG_MAPPING
 
     try:
         values = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path {path} has no readable {CONFIG_NAME} ({error}): give a directory that save_pretrained wrote"
+            f"model.path {path} has no readable {CONFIG_NAME} ({error}): give a directory that "
+            "save_pretrained wrote"
         ) from error
     kind = values.get("model_type") if isinstance(values, dict) else None
     if kind in CONFIG_MAPPING:
         return
     if isinstance(values, dict) and "auto_map" in values:
         raise ConfigError(
-            f"model.path {path} is of model_type {kind!r} and needs code of its own, which is never run here: give a "
-            "model whose class transformers has"
+            f"model.path {path} is of model_type {kind!r} and needs code of its own, which is "
+            "never run here: give a model whose class transformers has"
         )
     raise ConfigError(
-        f"model.path {path} has model_type {kind!r} in its {CONFIG_NAME}, which transformers does not know: give a "
-        "model whose class it has"
+        f"model.path {path} has model_type {kind!r} in its {CONFIG_NAME}, which transformers does "
+        "not know: give a model whose class it has"
     )
 
 
-def read_tokenizer(model: PretrainedConfig, pretrained_directory: Path) -> "PreTrainedTokenizerBase":
+def read_tokenizer(
+    model: PretrainedConfig, pretrained_directory: Path
+) -> "PreTrainedTokenizerBase":
     """Its tokenizer, with `model.pad_token` as padding where that is given.
 
     Raises ConfigError when transformers refuses it, or the padding token is not in its vocabulary.
@@ -72,13 +83,16 @@ def read_tokenizer(model: PretrainedConfig, pretrained_directory: Path) -> "PreT
     load: Callable[[], Any] = lambda: AutoTokenizer.from_pretrained(directory, **_OWN_CODE)  # noqa: E731
     tokenizer = _loaded(model.path, "tokenizer", load)
     if not len(tokenizer):
-        raise ConfigError(f"model.path {model.path} has no tokenizer: copy its tokenizer.json beside config.json")
+        raise ConfigError(
+            f"model.path {model.path} has no tokenizer: copy its tokenizer.json beside config.json"
+        )
     token = model.pad_token
     if token is not None:
         if token not in tokenizer.get_vocab():
             raise ConfigError(
-                f"model.pad_token is {token!r}, which the tokenizer of {model.path} lacks: name one of its "
-                f"{len(tokenizer)} tokens, such as its end of text {tokenizer.eos_token!r}"
+                f"model.pad_token is {token!r}, which the tokenizer of {model.path} lacks: name "
+                f"one of its {len(tokenizer)} tokens, such as its end of text "
+                f"{tokenizer.eos_token!r}"
             )
         tokenizer.pad_token = token
     result: PreTrainedTokenizerBase = tokenizer
@@ -87,7 +101,10 @@ def read_tokenizer(model: PretrainedConfig, pretrained_directory: Path) -> "PreT
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and tables of transformers and datasets: what matters of them is checked here."""
+    """Without the progress bars and tables of transformers and datasets.
+
+    What matters of them is checked here.
+    """
     import datasets
     from transformers.utils import logging as transformers_logging
 
@@ -120,7 +137,8 @@ def _loaded(path: str, part: str, load: Callable[[], T]) -> T:
         raise
     except Exception as error:  # safetensors and tokenizers raise plain Exception
         raise ConfigError(
-            f"transformers cannot load the {part} of model.path {path}: {' '.join(str(error).split())[:300]}"
+            f"transformers cannot load the {part} of model.path {path}: "
+            f"{' '.join(str(error).split())[:300]}"
         ) from error
 
 
@@ -150,7 +168,7 @@ _OTHERS = (
 
 
 def local_directory(path: str) -> Path | None:
-    """The transformers directory that `path` names, itself or its `model/`; None for a name on the hub.
+    """The transformers directory of `path`, itself or its `model/`; None for a name on the hub.
 
     Raises ConfigError for a directory that does not exist or holds no model.
     """
@@ -160,23 +178,31 @@ def local_directory(path: str) -> Path | None:
             if (candidate / CONFIG_NAME).is_file():
                 return candidate
         raise ConfigError(
-            f"model.path {path} is a directory without {CONFIG_NAME}: give one that save_pretrained or an export wrote"
+            f"model.path {path} is a directory without {CONFIG_NAME}: give one that "
+            "save_pretrained or an export wrote"
         )
     if path.startswith("models:/"):
         return None
     # The hub's names have no more than one slash.
     if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model.path {path} is not a directory: check it, or give a name on the hub")
+        raise ConfigError(
+            f"model.path {path} is not a directory: check it, or give a name on the hub"
+        )
     return None
 
 
 def pretrained_digests(directory: Path, *, weights: bool = True) -> dict[str, str]:
-    """sha256 of each file of a transformers directory that is used, by name; weights only if asked for.
+    """sha256 by name of each used file of a transformers directory.
+
+    Weights are included only if asked for.
 
     Of an export they are taken from its manifest, where the files are as they were then.
     """
     known = _manifest_beside(directory)
-    return {name: _digest(directory / name, known) for name in used_files(_names(directory), weights=weights)}
+    return {
+        name: _digest(directory / name, known)
+        for name in used_files(_names(directory), weights=weights)
+    }
 
 
 def _digest(path: Path, manifest: Manifest | None) -> str:
@@ -188,7 +214,10 @@ def _digest(path: Path, manifest: Manifest | None) -> str:
 
 
 def used_files(names: Iterable[str], *, weights: bool) -> list[str]:
-    """Which of a directory's files are used, sorted; of the weights torch's own only where there are no safetensors."""
+    """Which of a directory's files are used, sorted.
+
+    Of the weights torch's own only where there are no safetensors.
+    """
     names = list(names)
     patterns: tuple[str, ...] = _OTHERS
     if weights:
@@ -197,7 +226,9 @@ def used_files(names: Iterable[str], *, weights: bool) -> list[str]:
 
 
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    return sorted(
+        name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    )
 
 
 def collect_pretrained(
@@ -205,9 +236,9 @@ def collect_pretrained(
 ) -> dict[str, Any]:
     """Fill the empty `directory` with `model/` and `lineage.json`.
 
-    Files of a local directory are hard-linked, or copied where that cannot be; those of the hub are downloaded into
-    `cache_directory` before, where an attempt that broke off left what it had. Weights that come in torch's own files
-    alone are written as safetensors.
+    Files of a local directory are hard-linked, or copied where that cannot be; those of the hub are
+    downloaded into `cache_directory` before, where an attempt that broke off left what it had.
+    Weights that come in torch's own files alone are written as safetensors.
 
     Args:
         model: which, and whether its weights are wanted.
@@ -219,7 +250,8 @@ def collect_pretrained(
         Counts: files and bytes.
 
     Raises:
-        ConfigError: no such model, weights that cannot be read, or a class that transformers does not have.
+        ConfigError: no such model, weights that cannot be read, or a class that transformers does
+            not have.
         DownloadError: the hub cannot be reached.
         WorkspaceError: the disk refuses.
     """
@@ -232,7 +264,11 @@ def collect_pretrained(
         source = local
         manifest = _manifest_beside(local)
         if manifest is not None:
-            lineage["parent"] = {"stage": manifest.stage, "key": manifest.key, "digest": manifest.digest}
+            lineage["parent"] = {
+                "stage": manifest.stage,
+                "key": manifest.key,
+                "digest": manifest.digest,
+            }
     names = used_files(_names(source), weights=weights)
     if weights:
         require_weights(model.path, _names(source))
@@ -260,17 +296,20 @@ def require_weights(path: str, names: Iterable[str]) -> None:
         return
     if foreign := _matching(names, _FOREIGN):
         raise ConfigError(
-            f"model.path {path} has its weights only as {foreign[0]}, which is not torch's: save the model as "
-            "safetensors, which save_pretrained does"
+            f"model.path {path} has its weights only as {foreign[0]}, which is not torch's: save "
+            "the model as safetensors, which save_pretrained does"
         )
     raise ConfigError(
-        f"model.path {path} has no weights (no model.safetensors): give a whole model, or set model.random_weights to "
-        "true"
+        f"model.path {path} has no weights (no model.safetensors): give a whole model, or set "
+        "model.random_weights to true"
     )
 
 
 def _link(source: Path, target: Path) -> None:
-    """One file in a second place; the hub's client keeps links to its files, so that the file itself is linked."""
+    """One file in a second place.
+
+    The hub's client keeps links to its files, so that the file itself is linked.
+    """
     source = source.resolve()
     try:
         os.link(source, target)
@@ -293,10 +332,12 @@ def _manifest_beside(directory: Path) -> Manifest | None:
 
 
 def convert_torch_weights(path: str, source: Path, files: Sequence[str], target: Path) -> None:
-    """Write the weights of torch's files into `target` as safetensors, in bf16 where all of them are, else in fp32.
+    """Write the weights of torch's files into `target` as safetensors.
 
-    Values that are no weights (whole numbers, such as positions that are counted) are left out; tensors that share
-    memory are written once for each name.
+    The type is bf16 where all of them are, else fp32.
+
+    Values that are no weights (whole numbers, such as positions that are counted) are left out;
+    tensors that share memory are written once for each name.
 
     Args:
         path: how the user named the model.
@@ -318,7 +359,9 @@ def convert_torch_weights(path: str, source: Path, files: Sequence[str], target:
         shapes[name] = tuple(tensor.shape)
         kinds.add(tensor.dtype)
     if not shapes:
-        raise ConfigError(f"model.path {path} has no weights in {', '.join(names)}: give a whole model")
+        raise ConfigError(
+            f"model.path {path} has no weights in {', '.join(names)}: give a whole model"
+        )
     dtype = "bfloat16" if kinds == {torch.bfloat16} else "float32"
     write_safetensors(target, shapes, _tensors(path, source, names), dtype=dtype)  # type: ignore[arg-type]
 
@@ -328,23 +371,31 @@ def _parts(path: str, source: Path, files: Sequence[str]) -> list[str]:
     if TORCH_INDEX_NAME not in files:
         if TORCH_NAME not in files:
             raise ConfigError(
-                f"model.path {path} has {files[0]} and lacks {TORCH_INDEX_NAME}, which names all parts: get the model "
-                "again"
+                f"model.path {path} has {files[0]} and lacks {TORCH_INDEX_NAME}, which names all "
+                "parts: get the model again"
             )
         return [TORCH_NAME]
     try:
         index = json.loads((source / TORCH_INDEX_NAME).read_text(encoding="utf-8"))
         names = list(dict.fromkeys(index["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"model.path {path}: {TORCH_INDEX_NAME} is damaged ({error}): get the model again") from error
+        raise ConfigError(
+            f"model.path {path}: {TORCH_INDEX_NAME} is damaged ({error}): get the model again"
+        ) from error
     missing = [name for name in names if name not in files]
     if missing:
-        raise ConfigError(f"model.path {path} lacks {missing[0]}, which {TORCH_INDEX_NAME} names: get the model again")
+        raise ConfigError(
+            f"model.path {path} lacks {missing[0]}, which {TORCH_INDEX_NAME} names: get the model "
+            "again"
+        )
     return names
 
 
 def _tensors(path: str, source: Path, names: Sequence[str]) -> "Iterator[tuple[str, Any]]":
-    """Every weight with its name, of one file after another; a name that comes twice counts once."""
+    """Every weight with its name, of one file after another.
+
+    A name that comes twice counts once.
+    """
     seen = set[str]()
     for name in names:
         for key, tensor in _read(path, source / name).items():
@@ -357,31 +408,37 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
     import torch
 
     try:
-        # Mapped, so that a weight is in memory only while it is written; files older than torch 1.6 cannot be.
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        # Mapped, so that a weight is in memory only while it is written; files older than torch 1.6
+        # cannot be.
+        found = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"model.path {path}: {file.name} holds more than tensors, which could run code and is never read: save the "
-            "model as safetensors, which save_pretrained does"
+            f"model.path {path}: {file.name} holds more than tensors, which could run code and is "
+            "never read: save the model as safetensors, which save_pretrained does"
         ) from error
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle has many ways to fail
         raise ConfigError(
-            f"model.path {path}: {file.name} is damaged ({' '.join(str(error).split())[:200]}): get the model again"
+            f"model.path {path}: {file.name} is damaged ({' '.join(str(error).split())[:200]}): "
+            "get the model again"
         ) from error
     if not isinstance(found, Mapping) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
     ):
-        raise ConfigError(f"model.path {path}: {file.name} is no mapping of names to weights: give a whole model")
+        raise ConfigError(
+            f"model.path {path}: {file.name} is no mapping of names to weights: give a whole model"
+        )
     return found
 
 
 def download_model(model: PretrainedConfig, cache_directory: Path) -> tuple[Path, str]:
     """The directory with the files of a model that are used, and its commit.
 
-    Raises ConfigError for a model that does not exist, is closed to us, or has no weights that torch reads;
-    DownloadError for a lost connection.
+    Raises ConfigError for a model that does not exist, is closed to us, or has no weights that
+    torch reads; DownloadError for a lost connection.
     """
     # Imported here: only a model of the hub needs it.
     from huggingface_hub import HfApi, snapshot_download
@@ -394,7 +451,11 @@ def download_model(model: PretrainedConfig, cache_directory: Path) -> tuple[Path
         RevisionNotFoundError,
     )
 
-    lost: tuple[type[Exception], ...] = (LocalEntryNotFoundError, HfHubHTTPError, *broken_connections())
+    lost: tuple[type[Exception], ...] = (
+        LocalEntryNotFoundError,
+        HfHubHTTPError,
+        *broken_connections(),
+    )
     name = model.path if model.revision is None else f"{model.path} at {model.revision}"
     try:
         with disk_errors(cache_directory):
@@ -410,19 +471,24 @@ def download_model(model: PretrainedConfig, cache_directory: Path) -> tuple[Path
         return Path(directory), commit
     except GatedRepoError as error:
         raise ConfigError(
-            f"model.path {name} is closed on the hub: accept its terms there and set HF_TOKEN, or give a local "
-            "directory"
+            f"model.path {name} is closed on the hub: accept its terms there and set HF_TOKEN, or "
+            "give a local directory"
         ) from error
     except RevisionNotFoundError as error:
-        raise ConfigError(f"model.revision {model.revision} is none of model.path {model.path} on the hub") from error
+        raise ConfigError(
+            f"model.revision {model.revision} is none of model.path {model.path} on the hub"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ConfigError(
-            f"model.path {name} is neither a local directory nor a model on the hub (or it is private: set HF_TOKEN)"
+            f"model.path {name} is neither a local directory nor a model on the hub (or it is "
+            "private: set HF_TOKEN)"
         ) from error
     except lost as error:
         raise DownloadError(
-            f"model.path {name} cannot be downloaded: {first_sentence(error)}: check the network, or give a local "
-            "directory"
+            f"model.path {name} cannot be downloaded: {first_sentence(error)}: check the network, "
+            "or give a local directory"
         ) from error
     except OSError as error:
-        raise DownloadError(f"model.path {name} cannot be downloaded: {first_sentence(error)}: try again") from error
+        raise DownloadError(
+            f"model.path {name} cannot be downloaded: {first_sentence(error)}: try again"
+        ) from error

@@ -1,4 +1,7 @@
-"""Whether a micro batch fits: some real optimizer steps with the longest samples, under a limit of memory."""
+"""Whether a micro batch fits.
+
+Makes some real optimizer steps with the longest samples, under a limit of memory.
+"""
 
 import re
 import resource
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GPU_SHARE = 0.95
-"""Of a GPU's memory that PyTorch may take where no limit is asked for: an epoch's memory is more fragmented than that
-of a few equal steps, and the rest is also the CUDA context's and NCCL's."""
+"""Of a GPU's memory that PyTorch may take where no limit is asked for: an epoch's memory is more
+fragmented than that of a few equal steps, and the rest is also the CUDA context's and NCCL's."""
 _CHECK = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")
 """What PyTorch says before it names the allocation."""
 _NO_PRIMITIVE = "could not create a primitive"
@@ -32,7 +35,9 @@ _ALL_THREADS = 1 << 20
 """Numbers of a tensor that is surely computed by all threads."""
 
 
-def run_probe(job: ProbeJob, device: torch.device, beat: Callable[[int], None] = lambda step: None) -> int:
+def run_probe(
+    job: ProbeJob, device: torch.device, beat: Callable[[int], None] = lambda step: None
+) -> int:
     """Build everything as the fine-tuning does and take `job.steps` optimizer steps.
 
     Args:
@@ -68,15 +73,20 @@ def _import_libraries(job: ProbeJob) -> None:
         import_deepspeed()
 
 
-def take_steps(job: ProbeJob, task: FinetuneTask, device: torch.device, beat: Callable[[int], None]) -> None:
-    """Optimizer steps of the real loop on the longest samples; those that fp16 skips are not counted.
+def take_steps(
+    job: ProbeJob, task: FinetuneTask, device: torch.device, beat: Callable[[int], None]
+) -> None:
+    """Optimizer steps of the real loop on the longest samples.
+
+    Those that fp16 skips are not counted.
 
     Raises:
         LossError: fp16 skipped too many in a row.
     """
     train = job.config.train
     precision = Hardware.detect().resolve_precision(train.precision)
-    steps = job.steps * (MOST_SKIPPED if precision == "fp16" else 1)  # what fp16 skips is taken again
+    # what fp16 skips is taken again
+    steps = job.steps * (MOST_SKIPPED if precision == "fp16" else 1)
     batches = job.ranks * train.gradient_accumulation_steps * steps
     directory = Path(job.run_directory)
     longest = Longest(task, train.micro_batch_size, batches)
@@ -89,8 +99,8 @@ def take_steps(job: ProbeJob, task: FinetuneTask, device: torch.device, beat: Ca
         taken += not step.skipped
         if skipped == MOST_SKIPPED:
             raise LossError(
-                f"fp16 has skipped {skipped} steps in a row for gradients that overflow: set train.precision to "
-                "bf16 or fp32"
+                f"fp16 has skipped {skipped} steps in a row for gradients that overflow: set "
+                "train.precision to bf16 or fp32"
             )
         if taken == job.steps:
             raise _EnoughError
@@ -105,11 +115,15 @@ class _EnoughError(Exception):
 
 
 class Longest:
-    """A task whose training split is nothing but a micro batch of its longest samples, over and over."""
+    """A task whose training split is only a micro batch of its longest samples, repeated."""
 
     def __init__(self, task: FinetuneTask, batch: int, batches: int) -> None:
         """`batches` micro batches of `batch` samples are a pass over the split."""
-        self.tokenizer, self.metric, self.larger_is_better = task.tokenizer, task.metric, task.larger_is_better
+        self.tokenizer, self.metric, self.larger_is_better = (
+            task.tokenizer,
+            task.metric,
+            task.larger_is_better,
+        )
         self._task = task
         self._rows = Repeated(task.largest_rows(batch), batches)
 
@@ -151,9 +165,9 @@ class Repeated(Sequence[Mapping[str, Any]]):
 def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
     """Let allocations beyond a limit fail in the body, instead of taking the machine's last memory.
 
-    On a GPU it limits what PyTorch takes there. Else it is the process's resident memory, of which what it has by now
-    is a part: the kernel limits private memory (RLIMIT_DATA), and refuses what it has not given yet. That ends with the
-    body: to tell of a failure takes memory, too.
+    On a GPU it limits what PyTorch takes there. Else it is the process's resident memory, of which
+    what it has by now is a part: the kernel limits private memory (RLIMIT_DATA), and refuses what
+    it has not given yet. That ends with the body: to tell of a failure takes memory, too.
 
     Args:
         limit: bytes; None means GPU_SHARE of the GPU, without one no limit.
@@ -166,24 +180,29 @@ def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
         total = torch.cuda.get_device_properties(device).total_memory
         if limit is not None and limit > total:
             raise ConfigError(
-                f"the memory limit of a rank is {limit / 1e9:.2f} GB and its GPU has {total / 1e9:.2f} GB: lower "
-                "find_batch_size.memory_limit_gb"
+                f"the memory limit of a rank is {limit / 1e9:.2f} GB and its GPU has "
+                f"{total / 1e9:.2f} GB: lower find_batch_size.memory_limit_gb"
             )
-        torch.cuda.set_per_process_memory_fraction(GPU_SHARE if limit is None else limit / total, device)
+        torch.cuda.set_per_process_memory_fraction(
+            GPU_SHARE if limit is None else limit / total, device
+        )
     if limit is None or device.type == "cuda":
         yield
         return
-    torch.ones(_ALL_THREADS).exp_()  # OpenMP ends a process that cannot start its threads, so they start now
+    # OpenMP ends a process that cannot start its threads, so they start now
+    torch.ones(_ALL_THREADS).exp_()
     resident, private = _status("VmRSS"), _status("VmData")
     if limit <= resident:
         raise ConfigError(
-            f"the memory limit of a rank is {limit / 1e9:.2f} GB, and it has {resident / 1e9:.2f} GB before the model "
-            "is built: raise find_batch_size.memory_limit_gb, or free some memory"
+            f"the memory limit of a rank is {limit / 1e9:.2f} GB, and it has {resident / 1e9:.2f} "
+            "GB before the model is built: raise find_batch_size.memory_limit_gb, or free some "
+            "memory"
         )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = private + limit - resident
     resource.setrlimit(
-        resource.RLIMIT_DATA, (allowed if before[1] == resource.RLIM_INFINITY else min(allowed, before[1]), before[1])
+        resource.RLIMIT_DATA,
+        (allowed if before[1] == resource.RLIM_INFINITY else min(allowed, before[1]), before[1]),
     )
     try:
         yield
@@ -196,13 +215,13 @@ def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this rank had at the most: allocated on its GPU, or without one resident in main memory."""
+    """Bytes that this rank had at the most: on its GPU, or without one resident."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
 
 
 @contextmanager
 def memory_errors(batch: int) -> Iterator[None]:
-    """Turn an allocation that fails in the body into MemoryExhaustedError, which means: too large."""
+    """Turn a failing allocation in the body into MemoryExhaustedError: too large."""
 
     def message(reason: str) -> str:
         return f"out of memory with a micro batch of {batch} ({_CHECK.sub('', reason)})"

@@ -17,14 +17,15 @@ def resolve_ranks(config: FinetuneConfig, hardware: Hardware) -> tuple[int, int]
 
     Raises:
         ParallelLayoutError: there are more ranks than GPUs.
-        ConfigError: the hostfile cannot be used, a scheduler's machines have no number of ranks, or Accelerate's YAML
-            asks for CPUs where GPUs are visible.
+        ConfigError: the hostfile cannot be used, a scheduler's machines have no number of ranks, or
+            Accelerate's YAML asks for CPUs where GPUs are visible.
     """
     accelerate = config.launch.accelerate_config
     if hardware.gpus and isinstance(accelerate, dict) and asks_for_cpu(accelerate):
         raise ConfigError(
-            f"launch.accelerate_config asks for CPUs, and ranks take the {len(hardware.gpus)} GPUs that are visible: "
-            "set CUDA_VISIBLE_DEVICES to -1, or use_cpu to false and distributed_type to another one than MULTI_CPU"
+            f"launch.accelerate_config asks for CPUs, and ranks take the {len(hardware.gpus)} GPUs "
+            "that are visible: set CUDA_VISIBLE_DEVICES to -1, or use_cpu to false and "
+            "distributed_type to another one than MULTI_CPU"
         )
     return launched_ranks(config.launch, hardware)
 
@@ -34,7 +35,8 @@ class Schedule:
     """The run's length."""
 
     batches_per_epoch: int
-    """Forward passes of each rank; the last ones of an epoch are filled up with its first samples."""
+    """Forward passes of each rank; the last ones of an epoch are filled up with its first
+    samples."""
     steps_per_epoch: int
     """Optimizer steps; the last one may be of fewer forward passes than the others."""
     total_steps: int
@@ -61,13 +63,20 @@ def memory_advice(config: FinetuneConfig) -> str:
         half = train.micro_batch_size // 2
         advice.append(
             f"lower train.micro_batch_size (now {train.micro_batch_size}; {half} with "
-            f"train.gradient_accumulation_steps {2 * train.gradient_accumulation_steps} learns as much per step)"
+            f"train.gradient_accumulation_steps {2 * train.gradient_accumulation_steps} learns as "
+            "much per step)"
         )
     if not train.gradient_checkpointing:
         advice.append("set train.gradient_checkpointing to true")
-    further = DISTRIBUTIONS[DISTRIBUTIONS.index(distributed) + 1 :] if distributed in DISTRIBUTIONS else ()
+    further = (
+        DISTRIBUTIONS[DISTRIBUTIONS.index(distributed) + 1 :]
+        if distributed in DISTRIBUTIONS
+        else ()
+    )
     if further:
         advice.append(f"set launch.distributed (now {distributed}) to {' or '.join(further)}")
     if train.eval_batch_size > 1:
-        advice.append(f"lower train.eval_batch_size (now {train.eval_batch_size}) if it was an evaluation")
+        advice.append(
+            f"lower train.eval_batch_size (now {train.eval_batch_size}) if it was an evaluation"
+        )
     return f"{'; '.join([*advice, '--find-batch-size tells what fits'])}"

@@ -65,7 +65,11 @@ class FinetuneReport:
     def line(self, schedule: Schedule) -> str:
         """As the log shows it."""
         epoch = min(schedule.epochs, int(self.epoch - 1e-9) + 1)
-        norm = "skipped, gradients overflowed" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}"
+        norm = (
+            "skipped, gradients overflowed"
+            if self.grad_norm is None
+            else f"grad norm {self.grad_norm:.3f}"
+        )
         parts = [
             f"epoch {epoch}/{schedule.epochs}",
             f"step {self.iteration}/{self.total_iterations}",
@@ -114,7 +118,7 @@ class Meter:
         return seconds
 
     def resume(self, paused: float) -> None:
-        """Leave `paused` seconds that were no training out of the interval, and count on from now."""
+        """Leave `paused` seconds that were no training out of the interval, and count on."""
         self._since += paused
         self._epoch_since = time.monotonic()
 
@@ -150,16 +154,23 @@ def evaluation_line(
 ) -> str:
     """As the log shows an evaluation, or a test."""
     values = " | ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
-    return f"{kind} at step {progress.iteration}/{schedule.total_steps} | {values} | {duration(seconds)}"
+    return (
+        f"{kind} at step {progress.iteration}/{schedule.total_steps} | {values} | "
+        f"{duration(seconds)}"
+    )
 
 
 RESULT_NAME = "result.json"
 GATE_SAMPLES = 16
-"""First validation samples whose losses are kept with the best model, for the gate of its export."""
+"""First validation samples whose losses are kept with the best model, for the gate of its
+export."""
 
 
 class _EndedError(Exception):
-    """Raised through the Trainer's loop to leave it: the run is complete, or something asks it to stop."""
+    """Raised through the Trainer's loop to leave it.
+
+    The run is complete, or something asks it to stop.
+    """
 
     def __init__(self, reason: StopReason | None) -> None:
         super().__init__(reason)
@@ -168,7 +179,7 @@ class _EndedError(Exception):
 
 @contextmanager
 def finetune_memory_errors(config: FinetuneConfig, rank: int) -> Iterator[None]:
-    """Turn an allocation that fails in the body into MemoryExhaustedError, which says what helps."""
+    """Turn a failing allocation in the body into MemoryExhaustedError, with what helps."""
 
     def message(reason: str) -> str:
         return f"rank {rank} ran out of memory ({reason}): {in_use()}; {memory_advice(config)}"
@@ -211,7 +222,9 @@ class Finetuner:
         self._rank = accelerator.process_index
         size = config.train.eval_batch_size
         self._scorer = SplitScorer(task, "valid", accelerator, size)
-        self._test_scorer = SplitScorer(task, "test", accelerator, size) if task.split("test") else None
+        self._test_scorer = (
+            SplitScorer(task, "test", accelerator, size) if task.split("test") else None
+        )
         keep = config.checkpoint.keep_last
         self._checkpoints = FinetuneCheckpoints(
             trainer.write_state, recorder, run_directory, keep_last=keep, beat=self._beat
@@ -226,10 +239,13 @@ class Finetuner:
         trainer.check_random_state = self._checkpoints.check_random_state
 
     def run(self) -> None:
-        """Train to the last step, or until something asks to stop; a run that is already there ends at once.
+        """Train to the last step, or until something asks to stop.
+
+        A run that is already there ends at once.
 
         Raises:
-            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its last step.
+            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its
+                last step.
             TrainingError: a loss is not finite, or memory does not suffice.
             CheckpointError: the checkpoint to go on from is of another number of ranks.
             WorkspaceError: a checkpoint, the best model or an event cannot be written.
@@ -241,10 +257,12 @@ class Finetuner:
         self._stop.take_away_file()  # before the event: what comes next is another attempt's
         self._recorder.event("exit", reason=reason or "finished", iteration=self.progress.iteration)
         if reason is not None:
-            raise self._stop.error(reason, self.progress.iteration, self._checkpoints.path_of(self.progress.iteration))
+            raise self._stop.error(
+                reason, self.progress.iteration, self._checkpoints.path_of(self.progress.iteration)
+            )
 
     def _train(self) -> StopReason | None:
-        """Go on from a checkpoint, if there is one, to the last step; returns what ended that before."""
+        """Resume from a checkpoint, if there is one, and train; return what ended the training early."""
         self.progress, path = self._checkpoints.resume()
         self._best.find()
         accelerator, schedule = self._trainer.accelerator, self._schedule
@@ -273,7 +291,10 @@ class Finetuner:
         return None
 
     def _begin(self, *, fresh: bool) -> None:
-        """Evaluate the model as it is now, if that was not done yet; a best model that was lost is made again."""
+        """Evaluate the model as it is now, if that was not done yet.
+
+        A best model that was lost is made again.
+        """
         progress = self.progress
         # At the beginning, and where a signal had left no time for it.
         due = progress.evaluation_due or (self._is_last and self._best.best is None)
@@ -291,7 +312,10 @@ class Finetuner:
         return self.progress.iteration >= self._schedule.total_steps
 
     def _after(self, step: Step) -> None:
-        """Count a step, and do what is due after it: the log, an evaluation, a checkpoint, the end."""
+        """Count a step, and do what is due after it.
+
+        The log, an evaluation, a checkpoint, the end.
+        """
         progress, train = self.progress, self._config.train
         progress.skipped = progress.skipped + 1 if step.skipped else 0
         self._check(step)
@@ -327,10 +351,16 @@ class Finetuner:
 
     def _check(self, step: Step) -> None:
         try:
-            check_finite(step, self.progress.iteration + 1, self.progress.skipped, self._trainer.precision)
+            check_finite(
+                step, self.progress.iteration + 1, self.progress.skipped, self._trainer.precision
+            )
         except LossError as error:
             newest = self._checkpoints.newest()
-            saved = "no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}"
+            saved = (
+                "no checkpoint was saved before"
+                if newest is None
+                else f"the last good checkpoint is {newest}"
+            )
             raise LossError(f"{error}; {saved}") from error
 
     def _end_epoch(self) -> None:
@@ -351,9 +381,12 @@ class Finetuner:
         return bool(told)
 
     def _evaluate(self) -> bool:
-        """Measure the model on the validation split, and keep it if it is the best so far, with its test scores.
+        """Measure the model on the validation split, and keep it if it is the best so far.
 
-        Returns False for an evaluation that a signal broke off: it leaves a few seconds, and they are the checkpoint's.
+        Its test scores are kept with it.
+
+        Returns False for an evaluation that a signal broke off: it leaves a few seconds, and they
+        are the checkpoint's.
         """
         progress, model = self.progress, self._trainer.model_wrapped
         score = self._scorer.score(model, self._beat, self._signalled)
@@ -372,14 +405,18 @@ class Finetuner:
                 self._report("test", tested)
             facts = self._facts(tested)
             self._best.keep(progress.iteration, score.metrics, model, facts)
-            logger.info("best model so far: %s %.4f", self._best.metric, score.metrics[self._best.metric])
+            logger.info(
+                "best model so far: %s %.4f", self._best.metric, score.metrics[self._best.metric]
+            )
         progress.evaluation_due, progress.evaluated = False, progress.iteration
         return True
 
     def _report(self, kind: str, score: Score) -> None:
         """Write a pass over a split as a line of the log and as an event."""
         progress = self.progress
-        logger.info("%s", evaluation_line(kind, progress, self._schedule, score.metrics, score.seconds))
+        logger.info(
+            "%s", evaluation_line(kind, progress, self._schedule, score.metrics, score.seconds)
+        )
         self._recorder.event(
             kind,
             iteration=progress.iteration,
@@ -393,14 +430,19 @@ class Finetuner:
         )
 
     def _facts(self, tested: Score | None) -> dict[str, Any]:
-        """What is kept with the best model: its test scores, and what the gate of the export compares it with."""
+        """What is kept with the best model.
+
+        These are its test scores, and what the gate of the export compares it with.
+        """
         device = self._trainer.accelerator.device
         return {
             "precision": self._trainer.precision,
             "distributed": self._config.launch.distributed,
             "start_metrics": self.progress.start_metrics,
             "test_metrics": None if tested is None else tested.metrics,
-            "sample_losses": sample_losses(self._task, self._trainer.model_wrapped, device, GATE_SAMPLES, self._beat),
+            "sample_losses": sample_losses(
+                self._task, self._trainer.model_wrapped, device, GATE_SAMPLES, self._beat
+            ),
         }
 
     def _log(self, step: Step) -> None:
@@ -417,7 +459,9 @@ class Finetuner:
         assert best is not None
         result = {
             "iterations": progress.iteration,
-            "epochs": round(progress.epoch + progress.batches / self._schedule.batches_per_epoch, 4),
+            "epochs": round(
+                progress.epoch + progress.batches / self._schedule.batches_per_epoch, 4
+            ),
             "best": f"{BEST_NAME}/{directory_name(best.iteration)}",
             "best_iteration": best.iteration,
             "metric": self._best.metric,
@@ -433,7 +477,10 @@ class Finetuner:
             write_json(self._run_directory / RESULT_NAME, result)
 
     def _seconds_per_epoch(self) -> float:
-        """Training time of a pass: the mean of the complete ones, else what one would take at this rate."""
+        """Training time of a pass.
+
+        The mean of the complete ones, else what one would take at this rate.
+        """
         progress = self.progress
         if progress.train_seconds:
             return sum(progress.train_seconds) / len(progress.train_seconds)

@@ -13,10 +13,24 @@ from megacore.artifact.files import workspace_errors
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import LOSS, Seq2SeqConfig
 from megacore.errors import ConfigError, DataFormatError, DownloadError
-from megacore.finetune.examples import IDS, LABELS, Mapper, Rows, check_columns, end_id, token_counts
+from megacore.finetune.examples import (
+    IDS,
+    LABELS,
+    Mapper,
+    Rows,
+    check_columns,
+    end_id,
+    token_counts,
+)
 from megacore.finetune.metrics import text_metrics
 from megacore.finetune.task import IGNORED, Batch, TransformersTask, mask_of, padded, token_losses
-from megacore.tokenizer.sentences import SplitterChoice, download_punkt, find_punkt, make_splitter, model_directory
+from megacore.tokenizer.sentences import (
+    SplitterChoice,
+    download_punkt,
+    find_punkt,
+    make_splitter,
+    model_directory,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,17 +38,24 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PUNKT = "punkt"
-"""Directory of nltk's models, below the artifact of the stage `examples`: no rank downloads anything."""
+"""Directory of nltk's models, below the artifact of the stage `examples`: no rank downloads
+anything."""
 _LANGUAGE = "english"
 
 
 def sentence_splitter(kind: Literal["punkt", "rules"], punkt: Path) -> Callable[[str], list[str]]:
-    """What divides a text; `punkt` holds nltk's models. Raises DataFormatError when they are damaged."""
+    """What divides a text; `punkt` holds nltk's models.
+
+    Raises DataFormatError when they are damaged.
+    """
     return make_splitter(SplitterChoice(kind, _LANGUAGE, data=str(punkt)))
 
 
 def store_punkt(directory: Path) -> None:
-    """Fill the new `directory` with nltk's models, of this machine or downloaded. Raises DownloadError."""
+    """Fill the new `directory` with nltk's models, of this machine or downloaded.
+
+    Raises DownloadError.
+    """
     found = find_punkt(_LANGUAGE)
     with workspace_errors(directory):
         directory.mkdir()
@@ -46,7 +67,8 @@ def store_punkt(directory: Path) -> None:
         download_punkt(directory, _LANGUAGE)
     except DownloadError as error:
         raise DownloadError(
-            f"task.sentence_splitter is punkt: {str(error).replace('data.sentence_splitter', 'task.sentence_splitter')}"
+            "task.sentence_splitter is punkt: "
+            f"{str(error).replace('data.sentence_splitter', 'task.sentence_splitter')}"
         ) from error
 
 
@@ -60,12 +82,13 @@ def encode_seq2seq(
 ) -> "tuple[dict[str, Dataset], dict[str, Any]]":
     """The samples of each split, and what `task.json` says of them.
 
-    Raises ConfigError, DataFormatError; DownloadError when nltk's models are asked for and cannot be fetched.
+    Raises ConfigError, DataFormatError; DownloadError when nltk's models are asked for and cannot
+    be fetched.
     """
     if getattr(model, "decoder_start_token_id", None) is None:
         raise ConfigError(
-            f"the config.json of model.path ({model.model_type}) has no decoder_start_token_id, with which what it "
-            "writes begins: set it there"
+            f"the config.json of model.path ({model.model_type}) has no decoder_start_token_id, "
+            "with which what it writes begins: set it there"
         )
     columns = {"source_column": task.source_column, "target_column": task.target_column}
     for split, rows in splits.items():
@@ -85,13 +108,23 @@ def encode_seq2seq(
 def encode_pairs(
     rows: Rows, *, tokenizer: "PreTrainedTokenizerBase", task: Seq2SeqConfig, end: int | None
 ) -> dict[str, Any]:
-    """Ids of each source and target, cut to their lengths; the target ends with `end` where that is given."""
+    """Ids of each source and target, cut to their lengths.
+
+    The target ends with `end` where that is given.
+    """
     given = {"truncation": True, "return_attention_mask": False, "return_token_type_ids": False}
     sources = tokenizer(
-        [task.source_prefix + text for text in rows[task.source_column]], max_length=task.max_source_length, **given
+        [task.source_prefix + text for text in rows[task.source_column]],
+        max_length=task.max_source_length,
+        **given,
     )
-    targets = tokenizer(text_target=list(rows[task.target_column]), max_length=task.max_target_length, **given)
-    return {IDS: sources[IDS], LABELS: [_ended(ids, end, task.max_target_length) for ids in targets[IDS]]}
+    targets = tokenizer(
+        text_target=list(rows[task.target_column]), max_length=task.max_target_length, **given
+    )
+    return {
+        IDS: sources[IDS],
+        LABELS: [_ended(ids, end, task.max_target_length) for ids in targets[IDS]],
+    }
 
 
 def _ended(ids: list[int], end: int | None, length: int) -> list[int]:
@@ -103,8 +136,8 @@ def _check_samples(rows: "Dataset", split: str) -> None:
         empty = np.flatnonzero(token_counts(rows, column) == 0)
         if len(empty):
             raise DataFormatError(
-                f"row {empty[0]} of the {split} split has an empty {name}, and the tokenizer adds nothing to it: "
-                "remove the row"
+                f"row {empty[0]} of the {split} split has an empty {name}, and the tokenizer adds "
+                "nothing to it: remove the row"
             )
 
 
@@ -114,7 +147,9 @@ class Seq2SeqTask(TransformersTask):
     auto_class = "AutoModelForSeq2SeqLM"
     task: Seq2SeqConfig
 
-    def __init__(self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path) -> None:
+    def __init__(
+        self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path
+    ) -> None:
         super().__init__(config, examples_directory, pretrained_directory)
         assert isinstance(config.task, Seq2SeqConfig)
         self.task = config.task
@@ -143,7 +178,10 @@ class Seq2SeqTask(TransformersTask):
         ]
 
     def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> "Seq2SeqScorer":
-        """A new one for a pass over a split. Raises DataFormatError when nltk's models are damaged."""
+        """A new one for a pass over a split.
+
+        Raises DataFormatError when nltk's models are damaged.
+        """
         splitter = self.task.sentence_splitter if "rougeLsum" in self.task.metrics else "rules"
         return Seq2SeqScorer(self, accelerator, model, sentence_splitter(splitter, self._punkt))
 
@@ -152,7 +190,15 @@ class Seq2SeqTask(TransformersTask):
         from transformers import GenerationConfig
 
         given = model.generation_config.to_dict()
-        for name in ("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "transformers_version"):
+        for name in (
+            "max_length",
+            "min_length",
+            "do_sample",
+            "temperature",
+            "top_k",
+            "top_p",
+            "transformers_version",
+        ):
             given.pop(name, None)
         return GenerationConfig.from_dict(
             {
@@ -178,10 +224,16 @@ class Seq2SeqScorer:
         model: "PreTrainedModel",
         sentences: Callable[[str], list[str]],
     ) -> None:
-        self._task, self._accelerator, self._model, self._sentences = task, accelerator, model, sentences
+        self._task, self._accelerator, self._model, self._sentences = (
+            task,
+            accelerator,
+            model,
+            sentences,
+        )
         self._writer: Any = accelerator.unwrap_model(model)
         self._generation = task.generation(self._writer)
-        # A rank whose texts are finished must go on: its part of the weights is needed by the others.
+        # A rank whose texts are finished must go on: its part of the weights is needed by the
+        # others.
         self._together = _divides_weights(accelerator)
         self._written: list[str] = []
         self._targets: list[str] = []
@@ -192,7 +244,8 @@ class Seq2SeqScorer:
         """Score a batch of this rank; a collective call, while the prepared loader is iterated."""
         labels = batch[LABELS]
         losses, tokens = token_losses(self._model(**batch).logits, labels)
-        with self._accelerator.autocast():  # of the encoder, too, which is called beside the prepared model
+        # of the encoder, too, which is called beside the prepared model
+        with self._accelerator.autocast():
             written = self._writer.generate(
                 input_ids=batch[IDS],
                 attention_mask=batch["attention_mask"],
@@ -201,15 +254,22 @@ class Seq2SeqScorer:
             )
         pad = self._task.pad_id
         written = self._accelerator.pad_across_processes(written, dim=1, pad_index=pad)
-        targets = self._accelerator.pad_across_processes(labels.masked_fill(labels == IGNORED, pad), 1, pad)
-        written, targets, losses, tokens = self._task.scored(self._accelerator, written, targets, losses, tokens)
+        targets = self._accelerator.pad_across_processes(
+            labels.masked_fill(labels == IGNORED, pad), 1, pad
+        )
+        written, targets, losses, tokens = self._task.scored(
+            self._accelerator, written, targets, losses, tokens
+        )
         self._written += self._texts(written)
         self._targets += self._texts(targets)
         self._loss += float(losses.double().sum())
         self._tokens += int(tokens.sum())
 
     def _texts(self, ids: torch.Tensor) -> list[str]:
-        return [text.strip() for text in self._task.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        return [
+            text.strip()
+            for text in self._task.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        ]
 
     def metrics(self) -> dict[str, float]:
         """`loss`, the mean of all target tokens, and the task's metrics of all texts."""

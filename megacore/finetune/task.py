@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_task import CausalLmConfig, ClassificationConfig, Seq2SeqConfig, best_metric
+from megacore.config.finetune_task import (
+    CausalLmConfig,
+    ClassificationConfig,
+    Seq2SeqConfig,
+    best_metric,
+)
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, read_task
@@ -39,7 +44,10 @@ class Scorer(Protocol):
         """Score a batch of this rank; a collective call."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of everything that was added on all ranks, `loss` among them; the same on each rank."""
+        """The metrics of everything that was added on all ranks, with `loss`.
+
+        They are the same on each rank.
+        """
 
 
 class FinetuneTask(Protocol):
@@ -55,16 +63,24 @@ class FinetuneTask(Protocol):
         """The tokenized samples of a split; None where there is no such split."""
 
     def build_model(self) -> "PreTrainedModel":
-        """The model with its head in fp32, from the pretrained weights, or from the seed where random ones are asked.
+        """The model with its head in fp32, from the pretrained weights or from the seed.
+
+        The seed serves where random ones are asked.
 
         What the pretrained weights lack (a head) is drawn from the seed, the same on each rank.
         """
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> "dict[str, torch.Tensor]":
-        """A batch of samples, padded; every array [b, s], labels [b] or [b, s] with -100 where nothing is learned."""
+        """A batch of samples, padded.
+
+        Every array [b, s], labels [b] or [b, s] with -100 where nothing is learned.
+        """
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """`count` samples of the greatest length that the task allows: what a micro batch may have to hold."""
+        """`count` samples of the greatest length that the task allows.
+
+        What a micro batch may have to hold.
+        """
 
     def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> Scorer:
         """A new one for a pass over a split; `model` is the prepared one."""
@@ -82,7 +98,9 @@ class TransformersTask:
     draws_head: ClassVar[bool] = False
     """Whether the head may be missing from the pretrained weights."""
 
-    def __init__(self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path) -> None:
+    def __init__(
+        self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path
+    ) -> None:
         """Read `task.json` and the tokenizer. Raises ConfigError, DataFormatError."""
         self.config = config
         self.description = read_task(examples_directory)
@@ -91,7 +109,10 @@ class TransformersTask:
         self._examples, self._pretrained = examples_directory, pretrained_directory
 
     def split(self, name: str) -> "Dataset | None":
-        """The tokenized samples of a split; None where there is no such split. Raises DataFormatError."""
+        """The tokenized samples of a split; None where there is no such split.
+
+        Raises DataFormatError.
+        """
         return open_split(self._examples, name)
 
     def model_config(self) -> Any:
@@ -101,7 +122,8 @@ class TransformersTask:
     def build_model(self) -> "PreTrainedModel":
         """The model with its head in fp32; what is drawn from the seed is the same on each rank.
 
-        Raises ConfigError when transformers refuses the weights, or weights beside the head are missing.
+        Raises ConfigError when transformers refuses the weights, or weights beside the head are
+        missing.
         """
         import transformers
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -117,9 +139,12 @@ class TransformersTask:
             try:
                 directory: Path | None = self._pretrained / MODEL_DIRECTORY
                 if self.config.model.new_head and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
-                    # transformers then takes every weight as it is: those that do not fit are left out before.
+                    # transformers then takes every weight as it is: those that do not fit are left
+                    # out before.
                     kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-                    options["state_dict"] = _fitting_weights(self._pretrained / MODEL_DIRECTORY, kind, config)
+                    options["state_dict"] = _fitting_weights(
+                        self._pretrained / MODEL_DIRECTORY, kind, config
+                    )
                     directory = None
                 model, info = kind.from_pretrained(
                     directory,
@@ -150,8 +175,9 @@ class TransformersTask:
             lost = [name for name in lost if name.startswith(body) and ".pooler." not in name]
         if lost:
             raise ConfigError(
-                f"model.path {self.config.model.path} lacks {len(lost)} of the weights of {type(model).__name__}, "
-                f"{lost[0]} first: give a whole model, or set model.random_weights to true"
+                f"model.path {self.config.model.path} lacks {len(lost)} of the weights of "
+                f"{type(model).__name__}, {lost[0]} first: give a whole model, or set "
+                "model.random_weights to true"
             )
 
     def ordinary_id(self) -> int:
@@ -160,14 +186,16 @@ class TransformersTask:
         ids = sorted(self.tokenizer.get_vocab().values())
         return next((number for number in reversed(ids) if number not in special), 0)
 
-    def scored(self, accelerator: "Accelerator", *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors [b, ...] of all ranks on the CPU, without the samples that fill up the last batch."""
+    def scored(
+        self, accelerator: "Accelerator", *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Tensors [b, ...] of all ranks on the CPU, without what fills up the last batch."""
         gathered = accelerator.gather_for_metrics(tensors)
         return tuple(tensor.cpu() for tensor in gathered)
 
 
 def _fitting_weights(directory: Path, kind: Any, config: Any) -> dict[str, torch.Tensor]:
-    """The weights of a directory, but those that have another shape in the model of `kind` and `config`.
+    """The weights of a directory whose shapes are those of the model of `kind` and `config`.
 
     Their values are on the first rank alone, which under ZeRO-3 gives the others their parts.
     """
@@ -196,12 +224,23 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def padded(
-    rows: Sequence[Mapping[str, Any]], key: str, value: int, length: int | None, *, left: bool = False
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    value: int,
+    length: int | None,
+    *,
+    left: bool = False,
 ) -> torch.Tensor:
-    """The ids of `key` of each row, filled up on the right, or the left, to `length` or to the longest: [b, s]."""
+    """The ids of `key` of each row, filled up to one length: [b, s].
+
+    Padding is on the right, or the left, to `length` or to the longest.
+    """
     longest = length or max(len(row[key]) for row in rows)
     fills = [[value] * (longest - len(row[key])) for row in rows]
-    whole = [[*fill, *row[key]] if left else [*row[key], *fill] for row, fill in zip(rows, fills, strict=True)]
+    whole = [
+        [*fill, *row[key]] if left else [*row[key], *fill]
+        for row, fill in zip(rows, fills, strict=True)
+    ]
     return torch.tensor(whole, dtype=torch.long)
 
 
@@ -229,8 +268,13 @@ def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: tensor for name, tensor in batch.items() if name != LABELS}
 
 
-def build_task(config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path) -> FinetuneTask:
-    """The task on the artifacts of the stages `examples` and `pretrained`. Raises ConfigError, DataFormatError."""
+def build_task(
+    config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path
+) -> FinetuneTask:
+    """The task on the artifacts of the stages `examples` and `pretrained`.
+
+    Raises ConfigError, DataFormatError.
+    """
     match config.task:
         case ClassificationConfig():
             from megacore.finetune.classification import ClassificationTask
@@ -259,7 +303,9 @@ class Score:
 class SplitScorer:
     """Scores one split again and again, on all ranks together."""
 
-    def __init__(self, task: FinetuneTask, split: Split, accelerator: "Accelerator", batch_size: int) -> None:
+    def __init__(
+        self, task: FinetuneTask, split: Split, accelerator: "Accelerator", batch_size: int
+    ) -> None:
         """Nothing is read yet.
 
         Args:
@@ -285,12 +331,15 @@ class SplitScorer:
         beat: Callable[[str], None] = lambda phase: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Score | None:
-        """Score every sample. Collective; training goes on as if this had not been: its random numbers are kept.
+        """Score every sample.
+
+        Collective; training goes on as if this had not been: its random numbers are kept.
 
         Args:
             model: the prepared one.
             beat: is told each batch.
-            stopped: asked before each batch whether to break off, with the same answer on every rank: then None.
+            stopped: asked before each batch whether to break off, with the same answer on every
+                rank: then None.
         """
         started = time.monotonic()
         with _evaluating(model, self._accelerator.device):
@@ -310,14 +359,22 @@ def rows_of(task: FinetuneTask, split: Split) -> Any:
     """The samples of a split. Raises DataFormatError where there is none."""
     rows = task.split(split)
     if rows is None or len(rows) == 0:
-        raise DataFormatError(f"the {split} split has no sample: look at data.source and the limits in data")
+        raise DataFormatError(
+            f"the {split} split has no sample: look at data.source and the limits in data"
+        )
     return rows
 
 
 def sample_losses(
-    task: FinetuneTask, model: Any, device: torch.device, count: int, beat: Callable[[str], None] = lambda phase: None
+    task: FinetuneTask,
+    model: Any,
+    device: torch.device,
+    count: int,
+    beat: Callable[[str], None] = lambda phase: None,
 ) -> list[float]:
-    """The loss of each of the first `count` validation samples, alone in its batch: no padding, no partner tells on it.
+    """The loss of each of the first `count` validation samples, alone in its batch.
+
+    No padding, no partner tells on it.
 
     Every rank scores all of them, since under ZeRO-3 all take part in each forward pass.
     """
@@ -326,7 +383,9 @@ def sample_losses(
     with _evaluating(model, device):
         for number in range(min(count, len(rows))):
             beat("evaluate")
-            batch = {name: tensor.to(device) for name, tensor in task.collate([rows[number]]).items()}
+            batch = {
+                name: tensor.to(device) for name, tensor in task.collate([rows[number]]).items()
+            }
             losses.append(float(model(**batch).loss))
     return losses
 

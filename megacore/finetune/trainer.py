@@ -1,4 +1,4 @@
-"""transformers' Trainer as fine-tunings use it: one optimizer step after another, each told as `Step`."""
+"""transformers' Trainer as fine-tunings use it: a generator of optimizer steps."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,8 @@ else:
     Trainer = object
 
 MOST_SKIPPED = 50
-"""Steps in a row that fp16 may skip: a loss scale that has been halved so often will not find its place any more."""
+"""Steps in a row that fp16 may skip: a loss scale that has been halved so often will not find its
+place any more."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Step:
 
 
 class StepTrainer(Trainer):
-    """What is added to transformers' Trainer, which is the other base of the class that `prepare` makes.
+    """What is added to transformers' Trainer, the other base of the class that `prepare` makes.
 
     Its loop, its data, its DeepSpeed and its checkpoints are used as they are. It logs after each
     optimizer step; that is where `after_step` is called, which evaluates and saves.
@@ -64,7 +65,9 @@ class StepTrainer(Trainer):
     notices: Callable[[], tuple[bool, ...]] = staticmethod(tuple)
     """Called after each step for what this rank has to tell the others."""
 
-    def __init__(self, config: FinetuneConfig, schedule: Schedule, precision: str, **values: Any) -> None:
+    def __init__(
+        self, config: FinetuneConfig, schedule: Schedule, precision: str, **values: Any
+    ) -> None:
         """Prepare to train.
 
         Args:
@@ -85,8 +88,8 @@ class StepTrainer(Trainer):
             vars(model_config).pop("use_cache", None)
         else:
             model_config.use_cache = use_cache
-        # Most models take any keyword and do not divide by `num_items_in_batch`: their gradients would be
-        # multiplied by the number of ranks and of accumulated batches.
+        # Most models take any keyword and do not divide by `num_items_in_batch`: their gradients
+        # would be multiplied by the number of ranks and of accumulated batches.
         self.model_accepts_loss_kwargs = False
 
     @property
@@ -115,10 +118,14 @@ class StepTrainer(Trainer):
             )
         return self.optimizer
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *values: Any, **named: Any) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], *values: Any, **named: Any
+    ) -> torch.Tensor:
         """Take a forward and backward pass, and count what it read."""
         if self._resumed:
-            raise CheckpointError("the random numbers of the checkpoint were not taken up: use another checkpoint")
+            raise CheckpointError(
+                "the random numbers of the checkpoint were not taken up: use another checkpoint"
+            )
         # Read before the step, which with a schedule of DeepSpeed's own changes it.
         optimizer: Any = self.optimizer
         self._lr = float(optimizer.param_groups[0]["lr"])
@@ -172,7 +179,7 @@ class StepTrainer(Trainer):
             self.args.output_dir = output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights of a checkpoint, where they are not in DeepSpeed's or FSDP's own files."""
+        """Write the weights of a checkpoint where DeepSpeed or FSDP do not write them."""
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
 
@@ -186,7 +193,8 @@ class StepTrainer(Trainer):
         from transformers import TrainerCallback
 
         def ready(*_: Any, **__: Any) -> None:
-            torch.manual_seed(self._config.seed + self.args.process_index)  # each rank drops other activations
+            # each rank drops other activations
+            torch.manual_seed(self._config.seed + self.args.process_index)
             begin()
 
         events = {
@@ -207,7 +215,12 @@ class StepTrainer(Trainer):
 
 
 def prepare(
-    config: FinetuneConfig, task: FinetuneTask, *, precision: str, device: torch.device, directory: Path
+    config: FinetuneConfig,
+    task: FinetuneTask,
+    *,
+    precision: str,
+    device: torch.device,
+    directory: Path,
 ) -> StepTrainer:
     """The task's model, ready to be trained by the ranks that have joined.
 
@@ -229,7 +242,11 @@ def prepare(
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     schedule = Schedule.of(config.train, len(rows), ranks)
     arguments = training_arguments(
-        config, precision=precision, device=device, total_steps=schedule.total_steps, directory=directory
+        config,
+        precision=precision,
+        device=device,
+        total_steps=schedule.total_steps,
+        directory=directory,
     )
     model: Any = task.build_model()
     model.train()  # `from_pretrained` leaves it without dropout
@@ -237,20 +254,29 @@ def prepare(
         _checkpoint_activations(model)
     kind: Any = type("FinetuneTrainer", (StepTrainer, Trainer), {})
     trainer: StepTrainer = kind(
-        config, schedule, precision, model=model, args=arguments, data_collator=task.collate, train_dataset=rows
+        config,
+        schedule,
+        precision,
+        model=model,
+        args=arguments,
+        data_collator=task.collate,
+        train_dataset=rows,
     )
     check_distribution(trainer.accelerator, config, device)
     return trainer
 
 
 def _checkpoint_activations(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise ConfigError(
-            f"train.gradient_checkpointing is true and {type(model).__name__} cannot compute its activations again: "
-            "set it to false"
+            f"train.gradient_checkpointing is true and {type(model).__name__} cannot compute its "
+            "activations again: set it to false"
         ) from error
 
 
@@ -266,7 +292,10 @@ def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[
     decaying: dict[str, Any] = {"params": [each for each in trained if id(each) not in apart]}
     if weight_decay is not None:
         decaying["weight_decay"] = weight_decay
-    groups = [decaying, {"params": [each for each in trained if id(each) in apart], "weight_decay": 0.0}]
+    groups = [
+        decaying,
+        {"params": [each for each in trained if id(each) in apart], "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -274,7 +303,9 @@ def _undecayed(module: nn.Module) -> list[nn.Parameter]:
     own = dict(module.named_parameters(recurse=False))
     if "norm" in type(module).__name__.lower():
         return list(own.values())
-    return [parameter for name, parameter in own.items() if name == "bias" or name.endswith("_bias")]
+    return [
+        parameter for name, parameter in own.items() if name == "bias" or name.endswith("_bias")
+    ]
 
 
 @contextmanager
@@ -286,13 +317,16 @@ def _no_scale_left(config: FinetuneConfig) -> Iterator[None]:
         if "loss scale already at minimum" not in str(error):
             raise
         raise LossError(
-            "fp16 has halved its loss scale down to the least that it may be, and gradients still overflow: set "
-            f"train.precision to bf16 or fp32, or lower optim.lr (now {config.optim.lr:g})"
+            "fp16 has halved its loss scale down to the least that it may be, and gradients still "
+            "overflow: set train.precision to bf16 or fp32, or lower optim.lr (now "
+            f"{config.optim.lr:g})"
         ) from error
 
 
 def check_finite(step: Step, iteration: int, skipped: int, precision: str) -> None:
-    """Refuse a loss or a gradient that is not finite; of fp16, steps that were skipped for it are no error.
+    """Refuse a loss or a gradient that is not finite.
+
+    Of fp16, steps that were skipped for it are no error.
 
     Args:
         step: just taken.
@@ -306,13 +340,13 @@ def check_finite(step: Step, iteration: int, skipped: int, precision: str) -> No
         if skipped < MOST_SKIPPED:
             return
         raise LossError(
-            f"fp16 has skipped {skipped} steps in a row up to step {iteration} for gradients that overflow: set "
-            "train.precision to bf16 or fp32, or lower optim.lr"
+            f"fp16 has skipped {skipped} steps in a row up to step {iteration} for gradients that "
+            "overflow: set train.precision to bf16 or fp32, or lower optim.lr"
         )
     for name, value in (("loss", step.loss), ("norm of the gradients", step.grad_norm)):
         if value is not None and not math.isfinite(value):
             less = "optim.lr" if precision == "fp32" else "optim.lr, or set train.precision to fp32"
             raise LossError(
-                f"the {name} is {value} at step {iteration} (learning rate {step.lr:.3g}): lower {less}, raise "
-                "optim.warmup_steps, or look for samples without labels"
+                f"the {name} is {value} at step {iteration} (learning rate {step.lr:.3g}): lower "
+                f"{less}, raise optim.warmup_steps, or look for samples without labels"
             )

@@ -32,14 +32,20 @@ function is for notebooks and TPUs."""
 _REASONS = {
     "gpu_ids": "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all",
     "rdzv_backend": "ranks meet as launch.rdzv_endpoint says: set it to static",
-    "enable_cpu_affinity": ("ranks are not bound to cores: set it to false, and see launch.threads_per_rank"),
+    "enable_cpu_affinity": (
+        "ranks are not bound to cores: set it to false, and see launch.threads_per_rank"
+    ),
     "debug": "set it to false, and ACCELERATE_DEBUG_MODE=1 in the environment",
     "dynamo_config": "models are not compiled: remove it",
     "dynamo_backend": "models are not compiled: set it to 'NO'",
-    "megatron_lm_config": ("Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain"),
+    "megatron_lm_config": (
+        "Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain"
+    ),
     "parallelism_config": "a fine-tuning divides its batch alone: remove it",
     "fp8_config": "a fine-tuning computes in fp32, bf16 or fp16: remove it",
-    "mpirun_config": ("ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind"),
+    "mpirun_config": (
+        "ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind"
+    ),
     "ipex_config": "Intel's extension for PyTorch is not used here: remove it",
     **dict.fromkeys(("downcast_bf16", *_TPU_KEYS.split()), _TPU),
 }
@@ -59,7 +65,9 @@ _DEEPSPEED_HONOURED = (
 )
 DEEPSPEED_HONOURED = frozenset(_DEEPSPEED_HONOURED.split())
 """Keys of deepspeed_config that are translated or checked."""
-_DEEPSPEED_WITHOUT_EFFECT = "offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"
+_DEEPSPEED_WITHOUT_EFFECT = (
+    "offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"
+)
 DEEPSPEED_WITHOUT_EFFECT = frozenset(_DEEPSPEED_WITHOUT_EFFECT.split())
 """Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and
 the best model is gathered and saved in fp32."""
@@ -68,7 +76,9 @@ DEEPSPEED_REFUSED: _Refused = {
 }
 
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
-_AUTOS = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+_AUTOS = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+)
 _LAUNCHERS = ("pdsh", "standard", "nossh")
 """Ways of starting other machines that ssh takes the place of."""
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -81,7 +91,10 @@ def cluster_defaults() -> dict[str, Any]:
     """Return the keys of Accelerate's YAML and their defaults, None where it has none."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    return {each.name: None if each.default is MISSING else each.default for each in fields(ClusterConfig)}
+    return {
+        each.name: None if each.default is MISSING else each.default
+        for each in fields(ClusterConfig)
+    }
 
 
 @cache
@@ -105,7 +118,9 @@ def asks_for_cpu(content: Mapping[str, Any]) -> bool:
     return bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
 
 
-def read_accelerate(content: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
+def read_accelerate(
+    content: Mapping[str, Any], launch: dict[str, Any], name: str
+) -> Iterator[Claim]:
     """Yield what the YAML says, as values of the configuration.
 
     Args:
@@ -167,7 +182,10 @@ def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
     if not isinstance(block, dict):
         raise ValueError(f"fsdp_config of {name} is {block!r}: give a mapping of its keys")
     defaults = fsdp_defaults()
-    spelled = {str(key) if str(key).startswith("fsdp") else f"fsdp_{key}": value for key, value in block.items()}
+    spelled = {
+        str(key) if str(key).startswith("fsdp") else f"fsdp_{key}": value
+        for key, value in block.items()
+    }
     _known(spelled, "fsdp_config.", (defaults,), name)
     for key, value in spelled.items():
         if value is None:
@@ -216,7 +234,9 @@ def _refuse(block: Mapping[str, Any], prefix: str, refused: _Refused, name: str)
     for key, (reason, off) in refused.items():
         value = block.get(key)
         if value not in (*_OFF, *off):
-            raise ValueError(f"{prefix}{key} of {name} is {Claim.shown(value)}, which is refused: {reason}")
+            raise ValueError(
+                f"{prefix}{key} of {name} is {Claim.shown(value)}, which is refused: {reason}"
+            )
 
 
 def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
@@ -230,7 +250,10 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
             "the latter to MULTI_GPU, MULTI_CPU or DEEPSPEED"
         )
     if kind == "MULTI_GPU" and on_cpu:
-        raise ValueError(f"use_cpu of {name} is true but distributed_type is MULTI_GPU: set the latter to MULTI_CPU")
+        raise ValueError(
+            f"use_cpu of {name} is true but distributed_type is MULTI_GPU: set the latter to "
+            "MULTI_CPU"
+        )
     if asks_for_cpu(content):
         key, value = ("use_cpu", "true") if on_cpu else ("distributed_type", "MULTI_CPU")
         yield Claim("launch.allow_cpu", True, f"{key} of {name} is {value}")
@@ -238,7 +261,10 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
     if processes is not None:
         clause = f"num_processes of {name} is {processes}"
         if processes % (machines or 1):
-            raise ValueError(f"{clause}, which num_machines {machines} does not divide: give each machine as many")
+            raise ValueError(
+                f"{clause}, which num_machines {machines} does not divide: give each machine as "
+                "many"
+            )
         if (machines or 1) > 1:
             clause += f" on num_machines {machines}"
         yield Claim("launch.nproc_per_node", processes // (machines or 1), clause)
@@ -247,7 +273,8 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
     rank = content.get("machine_rank") or 0
     if rank != 0:
         raise ValueError(
-            f"machine_rank of {name} is {rank}: all machines are started from one place, give the file of machine 0"
+            f"machine_rank of {name} is {rank}: all machines are started from one place, give the "
+            "file of machine 0"
         )
     if (machines or 1) > 1:
         yield from _meeting(content, name)
@@ -257,7 +284,9 @@ def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
     """The address of the first machine; on one machine ranks meet at a port that is free."""
     address, port = content.get("main_process_ip"), content.get("main_process_port")
     if address is None and port is not None:
-        raise ValueError(f"main_process_port of {name} is {port} without main_process_ip: give both, or neither")
+        raise ValueError(
+            f"main_process_port of {name} is {port} without main_process_ip: give both, or neither"
+        )
     if address is not None:
         at, said = str(address), f"main_process_ip of {name} is {address}"
         if port is not None:
@@ -324,7 +353,9 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
         raise ValueError(f"{clause}: use 2 or 3, or 0 for distributed data parallelism")
     stage, on_cpu = int(stage), [what for what, device in devices.items() if device == "cpu"]
     if on_cpu and (stage == 0 or (stage == 2 and "param" in on_cpu)):
-        raise ValueError(f"{clauses[on_cpu[-1]]} but {clause}: {'2 or ' if stage == 0 else ''}3 offloads that")
+        raise ValueError(
+            f"{clauses[on_cpu[-1]]} but {clause}: {'2 or ' if stage == 0 else ''}3 offloads that"
+        )
     if stage:
         yield Claim("zero_optimization.stage", stage, clause, ours=False)
     method = _STAGES.get((stage, "optimizer" in on_cpu, "param" in on_cpu))

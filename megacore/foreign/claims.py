@@ -23,7 +23,11 @@ class Claim:
     def meaning(self) -> str:
         """What the file's value means here, where it is not written alike."""
         value = ", ".join(self.value) if isinstance(self.value, list) else self.value
-        return "" if self.clause.endswith(f" {self.shown(value)}") else f", which is {self.field} {self.shown(value)},"
+        return (
+            ""
+            if self.clause.endswith(f" {self.shown(value)}")
+            else f", which is {self.field} {self.shown(value)},"
+        )
 
     @staticmethod
     def shown(value: Any) -> str:

@@ -59,13 +59,17 @@ def read_keys(content: Mapping[str, Any], form: Form | None = None) -> Iterator[
     values: dict[str, Any] = {}
     for name, (key, value) in _leaves("", content, form):
         if key in spellings:
-            raise ValueError(f"{form.name} says both {spellings[key]} and {name}, which are the same: remove one")
+            raise ValueError(
+                f"{form.name} says both {spellings[key]} and {name}, which are the same: remove one"
+            )
         spellings[key], values[key] = name, value
     form.definitions.check(values, form.name)
     yield from values.items()
 
 
-def _leaves(prefix: str, block: Mapping[str, Any], form: Form) -> Iterator[tuple[str, tuple[str, Any]]]:
+def _leaves(
+    prefix: str, block: Mapping[str, Any], form: Form
+) -> Iterator[tuple[str, tuple[str, Any]]]:
     """For each value the name that the file has for it, its present name, and what it means."""
     flags = form.definitions.offload_flags
     # The type first: it decides which parameters there are.
@@ -84,7 +88,9 @@ def _leaves(prefix: str, block: Mapping[str, Any], form: Form) -> Iterator[tuple
                 yield spelled, (key, _typed(key, value, form))
         elif any(known.startswith(f"{key}.") for known in form.keys):
             if not isinstance(value, dict | None):
-                raise ValueError(f"{spelled} of {form.name} is {shown(value)}: give an object of its keys")
+                raise ValueError(
+                    f"{spelled} of {form.name} is {shown(value)}: give an object of its keys"
+                )
             _check_parameters(key, value or {}, block, form)
             yield from _leaves(f"{key}.", value or {}, form)
         else:
@@ -107,15 +113,20 @@ def _typed(name: str, value: Any, form: Form) -> Any:
     return value
 
 
-def _check_parameters(key: str, params: Mapping[str, Any], block: Mapping[str, Any], form: Form) -> None:
+def _check_parameters(
+    key: str, params: Mapping[str, Any], block: Mapping[str, Any], form: Form
+) -> None:
     """Raise ValueError for parameters without a type, or of another type of scheduler."""
     if key in ("optimizer.params", "scheduler.params") and block.get("type") is None:
-        raise ValueError(f"{form.name} has {key} without {key.replace('params', 'type')}: say the type")
+        raise ValueError(
+            f"{form.name} has {key} without {key.replace('params', 'type')}: say the type"
+        )
     for name in params if key == "scheduler.params" else ():
         known = form.definitions.schedulers[block["type"]]
         if name not in known:
             raise ValueError(
-                f"unknown key scheduler.params.{name} in {form.name}: {block['type']} has {', '.join(known)}"
+                f"unknown key scheduler.params.{name} in {form.name}: {block['type']} has "
+                f"{', '.join(known)}"
             )
 
 
@@ -189,7 +200,9 @@ def _is_off(value: Any) -> bool:
     """Whether a switch, or every switch of a block, is off."""
     if isinstance(value, dict):
         switches = value.values()
-        return _plain(value.get("enabled")) is False or all(_plain(part) in (None, False) for part in switches)
+        return _plain(value.get("enabled")) is False or all(
+            _plain(part) in (None, False) for part in switches
+        )
     return value is False
 
 

@@ -39,13 +39,16 @@ _BLOCKS = {
 }
 """Blocks that are honoured elsewhere and not in a fine-tuning."""
 _REASONS = {
-    "the flow reads the data: see the section data": ("dataloader_drop_last data_efficiency curriculum_learning"),
+    "the flow reads the data: see the section data": (
+        "dataloader_drop_last data_efficiency curriculum_learning"
+    ),
     "checkpoints are the flow's: see the section checkpoint": (
         "checkpoint datastates_ckpt nebula zero_optimization.elastic_checkpoint "
         "zero_optimization.load_from_fp32_weights zero_optimization.pipeline_loading_checkpoint"
     ),
     "every rank has samples of its own and the same model: remove it": (
-        "tensor_parallel pipeline sequence_parallel_size data_parallel_size seq_parallel_communication_data_type"
+        "tensor_parallel pipeline sequence_parallel_size data_parallel_size "
+        "seq_parallel_communication_data_type"
     ),
     "torch's Adam is taken as it is: remove it": (
         "optimizer.params.fused optimizer.params.foreach optimizer.params.set_grad_none"
@@ -98,7 +101,11 @@ def form_of(name: str) -> Form:
     """Return what a fine-tuning takes of a JSON, which is called `name` in sentences."""
     known = definitions(name)
     blocks = tuple(f"{block}." for block in _BLOCKS)
-    keys = {key: kind for key, kind in known.keys.items() if key not in _REFUSED_HERE and not key.startswith(blocks)}
+    keys = {
+        key: kind
+        for key, kind in known.keys.items()
+        if key not in _REFUSED_HERE and not key.startswith(blocks)
+    }
     refused = {
         key: value._replace(reason=_OWN_REASONS.get(key, value.reason))
         for key, value in REFUSED.items()
@@ -153,7 +160,9 @@ def read_deepspeed(
     content.update(nested(kept))
 
 
-def _number(flat: Mapping[str, Any], key: str, field: str, name: str, default: Any = None) -> Iterator[Claim]:
+def _number(
+    flat: Mapping[str, Any], key: str, field: str, name: str, default: Any = None
+) -> Iterator[Claim]:
     if key not in flat and default is not None:
         clause = f"{key} of {name} is {default} by DeepSpeed's default"
         yield Claim(field, default, clause, by_default=True)
@@ -166,7 +175,9 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
     key, given = "zero_optimization.stage", values["launch"].get("distributed")
     if flat.get(key, AUTO) == AUTO:
         if given is None:
-            raise ValueError(f"{key} of {name} is missing, and launch.distributed too: give one of them")
+            raise ValueError(
+                f"{key} of {name} is missing, and launch.distributed too: give one of them"
+            )
         if given not in STAGES:
             raise ValueError(
                 f"{name} is DeepSpeed's JSON but launch.distributed is {given}: set the latter to "
@@ -176,7 +187,9 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
     stage, offload = flat[key], "cpu" if given == "zero3-offload" else "none"
     clause = f"{key} of {name} is {stage}"
     if stage not in STAGES.values():
-        raise ValueError(f"{clause}: use 2 or 3, or launch.distributed ddp without launch.deepspeed_config")
+        raise ValueError(
+            f"{clause}: use 2 or 3, or launch.distributed ddp without launch.deepspeed_config"
+        )
     yield Claim(key, stage, clause, ours=False)
     devices = []
     for what in ("offload_optimizer", "offload_param"):
@@ -219,7 +232,9 @@ def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
             clause = f"fp16.enabled and bf16.enabled of {name} are false"
         yield Claim("train.precision", "fp32", clause)
     elif fp16 is False and ours == "fp16":
-        raise ValueError(f"fp16.enabled of {name} is false but train.precision is fp16: change one of them")
+        raise ValueError(
+            f"fp16.enabled of {name} is false but train.precision is fp16: change one of them"
+        )
 
 
 def _optimizer(flat: dict[str, Any], form: Form, torch_adam: bool) -> Iterator[Claim]:
@@ -229,7 +244,10 @@ def _optimizer(flat: dict[str, Any], form: Form, torch_adam: bool) -> Iterator[C
     known = ("lr", "weight_decay", *_PARAMETERS[kind])
     for key in (key for key in flat if key.startswith(prefix)):
         if key.removeprefix(prefix) not in known:
-            raise ValueError(f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove it")
+            raise ValueError(
+                f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove "
+                "it"
+            )
     defaults = form.definitions.optimizer({**flat, _TORCH_ADAM: torch_adam})
     yield from _number(flat, f"{prefix}lr", "optim.lr", name)  # a rate must be said
     pairs = {"weight_decay": "optim.weight_decay"}
@@ -258,10 +276,13 @@ def _scheduler(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
     yield Claim("optim.lr_scheduler", COURSES[kind], f"scheduler.type of {name} is {kind}")
     steps, total = (flat.get(f"{prefix}{key}") for key in ("warmup_num_steps", "total_num_steps"))
     if steps == 0:
-        raise ValueError(f'{prefix}warmup_num_steps of {name} is 0: DeepSpeed takes 1 or more, or "auto"')
+        raise ValueError(
+            f'{prefix}warmup_num_steps of {name} is 0: DeepSpeed takes 1 or more, or "auto"'
+        )
     if isinstance(steps, int) and isinstance(total, int) and steps >= total:
         raise ValueError(
-            f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the warm-up must end before"
+            f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the "
+            "warm-up must end before"
         )
     defaults = form.definitions.schedulers[kind]
     yield from _number(flat, f"{prefix}warmup_max_lr", "optim.lr", name)
@@ -275,7 +296,9 @@ def _scheduler(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
             del flat[f"{prefix}{key}"]
 
 
-def _check_batch(flat: Mapping[str, Any], values: Mapping[str, Any], name: str, batch: Mapping[str, int]) -> None:
+def _check_batch(
+    flat: Mapping[str, Any], values: Mapping[str, Any], name: str, batch: Mapping[str, int]
+) -> None:
     """Raise ValueError for a batch that is not what micro batch, accumulation and ranks come to."""
     total, train = flat.get("train_batch_size", AUTO), values.get("train") or {}
     factors = {key: train.get(key, default) for key, default in batch.items()}

@@ -108,7 +108,10 @@ _UNTYPED: dict[Kind, str] = {
     "number": "gradient_clipping optimizer.params.max_grad_norm flops_profiler.module_depth "
     "scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr "
     "scheduler.params.warmup_min_ratio scheduler.params.cos_min_ratio",
-    "integer": "fp16.initial_scale_power scheduler.params.warmup_num_steps scheduler.params.total_num_steps",
+    "integer": (
+        "fp16.initial_scale_power scheduler.params.warmup_num_steps "
+        "scheduler.params.total_num_steps"
+    ),
     "text": "optimizer.type scheduler.type flops_profiler.output_file",
 }
 _BY_HAND = {
@@ -178,7 +181,9 @@ def _definitions() -> Definitions:
         "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
         "optimizer.params": _defaults(FusedAdam),
     }
-    defaults = {f"{name}.{key}": value for name, block in blocks.items() for key, value in block.items()}
+    defaults = {
+        f"{name}.{key}": value for name, block in blocks.items() for key, value in block.items()
+    }
     defaults |= {key: getattr(constants, f"{key.upper()}_DEFAULT", None) for key in _BY_HAND}
     keys = {key: Key(_kind(type(value), (), value), (), value) for key, value in defaults.items()}
     renamed, flags = (
@@ -246,13 +251,17 @@ def _read_model(
         if field.alias is not None:
             renamed[f"{block}.{name}"] = key
         parts = get_args(field.annotation) or (field.annotation,)
-        kind = next((part for part in parts if isinstance(part, type) and part is not type(None)), object)
+        kind = next(
+            (part for part in parts if isinstance(part, type) and part is not type(None)), object
+        )
         if issubclass(kind, BaseModel):
             _read_model(kind, key, keys, renamed, flags)
         else:
             choices = [each.value for each in kind] if issubclass(kind, Enum) else []
             default = field.get_default()
-            keys[key] = Key(_kind(kind, field.metadata, default), (*dict.fromkeys(choices),), default)
+            keys[key] = Key(
+                _kind(kind, field.metadata, default), (*dict.fromkeys(choices),), default
+            )
 
 
 def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
@@ -262,7 +271,11 @@ def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
     if issubclass(kind, int):
         bounds = tuple(bounds)
         above = any(hasattr(bound, "gt") for bound in bounds)
-        return "size" if above or (not bounds and not issubclass(kind, Enum) and default) else "integer"
+        return (
+            "size"
+            if above or (not bounds and not issubclass(kind, Enum) and default)
+            else "integer"
+        )
     if issubclass(kind, float):
         return "number"
     if issubclass(kind, list):
@@ -274,7 +287,10 @@ def _is_refused(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in REFUSED)
 
 
-_OUR_CHECKPOINTS = "checkpoints are megacore's own, which any engine and layout can load: see the section checkpoint"
+_OUR_CHECKPOINTS = (
+    "checkpoints are megacore's own, which any engine and layout can load: see the section "
+    "checkpoint"
+)
 _OUR_LAYOUT = "the division over ranks is that of the section parallel"
 _ADAMW = "megacore trains with AdamW alone:"
 _FP32_MAIN = "main weights, their moments and what checkpoints hold are fp32: remove it"
@@ -287,7 +303,9 @@ _PRECISION = "train.precision decides it: remove it"
 
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {
-        "dataloader_drop_last data_efficiency curriculum_learning": ("megacore reads the data: see the section data",),
+        "dataloader_drop_last data_efficiency curriculum_learning": (
+            "megacore reads the data: see the section data",
+        ),
         "checkpoint datastates_ckpt nebula": (_OUR_CHECKPOINTS,),
         "tensor_parallel pipeline": (_OUR_LAYOUT,),
         "sequence_parallel_size data_parallel_size": (_OUR_LAYOUT, 1),
@@ -309,9 +327,13 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "disable_allgather": (f"{_UNREAD} remove it",),
         "vocabulary_size": ("the tokenizer decides it: use model.make_vocab_size_divisible_by",),
         "optimizer.legacy_fusion": ("the optimizer is made by megacore: remove it",),
-        "comet.api_key": ("what the file says is kept with the run: set COMET_API_KEY in the environment",),
+        "comet.api_key": (
+            "what the file says is kept with the run: set COMET_API_KEY in the environment",
+        ),
         "compile": ("the models are not compiled: remove it",),
-        "hybrid_engine": ("it is for reinforcement learning, which there is none of here: remove it",),
+        "hybrid_engine": (
+            "it is for reinforcement learning, which there is none of here: remove it",
+        ),
         "autotuning": ("it starts jobs of its own: use megacore plan",),
         "fp16.auto_cast": ("models take token ids, which have no precision: remove it",),
         "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads": (_FP32_MAIN,),
@@ -333,7 +355,12 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
             "second copies of the weights within a node are untested here: set it to 1",
             1,
         ),
-        "zenflow": ("its optimizer leaves gradients out of updates and is untested here: use offload_optimizer alone",),
+        "zenflow": (
+            (
+                "its optimizer leaves gradients out of updates and is untested here: use "
+                "offload_optimizer alone"
+            ),
+        ),
         "cpu_offload_use_pin_memory": (
             f"{_UNREAD} use pin_memory of offload_optimizer and offload_param",
             True,
@@ -363,7 +390,9 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "fp32_optimizer_states": (_FP32_MAIN, True),
         "amsgrad": (f"{_ADAMW} set it to false",),
         "bias_correction": (f"{_ADAMW} set it to true", True),
-        "fused foreach set_grad_none": ("it says how Adam is computed, which deepspeed.cpu_adam does here: remove it",),
+        "fused foreach set_grad_none": (
+            "it says how Adam is computed, which deepspeed.cpu_adam does here: remove it",
+        ),
     },
 }
 REFUSED = {

@@ -21,7 +21,10 @@ class Loader(yaml.SafeLoader):
     """A loader that takes `1:2` and `12:00:00` as text, as YAML 1.2 does, not to the base of 60."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own name
-        first: [(tag, _without_colons(form) if tag.endswith((":int", ":float")) else form) for tag, form in known]
+        first: [
+            (tag, _without_colons(form) if tag.endswith((":int", ":float")) else form)
+            for tag, form in known
+        ]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -50,10 +53,13 @@ def read_json(path: Path, name: str = "deepspeed.config") -> dict[str, Any]:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{name} {path} is not JSON ({error}): mend it; JSON has no comments and no comma after the last value"
+            f"{name} {path} is not JSON ({error}): mend it; JSON has no comments and no comma "
+            "after the last value"
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{name} {path} holds {shown(content)}: give an object, as in conf/ds/zero2.json")
+        raise ConfigError(
+            f"{name} {path} holds {shown(content)}: give an object, as in conf/ds/zero2.json"
+        )
     return content
 
 

@@ -1,8 +1,11 @@
-"""Continuing prompts with a causal model, or answering them with T5: one token at a time, several prompts together.
+"""Continuing prompts with a causal model, or answering them with T5.
+
+One token at a time, several prompts together.
 
 Several prompts side by side, read by a model step by step.
 
-From logits to tokens; what is drawn depends on the seed, the prompt's number and how many tokens it has alone.
+From logits to tokens; what is drawn depends on the seed, the prompt's number and how many tokens it
+has alone.
 """
 
 from collections.abc import Sequence
@@ -23,7 +26,8 @@ from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import stable_seed
 
 _READ_AT_ONCE = 256
-"""Tokens of a prompt that one forward pass reads: it bounds the memory of their logits, of which the last count."""
+"""Tokens of a prompt that one forward pass reads: it bounds the memory of their logits, of which
+the last count."""
 
 
 class Batch(Protocol):
@@ -43,13 +47,20 @@ class Batch(Protocol):
 
 
 class CausalBatch:
-    """Prompts that a causal model continues: the shorter ones are padded on the left, so that all end together."""
+    """Prompts that a causal model continues.
 
-    def __init__(self, model: GPTModel, prompts: Sequence[Sequence[int]], new_tokens: int, use_cache: bool) -> None:
+    The shorter ones are padded on the left, so that all end together.
+    """
+
+    def __init__(
+        self, model: GPTModel, prompts: Sequence[Sequence[int]], new_tokens: int, use_cache: bool
+    ) -> None:
         self._model = model
         device = next(model.parameters()).device
         width = max(map(len, prompts))
-        self._tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        self._tokens = torch.tensor(
+            [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
+        )
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self._present = torch.arange(width, device=device) >= width - lengths[:, None]
         self._cache = KeyValueCache(width + new_tokens) if use_cache else None
@@ -87,14 +98,19 @@ class CausalBatch:
 
 
 class EncodedBatch:
-    """Prompts that T5's encoder reads once; its decoder reads what it has written again for every token."""
+    """Prompts that T5's encoder reads once.
+
+    Its decoder reads what it has written again for every token.
+    """
 
     def __init__(self, model: T5Model, prompts: Sequence[Sequence[int]], start: int) -> None:
         """`start` is the id that the decoder begins with."""
         self._model = model
         device = next(model.parameters()).device
         width = max(map(len, prompts))
-        tokens = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+        tokens = torch.tensor(
+            [list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device
+        )
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self._tokens, self._present = tokens, torch.arange(width, device=device) < lengths[:, None]
         self._written = torch.full((len(prompts), 1), start, device=device)
@@ -117,7 +133,10 @@ class EncodedBatch:
 
     def _given(self) -> ModelInput:
         return ModelInput(
-            self._tokens, torch.zeros_like(self._written), present=self._present, decoder_tokens=self._written
+            self._tokens,
+            torch.zeros_like(self._written),
+            present=self._present,
+            decoder_tokens=self._written,
         )
 
 
@@ -128,14 +147,17 @@ class Chooser:
         """`numbers` are those of the prompts among all, by which they draw."""
         self._options = options
         self._generators = [
-            torch.Generator().manual_seed(stable_seed("generate", options.seed, number)) for number in numbers
+            torch.Generator().manual_seed(stable_seed("generate", options.seed, number))
+            for number in numbers
         ]
 
     def choose(self, logits: Tensor) -> Tensor:
         """[b, v] -> [b] ids: the most probable ones, or drawn ones."""
         if not self._options.samples:
             return logits.argmax(-1)
-        draws = torch.cat([torch.rand(1, dtype=torch.float64, generator=own) for own in self._generators])
+        draws = torch.cat(
+            [torch.rand(1, dtype=torch.float64, generator=own) for own in self._generators]
+        )
         return sample(logits, draws.to(logits.device), self._options)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -163,10 +185,12 @@ def sample(logits: Tensor, draws: Tensor, options: GenerateOptions) -> Tensor:
     probabilities = scaled.softmax(-1)
     if options.top_p is not None:
         before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= options.top_p, 0.0)  # the first one always stays
+        # the first one always stays
+        probabilities = probabilities.masked_fill(before >= options.top_p, 0.0)
     reached = probabilities.cumsum(-1)
     places = torch.searchsorted(reached, (draws[:, None] * reached[:, -1:]), right=True)
-    # A product that rounds up to the whole would name a token behind the last one with a probability.
+    # A product that rounds up to the whole would name a token behind the last one with a
+    # probability.
     places = places.minimum((probabilities > 0).cumsum(-1).argmax(-1, keepdim=True))
     return (places if ids is None else ids.gather(-1, places))[:, 0]
 
@@ -195,18 +219,20 @@ def generate(
 ) -> list[Continuation]:
     """Continue each prompt until its text ends or it has its tokens.
 
-    What a prompt becomes depends on the model, its ids, `options` and its number alone: not on the prompts beside it
-    nor on the layout, but where two tokens' chances are as close as rounding.
+    What a prompt becomes depends on the model, its ids, `options` and its number alone: not on the
+    prompts beside it nor on the layout, but where two tokens' chances are as close as rounding.
 
     Args:
-        model: in evaluation mode, on any device and in any type; all tensor-parallel ranks call this alike.
+        model: in evaluation mode, on any device and in any type; all tensor-parallel ranks call
+            this alike.
         prompts: ids of each, of any lengths; of T5, what the encoder reads.
         options: how tokens are chosen, and how many.
         vocab_size: of the model before padding; the padding's rows are never chosen.
         end: id of the token that ends a text; None lets every prompt have all its tokens.
         start: id with which T5's decoder begins.
         batch_size: prompts at a time.
-        use_cache: keep keys and values of what was read; without, every token reads all before it again, as T5's do.
+        use_cache: keep keys and values of what was read; without, every token reads all before it
+            again, as T5's do.
 
     Raises:
         ConfigError: a prompt is empty or too long, or has an id that the vocabulary lacks.
@@ -217,17 +243,29 @@ def generate(
     found: list[Continuation] = []
     for first in range(0, len(prompts), batch_size):
         numbers = range(first, min(first + batch_size, len(prompts)))
-        own, most = [prompts[number] for number in numbers], max(limits[number] for number in numbers)
+        own, most = (
+            [prompts[number] for number in numbers],
+            max(limits[number] for number in numbers),
+        )
         batch: Batch = (
-            EncodedBatch(model, own, start) if isinstance(model, T5Model) else CausalBatch(model, own, most, use_cache)
+            EncodedBatch(model, own, start)
+            if isinstance(model, T5Model)
+            else CausalBatch(model, own, most, use_cache)
         )
         chooser = Chooser(options, numbers)
-        found += _continue(batch, chooser, [limits[number] for number in numbers], vocab_size, end, model.tp)
+        found += _continue(
+            batch, chooser, [limits[number] for number in numbers], vocab_size, end, model.tp
+        )
     return found
 
 
 def _continue(
-    batch: Batch, chooser: Chooser, limits: Sequence[int], vocab_size: int, end: int | None, tp: ParallelGroup
+    batch: Batch,
+    chooser: Chooser,
+    limits: Sequence[int],
+    vocab_size: int,
+    end: int | None,
+    tp: ParallelGroup,
 ) -> list[Continuation]:
     """Tokens for each prompt of a batch; those that are finished leave it."""
     tokens: list[list[int]] = [[] for _ in limits]
@@ -237,7 +275,11 @@ def _continue(
         chosen = _agree(chooser.choose(logits[:, :vocab_size]), tp)
         for row, token in zip(running, chosen.tolist(), strict=True):
             tokens[row].append(token)
-        stay = [place for place, row in enumerate(running) if tokens[row][-1] != end and len(tokens[row]) < limits[row]]
+        stay = [
+            place
+            for place, row in enumerate(running)
+            if tokens[row][-1] != end and len(tokens[row]) < limits[row]
+        ]
         if not stay:
             return [Continuation(tuple(row), ended=row[-1] == end) for row in tokens]
         if len(stay) < len(running):
@@ -259,6 +301,6 @@ def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ConfigError(
-                f"prompt {number} has the id {wrong}, which the model's vocabulary of {vocab_size} entries lacks: give "
-                "the tokenizer that the model was trained with"
+                f"prompt {number} has the id {wrong}, which the model's vocabulary of {vocab_size} "
+                "entries lacks: give the tokenizer that the model was trained with"
             )

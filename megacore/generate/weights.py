@@ -19,7 +19,9 @@ _PREFIX = "model."
 """Under which a checkpoint keeps the weights."""
 
 
-def load_model(source: ModelSource, mesh: ProcessMesh, *, device: torch.device, dtype: torch.dtype) -> Model:
+def load_model(
+    source: ModelSource, mesh: ProcessMesh, *, device: torch.device, dtype: torch.dtype
+) -> Model:
     """The model of `source`, this tensor-parallel rank's part of it, for evaluation.
 
     Raises:
@@ -31,12 +33,17 @@ def load_model(source: ModelSource, mesh: ProcessMesh, *, device: torch.device, 
         _take_export(model, Path(source.directory))
     else:
         parts = partitions(model)
-        wanted = {_PREFIX + name: _part(own.data, parts.get(name)) for name, own in model.named_parameters()}
+        wanted = {
+            _PREFIX + name: _part(own.data, parts.get(name))
+            for name, own in model.named_parameters()
+        }
         load_checkpoint(Path(source.directory), wanted, prefix=_PREFIX)
     return model.to(dtype).eval()
 
 
-def load_gpt(source: ModelSource, mesh: ProcessMesh, *, device: torch.device, dtype: torch.dtype) -> GPTModel:
+def load_gpt(
+    source: ModelSource, mesh: ProcessMesh, *, device: torch.device, dtype: torch.dtype
+) -> GPTModel:
     """`load_model` of a causal model. Raises as it does."""
     model = load_model(source, mesh, device=device, dtype=dtype)
     assert isinstance(model, GPTModel), f"{source.directory} is of family {source.spec.family}"
@@ -45,7 +52,11 @@ def load_gpt(source: ModelSource, mesh: ProcessMesh, *, device: torch.device, dt
 
 def _part(weight: Tensor, partition: Partition | None) -> Tensor | TensorShard:
     """A weight as the checkpoint sees it."""
-    return weight if partition is None else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
+    return (
+        weight
+        if partition is None
+        else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
+    )
 
 
 def _take_export(model: nn.Module, directory: Path) -> None:
@@ -59,7 +70,7 @@ def _take_export(model: nn.Module, directory: Path) -> None:
         mine = parts[name].shard(whole) if name in parts else whole
         if mine.shape != own.shape:
             raise CheckpointError(
-                f"{directory} has {name} as {list(whole.shape)}, of which the model takes {list(own.shape)}: its "
-                "config.json is of another model"
+                f"{directory} has {name} as {list(whole.shape)}, of which the model takes "
+                f"{list(own.shape)}: its config.json is of another model"
             )
         own.data.copy_(mine)

@@ -1,1 +1,1 @@
-"""What is in token files and index maps: statistics, checks, and the way back from a sample to its text."""
+"""What is in token files and index maps: statistics, checks, and a sample's text."""

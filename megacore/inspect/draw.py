@@ -9,7 +9,13 @@ import numpy as np
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import ConfigError, WorkspaceError
-from megacore.inspect.tokens import LengthBins, Lengths, LengthSummary, bin_lengths, summarize_lengths
+from megacore.inspect.tokens import (
+    LengthBins,
+    Lengths,
+    LengthSummary,
+    bin_lengths,
+    summarize_lengths,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,19 +38,21 @@ def check_drawable(path: Path) -> None:
     """Raise ConfigError when `draw_lengths` could not write this kind of file."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"histogram {path}: pictures are written as {' or '.join(SUFFIXES)}, not as {path.suffix or 'a name alone'}"
+            f"histogram {path}: pictures are written as {' or '.join(SUFFIXES)}, not as "
+            f"{path.suffix or 'a name alone'}"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"histogram {path}: drawing needs the package matplotlib, which is not installed: `pip install matplotlib`"
+            f"histogram {path}: drawing needs the package matplotlib, which is not installed: `pip "
+            "install matplotlib`"
         )
 
 
 def draw_lengths(lengths: Lengths, path: Path, title: str) -> Path:
     """Write the distribution of sequence lengths as a picture and return its path.
 
-    Bars are the share of the sequences in each bin (four for each doubling of the length), the line is the share of
-    the tokens that they hold; median, mean and 95th percentile are marked.
+    Bars are the share of the sequences in each bin (four for each doubling of the length), the line
+    is the share of the tokens that they hold; median, mean and 95th percentile are marked.
 
     Args:
         lengths: tokens of each sequence, [S].
@@ -60,10 +68,13 @@ def draw_lengths(lengths: Lengths, path: Path, title: str) -> Path:
 
     figure = lengths_figure(lengths, title)
     try:
-        with workspace_errors(path), rc_context({"svg.hashsalt": "megacore"}):  # else its ids differ each time
+        # else its ids differ each time
+        with workspace_errors(path), rc_context({"svg.hashsalt": "megacore"}):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
-        raise WorkspaceError(f"the picture {path} cannot be written ({error.strerror}): choose another path") from error
+        raise WorkspaceError(
+            f"the picture {path} cannot be written ({error.strerror}): choose another path"
+        ) from error
     return path
 
 
@@ -89,7 +100,10 @@ def lengths_figure(lengths: Lengths, title: str) -> "Figure":
     _plot_shares(axes, bins, summary)
     empty = int(bins.sequences[0]) if bins.edges[0] == 0 else 0
     axes.set_xlabel(
-        f"tokens per sequence (log scale); {summary.sequences:,} sequences, {summary.tokens:,} tokens"
+        (
+            f"tokens per sequence (log scale); {summary.sequences:,} sequences, {summary.tokens:,} "
+            "tokens"
+        )
         + (f"; {empty:,} without tokens are left of the axis" if empty else "")
     )
     _plot_marks(axes, summary)
@@ -106,9 +120,17 @@ def _plot_shares(axes: "Axes", bins: LengthBins, summary: LengthSummary) -> None
     tokens = 100 * bins.tokens[first:] / summary.tokens
     axes.set_xscale("log", base=2)
     axes.bar(
-        edges[:-1], sequences, np.diff(edges), align="edge", color=_BAR_COLOR, linewidth=0, label="of the sequences"
+        edges[:-1],
+        sequences,
+        np.diff(edges),
+        align="edge",
+        color=_BAR_COLOR,
+        linewidth=0,
+        label="of the sequences",
     )
-    axes.stairs(tokens, edges, color=_TOKENS_COLOR, linewidth=1.4, label="of the tokens that they hold")
+    axes.stairs(
+        tokens, edges, color=_TOKENS_COLOR, linewidth=1.4, label="of the tokens that they hold"
+    )
     axes.set_xlim(edges[0] / 1.1, edges[-1] * 1.1)
     axes.set_ylim(0, max(sequences.max(), tokens.max()) * _HEADROOM)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
@@ -118,7 +140,11 @@ def _plot_shares(axes: "Axes", bins: LengthBins, summary: LengthSummary) -> None
 
 def _plot_marks(axes: "Axes", summary: LengthSummary) -> None:
     """Vertical lines at median, mean and 95th percentile, named at the top, one below the other."""
-    marks = [("median", float(summary.median)), ("mean", summary.mean), ("95 %", float(summary.p95))]
+    marks = [
+        ("median", float(summary.median)),
+        ("mean", summary.mean),
+        ("95 %", float(summary.p95)),
+    ]
     shortest, longest = axes.get_xlim()
     for row, (name, value) in enumerate(marks):
         if value < shortest:
@@ -134,5 +160,10 @@ def _plot_marks(axes: "Axes", summary: LengthSummary) -> None:
             ha="right" if right else "left",
             color=_MARK_COLOR,
             fontsize=9,
-            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+            bbox={
+                "boxstyle": "square,pad=0.15",
+                "facecolor": "white",
+                "edgecolor": "none",
+                "alpha": 0.85,
+            },
         )

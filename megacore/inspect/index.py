@@ -73,18 +73,25 @@ def describe_index(directory: Path) -> IndexDescription:
     """What `index.json` says. Raises DataFormatError, which for maps without it says what to do."""
     if not (directory / INDEX_NAME).exists():
         raise DataFormatError(
-            f"{directory} has no {INDEX_NAME}: its index maps are of an older version, or of another tool; build them "
-            "again with `megacore index`"
+            f"{directory} has no {INDEX_NAME}: its index maps are of an older version, or of "
+            "another tool; build them again with `megacore index`"
         )
     return read_description(directory)
 
 
 def find_sample(directory: Path, split: str, number: int) -> Sample:
-    """The tokens of sample `number` of a split, counted in the order of training. Raises DataFormatError."""
+    """The tokens of sample `number` of a split, counted in the order of training.
+
+    Raises DataFormatError.
+    """
     index = describe_index(directory)
     if not index.samples.get(split):
-        known = ", ".join(f"{count} {name}" for name, count in index.samples.items() if count) or "none"
-        raise DataFormatError(f"{directory} has no {split} samples (it has {known}): choose another split")
+        known = (
+            ", ".join(f"{count} {name}" for name, count in index.samples.items() if count) or "none"
+        )
+        raise DataFormatError(
+            f"{directory} has no {split} samples (it has {known}): choose another split"
+        )
     member, sample, place = 0, number, directory
     if not index.single:
         member, sample = _blended_sample(directory, index, split, number)
@@ -98,18 +105,29 @@ def find_sample(directory: Path, split: str, number: int) -> Sample:
     return Sample(split, number, member, prefix, sample, row, parts)
 
 
-def _sentence_parts(dataset: IndexedDataset, place: Path, split: str, sample: int) -> tuple[Part, ...]:
+def _sentence_parts(
+    dataset: IndexedDataset, place: Path, split: str, sample: int
+) -> tuple[Part, ...]:
     """The sentences of a sample. Raises DataFormatError."""
     rows = load_sentence_map(place, split, dataset)
     _check_number(map_path(place, split, SENTENCE_MAP_NAME), sample, len(rows))
-    lengths = {number: int(dataset.lengths[number]) for number in range(int(rows[sample, 0]), int(rows[sample, 1]))}
-    return tuple(Part(document_of(dataset, number), number, 0, size, size) for number, size in lengths.items())
+    lengths = {
+        number: int(dataset.lengths[number])
+        for number in range(int(rows[sample, 0]), int(rows[sample, 1]))
+    }
+    return tuple(
+        Part(document_of(dataset, number), number, 0, size, size)
+        for number, size in lengths.items()
+    )
 
 
 def _token_parts(
     index: IndexDescription, dataset: IndexedDataset, place: Path, split: str, sample: int
 ) -> tuple[tuple[Part, ...], int]:
-    """The ranges of documents of a sample, and its row of the sample index. Raises DataFormatError."""
+    """The ranges of documents of a sample, and its row of the sample index.
+
+    Raises DataFormatError.
+    """
     document, rows, shuffle = (open_map(map_path(place, split, name)) for name in MAP_NAMES)
     _check_number(map_path(place, split, "shuffle"), sample, len(shuffle))
     row = int(shuffle[sample])
@@ -118,32 +136,41 @@ def _token_parts(
         parts = _parts(index, dataset, document, rows[row : row + 2].tolist())
     if parts is None:
         raise DataFormatError(
-            f"{map_path(place, split, 'sample')}: row {row} of {len(rows) - 1} does not fit {dataset.prefix}: the maps "
-            "were built for other tokens or are damaged; build them again"
+            f"{map_path(place, split, 'sample')}: row {row} of {len(rows) - 1} does not fit "
+            f"{dataset.prefix}: the maps were built for other tokens or are damaged; build them "
+            "again"
         )
     return parts, row
 
 
-def _blended_sample(directory: Path, index: IndexDescription, split: str, number: int) -> tuple[int, int]:
+def _blended_sample(
+    directory: Path, index: IndexDescription, split: str, number: int
+) -> tuple[int, int]:
     """(number of the member, sample of it) that a blend's maps give for sample `number`."""
     path = map_path(directory, split, BLEND_MAP_NAMES[0])
     datasets, samples = (open_map(map_path(directory, split, name)) for name in BLEND_MAP_NAMES)
     _check_number(path, number, min(len(datasets), len(samples)))
     members, place = index.blends.get(split, ()), int(datasets[number])
     if not 0 <= place < len(members):
-        raise DataFormatError(f"{path} names data set {place} of {len(members)}: build the index maps again")
+        raise DataFormatError(
+            f"{path} names data set {place} of {len(members)}: build the index maps again"
+        )
     return members[place], int(samples[number])
 
 
 def _parts(
-    index: IndexDescription, dataset: IndexedDataset, document: npt.NDArray[Any], rows: list[list[int]]
+    index: IndexDescription,
+    dataset: IndexedDataset,
+    document: npt.NDArray[Any],
+    rows: list[list[int]],
 ) -> tuple[Part, ...] | None:
     """What lies between two rows of the sample index; None when they point beyond documents."""
     (first, offset), (last, end) = rows
     options = index.options
     packed = options.packing == "packed"
     room = options.seq_length + options.extra
-    stop = last + 1 if packed or last == first else last  # other forms end before the next row's document
+    # other forms end before the next row's document
+    stop = last + 1 if packed or last == first else last
     if not 0 <= first <= last or stop > len(document) or offset < 0 or end < 0:
         return None
     parts = []
@@ -169,10 +196,14 @@ def open_map(path: Path) -> npt.NDArray[Any]:
     Raises DataFormatError.
     """
     values = load_map(path)
-    rows = path.name.endswith("_sample_index.npy") and not path.name.endswith("_dataset_sample_index.npy")
+    rows = path.name.endswith("_sample_index.npy") and not path.name.endswith(
+        "_dataset_sample_index.npy"
+    )
     check_form(path, values, 2 if rows else 1, ("<i2", "<i4", "<u4", "<i8"))
     if rows and (values.shape[1] != 2 or not len(values)):
-        raise DataFormatError(f"{path} has shape {values.shape} instead of (samples + 1, 2): build it again")
+        raise DataFormatError(
+            f"{path} has shape {values.shape} instead of (samples + 1, 2): build it again"
+        )
     return values
 
 

@@ -1,8 +1,10 @@
-"""Where documents of token files came from: file and line, from the `documents.json` that tokenizing leaves behind.
+"""Where documents of token files came from.
 
-`documents.json` lists the files in the order in which their documents were read. When documents were permuted
-afterwards, document i of the token files is number order[i] of that order, order being numpy's
-`RandomState(shuffle_seed)` shuffle of 0 … documents - 1.
+File and line, from the `documents.json` that tokenizing leaves behind.
+
+`documents.json` lists the files in the order in which their documents were read. When documents
+were permuted afterwards, document i of the token files is number order[i] of that order, order
+being numpy's `RandomState(shuffle_seed)` shuffle of 0 … documents - 1.
 
 Reading back one document from the file that it came from.
 """
@@ -42,14 +44,19 @@ class OriginFile:
     documents: int
     """Documents read from it, in the order of its lines."""
     skipped_lines: tuple[int, ...]
-    """Lines that held no document, ascending; lines (in parquet files: rows) count from 1 in the file."""
+    """Lines that held no document, ascending; lines (in parquet files: rows) count from 1 in the
+    file."""
     first_line: int | None
-    """Line at which the part begins; None in a shard that begins inside of a file and is not merged yet."""
+    """Line at which the part begins; None in a shard that begins inside of a file and is not merged
+    yet."""
     size: int | None = None
     """Bytes of the whole file when it was read."""
 
     def line(self, number: int) -> int | None:
-        """The line of the part's document `number`, counted from 0; None when its beginning is unknown."""
+        """The line of the part's document `number`, counted from 0.
+
+        None when its beginning is unknown.
+        """
         if self.first_line is None:
             return None
         line = self.first_line + number
@@ -90,7 +97,8 @@ class Origins:
     tokenizer: dict[str, Any]
     """`directory` (or None), `eod_id`, `vocab_size` and the like."""
     prefix: str | None
-    """Ready-made token files that were linked: where their documents came from is not known here."""
+    """Ready-made token files that were linked: where their documents came from is not known
+    here."""
 
     @classmethod
     def read(cls, path: Path) -> "Origins":
@@ -98,7 +106,10 @@ class Origins:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT:
-                raise DataFormatError(f"{path} has format {values['format']!r}; only {FORMAT} is known: tokenize again")
+                raise DataFormatError(
+                    f"{path} has format {values['format']!r}; only {FORMAT} is known: tokenize "
+                    "again"
+                )
             seed = None if values["shuffle_seed"] is None else int(values["shuffle_seed"])
             if seed is not None and not 0 <= seed < 2**32:
                 raise ValueError(f"no shuffle has the seed {seed}")
@@ -109,7 +120,9 @@ class Origins:
                 append_eod=bool(values["append_eod"]),
                 split_sentences=bool(values["split_sentences"]),
                 tokenizer=dict(values["tokenizer"]),
-                prefix=None if values.get("prefix") is None else os.path.normpath(path.parent / str(values["prefix"])),
+                prefix=None
+                if values.get("prefix") is None
+                else os.path.normpath(path.parent / str(values["prefix"])),
             )
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise DataFormatError(f"{path} is damaged ({error}): tokenize again") from error
@@ -127,7 +140,10 @@ class Origins:
         return path if name and path.exists() else None
 
     def place(self, document: int) -> Place | None:
-        """Where document `document` of the token files was read, if that is known. Raises IndexError."""
+        """Where document `document` of the token files was read, if that is known.
+
+        Raises IndexError.
+        """
         if self.prefix is not None:
             return None
         if not 0 <= document < self.documents:
@@ -155,8 +171,8 @@ class Origins:
 def find_origins(prefix: str | Path, documents: int) -> Origins | None:
     """What is known of the `documents` documents of PREFIX.bin; None when nobody wrote it down.
 
-    Looks for PREFIX.documents.json and, for the files of the tokenize stage, documents.json beside them. Raises
-    DataFormatError for a file that is damaged or counts other documents.
+    Looks for PREFIX.documents.json and, for the files of the tokenize stage, documents.json beside
+    them. Raises DataFormatError for a file that is damaged or counts other documents.
     """
     beside = Path(f"{prefix}.{DOCUMENTS_NAME}")
     inside = Path(prefix).with_name(DOCUMENTS_NAME)
@@ -168,8 +184,8 @@ def find_origins(prefix: str | Path, documents: int) -> Origins | None:
                 return find_origins(str(origins.prefix), documents) or origins
             if origins.documents != documents:
                 raise DataFormatError(
-                    f"{path} counts {origins.documents} documents, but {prefix}.idx has {documents}: they do not "
-                    "belong together; tokenize again"
+                    f"{path} counts {origins.documents} documents, but {prefix}.idx has "
+                    f"{documents}: they do not belong together; tokenize again"
                 )
             return origins
     return None
@@ -184,7 +200,11 @@ def _origin_file(directory: Path, entry: dict[str, Any]) -> OriginFile:
         first_line=None if entry["first_line"] is None else int(entry["first_line"]),
         size=None if entry.get("size") is None else int(entry["size"]),
     )
-    if file.documents < 0 or file.first_line == 0 or list(file.skipped_lines) != sorted(set(file.skipped_lines)):
+    if (
+        file.documents < 0
+        or file.first_line == 0
+        or list(file.skipped_lines) != sorted(set(file.skipped_lines))
+    ):
         raise ValueError(f"its entry of {file.path} counts what cannot be")
     return file
 
@@ -198,20 +218,22 @@ class SourceDocument:
 
     text: str
     source: str | None
-    """What the line itself names as its source: in a collected corpus the file or row it was copied from."""
+    """What the line itself names as its source: in a collected corpus the file or row it was copied
+    from."""
 
 
 def read_document(place: Place) -> SourceDocument:
     """The document at a file and line, or row; memory is that of the line.
 
-    Raises DataFormatError for a file that is gone or has changed, or that no longer has such a line.
+    Raises DataFormatError for a file that is gone or has changed, or that no longer has such a
+    line.
     """
     form = form_of(place.path)
     size = os.path.getsize(place.path)
     if place.size not in (None, size):
         raise DataFormatError(
-            f"{place.path} has {size} bytes and had {place.size} when it was tokenized: line {place.line} may be "
-            "another text now"
+            f"{place.path} has {size} bytes and had {place.size} when it was tokenized: line "
+            f"{place.line} may be another text now"
         )
     if form == "parquet":
         return SourceDocument(_row(place), None)
@@ -226,7 +248,9 @@ def _row(place: Place) -> str:
     first = 1
     for group, rows in enumerate(local_files.group_rows(place.path)):
         if place.line < first + rows:
-            for column in local_files.read_column(place.path, place.key, group, group + 1, _SCAN_BYTES):
+            for column in local_files.read_column(
+                place.path, place.key, group, group + 1, _SCAN_BYTES
+            ):
                 if place.line < first + len(column):
                     return _text(column[place.line - first].as_py(), place)
                 first += len(column)
@@ -237,7 +261,9 @@ def _row(place: Place) -> str:
 def _text(value: Any, place: Place) -> str:
     if isinstance(value, str):
         return value
-    raise DataFormatError(f"{place.path} row {place.line} is no text under {place.key!r}: it has changed")
+    raise DataFormatError(
+        f"{place.path} row {place.line} is no text under {place.key!r}: it has changed"
+    )
 
 
 def _line(pieces: Iterator[bytes], place: Place) -> bytes:
@@ -275,7 +301,8 @@ def _pieces(path: str) -> Iterator[bytes]:
 
 def _missing(place: Place, count: int, what: str) -> DataFormatError:
     return DataFormatError(
-        f"{place.path} has {count} {what}, not {place.line}: it has changed since its documents were tokenized"
+        f"{place.path} has {count} {what}, not {place.line}: it has changed since its documents "
+        "were tokenized"
     )
 
 

@@ -42,8 +42,9 @@ _EDGE = "\N{REPLACEMENT CHARACTER}"
 def open_decoder(path: Path) -> Decode:
     """The decoder of a tokenizer.
 
-    `path` is a directory of the tokenizer stage, a tokenizer.json, the vocab.json of GPT-2 or the vocab.txt of BERT,
-    or a SentencePiece model. Raises DataFormatError, the decoder too for ids that the tokenizer does not have.
+    `path` is a directory of the tokenizer stage, a tokenizer.json, the vocab.json of GPT-2 or the
+    vocab.txt of BERT, or a SentencePiece model. Raises DataFormatError, the decoder too for ids
+    that the tokenizer does not have.
     """
     decode, vocab_size = _open(path)
 
@@ -51,8 +52,8 @@ def open_decoder(path: Path) -> Decode:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise DataFormatError(
-                f"the tokens hold the id {bad}, but {path} has {vocab_size} entries: give --tokenizer the one that "
-                "they were made with"
+                f"the tokens hold the id {bad}, but {path} has {vocab_size} entries: give "
+                "--tokenizer the one that they were made with"
             )
         return decode(ids)
 
@@ -84,14 +85,17 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
 
     if not path.is_file():
         raise DataFormatError(
-            f"{path} does not exist: give a tokenizer's directory, tokenizer.json, vocab.json, vocab.txt or .model"
+            f"{path} does not exist: give a tokenizer's directory, tokenizer.json, vocab.json, "
+            "vocab.txt or .model"
         )
     if path.suffix == ".txt":
         return read_wordpiece(path, lower_case=True)
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
-        raise DataFormatError(f"{path} is neither a tokenizer.json nor a vocab.json: {error}") from error
+        raise DataFormatError(
+            f"{path} is neither a tokenizer.json nor a vocab.json: {error}"
+        ) from error
     if not isinstance(values, dict) or not all(isinstance(token, int) for token in values.values()):
         return read_backend(path)
     # Of GPT-2's two files the vocabulary is enough: merges are for the other direction.
@@ -101,9 +105,12 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
 
 
 def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
-    """The directory of the tokenizer that token files were made with; None when it is unknown or gone.
+    """The directory of the tokenizer that token files were made with.
 
-    `documents.json` names it; in a workspace the manifest beside the files has the digest of the tokenizer's own.
+    None when it is unknown or gone.
+
+    `documents.json` names it; in a workspace the manifest beside the files has the digest of the
+    tokenizer's own.
     """
     if origins is not None and origins.tokenizer_path is not None:
         return origins.tokenizer_path
@@ -112,7 +119,9 @@ def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
         return None
     try:
         digest = Manifest.read(directory).inputs.get("tokenizer")
-        for candidate in sorted((directory.parents[1] / FOLDERS["tokenizer"]).glob(f"*/{MANIFEST_NAME}")):
+        for candidate in sorted(
+            (directory.parents[1] / FOLDERS["tokenizer"]).glob(f"*/{MANIFEST_NAME}")
+        ):
             if Manifest.read(candidate.parent).digest == digest:
                 return candidate.parent
     except ArtifactError:
@@ -121,11 +130,13 @@ def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
 
 
 def find_text(text: str, source: str, before: str = "") -> tuple[int, int] | None:
-    """Where the decoded text stands in its source (first character, one past the last); None when it does not.
+    """Where the decoded text stands in its source (first character, one past the last).
 
-    `before` is the decoded text from the document's beginning on: what repeats itself is looked for after it.
-    Characters cut in half by the first or last token are not looked for. Tokenizers that change the text, as by
-    lower-casing it, have no such place.
+    None when it does not.
+
+    `before` is the decoded text from the document's beginning on: what repeats itself is looked for
+    after it. Characters cut in half by the first or last token are not looked for. Tokenizers that
+    change the text, as by lower-casing it, have no such place.
     """
     wanted = text.strip(_EDGE)
     start = source.find(wanted, len(before.rstrip(_EDGE))) if wanted else -1
@@ -135,11 +146,15 @@ def find_text(text: str, source: str, before: str = "") -> tuple[int, int] | Non
 Made = dict[str, Any]
 
 
-def made_of(directory: Path, index: IndexDescription, sample: Sample, tokenizer_directory: Path) -> Made | None:
-    """The row that training reads, as text; None for samples of tokens, and without a directory of a tokenizer.
+def made_of(
+    directory: Path, index: IndexDescription, sample: Sample, tokenizer_directory: Path
+) -> Made | None:
+    """The row that training reads, as text.
 
-    The options of `data.masked_lm` and `data.span_corruption` are those of the manifest beside the maps, else the
-    defaults. Raises DataFormatError.
+    None for samples of tokens, and without a directory of a tokenizer.
+
+    The options of `data.masked_lm` and `data.span_corruption` are those of the manifest beside the
+    maps, else the defaults. Raises DataFormatError.
     """
     sentences = index.options.sentences
     if sentences is None or not (tokenizer_directory / TOKENIZER_CONFIG_NAME).exists():
@@ -152,7 +167,12 @@ def made_of(directory: Path, index: IndexDescription, sample: Sample, tokenizer_
 
 
 def _bert(
-    place: Path, index: IndexDescription, sample: Sample, vocabulary: Vocabulary, tokenizer: Tokenizer, given: Made
+    place: Path,
+    index: IndexDescription,
+    sample: Sample,
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    given: Made,
 ) -> Made | None:
     special, options = vocabulary.special, index.options
     if special.cls is None or special.sep is None or special.mask is None:
@@ -178,14 +198,20 @@ def _bert(
         "options": config.model_dump(mode="json"),
         "reads": spelled(tokens[tokens >= 0], tokenizer),
         "predicts": [
-            {"place": int(at), "token": names[labels[at]], "read": names[tokens[at]]} for at in places.tolist()
+            {"place": int(at), "token": names[labels[at]], "read": names[tokens[at]]}
+            for at in places.tolist()
         ],
         "sentence_label": int(row[-1]),
     }
 
 
 def _t5(
-    place: Path, index: IndexDescription, sample: Sample, vocabulary: Vocabulary, tokenizer: Tokenizer, given: Made
+    place: Path,
+    index: IndexDescription,
+    sample: Sample,
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    given: Made,
 ) -> Made | None:
     options = index.options
     config = SpanCorruptionConfig.model_validate(given.get("span_corruption", {}))
@@ -214,7 +240,9 @@ def spelled(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> str:
     parts = []
     for part in np.split(ids, np.unique(np.concatenate([bounds, bounds + 1]))):
         if len(part):
-            parts.append(names[part[0]] if int(part[0]) in special else tokenizer.decode(part).strip())
+            parts.append(
+                names[part[0]] if int(part[0]) in special else tokenizer.decode(part).strip()
+            )
     return " ".join(part for part in parts if part)
 
 
@@ -228,11 +256,13 @@ def _parameters(directory: Path) -> Made:
 Report = dict[str, Any]
 
 
-def report_tokens(prefix: str, documents: int, tokenizer: Path | None, limit: int | None = None) -> Report:
+def report_tokens(
+    prefix: str, documents: int, tokenizer: Path | None, limit: int | None = None
+) -> Report:
     """A pair of token files in numbers, and its first documents, each cut at `limit` tokens.
 
-    They are decoded by `tokenizer` (see `open_decoder`), by default the one that the files name; without any their
-    ids are given. Raises DataFormatError.
+    They are decoded by `tokenizer` (see `open_decoder`), by default the one that the files name;
+    without any their ids are given. Raises DataFormatError.
     """
     dataset = IndexedDataset(prefix)
     origins = find_origins(prefix, dataset.documents)
@@ -244,7 +274,8 @@ def report_tokens(prefix: str, documents: int, tokenizer: Path | None, limit: in
         "lengths": None if facts.lengths is None else _lengths(facts.lengths, dataset.lengths),
         "tokenizer": None if found is None else str(found),
         "first_documents": [
-            _document(dataset, number, origins, decode, limit) for number in range(min(documents, dataset.documents))
+            _document(dataset, number, origins, decode, limit)
+            for number in range(min(documents, dataset.documents))
         ],
     }
 
@@ -255,7 +286,10 @@ def report_index(directory: Path) -> Report:
     return {
         "path": str(directory),
         "options": _options(index.options),
-        "members": [{"prefix": member.prefix, "splits": _by_split(member.weights)} for member in index.members],
+        "members": [
+            {"prefix": member.prefix, "splits": _by_split(member.weights)}
+            for member in index.members
+        ],
         "samples": _by_split(index.samples),
     }
 
@@ -263,7 +297,9 @@ def report_index(directory: Path) -> Report:
 def report_sample(
     directory: Path, split: str, number: int, tokenizer: Path | None, sources: int | None = None
 ) -> Report:
-    """The documents and source lines of a sample; of its first `sources` parts (default: all) the lines are read.
+    """The documents and source lines of a sample.
+
+    Of its first `sources` parts (default: all) the lines are read.
 
     Raises DataFormatError; a line that cannot be read any more is told as a problem of its part.
     """
@@ -314,7 +350,9 @@ def _by_split(values: Mapping[str, Any]) -> Report:
 
 def _lengths(summary: LengthSummary, lengths: Lengths) -> Report:
     bins = bin_lengths(lengths)
-    rows = zip(bins.edges[:-1].tolist(), bins.edges[1:].tolist(), bins.sequences.tolist(), strict=True)
+    rows = zip(
+        bins.edges[:-1].tolist(), bins.edges[1:].tolist(), bins.sequences.tolist(), strict=True
+    )
     return {
         **asdict(summary),
         "mean": summary.mean,
@@ -323,7 +361,11 @@ def _lengths(summary: LengthSummary, lengths: Lengths) -> Report:
 
 
 def _document(
-    dataset: IndexedDataset, number: int, origins: Origins | None, decode: Decode | None, limit: int | None
+    dataset: IndexedDataset,
+    number: int,
+    origins: Origins | None,
+    decode: Decode | None,
+    limit: int | None,
 ) -> Report:
     ids = document_tokens(dataset, number)
     shown = ids[:limit]
@@ -332,12 +374,16 @@ def _document(
         "document": number,
         "tokens": len(ids),
         "cut": len(shown) < len(ids),
-        "source": None if place is None else {"path": place.path, "line": place.line, "key": place.key},
+        "source": None
+        if place is None
+        else {"path": place.path, "line": place.line, "key": place.key},
         **({"ids": shown.tolist()} if decode is None else {"text": decode(shown)}),
     }
 
 
-def _part(dataset: IndexedDataset, part: Part, origins: Origins | None, decode: Decode | None) -> Report:
+def _part(
+    dataset: IndexedDataset, part: Part, origins: Origins | None, decode: Decode | None
+) -> Report:
     ids = dataset.get(part.sequence, part.start, part.stop - part.start)
     report: Report = {
         **asdict(part),
@@ -360,7 +406,9 @@ def _part(dataset: IndexedDataset, part: Part, origins: Origins | None, decode: 
     }
 
 
-def _span(dataset: IndexedDataset, part: Part, origins: Origins, decode: Decode, source: str) -> tuple[int, int] | None:
+def _span(
+    dataset: IndexedDataset, part: Part, origins: Origins, decode: Decode, source: str
+) -> tuple[int, int] | None:
     """The characters of the source text that a part's tokens stand for, if they are found there."""
     ids = dataset.get(part.sequence, part.start, part.stop - part.start)
     if origins.append_eod and int(ids[-1]) == origins.tokenizer.get("eod_id"):

@@ -1,4 +1,6 @@
-"""What a pair of token files holds: counts, sizes, lengths, the range of token ids, and its first documents.
+"""What a pair of token files holds.
+
+Counts, sizes, lengths, the range of token ids, and its first documents.
 
 How long sequences are: their distribution, in memory that does not grow with their number.
 """
@@ -17,7 +19,8 @@ from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_p
 
 _BLOCK = 1 << 20
 _LOW_BITS = 16
-"""A quantile is found in two passes, by the upper and then by the lower half of a length's 32 bits."""
+"""A quantile is found in two passes, by the upper and then by the lower half of a length's 32
+bits."""
 
 Lengths = npt.NDArray[np.int32]
 
@@ -83,14 +86,18 @@ def ranked(lengths: Lengths, ranks: Sequence[int]) -> list[int]:
             inside = block[block >> _LOW_BITS == bucket]
             low += np.bincount(inside & ((1 << _LOW_BITS) - 1), minlength=len(low))
         before = int(ends[bucket] - high[bucket])
-        found.append((bucket << _LOW_BITS) + int(np.searchsorted(np.cumsum(low), rank - before, side="right")))
+        found.append(
+            (bucket << _LOW_BITS)
+            + int(np.searchsorted(np.cumsum(low), rank - before, side="right"))
+        )
     return found
 
 
 def bin_lengths(lengths: Lengths, per_octave: int = 1) -> LengthBins:
     """Count lengths in `per_octave` bins for each doubling, from the shortest to the longest.
 
-    With 1 the bins are 1, 2-3, 4-7, 8-15 …; lengths of 0, where there are any, have a bin of their own.
+    With 1 the bins are 1, 2-3, 4-7, 8-15 …; lengths of 0, where there are any, have a bin of their
+    own.
     """
     summary = summarize_lengths(lengths)
     if summary is None:
@@ -145,8 +152,8 @@ class TokenReport:
 def find_prefixes(path: str | Path) -> tuple[str, ...]:
     """The token files that a path stands for, each as a path without .bin/.idx.
 
-    It may be such a path, with or without the suffix, or a directory of the tokenize stage (which for several sources
-    names more than one pair). Raises DataFormatError when there are none.
+    It may be such a path, with or without the suffix, or a directory of the tokenize stage (which
+    for several sources names more than one pair). Raises DataFormatError when there are none.
     """
     if Path(path).is_dir():
         return token_prefixes(path)
@@ -154,8 +161,15 @@ def find_prefixes(path: str | Path) -> tuple[str, ...]:
     for suffix in (".bin", ".idx"):
         name = name.removesuffix(suffix)
     if not idx_path(name).exists():
-        found = sorted(str(other.with_suffix("")) for other in Path(name).parent.glob(f"{Path(name).name}*.idx"))[:3]
-        hint = f": did you mean {' or '.join(found)}?" if found else ": give a pair of token files or its directory"
+        found = sorted(
+            str(other.with_suffix(""))
+            for other in Path(name).parent.glob(f"{Path(name).name}*.idx")
+        )[:3]
+        hint = (
+            f": did you mean {' or '.join(found)}?"
+            if found
+            else ": give a pair of token files or its directory"
+        )
         raise DataFormatError(f"{idx_path(name)} does not exist{hint}")
     return (name,)
 
@@ -190,9 +204,13 @@ def count_empty(dataset: IndexedDataset) -> int:
 def id_range(dataset: IndexedDataset) -> tuple[int, int] | tuple[None, None]:
     """The smallest and largest token id; (None, None) without tokens.
 
-    Reads the file rather than its map, whose pages would count as the process's memory. Raises DataFormatError.
+    Reads the file rather than its map, whose pages would count as the process's memory. Raises
+    DataFormatError.
     """
-    path, ids = bin_path(dataset.prefix), np.empty(_BLOCK_BYTES // dataset.dtype.itemsize, dataset.dtype)
+    path, ids = (
+        bin_path(dataset.prefix),
+        np.empty(_BLOCK_BYTES // dataset.dtype.itemsize, dataset.dtype),
+    )
     smallest: int | None = None
     largest = 0
     try:
@@ -200,14 +218,21 @@ def id_range(dataset: IndexedDataset) -> tuple[int, int] | tuple[None, None]:
             while size := file.readinto(ids.view(np.uint8).data):
                 block = ids[: size // dataset.dtype.itemsize]
                 low, high = int(block.min()), int(block.max())
-                smallest, largest = (low, high) if smallest is None else (min(smallest, low), max(largest, high))
+                smallest, largest = (
+                    (low, high) if smallest is None else (min(smallest, low), max(largest, high))
+                )
     except OSError as error:
         raise DataFormatError(f"{path} cannot be read: {error.strerror}") from error
     return (None, None) if smallest is None else (smallest, largest)
 
 
-def document_tokens(dataset: IndexedDataset, document: int, limit: int | None = None) -> npt.NDArray[Any]:
-    """The first `limit` tokens (default: all) of a document, its sequences joined. Raises IndexError."""
+def document_tokens(
+    dataset: IndexedDataset, document: int, limit: int | None = None
+) -> npt.NDArray[Any]:
+    """The first `limit` tokens (default: all) of a document, its sequences joined.
+
+    Raises IndexError.
+    """
     if not 0 <= document < dataset.documents:
         raise IndexError(f"{dataset.prefix} has no document {document}: it has {dataset.documents}")
     first, last = dataset.document_indices[document : document + 2].tolist()
@@ -215,7 +240,10 @@ def document_tokens(dataset: IndexedDataset, document: int, limit: int | None = 
 
 
 def document_of(dataset: IndexedDataset, sequence: int) -> int:
-    """The document that a sequence belongs to; empty documents that begin at the same place come before it."""
+    """The document that a sequence belongs to.
+
+    Empty documents that begin at the same place come before it.
+    """
     return int(np.searchsorted(dataset.document_indices, sequence, side="right")) - 1
 
 

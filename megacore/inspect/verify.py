@@ -30,7 +30,13 @@ from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect.index import describe_index, is_index_directory, open_map
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, counted, find_prefixes
-from megacore.token_files.indexed_dataset import MEMBERS_NAME, TOKENS_NAMES, IndexedDataset, bin_path, idx_path
+from megacore.token_files.indexed_dataset import (
+    MEMBERS_NAME,
+    TOKENS_NAMES,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
 
 _HASH_THREADS = 4
 """Files of an artifact that are hashed at a time; hashing one keeps a core busy."""
@@ -48,9 +54,9 @@ class Check:
 def verify(path: str | Path) -> Iterator[Check]:
     """Every check of what `path` stands for, as it passes.
 
-    A pair of token files (with or without .bin/.idx), a directory of them, a directory of index maps, or any other
-    artifact, of which only the manifest is checked. Raises DataFormatError and ArtifactError at the first check that
-    fails.
+    A pair of token files (with or without .bin/.idx), a directory of them, a directory of index
+    maps, or any other artifact, of which only the manifest is checked. Raises DataFormatError and
+    ArtifactError at the first check that fails.
     """
     place = Path(path)
     if not place.is_dir():
@@ -60,7 +66,9 @@ def verify(path: str | Path) -> Iterator[Check]:
     elif is_index_directory(place):
         yield from verify_index(place)
         yield from verify_manifest(place)
-    elif (place / MEMBERS_NAME).exists() or any(idx_path(place / name).exists() for name in TOKENS_NAMES):
+    elif (place / MEMBERS_NAME).exists() or any(
+        idx_path(place / name).exists() for name in TOKENS_NAMES
+    ):
         prefixes = find_prefixes(place)
         for prefix in prefixes:
             yield from verify_tokens(prefix)
@@ -70,34 +78,46 @@ def verify(path: str | Path) -> Iterator[Check]:
         yield from verify_manifest(place)
     else:
         raise DataFormatError(
-            f"{place} holds neither token files of the tokenize stage, nor index maps, nor a {MANIFEST_NAME}: for "
-            "other token files give their path without .bin/.idx"
+            f"{place} holds neither token files of the tokenize stage, nor index maps, nor a "
+            f"{MANIFEST_NAME}: for other token files give their path without .bin/.idx"
         )
 
 
 def verify_tokens(prefix: str) -> Iterator[Check]:
-    """The structure of a pair of token files, and `documents.json` if there is one. Raises DataFormatError."""
+    """The structure of a pair of token files, and `documents.json` if there is one.
+
+    Raises DataFormatError.
+    """
     dataset = IndexedDataset(prefix)
     name, sequences, tokens = Path(prefix).name, len(dataset), len(dataset.tokens)
     itemsize = dataset.dtype.itemsize
     size = idx_path(prefix).stat().st_size
-    modes = " and modes" if size == 34 + 13 * sequences + 8 * len(dataset.document_indices) and sequences else ""
+    modes = (
+        " and modes"
+        if size == 34 + 13 * sequences + 8 * len(dataset.document_indices) and sequences
+        else ""
+    )
     yield Check(
         f"{name}.idx",
-        f"version 1, {dataset.dtype.name}, {counted(sequences, 'sequence')}{modes}, {size:,} bytes as these take",
+        f"version 1, {dataset.dtype.name}, {counted(sequences, 'sequence')}{modes}, {size:,} bytes "
+        "as these take",
     )
     yield Check("pointers", f"{sequences:,}, each where the sequence before it ends")
     yield Check(
-        f"{name}.bin", f"sum of lengths {tokens:,} x {itemsize} bytes = {bin_path(prefix).stat().st_size:,}, its size"
+        f"{name}.bin",
+        f"sum of lengths {tokens:,} x {itemsize} bytes = {bin_path(prefix).stat().st_size:,}, its "
+        "size",
     )
     yield Check(
         "document index",
-        f"{counted(dataset.documents, 'document')}, {count_empty(dataset):,} empty, from 0 to {sequences:,}",
+        f"{counted(dataset.documents, 'document')}, {count_empty(dataset):,} empty, from 0 to "
+        f"{sequences:,}",
     )
     origins = find_origins(prefix, dataset.documents)
     if origins is not None:
         yield Check(
-            origins.path.name, f"{counted(origins.documents, 'document')} from {counted(len(origins.files), 'file')}"
+            origins.path.name,
+            f"{counted(origins.documents, 'document')} from {counted(len(origins.files), 'file')}",
         )
 
 
@@ -106,27 +126,37 @@ def verify_index(directory: Path) -> Iterator[Check]:
     index = describe_index(directory)
     options = index.options
     yield Check(
-        "index.json", f"seq_length {options.seq_length}, seed {options.seed}, {counted(len(index.members), 'data set')}"
+        "index.json",
+        f"seq_length {options.seq_length}, seed {options.seed}, "
+        f"{counted(len(index.members), 'data set')}",
     )
     for number, member in enumerate(index.members):
         dataset = IndexedDataset(member.prefix)
         yield Check(
             f"tokens {number}",
-            f"{member.prefix}: {counted(len(dataset), 'sequence')}, {counted(len(dataset.tokens), 'token')}",
+            f"{member.prefix}: {counted(len(dataset), 'sequence')}, "
+            f"{counted(len(dataset.tokens), 'token')}",
         )
         place = directory if index.single else member_directory(directory, number)
         for split in filter(member.weights.__contains__, SPLIT_NAMES):
-            if map_path(place, split, index.counting_map).exists() or index.single or index.samples.get(split):
+            if (
+                map_path(place, split, index.counting_map).exists()
+                or index.single
+                or index.samples.get(split)
+            ):
                 check = check_maps if options.sentences is None else check_sentence_map
                 yield Check(f"{split} maps {number}", check(dataset, place, split, options))
     if not index.single:
         yield from _verify_blends(directory, index)
     for split, count in index.samples.items():
-        path = map_path(directory, split, index.counting_map if index.single else BLEND_MAP_NAMES[0])
+        path = map_path(
+            directory, split, index.counting_map if index.single else BLEND_MAP_NAMES[0]
+        )
         found = len(load_map(path)) if count or path.exists() else 0
         if found != count:
             raise DataFormatError(
-                f"{directory}/index.json counts {count} {split} samples, but its maps have {found}: build them again"
+                f"{directory}/index.json counts {count} {split} samples, but its maps have "
+                f"{found}: build them again"
             )
 
 
@@ -138,16 +168,24 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
         datasets, numbers = (open_map(map_path(directory, split, name)) for name in BLEND_MAP_NAMES)
         path = map_path(directory, split, BLEND_MAP_NAMES[0])
         if len(datasets) != len(numbers):
-            raise DataFormatError(f"{path} has {len(datasets)} samples, the other map {len(numbers)}: build them again")
+            raise DataFormatError(
+                f"{path} has {len(datasets)} samples, the other map {len(numbers)}: build them "
+                "again"
+            )
         if len(datasets) and not 0 <= int(datasets.min()) <= int(datasets.max()) < len(members):
-            raise DataFormatError(f"{path} names data set {datasets.max()} of {len(members)}: build the maps again")
+            raise DataFormatError(
+                f"{path} names data set {datasets.max()} of {len(members)}: build the maps again"
+            )
         shares = []
         for place, member in enumerate(members):
             taken = np.asarray(numbers)[np.asarray(datasets) == place]
-            most = len(load_map(map_path(member_directory(directory, member), split, index.counting_map)))
+            most = len(
+                load_map(map_path(member_directory(directory, member), split, index.counting_map))
+            )
             if len(taken) and not 0 <= int(taken.min()) <= int(taken.max()) < most:
                 raise DataFormatError(
-                    f"{path}: the blend takes sample {taken.max()} of member {member}, which has {most}: build it again"
+                    f"{path}: the blend takes sample {taken.max()} of member {member}, which has "
+                    f"{most}: build it again"
                 )
             shares.append(f"{len(taken) / max(1, len(datasets)):.1%} of member {member}")
         yield Check(f"{split} blend", f"{counted(len(datasets), 'sample')}: {', '.join(shares)}")
@@ -177,7 +215,9 @@ def _read_files(path: Path) -> dict[str, FileEntry]:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         return {name: FileEntry(**entry) for name, entry in values["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{path} is damaged ({error}): tokenize again, or delete it to do without") from error
+        raise ArtifactError(
+            f"{path} is damaged ({error}): tokenize again, or delete it to do without"
+        ) from error
 
 
 def _check_files(directory: Path, files: dict[str, FileEntry], name: str) -> Check:
@@ -185,7 +225,9 @@ def _check_files(directory: Path, files: dict[str, FileEntry], name: str) -> Che
         problems = pool.map(lambda item: _file_problem(directory, *item), files.items())
         problem = next((found for found in problems if found), None)
     if problem:
-        raise ArtifactError(f"{directory}: {problem}: build it again, or copy it again from where it is whole")
+        raise ArtifactError(
+            f"{directory}: {problem}: build it again, or copy it again from where it is whole"
+        )
     size = sum(entry.size for entry in files.values())
     return Check(name, f"{counted(len(files), 'file')}, {size:,} bytes, sha256 as it was written")
 
@@ -196,7 +238,11 @@ def _file_problem(directory: Path, name: str, entry: FileEntry) -> str | None:
         size = path.stat().st_size
         if size != entry.size:
             return f"{name} has {size} bytes instead of {entry.size}"
-        return None if file_digest(path) == entry.sha256 else f"{name} has another content than when it was written"
+        return (
+            None
+            if file_digest(path) == entry.sha256
+            else f"{name} has another content than when it was written"
+        )
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
@@ -211,16 +257,16 @@ Map = npt.NDArray[Any]
 def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:
     """What the maps of a split hold, in one clause. Raises DataFormatError.
 
-    Every sequence of the split stands in the document index equally often; with packed documents the rows of the
-    sample index are seq_length tokens apart; and the shuffle index has each sample once. Memory: 8 bytes per sequence
-    and one per sample.
+    Every sequence of the split stands in the document index equally often; with packed documents
+    the rows of the sample index are seq_length tokens apart; and the shuffle index has each sample
+    once. Memory: 8 bytes per sequence and one per sample.
     """
     paths = [map_path(directory, split, name) for name in MAP_NAMES]
     document, rows, shuffle = (open_map(path) for path in paths)
     if len(rows) != len(shuffle) + 1:
         raise DataFormatError(
-            f"{paths[1]} has {len(rows)} rows, {paths[2].name} {len(shuffle)} samples; it should have one row more: "
-            "build the index maps again"
+            f"{paths[1]} has {len(rows)} rows, {paths[2].name} {len(shuffle)} samples; it should "
+            "have one row more: build the index maps again"
         )
     epochs = _check_document_index(paths[0], document, dataset)
     _check_rows(paths[1], rows, document, dataset)
@@ -229,36 +275,50 @@ def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: In
     _check_permutation(paths[2], shuffle)
     if not len(shuffle) and not len(document):
         return "no samples"
-    parts = (counted(len(shuffle), "sample"), counted(len(document), "sequence"), counted(epochs, "epoch"))
+    parts = (
+        counted(len(shuffle), "sample"),
+        counted(len(document), "sequence"),
+        counted(epochs, "epoch"),
+    )
     return "{}, {} in {}, each sample once".format(*parts)
 
 
-def check_sentence_map(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:
+def check_sentence_map(
+    dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions
+) -> str:
     """What the sentence map of a split holds, in one clause. Raises DataFormatError.
 
-    Every sample is of the split's documents, lies within one of them, has as many sentences as it must, and a target
-    length that the model has room for.
+    Every sample is of the split's documents, lies within one of them, has as many sentences as it
+    must, and a target length that the model has room for.
     """
     sentences = sentences_of(options)
     path = map_path(directory, split, SENTENCE_MAP_NAME)
-    rows = load_sentence_map(directory, split, dataset, options.seq_length - sentences.special_tokens)
+    rows = load_sentence_map(
+        directory, split, dataset, options.seq_length - sentences.special_tokens
+    )
     starts = dataset.document_indices
     first, last = (int(starts[place]) for place in document_range(dataset, options, split))
     used = np.zeros(dataset.documents, np.bool_)
     for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK].astype(np.int64)
         documents = np.searchsorted(starts, block[:, 0], side="right") - 1
-        inside = (first <= block[:, 0]) & (block[:, 1] <= last) & (block[:, 1] <= starts[documents + 1])
+        inside = (
+            (first <= block[:, 0]) & (block[:, 1] <= last) & (block[:, 1] <= starts[documents + 1])
+        )
         wrong = np.flatnonzero(~inside | (block[:, 1] - block[:, 0] < sentences.minimum_sentences))
         if len(wrong):
             row = block[wrong[0]].tolist()
             raise DataFormatError(
-                f"{path}: sample {start + int(wrong[0])} has the sentences {row[0]} to {row[1] - 1}, which are not "
-                f"{sentences.minimum_sentences} or more of one document of the {split} split, {first} to {last - 1}: "
-                "build the index maps again"
+                f"{path}: sample {start + int(wrong[0])} has the sentences {row[0]} to "
+                f"{row[1] - 1}, which are not {sentences.minimum_sentences} or more of one "
+                f"document of the {split} split, {first} to {last - 1}: build the index maps again"
             )
         used[documents] = True
-    return f"{counted(len(rows), 'sample')} of {counted(int(used.sum()), 'document')}" if len(rows) else "no samples"
+    return (
+        f"{counted(len(rows), 'sample')} of {counted(int(used.sum()), 'document')}"
+        if len(rows)
+        else "no samples"
+    )
 
 
 def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) -> int:
@@ -268,7 +328,8 @@ def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) ->
         if block.min() < 0 or block.max() >= len(dataset):
             wrong = block.min() if block.min() < 0 else block.max()
             raise DataFormatError(
-                f"{path} names sequence {wrong} of {len(dataset)} in {dataset.prefix}: it was built for other tokens"
+                f"{path} names sequence {wrong} of {len(dataset)} in {dataset.prefix}: it was "
+                "built for other tokens"
             )
         counts += np.bincount(block, minlength=len(counts))
     used = np.flatnonzero(counts)
@@ -279,8 +340,9 @@ def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) ->
     if len(uneven):
         sequence = first + int(uneven[0])
         raise DataFormatError(
-            f"{path} has sequence {sequence} {counts[sequence]} times, but sequence {first} {epochs} times: each epoch "
-            "has every sequence of the split once; build the index maps again"
+            f"{path} has sequence {sequence} {counts[sequence]} times, but sequence {first} "
+            f"{epochs} times: each epoch has every sequence of the split once; build the index "
+            "maps again"
         )
     return epochs
 
@@ -295,19 +357,27 @@ def _check_rows(path: Path, rows: Map, document: Map, dataset: IndexedDataset) -
         inside[inside] = offset[inside] <= dataset.lengths[document[position[inside]]]
         inside |= (position == len(document)) & (offset == 0)  # the end of the last sample
         earlier = np.concatenate([[previous], block[:-1]])
-        falling = (position < earlier[:, 0]) | ((position == earlier[:, 0]) & (offset < earlier[:, 1]))
+        falling = (position < earlier[:, 0]) | (
+            (position == earlier[:, 0]) & (offset < earlier[:, 1])
+        )
         wrong = np.flatnonzero(~inside | falling)
         if len(wrong):
             row = int(wrong[0])
             raise DataFormatError(
-                f"{path}: row {start + row} is {block[row].tolist()}, which does not follow {earlier[row].tolist()} "
-                f"within the documents of {dataset.prefix}: build the index maps again"
+                f"{path}: row {start + row} is {block[row].tolist()}, which does not follow "
+                f"{earlier[row].tolist()} within the documents of {dataset.prefix}: build the "
+                "index maps again"
             )
         previous = (int(position[-1]), int(offset[-1]))
 
 
-def _check_distances(path: Path, rows: Map, document: Map, dataset: IndexedDataset, options: IndexOptions) -> None:
-    """Row i lies i x seq_length tokens into the documents; only the last may be nearer, after a partial sample."""
+def _check_distances(
+    path: Path, rows: Map, document: Map, dataset: IndexedDataset, options: IndexOptions
+) -> None:
+    """Row i lies i x seq_length tokens into the documents.
+
+    Only the last may be nearer, after a partial sample.
+    """
     row, before = 0, 0
     for start in range(0, len(document), _BLOCK):
         lengths = dataset.lengths[document[start : start + _BLOCK]].astype(np.int64)
@@ -316,11 +386,14 @@ def _check_distances(path: Path, rows: Map, document: Map, dataset: IndexedDatas
         block = rows[row:stop].astype(np.int64)
         reached = starts[block[:, 0] - start] + block[:, 1]
         wrong = np.flatnonzero(reached != np.arange(row, stop) * options.seq_length)
-        wrong = wrong[(row + wrong != len(rows) - 1) | (reached[wrong] > (len(rows) - 1) * options.seq_length)]
+        wrong = wrong[
+            (row + wrong != len(rows) - 1) | (reached[wrong] > (len(rows) - 1) * options.seq_length)
+        ]
         if len(wrong):
             raise DataFormatError(
-                f"{path}: sample {row + int(wrong[0])} begins {reached[wrong[0]]} tokens into the documents instead of "
-                f"{(row + int(wrong[0])) * options.seq_length}: the maps were built for other tokens; build them again"
+                f"{path}: sample {row + int(wrong[0])} begins {reached[wrong[0]]} tokens into the "
+                f"documents instead of {(row + int(wrong[0])) * options.seq_length}: the maps were "
+                "built for other tokens; build them again"
             )
         row, before = stop, int(starts[-1] + lengths[-1])
 
@@ -329,12 +402,14 @@ def _check_permutation(path: Path, shuffle: Map) -> None:
     seen = np.zeros(len(shuffle), np.bool_)
     for block in _blocks(shuffle):
         if block.min() < 0 or block.max() >= len(seen):
-            raise DataFormatError(f"{path} names sample {block.max()} of {len(seen)}: build the index maps again")
+            raise DataFormatError(
+                f"{path} names sample {block.max()} of {len(seen)}: build the index maps again"
+            )
         seen[block] = True
     if not seen.all():
         raise DataFormatError(
-            f"{path} lacks {np.count_nonzero(~seen)} of {len(seen)} samples, such as {int(seen.argmin())}, and has "
-            "others more than once: build the index maps again"
+            f"{path} lacks {np.count_nonzero(~seen)} of {len(seen)} samples, such as "
+            f"{int(seen.argmin())}, and has others more than once: build the index maps again"
         )
 
 

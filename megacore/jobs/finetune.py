@@ -22,7 +22,7 @@ class FinetuneJob(RankJob):
     """How often this run was started, this time included."""
 
     def _shown(self) -> dict[str, Any]:
-        """Without the credentials that a name of data or model may hold: no rank downloads anything."""
+        """Without the credentials that a name of data or model may hold: no rank downloads."""
         values = super()._shown()
         return values | {"config": redact_values(values["config"], environment=False)}
 

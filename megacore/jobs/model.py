@@ -22,7 +22,7 @@ DEFAULT_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The most probable token each time, unless one of temperature, top_k and top_p asks for sampling.
+    """The most probable token each time, or sampling by temperature, top_k and top_p.
 
     Raises ConfigError for a value that cannot work.
     """
@@ -30,7 +30,8 @@ class GenerateOptions:
     max_new_tokens: int | None = None
     """Tokens that each prompt gets at most; None: 64, or as many as the model's positions leave."""
     temperature: float | None = None
-    """Divides the logits; 0 takes the most probable token; None: 1 where top_k or top_p is given, else 0."""
+    """Divides the logits; 0 takes the most probable token; None: 1 where top_k or top_p is given,
+    else 0."""
     top_k: int | None = None
     """Draw from this many most probable tokens (Fan et al. 2018, arXiv:1805.04833)."""
     top_p: float | None = None
@@ -42,17 +43,24 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature is {self.temperature}: give a number from 0 (the most probable token) up")
+        if self.temperature is not None and not (
+            math.isfinite(self.temperature) and self.temperature >= 0
+        ):
+            raise ConfigError(
+                f"temperature is {self.temperature}: give a number from 0 (the most probable "
+                "token) up"
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}: give at least 1, or leave it out for all tokens")
+            raise ConfigError(
+                f"top_k is {self.top_k}: give at least 1, or leave it out for all tokens"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}: give a probability above 0 and up to 1")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             name = "top_k" if self.top_k is not None else "top_p"
             raise ConfigError(
-                f"temperature is 0, which takes the most probable token, but {name} is {getattr(self, name)}: leave "
-                "one of them out"
+                f"temperature is 0, which takes the most probable token, but {name} is "
+                f"{getattr(self, name)}: leave one of them out"
             )
 
     @property
@@ -69,7 +77,11 @@ class GenerateOptions:
 
 
 def new_token_limits(
-    prompts: Sequence[Sequence[int]], options: GenerateOptions, positions: int, *, answers: bool = False
+    prompts: Sequence[Sequence[int]],
+    options: GenerateOptions,
+    positions: int,
+    *,
+    answers: bool = False,
 ) -> list[int]:
     """How many tokens each prompt may get.
 
@@ -77,30 +89,38 @@ def new_token_limits(
         prompts: ids of each.
         options: say how many are wanted.
         positions: longest sequence of the model, in tokens.
-        answers: whether new tokens are a sequence of their own, as T5's are, instead of following the prompt.
+        answers: whether new tokens are a sequence of their own, as T5's are, instead of following
+            the prompt.
 
     Raises:
         ConfigError: a prompt is empty, fills all positions, or leaves fewer than `max_new_tokens`.
     """
-    return [_limit(number, len(prompt), options, positions, answers) for number, prompt in enumerate(prompts, 1)]
+    return [
+        _limit(number, len(prompt), options, positions, answers)
+        for number, prompt in enumerate(prompts, 1)
+    ]
 
 
-def _limit(number: int, length: int, options: GenerateOptions, positions: int, answers: bool) -> int:
+def _limit(
+    number: int, length: int, options: GenerateOptions, positions: int, answers: bool
+) -> int:
     longest, left = (positions, positions) if answers else (positions - 1, positions - length)
     if length == 0:
         raise ConfigError(f"prompt {number} is empty: give it at least one token")
     if length > longest:
         reserved = "" if answers else ", of which one must be left for a new token"
         raise ConfigError(
-            f"prompt {number} has {length} tokens and the model {positions} positions{reserved}: shorten the prompt to "
-            f"at most {longest} tokens"
+            f"prompt {number} has {length} tokens and the model {positions} positions{reserved}: "
+            f"shorten the prompt to at most {longest} tokens"
         )
     if options.max_new_tokens is not None and options.max_new_tokens > left:
         why = (
             f"the model has {positions} positions: lower it to at most {left}"
             if answers
-            else f"prompt {number} has {length} of the model's {positions} positions and leaves {left}: lower it to at "
-            f"most {left}, or shorten the prompt"
+            else (
+                f"prompt {number} has {length} of the model's {positions} positions and leaves "
+                f"{left}: lower it to at most {left}, or shorten the prompt"
+            )
         )
         raise ConfigError(f"max_new_tokens is {options.max_new_tokens}, but {why}")
     return options.max_new_tokens or min(DEFAULT_NEW_TOKENS, left)

@@ -1,4 +1,7 @@
-"""What crosses the process boundary: a stage writes one JSON file, the processes it starts read it."""
+"""What crosses the process boundary.
+
+A stage writes one JSON file, the processes it starts read it.
+"""
 
 from pathlib import Path
 from typing import Any, Self
@@ -23,10 +26,14 @@ class RankJob(Section):
     threads_per_rank: int
     """CPU threads of each process."""
     hosts: dict[str, int] = Field({})
-    """Machines that take part and the ranks of each, in their order; empty: those that `launch` names, if any."""
+    """Machines that take part and the ranks of each, in their order; empty: those that `launch`
+    names, if any."""
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON, atomically, without the credentials of what was downloaded: no rank needs them."""
+        """Write the job as JSON, atomically, without the credentials of what was downloaded.
+
+        No rank needs them.
+        """
         write_json(path, self._shown())
 
     def _shown(self) -> dict[str, Any]:
@@ -38,7 +45,9 @@ class RankJob(Section):
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:  # ValidationError is a ValueError
-            raise ConfigError(f"{path} is not a job written by this version of megacore: {_reason(error)}") from error
+            raise ConfigError(
+                f"{path} is not a job written by this version of megacore: {_reason(error)}"
+            ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -83,13 +92,20 @@ class Job(RankJob):
     @property
     def spec(self) -> ModelSpec:
         """The model by itself."""
-        return ModelSpec.of(self.config, self.vocab_size, self.special_tokens, self.tokenizer_directory)
+        return ModelSpec.of(
+            self.config, self.vocab_size, self.special_tokens, self.tokenizer_directory
+        )
 
     def _shown(self) -> dict[str, Any]:
-        """Only of `config.data` is everything hidden that may be a secret: the ranks read back the paths elsewhere."""
+        """Only of `config.data` is everything hidden that may be a secret.
+
+        The ranks read back the paths elsewhere.
+        """
         values = super()._shown()
         config = values["config"]
-        values["config"] = redact_values(config, environment=False) | {"data": redact_values(config["data"])}
+        values["config"] = redact_values(config, environment=False) | {
+            "data": redact_values(config["data"])
+        }
         return values
 
 

@@ -1,1 +1,4 @@
-"""One file for each fused operation: a plain torch reference, what else computes it, and when which is used."""
+"""One file for each fused operation.
+
+A plain torch reference, what else computes it, and when which is used.
+"""

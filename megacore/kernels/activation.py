@@ -1,7 +1,7 @@
 """Activations in one pass: of a bias and an input, and of gated units.
 
-GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) and ReLU are fused with the bias as in Megatron-LM's bias_gelu; gated
-units are Shazeer's (2020, arXiv:2002.05202).
+GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) and ReLU are fused with the bias as in
+Megatron-LM's bias_gelu; gated units are Shazeer's (2020, arXiv:2002.05202).
 """
 
 from typing import Protocol

@@ -1,4 +1,7 @@
-"""One update of AdamW (Loshchilov and Hutter 2019) for many tensors, and its rounding into the model's weights."""
+"""One update of AdamW for many tensors, with rounding into the model's weights.
+
+AdamW is of Loshchilov and Hutter 2019.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +32,10 @@ class Hyperparameters:
 
 
 class AdamTensors(NamedTuple):
-    """What is updated: tensors of one shape at each place of the lists, contiguous, in main memory or on one GPU."""
+    """What is updated: tensors of one shape at each place of the lists.
+
+    They are contiguous, in main memory or on one GPU.
+    """
 
     weights: Sequence[Tensor]
     """Main weights, fp32, as are the next three."""
@@ -40,20 +46,23 @@ class AdamTensors(NamedTuple):
     exp_avg_sqs: Sequence[Tensor]
     """Second moments."""
     targets: Sequence[Tensor] | None
-    """Of the model's lower precision: the updated weights are rounded into them. None where the weights are the
-    model's own."""
+    """Of the model's lower precision: the updated weights are rounded into them. None where the
+    weights are the model's own."""
 
 
 class AdamW(Protocol):
     """Makes one update."""
 
     def __call__(self, tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
-        """Update weights and moments in place; an element's result does not depend on how tensors are divided.
+        """Update weights and moments in place.
+
+        An element's result does not depend on how tensors are divided.
 
         Args:
             tensors: what is updated.
             values: of this update.
-            divisor: what the gradients are divided by first: fp32, 0-dimensional, on the tensors' device.
+            divisor: what the gradients are divided by first: fp32, 0-dimensional, on the tensors'
+                device.
         """
         ...
 
@@ -81,8 +90,8 @@ def reference(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) ->
         eps=values.eps,
         amsgrad=False,
         maximize=False,
-        # It writes the divided gradients back, which is not free: on the CPU a 1 is seen, on a GPU it would be
-        # waited for.
+        # It writes the divided gradients back, which is not free: on the CPU a 1 is seen, on a GPU
+        # it would be waited for.
         grad_scale=None if device.type == "cpu" and divisor == 1 else divisor,
     )
     _publish(tensors)
@@ -101,7 +110,8 @@ def _load_apex() -> AdamW:
         device = weights[0].device
         amp_C.multi_tensor_adam_capturable(
             _APEX_CHUNK,
-            torch.zeros(1, dtype=torch.int32, device=device),  # no overflow: the update would be left out
+            # no overflow: the update would be left out
+            torch.zeros(1, dtype=torch.int32, device=device),
             [list(gradients), list(weights), list(exp_avgs), list(exp_avg_sqs)],
             torch.full((), values.lr, device=device),
             values.beta1,
@@ -138,7 +148,9 @@ def _load_cpp() -> AdamW:
 
 IMPLEMENTATIONS = (
     Implementation[AdamW](
-        "apex FusedAdam", _load_apex, lambda setting: setting.device.type == "cuda" and has_apex("amp_C")
+        "apex FusedAdam",
+        _load_apex,
+        lambda setting: setting.device.type == "cuda" and has_apex("amp_C"),
     ),
     Implementation[AdamW]("C++ with AVX-512, publishing as it goes", _load_cpp, cpp_runs),
     Implementation[AdamW]("torch fused AdamW", lambda: reference, everywhere),

@@ -1,7 +1,7 @@
 """Attention: without dropout or bias in one pass over blocks (Dao et al. 2022, arXiv:2205.14135).
 
-With them, its weights may lie in memory between two matmuls: their softmax is scaled, takes a bias and drops, fused as
-Megatron-LM's scaled_masked_softmax.
+With them, its weights may lie in memory between two matmuls: their softmax is scaled, takes a bias
+and drops, fused as Megatron-LM's scaled_masked_softmax.
 """
 
 from typing import Protocol
@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, cpp_runs, cpp_runs_uncompiled, everywhere
+from megacore.kernels.implementation import (
+    Implementation,
+    cpp_runs,
+    cpp_runs_uncompiled,
+    everywhere,
+)
 
 
 class Attention(Protocol):
@@ -56,7 +61,13 @@ class ScaledMaskedSoftmax(Protocol):
     """dropout(softmax(scores * scale + bias))."""
 
     def __call__(
-        self, scores: Tensor, bias: Tensor | None, *, scale: float, causal: bool = False, dropout: float = 0.0
+        self,
+        scores: Tensor,
+        bias: Tensor | None,
+        *,
+        scale: float,
+        causal: bool = False,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Weights of scores [b, n, s, s_k].
 
@@ -64,14 +75,22 @@ class ScaledMaskedSoftmax(Protocol):
             scores: products of queries and keys.
             bias: [b or 1, n or 1, s or 1, s_k]; one of [1, n, s, s_k] may be trained.
             scale: of the scores.
-            causal: whether a query, of which the last is the last key's, sees only the keys up to its own.
+            causal: whether a query, of which the last is the last key's, sees only the keys up to
+                its own.
             dropout: probability of dropping a weight.
         """
         ...
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, dropout: float, causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
 ) -> Tensor:
     """Whatever kernel torch has for it: FlashAttention, cuDNN's or its own."""
     sharing = query.shape[1] // key.shape[1]
@@ -106,7 +125,10 @@ def in_memory(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """See `Attention`; two matmuls around a softmax, whose weights are in memory in the type of `query`."""
+    """See `Attention`.
+
+    Two matmuls around a softmax, whose weights are in memory in the type of `query`.
+    """
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1:
         key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
@@ -129,7 +151,10 @@ def _load_cpp_with_softmax() -> Attention:
 
 
 def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
-    """What is without dropout and bias in one pass; dropout and trained biases by `softmax`, if there is one."""
+    """What is without dropout and bias in one pass.
+
+    Dropout and trained biases by `softmax`, if there is one.
+    """
     from megacore.kernels.cpu.attention import attention, supports
 
     def attend(
@@ -145,7 +170,9 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         if bias is None and not dropout and supports(query, key, value):
             return attention(query, key, value, causal=causal, scale=scale)
         if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
-            return in_memory(softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale)
+            return in_memory(
+                softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale
+            )
         return reference(query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale)
 
     return attend
@@ -163,11 +190,17 @@ def _load_packed_cpp() -> PackedAttention:
 
 
 IMPLEMENTATIONS = (
-    Implementation[Attention]("C++ with AVX-512, torch for masks", _load_cpp_with_softmax, cpp_runs_uncompiled),
-    Implementation[Attention]("C++ with AVX-512, torch for dropout and biases", _load_cpp, cpp_runs),
+    Implementation[Attention](
+        "C++ with AVX-512, torch for masks", _load_cpp_with_softmax, cpp_runs_uncompiled
+    ),
+    Implementation[Attention](
+        "C++ with AVX-512, torch for dropout and biases", _load_cpp, cpp_runs
+    ),
     Implementation[Attention]("torch scaled_dot_product_attention", lambda: reference, everywhere),
 )
 PACKED = (
     Implementation[PackedAttention]("C++ with AVX-512", _load_packed_cpp, cpp_runs),
-    Implementation[PackedAttention]("torch scaled_dot_product_attention", lambda: packed_reference, everywhere),
+    Implementation[PackedAttention](
+        "torch scaled_dot_product_attention", lambda: packed_reference, everywhere
+    ),
 )

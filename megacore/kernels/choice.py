@@ -1,4 +1,7 @@
-"""Which implementation each operation of a run has: chosen when it starts, logged, and passed on to who computes."""
+"""Which implementation each operation of a run has.
+
+Chosen when it starts, logged, and passed on to who computes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,11 +86,13 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool =
     """
     setting = Setting(device, dtype, compiled)
     try:
-        chosen = {operation: first_usable(found, setting) for operation, found in _OPERATIONS.items()}
+        chosen = {
+            operation: first_usable(found, setting) for operation, found in _OPERATIONS.items()
+        }
     except ImportError as error:
         raise ConfigError(
-            f"A kernel cannot be loaded ({error}): install megacore again, which compiles its C++ kernels, or set "
-            f"train.kernels to plain."
+            f"A kernel cannot be loaded ({error}): install megacore again, which compiles its C++ "
+            "kernels, or set train.kernels to plain."
         ) from error
     names = {operation: name for operation, (name, _) in chosen.items()}
     return _kernels(names, **{operation: function for operation, (_, function) in chosen.items()})

@@ -1,7 +1,10 @@
-"""Cross entropy of logits with its gradient in their place: no second tensor of their size, and none in fp32.
+"""Cross entropy of logits with its gradient in their place.
 
-Half-precision logits are computed in fp32, a few rows at a time; what takes their place is rounded once. In place as in
-Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), and over a divided vocabulary as in Megatron-LM.
+There is no second tensor of their size, and none in fp32.
+
+Half-precision logits are computed in fp32, a few rows at a time; what takes their place is rounded
+once. In place as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), and over a divided vocabulary
+as in Megatron-LM.
 """
 
 from collections.abc import Iterator
@@ -14,13 +17,14 @@ from torch import Tensor
 from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
 
 _CACHED_ELEMENTS = 1 << 17
-"""Logits per thread of a block that stays in the cores' caches between passes: half a MiB of fp32."""
+"""Logits per thread of a block that stays in the cores' caches between passes: half a MiB of
+fp32."""
 _GPU_ELEMENTS = 1 << 25
 """Logits of a block on a GPU, where launches cost more than memory traffic: 128 MiB of fp32."""
 
 
 class Statistics(Protocol):
-    """What is to be known of each row of logits before ranks that share the vocabulary can tell its loss."""
+    """What ranks sharing the vocabulary must know of each row of logits to tell its loss."""
 
     def __call__(self, logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
         """Read logits [n, w].
@@ -31,8 +35,9 @@ class Statistics(Protocol):
             with_sum: whether the sum of the logits is wanted.
 
         Returns:
-            Per row the maximum, the logit of the label (0 where another rank has it), the sum of exp(logit - maximum),
-            and the sum of the logits if wanted: [3 or 4, n], fp32 (fp64 for fp64 logits).
+            Per row the maximum, the logit of the label (0 where another rank has it), the sum of
+            exp(logit - maximum), and the sum of the logits if wanted: [3 or 4, n], fp32 (fp64 for
+            fp64 logits).
         """
         ...
 
@@ -49,7 +54,9 @@ class GradientInPlace(Protocol):
         label_weight: float,
         evenly: float,
     ) -> None:
-        """Write factor exp(logit - log_normaliser) - label_weight onehot(column) - evenly over logits [n, w].
+        """Write the gradient of the loss over logits [n, w].
+
+        factor exp(logit - log_normaliser) - label_weight onehot(column) - evenly.
 
         Args:
             logits: of this rank's part of the vocabulary.
@@ -65,7 +72,9 @@ class GradientInPlace(Protocol):
 class LossInPlace(Protocol):
     """Both at once, where one rank has the whole vocabulary."""
 
-    def __call__(self, logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float) -> Tensor:
+    def __call__(
+        self, logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
+    ) -> Tensor:
         """The loss of each row of logits [n, v], which become `scale` times its gradient.
 
         loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp².
@@ -107,7 +116,12 @@ def statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
 
 
 def gradient_(
-    logits: Tensor, columns: Tensor, log_normaliser: Tensor, factor: Tensor | None, label_weight: float, evenly: float
+    logits: Tensor,
+    columns: Tensor,
+    log_normaliser: Tensor,
+    factor: Tensor | None,
+    label_weight: float,
+    evenly: float,
 ) -> None:
     """See `GradientInPlace`."""
     for block in _blocks(logits):
@@ -119,7 +133,9 @@ def gradient_(
         logits[block] = exact.sub_(evenly) if evenly else exact
 
 
-def loss_(logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float) -> Tensor:
+def loss_(
+    logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
+) -> Tensor:
     """See `LossInPlace`."""
     losses = logits.new_empty(logits.shape[0], dtype=_exact(logits))
     width, in_place = logits.shape[1], logits.dtype == losses.dtype
@@ -132,7 +148,12 @@ def loss_(logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float
         total = exact.exp_().sum(1, keepdim=True)
         log_total = total.log()
         log_normaliser = log_total + maximum
-        loss = log_total - (1.0 - label_smoothing) * label - label_smoothing * evenly + z_loss * log_normaliser.square()
+        loss = (
+            log_total
+            - (1.0 - label_smoothing) * label
+            - label_smoothing * evenly
+            + z_loss * log_normaliser.square()
+        )
         losses[block] = loss.squeeze(1)
         exact.mul_(scale * (1.0 + 2.0 * z_loss * log_normaliser) / total)
         _subtract_label_(exact, column, scale * (1.0 - label_smoothing))
@@ -149,19 +170,32 @@ REFERENCE = CrossEntropy(statistics, gradient_, loss_)
 def _load_cpp() -> CrossEntropy:
     from megacore.kernels.cpu import cross_entropy
 
-    return CrossEntropy(cross_entropy.label_statistics, cross_entropy.softmax_gradient_, cross_entropy.cross_entropy_)
+    return CrossEntropy(
+        cross_entropy.label_statistics,
+        cross_entropy.softmax_gradient_,
+        cross_entropy.cross_entropy_,
+    )
 
 
 def whole_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
     """See `Statistics`; in one piece, for a compiler that keeps nothing of the logits' size."""
     exact = logits.to(_exact(logits))
     maximum, total = _maximum_and_total(exact)
-    label = torch.where(columns >= 0, exact.gather(1, columns.clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
-    return torch.stack([maximum.squeeze(1), label, total.squeeze(1), *([exact.sum(1)] if with_sum else [])])
+    label = torch.where(
+        columns >= 0, exact.gather(1, columns.clamp(min=0).unsqueeze(1)).squeeze(1), 0.0
+    )
+    return torch.stack(
+        [maximum.squeeze(1), label, total.squeeze(1), *([exact.sum(1)] if with_sum else [])]
+    )
 
 
 def whole_gradient_(
-    logits: Tensor, columns: Tensor, log_normaliser: Tensor, factor: Tensor | None, label_weight: float, evenly: float
+    logits: Tensor,
+    columns: Tensor,
+    log_normaliser: Tensor,
+    factor: Tensor | None,
+    label_weight: float,
+    evenly: float,
 ) -> None:
     """See `GradientInPlace`; in one piece."""
     softmax = (logits.to(_exact(logits)) - log_normaliser.unsqueeze(1)).exp()
@@ -170,7 +204,9 @@ def whole_gradient_(
     logits.copy_(softmax - label_weight * _onehot(logits, columns) - evenly)
 
 
-def whole_loss_(logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float) -> Tensor:
+def whole_loss_(
+    logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
+) -> Tensor:
     """See `LossInPlace`; in one piece."""
     exact = logits.to(_exact(logits))
     maximum, total = _maximum_and_total(exact)
@@ -225,7 +261,9 @@ def _subtract_label_(values: Tensor, column: Tensor, weight: float) -> None:
 def _blocks(rows: Tensor) -> Iterator[slice]:
     """Runs of rows that are worked on together."""
     count, width = rows.shape
-    most = _CACHED_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else _GPU_ELEMENTS
+    most = (
+        _CACHED_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else _GPU_ELEMENTS
+    )
     step = max(1, most // width)
     for start in range(0, count, step):
         yield slice(start, start + step)

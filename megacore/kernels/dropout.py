@@ -1,7 +1,7 @@
 """Dropout (Srivastava et al. 2014) in training, and what a branch gives to the residual stream.
 
-The latter is residual + dropout(branch + bias), as Megatron-LM's bias_dropout_add. Both drop what torch's generator
-draws.
+The latter is residual + dropout(branch + bias), as Megatron-LM's bias_dropout_add. Both drop what
+torch's generator draws.
 """
 
 from typing import Protocol
@@ -57,6 +57,8 @@ DROPOUT = (
     Implementation[Dropout]("torch", lambda: dropout, everywhere),
 )
 BIAS_DROPOUT_ADD = (
-    Implementation[BiasDropoutAdd]("C++ with AVX-512", _load_cpp_bias_dropout_add, cpp_runs_uncompiled),
+    Implementation[BiasDropoutAdd](
+        "C++ with AVX-512", _load_cpp_bias_dropout_add, cpp_runs_uncompiled
+    ),
     Implementation[BiasDropoutAdd]("torch", lambda: bias_dropout_add, everywhere),
 )

@@ -57,15 +57,21 @@ def cpp_runs(setting: Setting) -> bool:
 
 
 def cpp_runs_uncompiled(setting: Setting) -> bool:
-    """The same outside of torch.compile, which draws by itself and makes sums a part of what stands around them."""
+    """The same outside of torch.compile.
+
+    That draws by itself and makes sums a part of what stands around them.
+    """
     return cpp_runs(setting) and not setting.compiled
 
 
 @cache
 def has_apex(module: str) -> bool:
-    """Whether a module of NVIDIA apex can be imported: which were built differs between installations.
+    """Whether a module of NVIDIA apex can be imported.
 
-    `scripts/install_apex.sh` builds them from NVIDIA's source. On PyPI `apex` is another package, which has none.
+    Which were built differs between installations.
+
+    `scripts/install_apex.sh` builds them from NVIDIA's source. On PyPI `apex` is another package,
+    which has none.
     """
     try:
         import_module(module)

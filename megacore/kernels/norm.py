@@ -1,4 +1,6 @@
-"""Norms over the last dimension: LayerNorm (Ba et al. 2016, arXiv:1607.06450), RMSNorm (Zhang and Sennrich 2019).
+"""Norms over the last dimension: LayerNorm and RMSNorm.
+
+See Ba et al. 2016, arXiv:1607.06450, and Zhang and Sennrich 2019.
 
 The fused ones of NVIDIA apex are those of `apex.normalization`, without its autocast.
 """
@@ -71,7 +73,9 @@ def _load_cpp_rms_norm() -> RMSNorm:
 
 
 def _runs_apex(setting: Setting) -> bool:
-    return setting.device.type == "cuda" and not setting.compiled and has_apex("fused_layer_norm_cuda")
+    return (
+        setting.device.type == "cuda" and not setting.compiled and has_apex("fused_layer_norm_cuda")
+    )
 
 
 def _runs_cpp(setting: Setting) -> bool:

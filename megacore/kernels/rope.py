@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), on halves of a head as GPT-NeoX and Llama have it."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
+
+It is on halves of a head, as GPT-NeoX and Llama have it.
+"""
 
 from typing import Protocol
 

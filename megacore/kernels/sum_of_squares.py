@@ -23,7 +23,10 @@ class SumOfSquares(Protocol):
 
 
 def reference(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Blocks are added in float64: over millions of elements torch's fp32 norm is wrong by 1e-4 on CPUs."""
+    """Blocks are added in float64.
+
+    Over millions of elements torch's fp32 norm is wrong by 1e-4 on CPUs.
+    """
     norms = [torch.zeros(1, device=device)]
     for gradient in gradients:
         whole = gradient.numel() // _BLOCK * _BLOCK
@@ -63,7 +66,9 @@ def _runs_cpp(setting: Setting) -> bool:
 
 IMPLEMENTATIONS = (
     Implementation[SumOfSquares](
-        "apex multi_tensor_l2norm", _load_apex, lambda setting: setting.device.type == "cuda" and has_apex("amp_C")
+        "apex multi_tensor_l2norm",
+        _load_apex,
+        lambda setting: setting.device.type == "cuda" and has_apex("amp_C"),
     ),
     Implementation[SumOfSquares]("C++ with AVX-512", _load_cpp, _runs_cpp),
     Implementation[SumOfSquares]("torch", lambda: reference, everywhere),

@@ -1,4 +1,7 @@
-"""The weight gradient dyᵀ x added to an fp32 main gradient, as Megatron-LM's fused gradient accumulation does."""
+"""The weight gradient dyᵀ x added to an fp32 main gradient.
+
+Megatron-LM's fused gradient accumulation does the same.
+"""
 
 from functools import cache
 from typing import Protocol
@@ -32,7 +35,7 @@ def reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def widening(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """On a GPU: one matmul of half-precision factors with fp32 results, added by the matmul itself."""
+    """On a GPU: one matmul of half-precision factors that adds its fp32 result itself."""
     if x.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x)
     else:
@@ -51,8 +54,11 @@ def _load_apex() -> WeightGradient:
     import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]
 
     def accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        # It does not ask for strides: gradients that autograd has expanded would be read beyond their end.
-        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x.contiguous(), dy.contiguous(), main_grad)
+        # It does not ask for strides: gradients that autograd has expanded would be read beyond
+        # their end.
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
+            x.contiguous(), dy.contiguous(), main_grad
+        )
 
     return accumulate
 
@@ -73,7 +79,10 @@ def _half_on_gpu(setting: Setting) -> bool:
 
 @cache
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch's addmm takes an fp32 sum with factors of `dtype` there: asked once, with a small product."""
+    """Whether this torch's addmm takes an fp32 sum with factors of `dtype` there.
+
+    It is asked once, with a small product.
+    """
     total, factor = torch.ones(8, 8, device=device), torch.ones(8, 8, dtype=dtype, device=device)
     try:
         widening(total, factor, factor)
@@ -93,7 +102,9 @@ IMPLEMENTATIONS = (
         lambda: widening,
         lambda setting: _half_on_gpu(setting) and _adds_in_fp32(setting.device, setting.dtype),
     ),
-    Implementation[WeightGradient]("torch mm in fp32, then add", lambda: widening_apart, _half_on_gpu),
+    Implementation[WeightGradient](
+        "torch mm in fp32, then add", lambda: widening_apart, _half_on_gpu
+    ),
     Implementation[WeightGradient]("C++ with AVX512-BF16", _load_cpp, _runs_cpp),
     Implementation[WeightGradient]("torch mm, then add", lambda: reference, everywhere),
 )

@@ -1,4 +1,7 @@
-"""Why a rank ended: torchrun exits with 1 whatever a rank's own exit code was, so each rank writes its reason."""
+"""Why a rank ended.
+
+torchrun exits with 1 whatever a rank's own exit code was, so each rank writes its reason.
+"""
 
 import contextlib
 import ctypes
@@ -23,7 +26,8 @@ from megacore.errors import (
 )
 
 LAUNCHER_REASON = "launcher_reason.json"
-"""Beside the ranks' reasons: why the launcher itself (what reaches other machines, a scheduler) ended the job."""
+"""Beside the ranks' reasons: why the launcher itself (what reaches other machines, a scheduler)
+ended the job."""
 
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
@@ -73,11 +77,14 @@ class ExitReason:
 
 @contextlib.contextmanager
 def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
-    """Write `rank_<rank>.json` into `directory` for any exception of the block, then exit with the error's code.
+    """Write `rank_<rank>.json` into `directory` for any exception of the block.
 
-    The traceback goes to stderr. SystemExit and KeyboardInterrupt pass: they are not the rank's own failure. Training
-    that stopped on request is no failure: TrainingStoppedError ends the block, one line of it goes to stderr, and the
-    rank goes on to its end with code 0, unless its reason cannot be written: nobody would know that it stopped.
+    Then exit with the error's code.
+
+    The traceback goes to stderr. SystemExit and KeyboardInterrupt pass: they are not the rank's own
+    failure. Training that stopped on request is no failure: TrainingStoppedError ends the block,
+    one line of it goes to stderr, and the rank goes on to its end with code 0, unless its reason
+    cannot be written: nobody would know that it stopped.
     """
     try:
         yield
@@ -113,7 +120,9 @@ def write_launcher_reason(directory: Path | str, error: MegacoreError) -> None:
     if not path.exists():
         with workspace_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"error": type(error).__name__, "message": str(error), "time": time.time()})
+            write_json(
+                path, {"error": type(error).__name__, "message": str(error), "time": time.time()}
+            )
 
 
 def read_launcher_reason(directory: Path | str) -> MegacoreError | None:
@@ -136,21 +145,25 @@ def _write_or_say(directory: Path | str, rank: int, error: BaseException) -> boo
 def read_reasons(directory: Path) -> list[ExitReason]:
     """The reasons in `directory`, by time; those of ranks that failed by themselves come first.
 
-    Then those of ranks that stopped on request, at last those of ranks that only noticed that another one was gone.
+    Then those of ranks that stopped on request, at last those of ranks that only noticed that
+    another one was gone.
     """
     reasons = []
     for path in directory.glob("rank_*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # torn by the same crash: no reason then
+        # torn by the same crash: no reason then
+        with contextlib.suppress(OSError, ValueError, TypeError):
             reasons.append(ExitReason(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(reasons, key=lambda reason: (reason.secondary, reason.stopped, reason.time, reason.rank))
+    return sorted(
+        reasons, key=lambda reason: (reason.secondary, reason.stopped, reason.time, reason.rank)
+    )
 
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends, however that happens.
 
-    The kernel watches the thread that started this process: the parent must start its children from a thread
-    that lives as long as they do, as torchrun does. A parent that ended before this call is the guard's business.
-    Raises OSError.
+    The kernel watches the thread that started this process: the parent must start its children from
+    a thread that lives as long as they do, as torchrun does. A parent that ended before this call
+    is the guard's business. Raises OSError.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -177,14 +190,18 @@ def _typed(error: BaseException) -> tuple[MegacoreError, bool]:
             pass
     if _is_lost_peer(error):
         return RankLostError(f"lost another rank: {_one_line(error)}"), True
-    return TrainingError(f"{type(error).__name__}: {_one_line(error)}; the traceback is in the log"), False
+    return TrainingError(
+        f"{type(error).__name__}: {_one_line(error)}; the traceback is in the log"
+    ), False
 
 
 def _is_lost_peer(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     if "DistError" in names or isinstance(error, ConnectionError):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _LOST_PEER)
+    return isinstance(error, RuntimeError) and any(
+        phrase in str(error).lower() for phrase in _LOST_PEER
+    )
 
 
 def _one_line(error: BaseException, limit: int = 400) -> str:

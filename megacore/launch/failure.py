@@ -1,4 +1,7 @@
-"""What a failed job is told as: one typed error, from the ranks' reasons, the launcher's log and the heartbeats."""
+"""What a failed job is told as: one typed error.
+
+It comes from the ranks' reasons, the launcher's log and the heartbeats.
+"""
 
 import contextlib
 import os
@@ -22,11 +25,15 @@ from megacore.launch.watch import LOST_LIMIT, KillCounter, Trouble, memory_text
 
 _LOG_BYTES = 65536
 _LOG_LINES = 5
-_ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S)
+_ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S
+)
 _DEEPSPEED_CAUSE = re.compile(r"exits with return code = (-?\d+)")
 """What DeepSpeed's launcher says of the first rank that failed, without naming it."""
 _LAUNCHERS_OWN = re.compile(
-    r"^(?:\S+: )?[WE]\d{4} .*torch/distributed/elastic/|^(?:\S+: )?\[[^]]*\] \[[A-Z]+\] \[launch\.py:", re.M
+    r"^(?:\S+: )?[WE]\d{4} .*torch/distributed/elastic/|^(?:\S+: )?\[[^]]*\] \[[A-Z]+\] "
+    r"\[launch\.py:",
+    re.M,
 )
 """Where a launcher's account of the failure begins, which says less than the ranks' last lines."""
 _PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
@@ -75,7 +82,8 @@ class Attempt:
         reasons, text = read_reasons(self.exit_directory), _tail(self.log, self.written)
         if code in {NOT_FOUND, NOT_EXECUTABLE} and not reasons:
             return LaunchError(
-                f"cannot start {self.program} (exit code {code}): {_last_lines(text)}; the log is {self.log}"
+                f"cannot start {self.program} (exit code {code}): {_last_lines(text)}; the log is "
+                f"{self.log}"
             )
         if (own := self._launchers_own(reasons)) is not None:
             return self._with_table(own, None)
@@ -84,7 +92,13 @@ class Attempt:
         silent = lost_rank is None or lost_rank not in {reason.rank for reason in reasons}
         signalled = silent and lost_code is not None and lost_code < 0
         number = lost_code if lost_code is not None else code
-        who = f"rank {lost_rank}" if lost_rank is not None else "the job" if lost_code is None else "a rank"
+        who = (
+            f"rank {lost_rank}"
+            if lost_rank is not None
+            else "the job"
+            if lost_code is None
+            else "a rank"
+        )
         error: MegacoreError
         if reasons and (reasons[0].stopped or not (signalled or reasons[0].secondary)):
             return reasons[0].exception()
@@ -95,14 +109,15 @@ class Attempt:
         elif not reasons and _PORT_IN_USE.search(text):
             port = _PORT.search(text)
             error = RankLostError(
-                f"port {port[1] if port else 'of the rendezvous'} is in use by another process: end it, "
-                f"or start again for another port; the log is {self.log}"
+                f"port {port[1] if port else 'of the rendezvous'} is in use by another process: "
+                f"end it, or start again for another port; the log is {self.log}"
             )
         else:
             # What the launcher reports may be the code of a rank that only lost this one.
             how = _ended(number, self.kills) if signalled or not reasons else "ended"
             error = RankLostError(
-                f"{who} {how} without giving a reason; {_RESUMES}; last lines of {self.log}: {_last_lines(text)}"
+                f"{who} {how} without giving a reason; {_RESUMES}; last lines of {self.log}: "
+                f"{_last_lines(text)}"
             )
         return self._with_table(error, lost_rank)
 
@@ -111,12 +126,19 @@ class Attempt:
         silent = set(range(self.ranks or 0)) - {reason.rank for reason in reasons}
         return silent.pop() if reasons and len(silent) == 1 else None
 
-    def states(self, *, stacks: bool, reported: Mapping[int, StateReport] | None = None) -> list[RankState]:
-        """The ranks now; with `stacks` those of this machine are asked for theirs, `reported` is what agents said."""
+    def states(
+        self, *, stacks: bool, reported: Mapping[int, StateReport] | None = None
+    ) -> list[RankState]:
+        """The ranks now.
+
+        With `stacks` those of this machine are asked for theirs, `reported` is what agents said.
+        """
         return rank_states(self.exit_directory, self.ranks, stacks=stacks, reported=reported)
 
-    def troubled(self, trouble: Trouble, stall_limit: float | None, states: list[RankState]) -> MegacoreError:
-        """The typed error for a job that had to be ended, with the table of what its ranks were doing."""
+    def troubled(
+        self, trouble: Trouble, stall_limit: float | None, states: list[RankState]
+    ) -> MegacoreError:
+        """The typed error for a job that had to be ended, with a table of its ranks."""
         reasons = read_reasons(self.exit_directory)
         if trouble.lost:
             first = next(state for state in states if state.rank == trouble.lost[0])
@@ -133,8 +155,8 @@ class Attempt:
         if self.kills.rose:
             return _out_of_memory(f"rank {first.rank}")
         return RankLostError(
-            f"rank {first.rank} {first.where} is gone without giving a reason, and the job did not end by itself "
-            f"within {LOST_LIMIT:g} s; {_RESUMES}"
+            f"rank {first.rank} {first.where} is gone without giving a reason, and the job did not "
+            f"end by itself within {LOST_LIMIT:g} s; {_RESUMES}"
         )
 
     def _stalled(
@@ -142,21 +164,28 @@ class Attempt:
     ) -> MegacoreError:
         if reasons and not reasons[0].secondary:
             return reasons[0].exception()
-        who = f"rank{'s' if len(trouble.stalled) > 1 else ''} {', '.join(map(str, trouble.stalled))}"
+        who = (
+            f"rank{'s' if len(trouble.stalled) > 1 else ''} {', '.join(map(str, trouble.stalled))}"
+        )
         return RankStalledError(
-            f"{who} made no progress for launch.stall_limit = {limit:g} s; furthest behind is rank {first.rank} "
-            f"{first.where}; {_RESUMES}"
+            f"{who} made no progress for launch.stall_limit = {limit:g} s; furthest behind is rank "
+            f"{first.rank} {first.where}; {_RESUMES}"
         )
 
     def _with_table(self, error: MegacoreError, lost_rank: int | None) -> MegacoreError:
-        """A job that ended by itself: its ranks are all gone, and what they did last is still to be read."""
+        """A job that ended by itself.
+
+        Its ranks are all gone, and what they did last is still to be read.
+        """
         states = self.states(stacks=False)
         if not states:
             return error
         first = next((state for state in states if state.rank == lost_rank), None)
         return self._told(error, states, first)
 
-    def _told(self, error: MegacoreError, states: list[RankState], first: RankState | None) -> MegacoreError:
+    def _told(
+        self, error: MegacoreError, states: list[RankState], first: RankState | None
+    ) -> MegacoreError:
         """Write the table beside the log and into it; the error says where it is."""
         text = table(states, first, str(error))
         with contextlib.suppress(OSError), open(self.log, "a", encoding="utf-8") as log:
@@ -170,14 +199,16 @@ class Attempt:
 
 def _out_of_memory(who: str) -> MemoryExhaustedError:
     return MemoryExhaustedError(
-        f"{who} ran out of main memory: the kernel's out-of-memory killer ended it, with {memory_text()} to be had"
+        f"{who} ran out of main memory: the kernel's out-of-memory killer ended it, with "
+        f"{memory_text()} to be had"
     )
 
 
 def _first_to_fail(text: str, hosts: Sequence[str] = ()) -> tuple[int | None, int | None]:
-    """Rank and exit code of the first rank that failed, as far as the launcher's account of it says.
+    """Rank and exit code of the first rank that failed, as far as the launcher's log says.
 
-    Of several machines' accounts one that tells of a signal counts: the other ranks only lost that one.
+    Of several machines' accounts one that tells of a signal counts: the other ranks only lost that
+    one.
     """
     told = [found for part in _by_host(text, hosts) if (found := _first_in(part)) != (None, None)]
     signalled = (found for found in told if found[1] is not None and found[1] < 0)
@@ -190,7 +221,8 @@ def _by_host(text: str, hosts: Sequence[str]) -> list[str]:
         return [text]
     lines = text.splitlines()
     return [
-        "\n".join(line.removeprefix(f"{host}: ") for line in lines if line.startswith(f"{host}: ")) for host in hosts
+        "\n".join(line.removeprefix(f"{host}: ") for line in lines if line.startswith(f"{host}: "))
+        for host in hosts
     ]
 
 
@@ -211,7 +243,11 @@ def _ended(code: int, kills: KillCounter) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"exited with code {code}"
-    hint = " (as the kernel does when memory runs out)" if name == "SIGKILL" and not kills.counts else ""
+    hint = (
+        " (as the kernel does when memory runs out)"
+        if name == "SIGKILL" and not kills.counts
+        else ""
+    )
     return f"was ended by {name}{hint}"
 
 

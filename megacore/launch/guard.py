@@ -2,30 +2,34 @@
 
     python -m megacore.launch.guard [--log FILE] --grace SECONDS -- COMMAND …
 
-torchrun puts every rank into a session of its own, so no signal to a group or a session reaches them all. The
-guard is a subreaper: whatever its command starts stays its descendant, however it was orphaned. It ends them all
-(SIGTERM, the grace, SIGKILL until none is left) when
+torchrun puts every rank into a session of its own, so no signal to a group or a session reaches
+them all. The guard is a subreaper: whatever its command starts stays its descendant, however it was
+orphaned. It ends them all (SIGTERM, the grace, SIGKILL until none is left) when
 
 * it gets SIGTERM, SIGINT or SIGHUP,
-* its parent dies: stdin, a pipe whose other end only the parent holds, reaches its end, or the parent's id changes
-  (a PR_SET_PDEATHSIG of its own would watch the parent's thread instead of the parent),
+* its parent dies: stdin, a pipe whose other end only the parent holds, reaches its end, or the
+  parent's id changes (a PR_SET_PDEATHSIG of its own would watch the parent's thread instead of the
+  parent),
 * the command itself ends and leaves something behind.
 
-On SIGUSR1, by which a scheduler says that it will soon take the machine back, it ends nothing: it passes the signal on,
-once, to each process below it that catches it, also to those that begin to later, and waits for the command's end. All
-begin with the signal ignored: a scheduler may send it to every process, and torchrun, which does not catch it, or a
-rank that still loads its packages would die of it.
+On SIGUSR1, by which a scheduler says that it will soon take the machine back, it ends nothing: it
+passes the signal on, once, to each process below it that catches it, also to those that begin to
+later, and waits for the command's end. All begin with the signal ignored: a scheduler may send it
+to every process, and torchrun, which does not catch it, or a rank that still loads its packages
+would die of it.
 
-It exits with the command's code, 128 + n for signal n. When the guard itself is killed by SIGKILL, the kernel kills
-the command (PR_SET_PDEATHSIG), and with it each rank that called `exit_reason.die_with_parent`; the supervisor, if it
-still lives, kills whatever else carries the job's mark in its environment.
+It exits with the command's code, 128 + n for signal n. When the guard itself is killed by SIGKILL,
+the kernel kills the command (PR_SET_PDEATHSIG), and with it each rank that called
+`exit_reason.die_with_parent`; the supervisor, if it still lives, kills whatever else carries the
+job's mark in its environment.
 
-On another machine it stands between ssh and the ranks of that machine: stdin ends with the connection, whoever
-closed it.
+On another machine it stands between ssh and the ranks of that machine: stdin ends with the
+connection, whoever closed it.
 
 Only the standard library is imported: the guard starts in tens of milliseconds.
 
-The mark of a job: an environment variable that all its processes inherit. Only the standard library is imported.
+The mark of a job: an environment variable that all its processes inherit. Only the standard library
+is imported.
 """
 
 import argparse
@@ -42,16 +46,20 @@ from pathlib import Path
 from types import FrameType
 
 JOB_VARIABLE = "MEGACORE_JOB"
-"""Every process of a job inherits this variable, whatever else it does to its session or its parent."""
+"""Every process of a job inherits this variable, whatever else it does to its session or its
+parent."""
 
 
 def host_mark(mark: str, host: int | None) -> str:
-    """The mark of a job's processes on one of its hosts, by number; None is the machine that started the job."""
+    """The mark of a job's processes on one of its hosts, by number.
+
+    None is the machine that started the job.
+    """
     return f"{mark}.{'head' if host is None else host}"
 
 
 def marked(*marks: str) -> list[int]:
-    """Ids of the live processes, this one apart, that carry one of these marks in their environment."""
+    """Ids of the other live processes that carry one of these marks in their environment."""
     wanted = {f"{JOB_VARIABLE}={mark}".encode() for mark in marks}
     found = []
     for name in os.listdir("/proc"):
@@ -63,7 +71,8 @@ def marked(*marks: str) -> list[int]:
 
 
 KILL_LIMIT = 4.0
-"""Seconds in which SIGKILL must have worked; a process in uninterruptible sleep is then left to the kernel."""
+"""Seconds in which SIGKILL must have worked; a process in uninterruptible sleep is then left to the
+kernel."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 
@@ -75,9 +84,15 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main(arguments: list[str]) -> int:
     """Run a command under guard; returns what to exit with."""
-    parser = argparse.ArgumentParser(prog="megacore.launch.guard", description="Run a command and end all it starts.")
-    parser.add_argument("--log", help="file that gets the command's output, appended; else the guard's own output")
-    parser.add_argument("--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL")
+    parser = argparse.ArgumentParser(
+        prog="megacore.launch.guard", description="Run a command and end all it starts."
+    )
+    parser.add_argument(
+        "--log", help="file that gets the command's output, appended; else the guard's own output"
+    )
+    parser.add_argument(
+        "--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL"
+    )
     parser.add_argument("command", nargs="+", help="after --: the program and its arguments")
     options = parser.parse_args(arguments)
     stop = _StopRequest()
@@ -98,7 +113,10 @@ def main(arguments: list[str]) -> int:
 
 
 class _StopRequest:
-    """Whether the command is to be ended, or told that it soon will be; `wait` returns early when that changes."""
+    """Whether the command is to be ended, or told that it soon will be.
+
+    `wait` returns early when that changes.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -147,8 +165,13 @@ def _prctl() -> Callable[[int, int], None]:
     return call
 
 
-def _start(command: list[str], output: int, prctl: Callable[[int, int], None]) -> subprocess.Popen[bytes]:
-    """The command in a session of its own, killed by the kernel if the guard dies first, SIGUSR1 ignored at first."""
+def _start(
+    command: list[str], output: int, prctl: Callable[[int, int], None]
+) -> subprocess.Popen[bytes]:
+    """The command in a session of its own.
+
+    The kernel kills it if the guard dies first, and SIGUSR1 is ignored at first.
+    """
     guard = os.getpid()
 
     def before_exec() -> None:
@@ -187,7 +210,9 @@ def catches(pid: int, number: signal.Signals) -> bool:
         status = Path("/proc", str(pid), "status").read_text(errors="replace")
     except OSError:  # it ended
         return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    caught = next(
+        (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
+    )
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
@@ -244,7 +269,12 @@ def descendants(root: int) -> list[int]:
         if not name.isdigit():
             continue
         try:
-            state, parent = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            state, parent = (
+                Path("/proc", name, "stat")
+                .read_text(errors="replace")
+                .rpartition(")")[2]
+                .split()[:2]
+            )
         except (OSError, ValueError):  # it ended while we looked
             continue
         children.setdefault(int(parent), []).append(int(name))

@@ -1,7 +1,10 @@
-"""Where a scheduler's job stands, in a small file beside the ranks' reasons: ranks that wait for machines do not stall.
+"""Where a scheduler's job stands, in a small file beside the ranks' reasons.
 
-Whoever follows the job writes it, whoever supervises reads it: while it says queued, no rank has to make progress.
-Without the file the job runs, as one does that no scheduler holds back. Imports no torch.
+Ranks that wait for machines do not stall.
+
+Whoever follows the job writes it, whoever supervises reads it: while it says queued, no rank has to
+make progress. Without the file the job runs, as one does that no scheduler holds back. Imports no
+torch.
 """
 
 import json
@@ -22,7 +25,8 @@ class LauncherState:
     """What the scheduler does with the job."""
 
     state: State
-    """queued: it waits for machines, for the first time or after it was preempted; running: it has them."""
+    """queued: it waits for machines, for the first time or after it was preempted; running: it has
+    them."""
     detail: str
     """The scheduler's own words, as `PENDING (Resources)`."""
     time: float
@@ -54,7 +58,9 @@ def write_launcher_state(exit_directory: Path, state: State, detail: str) -> Non
 def read_launcher_state(exit_directory: Path) -> LauncherState | None:
     """The state; None where no scheduler has said anything, or its file is torn."""
     try:
-        found = LauncherState(**json.loads(launcher_state_path(exit_directory).read_text(encoding="utf-8")))
+        found = LauncherState(
+            **json.loads(launcher_state_path(exit_directory).read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError, TypeError):
         return None
     return found if found.state in get_args(State) else None

@@ -1,4 +1,6 @@
-"""The table of a job's ranks, for the moment at which it is ended: what each does, and where the stuck one stands.
+"""The table of a job's ranks, for the moment at which it is ended.
+
+What each does, and where the stuck one stands.
 
 What the agents of other machines report of their ranks, in a file that the supervisor finds.
 """
@@ -23,7 +25,18 @@ _STACK_LIMIT = 3.0
 _QUIET = 0.3
 _FRAMES = 3
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.M)
-_HEADER = ("", "rank", "host", "pid", "state", "iteration", "phase", "last collective", "number", "idle s")
+_HEADER = (
+    "",
+    "rank",
+    "host",
+    "pid",
+    "state",
+    "iteration",
+    "phase",
+    "last collective",
+    "number",
+    "idle s",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,8 @@ class RankState:
     beat: Beat | None
     """What its heartbeat says; None: it has none yet."""
     state: str
-    """running, stopped, in the kernel, dead, ended, on another host, or absent: it did not come so far."""
+    """running, stopped, in the kernel, dead, ended, on another host, or absent: it did not come so
+    far."""
     idle: float
     """Seconds since its heartbeat changed."""
     stack: str
@@ -55,7 +69,10 @@ class RankState:
         """The innermost frames of its main thread; empty where its stack is not known."""
         main = self.stack.rpartition("Thread 0x")[2].rpartition("Current thread 0x")[2]
         found = [
-            f"{Path(frame['file']).parent.name}/{Path(frame['file']).name}:{frame['line']} ({frame['function']})"
+            (
+                f"{Path(frame['file']).parent.name}/{Path(frame['file']).name}:{frame['line']} "
+                f"({frame['function']})"
+            )
             for frame in _FRAME.finditer(main)
         ]
         return " < ".join(found[:_FRAMES])
@@ -78,16 +95,19 @@ def rank_states(
     only: Collection[int] | None = None,
     reported: Mapping[int, StateReport] | None = None,
 ) -> list[RankState]:
-    """All ranks of a job that have a heartbeat, and those of `ranks` that have none although others do.
+    """All ranks of a job with a heartbeat, and those of `ranks` without one beside others.
 
     Args:
         directory: the job's `exit_directory`.
         ranks: how many there should be; None: as many as have a heartbeat.
-        stacks: whether the ranks of this machine are asked for their stacks; those that hang have them to tell.
+        stacks: whether the ranks of this machine are asked for their stacks; those that hang have
+            them to tell.
         only: the ranks that are looked at, whether they have a heartbeat or not; None: all.
         reported: what somebody nearer says of ranks.
     """
-    beats = {beat.rank: beat for beat in read_heartbeats(directory) if only is None or beat.rank in only}
+    beats = {
+        beat.rank: beat for beat in read_heartbeats(directory) if only is None or beat.rank in only
+    }
     if not beats and not stacks and reported is None:  # it ended before any began
         return []
     written = _ask_for_stacks(directory, beats.values()) if stacks else {}
@@ -99,29 +119,47 @@ def rank_states(
             continue
         state = _state(beat)
         stack = written.get(rank) or (f"no stack: {_WITHOUT_STACK[state]}" if stacks else "")
-        states.append(RankState(rank, beat, state, max(0.0, time.time() - beat.time) if beat else 0.0, stack))
+        states.append(
+            RankState(rank, beat, state, max(0.0, time.time() - beat.time) if beat else 0.0, stack)
+        )
     return states
 
 
 def furthest_behind(states: Sequence[RankState]) -> RankState:
-    """The rank that the others wait for: one that is absent, stopped or in no collective, else in the earliest one."""
+    """The rank that the others wait for.
+
+    It is absent, stopped or in no collective, else in the earliest one.
+    """
 
     def progress(state: RankState) -> tuple[bool, bool, bool, int, int, float]:
         beat = state.beat
         if beat is None:
             return (False, False, False, 0, 0, 0.0)
         iteration = -1 if beat.iteration is None else beat.iteration
-        return (True, state.state != "stopped", beat.waits, iteration, beat.collectives, -state.idle)
+        return (
+            True,
+            state.state != "stopped",
+            beat.waits,
+            iteration,
+            beat.collectives,
+            -state.idle,
+        )
 
     working = [state for state in states if state.state not in ("ended", "dead")]
     return min(working or states, key=progress)
 
 
 def table(states: Sequence[RankState], first: RankState | None, sentence: str) -> str:
-    """The sentence, the table, the stack of the rank that it is about, if it is about one, and those of the others."""
+    """The sentence, the table and the stacks, that of the rank in question first.
+
+    It is first if the sentence is about one.
+    """
     rows = [_HEADER, *(_row(state, state is first) for state in states)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     parts = [f"{sentence}\n", "\n".join(lines) + "\n"]
     asked = [state for state in states if state.stack]
     for state in sorted(asked, key=lambda state: (state is not first, state.rank)):
@@ -141,7 +179,10 @@ def _row(state: RankState, first: bool) -> tuple[str, ...]:
 _WITHOUT_STACK = {
     "running": "it did not write one when it was asked to",
     "stopped": "the process is stopped (SIGSTOP), so it cannot write one",
-    "in the kernel": "the process waits in the kernel, for a disk or a network file system, so it cannot write one",
+    "in the kernel": (
+        "the process waits in the kernel, for a disk or a network file system, so it cannot write "
+        "one"
+    ),
     "dead": "the process is gone",
     "ended": "it has done its work",
     "on another host": "its process is on another machine, which was not asked",
@@ -158,7 +199,9 @@ def _state(beat: Beat | None) -> str:
         return "on another host"
     if not beat.alive:
         return "dead"
-    return {"T": "stopped", "t": "stopped", "D": "in the kernel"}.get(process_state(beat.pid), "running")
+    return {"T": "stopped", "t": "stopped", "D": "in the kernel"}.get(
+        process_state(beat.pid), "running"
+    )
 
 
 def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
@@ -180,7 +223,11 @@ def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
         if now - changed > _QUIET and all(sizes.get(rank) for rank in asked):
             break
         time.sleep(0.05)
-    return {rank: path.read_text(encoding="utf-8", errors="replace") for rank, path in paths.items() if path.exists()}
+    return {
+        rank: path.read_text(encoding="utf-8", errors="replace")
+        for rank, path in paths.items()
+        if path.exists()
+    }
 
 
 REPORT = "launcher_report.json"
@@ -215,5 +262,7 @@ def read_report(directory: Path) -> Report | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         said = json.loads((directory / REPORT).read_text(encoding="utf-8"))
         trouble = Trouble(**{name: tuple(ranks) for name, ranks in said["trouble"].items()})
-        return Report(trouble, {int(rank): StateReport(**state) for rank, state in said["states"].items()})
+        return Report(
+            trouble, {int(rank): StateReport(**state) for rank, state in said["states"].items()}
+        )
     return None

@@ -1,4 +1,7 @@
-"""Running a launcher under the guard: nothing it started outlives this call, and its failure is a typed error."""
+"""Running a launcher under the guard.
+
+Nothing it started outlives this call, and its failure is a typed error.
+"""
 
 import contextlib
 import os
@@ -18,7 +21,15 @@ from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
 from megacore.launch.exit_reason import LAUNCHER_REASON
 from megacore.launch.failure import Attempt
-from megacore.launch.guard import JOB_VARIABLE, KILL_LIMIT, catches, descendants, end_all, host_mark, marked
+from megacore.launch.guard import (
+    JOB_VARIABLE,
+    KILL_LIMIT,
+    catches,
+    descendants,
+    end_all,
+    host_mark,
+    marked,
+)
 from megacore.launch.launcher_state import forget_launcher_state, read_launcher_state
 from megacore.launch.rank_table import REPORT, read_report
 from megacore.launch.watch import KillCounter, RankWatch, Trouble, oom_kills
@@ -47,23 +58,25 @@ def supervise(
 ) -> None:
     """Run `command` to its end under the guard, its output appended to `log`.
 
-    `env` is added to this process's environment; `stop_grace`, `timeout` and `poll_interval` are seconds. `on_poll`
-    is called at each interval and once after the end. Whatever is raised meanwhile (KeyboardInterrupt and an
-    orchestrator's cancellation included) first ends every process of the job: SIGTERM, `stop_grace`, SIGKILL.
+    `env` is added to this process's environment; `stop_grace`, `timeout` and `poll_interval` are
+    seconds. `on_poll` is called at each interval and once after the end. Whatever is raised
+    meanwhile (KeyboardInterrupt and an orchestrator's cancellation included) first ends every
+    process of the job: SIGTERM, `stop_grace`, SIGKILL.
 
-    A rank that keeps a heartbeat in `exit_directory` is watched: when it makes no progress for `stall_limit` seconds
-    (None: however long that takes), or is gone and the job goes on without it, the ranks of this machine write their
-    Python stacks, everything is killed at once, and a table of the `ranks` is written beside the log, as
-    `<log>-ranks.txt`, and into it. Of a job on several `hosts` the command's agents do that on each of them, and report
-    it in `exit_directory`; it may take `stop_margin` seconds longer to end. While a scheduler says that the job is
-    queued (`launcher_state`), nothing is watched and no time is counted.
+    A rank that keeps a heartbeat in `exit_directory` is watched: when it makes no progress for
+    `stall_limit` seconds (None: however long that takes), or is gone and the job goes on without
+    it, the ranks of this machine write their Python stacks, everything is killed at once, and a
+    table of the `ranks` is written beside the log, as `<log>-ranks.txt`, and into it. Of a job on
+    several `hosts` the command's agents do that on each of them, and report it in `exit_directory`;
+    it may take `stop_margin` seconds longer to end. While a scheduler says that the job is queued
+    (`launcher_state`), nothing is watched and no time is counted.
 
-    SIGUSR1 is passed on to the ranks while this runs in the main thread. `count_oom_kills` tells how many processes
-    the kernel has killed for want of memory.
+    SIGUSR1 is passed on to the ranks while this runs in the main thread. `count_oom_kills` tells
+    how many processes the kernel has killed for want of memory.
 
     Raises:
-        MegacoreError: the one that a rank, or else the launcher, wrote into `exit_directory`, TrainingStoppedError
-            although nothing failed.
+        MegacoreError: the one that a rank, or else the launcher, wrote into `exit_directory`,
+            TrainingStoppedError although nothing failed.
         RankStalledError: a rank made no progress.
         RankLostError: a rank died without a word.
         MemoryExhaustedError: the kernel killed it because memory ran out.
@@ -72,10 +85,14 @@ def supervise(
     """
     executable = shutil.which(command[0])
     if executable is None:
-        raise LaunchError(f"cannot start {command[0]}: no such executable file: install it or correct its path")
+        raise LaunchError(
+            f"cannot start {command[0]}: no such executable file: install it or correct its path"
+        )
     _prepare(log, exit_directory)
     written = log.stat().st_size if log.exists() else 0
-    attempt = Attempt(command[0], log, written, exit_directory, ranks, KillCounter(count_oom_kills), tuple(hosts))
+    attempt = Attempt(
+        command[0], log, written, exit_directory, ranks, KillCounter(count_oom_kills), tuple(hosts)
+    )
     watch = RankWatch(exit_directory, stall_limit=stall_limit, ranks=ranks, elsewhere=bool(hosts))
     limit = _Limit(timeout, timeout_setting, f"{' '.join(command[-3:])} ran longer than", log)
     with _guarded([executable, *command[1:]], log, env or {}, stop_grace + stop_margin) as guard:
@@ -100,8 +117,8 @@ class _Limit:
         """Raise StageTimeoutError once it is reached."""
         if self.seconds is not None and time.monotonic() - self.started > self.seconds:
             raise StageTimeoutError(
-                f"{self.beginning} {self.setting} = {self.seconds / 60:g} minutes and was ended: raise {self.setting}, "
-                f"or look for a hang in {self.log}"
+                f"{self.beginning} {self.setting} = {self.seconds / 60:g} minutes and was ended: "
+                f"raise {self.setting}, or look for a hang in {self.log}"
             )
 
 
@@ -121,7 +138,9 @@ def _until_the_end(
             on_poll()
             if attempt.hosts and read_report(attempt.exit_directory):
                 return _wait_for_end(guard, on_poll, poll_interval)
-            if (state := read_launcher_state(attempt.exit_directory)) is not None and state.state == "queued":
+            if (
+                state := read_launcher_state(attempt.exit_directory)
+            ) is not None and state.state == "queued":
                 watch.hold()
                 limit.started = time.monotonic()
             elif trouble := watch.look():
@@ -137,7 +156,9 @@ class _Notice:
         self._pending = False
         self._before = signal.getsignal(signal.SIGUSR1)
         # A handler that C installed could not be put back.
-        self._possible = threading.current_thread() is threading.main_thread() and self._before is not None
+        self._possible = (
+            threading.current_thread() is threading.main_thread() and self._before is not None
+        )
 
     def __enter__(self) -> "_Notice":
         if self._possible:
@@ -158,14 +179,21 @@ class _Notice:
             os.kill(guard, signal.SIGUSR1)
 
 
-def _end_at_once(guard: int, attempt: Attempt, trouble: Trouble, stall_limit: float | None) -> MegacoreError:
-    """Ask the ranks where they stand, kill them (stuck ones cannot save anything), and return what to raise."""
+def _end_at_once(
+    guard: int, attempt: Attempt, trouble: Trouble, stall_limit: float | None
+) -> MegacoreError:
+    """Ask the ranks where they stand, kill them, and return what to raise.
+
+    Stuck ones cannot save anything.
+    """
     states = attempt.states(stacks=True)
     end_all(lambda: descendants(guard), 0.0, reap=lambda: None)
     return attempt.troubled(trouble, stall_limit, states)
 
 
-def _wait_for_end(guard: "subprocess.Popen[bytes]", on_poll: Callable[[], None], poll_interval: float) -> int | None:
+def _wait_for_end(
+    guard: "subprocess.Popen[bytes]", on_poll: Callable[[], None], poll_interval: float
+) -> int | None:
     """Until the command has ended its ranks, for as long as that may take."""
     deadline = time.monotonic() + _REPORTED_END
     while (code := _poll(guard, poll_interval)) is None and time.monotonic() < deadline:
@@ -177,16 +205,27 @@ def _verdict(attempt: Attempt, code: int | None, stall_limit: float | None) -> M
     """What to raise for a command that ended with `code`, or after a report of its agents."""
     report = read_report(attempt.exit_directory) if attempt.hosts else None
     if report is not None:
-        return attempt.troubled(report.trouble, stall_limit, attempt.states(stacks=False, reported=report.states))
+        return attempt.troubled(
+            report.trouble, stall_limit, attempt.states(stacks=False, reported=report.states)
+        )
     return attempt.stopped() if code == 0 else attempt.failed(-1 if code is None else code)
 
 
 def _prepare(log: Path, exit_directory: Path) -> None:
-    """Make the directories; what ranks of an earlier attempt left there would be taken for this one's."""
+    """Make the directories.
+
+    What ranks of an earlier attempt left there would be taken for this one's.
+    """
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
         log.parent.mkdir(parents=True, exist_ok=True)
-        for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack", f"{LAUNCHER_REASON}*", f"{REPORT}*"):
+        for pattern in (
+            "rank_*.json*",
+            "rank_*.beat*",
+            "rank_*.stack",
+            f"{LAUNCHER_REASON}*",
+            f"{REPORT}*",
+        ):
             for old in exit_directory.glob(pattern):
                 old.unlink()
         forget_launcher_state(exit_directory)
@@ -200,11 +239,20 @@ def _guarded(
     mark = secrets.token_hex(16)
     with open(log, "ab") as output:
         guard = subprocess.Popen(
-            [sys.executable, "-m", "megacore.launch.guard", f"--log={log}", f"--grace={grace}", "--", *command],
+            [
+                sys.executable,
+                "-m",
+                "megacore.launch.guard",
+                f"--log={log}",
+                f"--grace={grace}",
+                "--",
+                *command,
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # the terminal's Ctrl-C is for us; the guard learns of it from us
+            # the terminal's Ctrl-C is for us; the guard learns of it from us
+            start_new_session=True,
             env={**os.environ, **env, JOB_VARIABLE: mark},
         )
     try:

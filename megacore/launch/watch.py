@@ -1,6 +1,7 @@
 """Looks at the ranks' heartbeats: which of them stands still, and which is gone without a word.
 
-Whether the kernel killed a process because memory ran out: it counts them, and says so to nobody else.
+Whether the kernel killed a process because memory ran out: it counts them, and says so to nobody
+else.
 """
 
 import time
@@ -16,11 +17,13 @@ INTERVAL = 1.0
 LOST_LIMIT = 10.0
 """Seconds in which a job must have noticed by itself that a rank is gone."""
 STANDSTILL = 5.0
-"""Seconds between two looks after which the watcher itself, and perhaps the whole machine, stood still."""
+"""Seconds between two looks after which the watcher itself, and perhaps the whole machine, stood
+still."""
 REMOTE_DELAY = 120.0
 """Seconds by which a shared file system may show another machine's heartbeat late."""
 START_DELAY = 120.0
-"""Seconds more for a rank that has no heartbeat yet: it loads its packages, perhaps from a slow file system."""
+"""Seconds more for a rank that has no heartbeat yet: it loads its packages, perhaps from a slow
+file system."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class RankWatch:
             stall_limit: seconds without a change after which a rank is stalled; None: it never is.
             ranks: how many will have a heartbeat; None: one that has none is not watched.
             only: the ranks that are watched and will have one; None: all.
-            elsewhere: whether ranks of this machine, too, are watched by somebody nearer, whose word comes first.
+            elsewhere: whether ranks of this machine, too, are watched by somebody nearer, whose
+                word comes first.
             clock: tells seconds that pass.
         """
         self._directory, self._stall_limit, self._clock = directory, stall_limit, clock
@@ -72,12 +76,27 @@ class RankWatch:
         self._looked = now
         if pause > STANDSTILL:
             self._began += pause
-            self._since = {rank: (what, moment + pause) for rank, (what, moment) in self._since.items()}
+            self._since = {
+                rank: (what, moment + pause) for rank, (what, moment) in self._since.items()
+            }
             self._gone = {rank: moment + pause for rank, moment in self._gone.items()}
-        beats = [beat for beat in read_heartbeats(self._directory) if self._only is None or beat.rank in self._ranks]
+        beats = [
+            beat
+            for beat in read_heartbeats(self._directory)
+            if self._only is None or beat.rank in self._ranks
+        ]
         self._note(beats, now)
-        stalled = tuple(sorted([*(beat.rank for beat in beats if self._stalls(beat, now)), *self._absent(beats, now)]))
-        lost = tuple(rank for rank, moment in sorted(self._gone.items()) if now - moment > LOST_LIMIT)
+        stalled = tuple(
+            sorted(
+                [
+                    *(beat.rank for beat in beats if self._stalls(beat, now)),
+                    *self._absent(beats, now),
+                ]
+            )
+        )
+        lost = tuple(
+            rank for rank, moment in sorted(self._gone.items()) if now - moment > LOST_LIMIT
+        )
         return Trouble(() if lost else stalled, lost) if stalled or lost else None
 
     def hold(self) -> None:
@@ -113,10 +132,12 @@ class RankWatch:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes killed so far for want of memory in this control group, else on this machine; None: nobody counts.
+    """Processes killed so far for want of memory in this control group, else on this machine.
 
-    A group's own counter has its processes, whatever made memory run out; the machine's has everybody's. `root` is
-    where /proc and /sys are.
+    None: nobody counts.
+
+    A group's own counter has its processes, whatever made memory run out; the machine's has
+    everybody's. `root` is where /proc and /sys are.
     """
     for path in [*_group_files(root), root / "proc/vmstat"]:
         if (count := _field(path, "oom_kill")) is not None:
@@ -155,11 +176,16 @@ def _group_files(root: Path) -> list[Path]:
     In a container its own group is mounted as the root of all that it sees.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return []
     files = []
-    for mount, controller, name in (("", "", "memory.events"), ("memory", "memory", "memory.oom_control")):
+    for mount, controller, name in (
+        ("", "", "memory.events"),
+        ("memory", "memory", "memory.oom_control"),
+    ):
         for line in lines:
             _, controllers, group = line.split(":", 2)
             if controller in controllers.split(","):

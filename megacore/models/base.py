@@ -54,9 +54,10 @@ Losses = dict[str, LossTerm]
 class Model(nn.Module, ABC):
     """One chunk of a pipeline, or all of a model.
 
-    Parameters are fp32 and uninitialised; `megacore.models.build_model` builds one with its initial weights. They have
-    the names of the whole model, whatever the chunk. `embedding` is where a stack begins, and a copy of its table of
-    tokens where the head is, unless that has an `output_layer` of its own.
+    Parameters are fp32 and uninitialised; `megacore.models.build_model` builds one with its initial
+    weights. They have the names of the whole model, whatever the chunk. `embedding` is where a
+    stack begins, and a copy of its table of tokens where the head is, unless that has an
+    `output_layer` of its own.
     """
 
     has_decoder: bool = False
@@ -87,7 +88,8 @@ class Model(nn.Module, ABC):
 
         Args:
             model: the architecture.
-            padded_vocab_size: rows of the embedding (v); the padding's rows are ordinary rows that no text ever names.
+            padded_vocab_size: rows of the embedding (v); the padding's rows are ordinary rows that
+                no text ever names.
             max_position_embeddings: the longest sequence it takes, in tokens.
             chunk: the part of the model; None is all of it.
             recompute: what the backward pass computes once more, see `TransformerLayer`.
@@ -120,7 +122,9 @@ class Model(nn.Module, ABC):
             self.embedding = self._embedding(device)
         self._build(device)
         own = self.has_head and untied
-        self.output_layer = OutputLayer(padded_vocab_size, model.hidden_size, tp=tp, device=device) if own else None
+        self.output_layer = (
+            OutputLayer(padded_vocab_size, model.hidden_size, tp=tp, device=device) if own else None
+        )
 
     @property
     def has_embedding(self) -> bool:
@@ -134,14 +138,19 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def run(
-        self, given: ModelInput | None, hidden: Tensor | None = None, *, dropout_seed: int | None = None
+        self,
+        given: ModelInput | None,
+        hidden: Tensor | None = None,
+        *,
+        dropout_seed: int | None = None,
     ) -> Tensor | Losses:
         """What this chunk makes of one micro batch.
 
         Args:
             given: the micro batch; None for a chunk between the others that needs nothing of it.
             hidden: what the chunk before returned, for a chunk without the embedding.
-            dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for training with dropout.
+            dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
+                training with dropout.
 
         Returns:
             What the next chunk takes, or from a chunk with the head the losses.
@@ -170,9 +179,18 @@ class Model(nn.Module, ABC):
         )
 
     def _stack(
-        self, layers: range, device: torch.device | str, *, final_layernorm: bool, recomputed: int | None, **kind: Any
+        self,
+        layers: range,
+        device: torch.device | str,
+        *,
+        final_layernorm: bool,
+        recomputed: int | None,
+        **kind: Any,
     ) -> Transformer:
-        """Layers of the chunk, of which the first `recomputed` (None: all) recompute; `kind` is for `Transformer`."""
+        """Layers of the chunk, of which the first `recomputed` (None: all) recompute.
+
+        `kind` is for `Transformer`.
+        """
         return Transformer(
             self.model,
             layers,
@@ -187,10 +205,19 @@ class Model(nn.Module, ABC):
         )
 
     def _output_weight(self) -> Tensor:
-        """The rows [v/t, h] that turn hidden states into logits: the embedding's unless the output layer has some."""
-        return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
+        """The rows [v/t, h] that turn hidden states into logits.
 
-    def _label_losses(self, hidden: Tensor, given: ModelInput, bias: Tensor | None = None) -> LossTerm:
+        The embedding's unless the output layer has some.
+        """
+        return (
+            self.embedding.word_embeddings.weight
+            if self.output_layer is None
+            else self.output_layer.weight
+        )
+
+    def _label_losses(
+        self, hidden: Tensor, given: ModelInput, bias: Tensor | None = None
+    ) -> LossTerm:
         """The loss of each label, in fp32, from what the output layer takes, [b, s(/t), h]."""
         losses = linear_cross_entropy(
             hidden,

@@ -1,4 +1,7 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805) with Megatron-LM's parameter names, norms after or before each branch."""
+"""BERT (Devlin et al. 2018, arXiv:1810.04805) with Megatron-LM's parameter names.
+
+Its norms are after or before each branch.
+"""
 
 from typing import Any, Literal
 
@@ -26,14 +29,16 @@ SentenceTask = Literal["sop", "nsp"]
 
 
 class BertModel(Model):
-    """An encoder that predicts masked tokens and how two segments belong together, or a chunk of one.
+    """An encoder that predicts masked tokens and if two segments belong together; or a chunk.
 
     The table of tokens is the decoder of the masked LM's head too.
     """
 
     tokentypes = SEGMENTS
 
-    def __init__(self, model: ModelConfig, *, sentence_task: SentenceTask = "sop", **options: Any) -> None:
+    def __init__(
+        self, model: ModelConfig, *, sentence_task: SentenceTask = "sop", **options: Any
+    ) -> None:
         """Allocate the parameters.
 
         Args:
@@ -46,7 +51,9 @@ class BertModel(Model):
         """
         super().__init__(model, **options)
         self.sentence_loss = SENTENCE_LOSSES[sentence_task] if model.bert_binary_head else None
-        self.loss_names = (LM_LOSS,) if self.sentence_loss is None else (LM_LOSS, self.sentence_loss)
+        self.loss_names = (
+            (LM_LOSS,) if self.sentence_loss is None else (LM_LOSS, self.sentence_loss)
+        )
 
     def _build(self, device: torch.device | str) -> None:
         model, tp = self.model, self.tp
@@ -58,29 +65,40 @@ class BertModel(Model):
             causal=False,
         )
         if self.has_head:
-            self.lm_head = MaskedLmHead(model, self.padded_vocab_size, self.kernels, tp, self.sequence_parallel, device)
+            self.lm_head = MaskedLmHead(
+                model, self.padded_vocab_size, self.kernels, tp, self.sequence_parallel, device
+            )
             if model.bert_binary_head:
                 self.pooler = Pooler(model.hidden_size, tp, self.sequence_parallel, device)
                 self.binary_head = ColumnParallelLinear(model.hidden_size, ANSWERS, device=device)
 
     def forward(self, given: ModelInput) -> tuple[Tensor, Tensor | None]:
-        """The whole model's logits: of each token, [b, s, v], gathered over the ranks; of the binary head, [b, 2]."""
+        """The whole model's logits, gathered over the ranks.
+
+        [b, s, v] of each token; [b, 2] of the binary head.
+        """
         logits, answers = self._heads(self._hidden(given, None, None))
         return gather_from_tensor_parallel_region(logits, self.tp), answers
 
     def run(
-        self, given: ModelInput | None, hidden: Tensor | None = None, *, dropout_seed: int | None = None
+        self,
+        given: ModelInput | None,
+        hidden: Tensor | None = None,
+        *,
+        dropout_seed: int | None = None,
     ) -> Tensor | Losses:
         """What this chunk makes of one micro batch.
 
         Args:
             given: the micro batch; every chunk needs to know where padding is.
             hidden: what the chunk before returned; None for a chunk with the embedding.
-            dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for training with dropout.
+            dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
+                training with dropout.
 
         Returns:
-            Activations [b, s, h], with sequence parallelism [b, s/t, h]; from a chunk with the head the losses of the
-            labels [b, s] and of the samples [b], for which the logits are not gathered.
+            Activations [b, s, h], with sequence parallelism [b, s/t, h]; from a chunk with the head
+            the losses of the labels [b, s] and of the samples [b], for which the logits are not
+            gathered.
         """
         assert given is not None
         hidden = self._hidden(given, hidden, dropout_seed)
@@ -89,7 +107,10 @@ class BertModel(Model):
     def _hidden(self, given: ModelInput, hidden: Tensor | None, dropout_seed: int | None) -> Tensor:
         if self.has_embedding:
             hidden = self.embedding(
-                given.tokens, dropout_seed, position_ids=given.position_ids, tokentypes=given.tokentypes
+                given.tokens,
+                dropout_seed,
+                position_ids=given.position_ids,
+                tokentypes=given.tokentypes,
             )
         assert hidden is not None
         length = given.tokens.shape[1]
@@ -122,16 +143,18 @@ class BertModel(Model):
             assert answers is not None
             assert given.sentence_labels is not None
             found[self.sentence_loss] = LossTerm(
-                F.cross_entropy(answers.to(found[LM_LOSS].losses.dtype), given.sentence_labels, reduction="none")
+                F.cross_entropy(
+                    answers.to(found[LM_LOSS].losses.dtype), given.sentence_labels, reduction="none"
+                )
             )
         return found
 
 
 class MaskedLmHead(nn.Module):
-    """What stands between the encoder and the decoder to the vocabulary: norm(activation(dense(x))).
+    """What stands between encoder or decoder and vocabulary: norm(activation(dense(x))).
 
-    It is whole on every rank, and with sequence parallelism works on the rank's part of the sequence. `bias` is the
-    decoder's and divided with its rows.
+    It is whole on every rank, and with sequence parallelism works on the rank's part of the
+    sequence. `bias` is the decoder's and divided with its rows.
     """
 
     def __init__(
@@ -150,7 +173,9 @@ class MaskedLmHead(nn.Module):
         self.kernels = kernels
         self.dense = ColumnParallelLinear(model.hidden_size, model.hidden_size, device=device)
         self.layernorm = make_norm(model, model.hidden_size, kernels, device)
-        self.bias = nn.Parameter(torch.empty(divide(padded_vocab_size, tp, "the padded vocabulary of"), device=device))
+        self.bias = nn.Parameter(
+            torch.empty(divide(padded_vocab_size, tp, "the padded vocabulary of"), device=device)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
@@ -170,7 +195,11 @@ class Pooler(nn.Module):
     """tanh(dense(x)) of the first token, [CLS]; the same on every rank."""
 
     def __init__(
-        self, hidden_size: int, tp: ParallelGroup, sequence_parallel: bool, device: torch.device | str
+        self,
+        hidden_size: int,
+        tp: ParallelGroup,
+        sequence_parallel: bool,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -181,6 +210,7 @@ class Pooler(nn.Module):
         """[b, s, h], with sequence parallelism [b, s/t, h] -> [b, h]."""
         first = x[:, 0]
         if self.sequence_parallel:
-            # The first rank has the first token: each gets all ranks' first, and the gradient goes there alone.
+            # The first rank has the first token: each gets all ranks' first, and the gradient goes
+            # there alone.
             first = gather_from_tensor_parallel_region(first, self.tp)[:, : x.shape[2]]
         return torch.tanh(self.dense(first))

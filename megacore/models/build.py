@@ -1,4 +1,7 @@
-"""From a configuration to a model with its initial weights, or from a checkpoint's description to one without."""
+"""From a configuration to a model with its initial weights.
+
+Or from a checkpoint's description to one without.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +29,13 @@ def build_model(
     kernels: Kernels | None = None,
     initial_weights: bool = True,
 ) -> Model:
-    """The model of a run, in fp32, with the initial weights of `config.seed`, the same for every layout.
+    """The model of a run, in fp32, with initial weights of `config.seed` in every layout.
 
     Args:
         config: the run.
         vocab_size: entries of the tokenizer, before padding.
-        mesh: this process's groups; it gets its own part of each layer. Sequence parallelism is off where one rank
-            holds the whole layer.
+        mesh: this process's groups; it gets its own part of each layer. Sequence parallelism is off
+            where one rank holds the whole layer.
         device: where the parameters are; "meta" builds shapes alone, for planning.
         chunk: the part of the model to build; None is all of it.
         kernels: what computes; None is plain torch.
@@ -43,7 +46,9 @@ def build_model(
     """
     train = config.train
     spec = ModelSpec.of(config, vocab_size)
-    options: dict[str, Any] = {"sentence_task": config.data.masked_lm.sentence_task} if config.family == "bert" else {}
+    options: dict[str, Any] = (
+        {"sentence_task": config.data.masked_lm.sentence_task} if config.family == "bert" else {}
+    )
     model = _class_of(config.family)(
         spec.model,
         padded_vocab_size=spec.padded_vocab_size,

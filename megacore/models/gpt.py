@@ -1,6 +1,9 @@
-"""Causal language models with Megatron-LM's parameter names: GPT-2 (Radford et al. 2019) and its descendants.
+"""Causal language models with Megatron-LM's parameter names.
 
-What makes a Llama or a GPT-NeoX of it are values of the configuration: norms, positions, activation, heads, biases.
+GPT-2 (Radford et al. 2019) and its descendants.
+
+What makes a Llama or a GPT-NeoX of it are values of the configuration: norms, positions,
+activation, heads, biases.
 """
 
 import torch
@@ -20,7 +23,10 @@ class GPTModel(Model):
 
     def _build(self, device: torch.device | str) -> None:
         self.encoder = self._stack(
-            self.chunk.layers, device, final_layernorm=self.has_head, recomputed=self.recompute_num_layers
+            self.chunk.layers,
+            device,
+            final_layernorm=self.has_head,
+            recomputed=self.recompute_num_layers,
         )
 
     def forward(
@@ -61,9 +67,15 @@ class GPTModel(Model):
         return found[LM_LOSS].losses
 
     def run(
-        self, given: ModelInput | None, hidden: Tensor | None = None, *, dropout_seed: int | None = None
+        self,
+        given: ModelInput | None,
+        hidden: Tensor | None = None,
+        *,
+        dropout_seed: int | None = None,
     ) -> Tensor | Losses:
-        """Activations [b, s, h], with sequence parallelism [b, s/t, h]; from the head the loss of each label, [b, s].
+        """Activations [b, s, h]; from the head the loss of each label, [b, s].
+
+        With sequence parallelism activations are [b, s/t, h].
 
         Losses are fp32; the logits are not gathered for them.
         """
@@ -72,7 +84,9 @@ class GPTModel(Model):
             assert given is not None
             hidden = self.embedding(given.tokens, dropout_seed, position_ids=positions)
         assert hidden is not None
-        shared = self._shared(hidden, positions, documents=None if given is None else given.documents)
+        shared = self._shared(
+            hidden, positions, documents=None if given is None else given.documents
+        )
         hidden = self.encoder(hidden, dropout_seed, shared=shared)
         if not self.has_head:
             return hidden
@@ -98,7 +112,9 @@ class GPTModel(Model):
                 position_ids = positions_of(0, queries, device)
             rotary = rotary_tables(position_ids, model.rotary_dim, model.rotary_base, hidden.dtype)
         elif model.position_embedding_type == "alibi":
-            slopes = alibi_slopes(model.num_attention_heads).to(device).chunk(self.tp.size)[self.tp.rank]
+            slopes = (
+                alibi_slopes(model.num_attention_heads).to(device).chunk(self.tp.size)[self.tp.rank]
+            )
         bias = attention_bias(
             queries=queries,
             keys=keys,
@@ -107,11 +123,15 @@ class GPTModel(Model):
             device=device,
             documents=documents,
             present=present,
-            window=model.sliding_window if model.sliding_window is not None and model.sliding_window < keys else None,
+            window=model.sliding_window
+            if model.sliding_window is not None and model.sliding_window < keys
+            else None,
             slopes=slopes,
         )
         return Shared(bias, rotary, cache=cache)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, v/t]."""
-        return column_parallel(hidden, [(self._output_weight(), None)], self.tp, self.sequence_parallel)[0]
+        return column_parallel(
+            hidden, [(self._output_weight(), None)], self.tp, self.sequence_parallel
+        )[0]

@@ -17,25 +17,38 @@ VOCABULARY_ROWS = ("word_embeddings.weight", "output_layer.weight")
 """Weights with a row for each entry of the vocabulary."""
 
 Deviation = Callable[[str, tuple[int, ...]], float | Tensor]
-"""Global name and whole shape of a weight -> standard deviation of its elements, or of each of its rows [rows, 1]."""
+"""Global name and whole shape of a weight -> standard deviation of its elements, or of each of its
+rows [rows, 1]."""
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
-    """Fill every parameter: norms with ones and zeros, biases with zeros, weights from normal distributions.
+    """Fill every parameter with its initial values.
 
-    GPT (Radford et al. 2019): std init_method_std, of projections into the residual divided by sqrt(2 x num_layers).
-    BERT (Devlin et al. 2018): the same; with norms after sums nothing is divided. T5 (Raffel et al. 2019, as in the
-    public Mesh TensorFlow code): by the widths of its matrices. The rows of the vocabulary that are padding are drawn
-    after the others, whose values thus do not depend on the amount of padding.
+    Norms have ones and zeros, biases zeros, weights normal distributions.
+
+    GPT (Radford et al. 2019): std init_method_std, of projections into the residual divided by
+    sqrt(2 x num_layers). BERT (Devlin et al. 2018): the same; with norms after sums nothing is
+    divided. T5 (Raffel et al. 2019, as in the public Mesh TensorFlow code): by the widths of its
+    matrices. The rows of the vocabulary that are padding are drawn after the others, whose values
+    thus do not depend on the amount of padding.
     """
     divided = partitions(model)
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_weight(name, tuple(parameter.shape), spec, seed=seed, partition=divided.get(name)))
+        parameter.copy_(
+            initial_weight(
+                name, tuple(parameter.shape), spec, seed=seed, partition=divided.get(name)
+            )
+        )
 
 
 def initial_weight(
-    name: str, shape: tuple[int, ...], spec: ModelSpec, *, seed: int, partition: Partition | None = None
+    name: str,
+    shape: tuple[int, ...],
+    spec: ModelSpec,
+    *,
+    seed: int,
+    partition: Partition | None = None,
 ) -> Tensor:
     """The initial values of one parameter, see `initialize`: fp32 on the CPU.
 
@@ -83,13 +96,16 @@ def t5_deviation(model: ModelConfig) -> Deviation:
             return float(model.attention_size**-0.5)
         if name.endswith("mlp.dense_4h_to_h.weight"):
             return float(model.ffn_size**-0.5)
-        # A head of its own is a matrix as the others; transformers draws it with std 1, and logits spread by sqrt(h).
+        # A head of its own is a matrix as the others; transformers draws it with std 1, and logits
+        # spread by sqrt(h).
         return 1.0 if name.endswith("word_embeddings.weight") else keys
 
     return deviation
 
 
-def _normal(shape: tuple[int, ...], std: float | Tensor, seed: int, name: str, first_rows: int | None) -> Tensor:
+def _normal(
+    shape: tuple[int, ...], std: float | Tensor, seed: int, name: str, first_rows: int | None
+) -> Tensor:
     """A whole parameter in fp32 on the CPU, drawn in two goes when `first_rows` is given."""
     generator = parameter_generator(seed, name)
     values = torch.empty(shape)

@@ -1,7 +1,10 @@
-"""What a batch of ids says by itself: what a model reads, what it is to predict, and what may see what.
+"""What a batch of ids says by itself.
 
-The rules for documents are Megatron-LM's (https://github.com/NVIDIA/Megatron-LM, core/datasets/gpt_dataset.py): a
-document goes on until its <|endoftext|>, that token included; -1 is padding.
+What a model reads, what it is to predict, and what may see what.
+
+The rules for documents are Megatron-LM's (https://github.com/NVIDIA/Megatron-LM,
+core/datasets/gpt_dataset.py): a document goes on until its <|endoftext|>, that token included; -1
+is padding.
 """
 
 from dataclasses import dataclass
@@ -29,9 +32,11 @@ class ModelInput:
     position_ids: Tensor | None = None
     """[b, s]; None: 0 … s-1."""
     documents: Tensor | None = None
-    """[b, s] numbers of the documents that tokens must not look beyond; None: a token sees all before it."""
+    """[b, s] numbers of the documents that tokens must not look beyond; None: a token sees all
+    before it."""
     present: Tensor | None = None
-    """[b, s] bool: whether there is a token instead of padding; None: everywhere. BERT's, and of T5 the encoder's."""
+    """[b, s] bool: whether there is a token instead of padding; None: everywhere. BERT's, and of T5
+    the encoder's."""
     tokentypes: Tensor | None = None
     """[b, s] number of the segment of each of BERT's tokens."""
     sentence_labels: Tensor | None = None
@@ -54,7 +59,10 @@ class InputRules(Protocol):
 
 
 def input_rules(config: RunConfig, special_tokens: SpecialTokens) -> InputRules:
-    """How the batches of a run are read. Raises ConfigError where the vocabulary lacks a token that this takes."""
+    """How the batches of a run are read.
+
+    Raises ConfigError where the vocabulary lacks a token that this takes.
+    """
     match config.family:
         case "gpt":
             rotary = config.model.position_embedding_type == "rope"
@@ -64,8 +72,8 @@ def input_rules(config: RunConfig, special_tokens: SpecialTokens) -> InputRules:
         case "t5":
             if special_tokens.pad is None:
                 raise ConfigError(
-                    "family t5 begins what its decoder reads with the padding token, which the vocabulary lacks: give "
-                    "data.tokenizer one that has [PAD] or <pad>"
+                    "family t5 begins what its decoder reads with the padding token, which the "
+                    "vocabulary lacks: give data.tokenizer one that has [PAD] or <pad>"
                 )
             return T5Rules(config.data.seq_length, special_tokens.pad)
 
@@ -86,8 +94,16 @@ class MaskRules:
 
     @classmethod
     def of(cls, config: DataConfig, eod_id: int | None, *, rotary: bool = False) -> Self:
-        """The rules of a run; without padding, and with the masks off, batches are taken as they are."""
-        whole = config.packing == "packed" and config.add_extra_token and config.drop_last_partial and not config.fim
+        """The rules of a run.
+
+        Without padding, and with the masks off, batches are taken as they are.
+        """
+        whole = (
+            config.packing == "packed"
+            and config.add_extra_token
+            and config.drop_last_partial
+            and not config.fim
+        )
         return cls(
             eod_id=eod_id,
             reset_position_ids=config.reset_position_ids,
@@ -129,13 +145,16 @@ class MaskRules:
 
 @dataclass(frozen=True)
 class BertRules:
-    """Of BERT's rows, 3 s + 1 ids: tokens, labels (-1 where nothing is predicted), segments, and the sentence label."""
+    """Of BERT's rows, 3 s + 1 ids.
+
+    Tokens, labels (-1 where nothing is predicted), segments, and the sentence label.
+    """
 
     for_every_stage: bool = True
     """Every stage needs to know where padding is."""
 
     def read(self, batch: Tensor) -> ModelInput:
-        """[b, 3 s + 1] ids -> what the model takes, on the same device and without waiting for it."""
+        """[b, 3 s + 1] ids -> what the model takes, on the same device, without waiting."""
         tokens, labels, segments = batch[:, :-1].chunk(3, dim=1)
         return ModelInput(
             tokens.clamp(min=0),
@@ -149,7 +168,10 @@ class BertRules:
 
 @dataclass(frozen=True)
 class T5Rules:
-    """Of T5's rows, s + s_d ids: what the encoder reads, and what the decoder writes; -1 is padding."""
+    """Of T5's rows, s + s_d ids: what the encoder reads, and what the decoder writes.
+
+    -1 is padding.
+    """
 
     seq_length: int
     """Of the encoder (s)."""
@@ -159,14 +181,20 @@ class T5Rules:
     """Every stage needs to know where padding is."""
 
     def read(self, batch: Tensor) -> ModelInput:
-        """[b, s + s_d] ids -> what the model takes, on the same device and without waiting for it."""
+        """[b, s + s_d] ids -> what the model takes, on the same device, without waiting."""
         tokens, labels = batch[:, : self.seq_length], batch[:, self.seq_length :]
         counts, labels = labels >= 0, labels.clamp(min=0)
         decoder = torch.cat([labels.new_full((len(labels), 1), self.start), labels[:, :-1]], 1)
-        return ModelInput(tokens.clamp(min=0), labels, loss_mask=counts, present=tokens >= 0, decoder_tokens=decoder)
+        return ModelInput(
+            tokens.clamp(min=0),
+            labels,
+            loss_mask=counts,
+            present=tokens >= 0,
+            decoder_tokens=decoder,
+        )
 
 
 def _positions(begins: Tensor) -> Tensor:
-    """[b, s] whether a document begins at a token -> [b, s] how far each token is from its document's first."""
+    """[b, s] whether a document begins -> [b, s] each token's distance from its beginning."""
     place = torch.arange(begins.shape[1], device=begins.device)
     return place - torch.where(begins, place, 0).cummax(1).values

@@ -14,7 +14,12 @@ _ANSWERS = 2
 def parameter_count(config: RunConfig, vocab_size: int) -> int:
     """Parameters of the whole model, tied embeddings once, the vocabulary's padding included."""
     decoder = config.model.decoder_layers if config.family == "t5" else 0
-    whole = ModelChunk(range(config.model.num_layers), has_embedding=True, has_head=True, decoder_layers=range(decoder))
+    whole = ModelChunk(
+        range(config.model.num_layers),
+        has_embedding=True,
+        has_head=True,
+        decoder_layers=range(decoder),
+    )
     return chunk_parameters(config, vocab_size, whole, 1)
 
 
@@ -24,11 +29,16 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
 
 
 def chunk_parameters(config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int) -> int:
-    """Parameters of a chunk on one of `tensor` ranks; a head whose table of tokens is elsewhere too has a copy."""
+    """Parameters of a chunk on one of `tensor` ranks.
+
+    A head whose table of tokens is elsewhere too has a copy.
+    """
     return sum(chunk_sizes(config, vocab_size, chunk, tensor))
 
 
-def chunk_sizes(config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int) -> Iterator[int]:
+def chunk_sizes(
+    config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int
+) -> Iterator[int]:
     """Elements of each parameter tensor of a chunk on one of `tensor` ranks."""
     model, family = config.model, config.family
     table = padded_vocab_size(config, vocab_size) // tensor * model.hidden_size
@@ -63,9 +73,14 @@ def layer_parameters(model: ModelConfig, tensor: int = 1, *, decoder: bool = Fal
 def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> list[int]:
     """Elements of each parameter tensor of a layer on one of `tensor` ranks.
 
-    Norms and the biases of row-parallel layers are whole. `decoder` is for a layer with cross attention.
+    Norms and the biases of row-parallel layers are whole. `decoder` is for a layer with cross
+    attention.
     """
-    hidden, inner, keys = model.hidden_size, model.attention_size, 2 * model.query_groups * model.head_dim
+    hidden, inner, keys = (
+        model.hidden_size,
+        model.attention_size,
+        2 * model.query_groups * model.head_dim,
+    )
     grouped = model.query_groups < model.num_attention_heads
     column = [inner, keys] if grouped else [inner + keys]
     column += [model.ffn_size] * (2 if model.gated else 1)
@@ -77,7 +92,9 @@ def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -
         norms += _norm(model)
     if model.qk_layernorm:
         norms += 2 * _norm(model, model.head_dim)
-    biases = [width // tensor for width in column] + [hidden] * len(row) if model.add_bias_linear else []
+    biases = (
+        [width // tensor for width in column] + [hidden] * len(row) if model.add_bias_linear else []
+    )
     return [width * hidden // tensor for width in column + row] + biases + norms
 
 
@@ -89,13 +106,19 @@ def _norm(model: ModelConfig, width: int | None = None) -> list[int]:
 def _embedding_sizes(config: RunConfig) -> list[int]:
     """What is beside the table of tokens."""
     model = config.model
-    rows = [config.max_position_embeddings] if model.position_embedding_type == "learned_absolute" else []
+    rows = (
+        [config.max_position_embeddings]
+        if model.position_embedding_type == "learned_absolute"
+        else []
+    )
     rows += [_SEGMENTS] if config.family == "bert" else []
-    return [count * model.hidden_size for count in rows] + (_norm(model) if model.norm_position == "post" else [])
+    return [count * model.hidden_size for count in rows] + (
+        _norm(model) if model.norm_position == "post" else []
+    )
 
 
 def _bert_head(config: RunConfig, vocab_size: int, tensor: int) -> list[int]:
-    """The masked LM's dense layer, norm and bias of the vocabulary; the pooler and the binary head."""
+    """The masked LM's dense layer, norm and vocabulary bias; the pooler and binary head."""
     model, hidden = config.model, config.model.hidden_size
     dense = [hidden * hidden, hidden]
     sizes = [*dense, *_norm(model), padded_vocab_size(config, vocab_size) // tensor]

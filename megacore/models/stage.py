@@ -18,7 +18,14 @@ from megacore.models.parameters import parameter_count
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.executor import Executor
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, copied_parameters
-from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline, build_schedule, forward_only
+from megacore.pipeline_parallel.schedules import (
+    Direction,
+    Message,
+    Pass,
+    Pipeline,
+    build_schedule,
+    forward_only,
+)
 from megacore.tensor_parallel import Partition, partitions
 
 
@@ -45,10 +52,12 @@ class Stage:
             special_tokens: ids of the tokens that have a role.
             device: where the parameters are.
             kernels: what computes; None is plain torch.
-            initial_weights: whether parameters get their values here; else they are left uninitialised.
+            initial_weights: whether parameters get their values here; else they are left
+                uninitialised.
 
         Raises:
-            ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
+            ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the
+                ranks.
         """
         self.mesh = mesh
         self.kernels = kernels or plain_kernels()
@@ -79,7 +88,9 @@ class Stage:
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter of this rank by its global name."""
-        return {name: parameter for chunk in self.chunks for name, parameter in chunk.named_parameters()}
+        return {
+            name: parameter for chunk in self.chunks for name, parameter in chunk.named_parameters()
+        }
 
     @property
     def partitions(self) -> dict[str, Partition]:
@@ -88,10 +99,16 @@ class Stage:
 
     @property
     def shared_parameters(self) -> dict[str, ParallelGroup]:
-        """Those that other pipeline stages hold too, with the stages' group; the mesh was built with all of them."""
+        """Those that other pipeline stages hold too, with the stages' group.
+
+        The mesh was built with all of them.
+        """
         if not self._parts:
             return {}
-        copied, rank = copied_parameters(self._config, self._vocab_size), self.mesh.pipeline_parallel.rank
+        copied, rank = (
+            copied_parameters(self._config, self._vocab_size),
+            self.mesh.pipeline_parallel.rank,
+        )
         return {name: self.mesh.copies[stages] for name, stages in copied.items() if rank in stages}
 
     @property
@@ -106,7 +123,10 @@ class Stage:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: stages in between take hidden states, and some need masks as well."""
+        """Whether this rank needs the samples.
+
+        Stages in between take hidden states, and some need masks as well.
+        """
         return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.for_every_stage
 
     def hidden_shape(self, samples: int, chunk: int) -> torch.Size:
@@ -133,18 +153,21 @@ class Stage:
         """Forward and backward of all micro batches of an iteration.
 
         Args:
-            batches: ids [b, width] of each micro batch, on this rank's device; empty unless `reads_tokens`.
+            batches: ids [b, width] of each micro batch, on this rank's device; empty unless
+                `reads_tokens`.
             seeds: of the dropout of each micro batch.
             syncs: of each chunk; its last backward pass lets gradients travel.
             scale: factor on the loss of a micro batch, the sum of its mean losses.
 
         Returns:
-            The mean losses of each micro batch in the order of `loss_names`, [terms], on the last stage; nothing on
-            the others.
+            The mean losses of each micro batch in the order of `loss_names`, [terms], on the last
+            stage; nothing on the others.
         """
         work = _Training(self, batches, seeds, syncs, scale)
         samples = self._config.train.micro_batch_size
-        self._executor().run(self._training_passes(len(seeds)), work, lambda message: self._shape(message, samples))
+        self._executor().run(
+            self._training_passes(len(seeds)), work, lambda message: self._shape(message, samples)
+        )
         return work.losses
 
     @torch.inference_mode()
@@ -152,7 +175,8 @@ class Stage:
         """Of each loss the sum over all that counts, and its number, without dropout.
 
         Args:
-            batches: ids [b, width] of each micro batch, on this rank's device; empty unless `reads_tokens`.
+            batches: ids [b, width] of each micro batch, on this rank's device; empty unless
+                `reads_tokens`.
             sizes: samples (b) of each micro batch.
 
         Returns:
@@ -168,21 +192,28 @@ class Stage:
                 else ((),) * self._pipeline.stages
             )
             own = passes[self.mesh.pipeline_parallel.rank]
-            self._executor().run(own, work, lambda message: self._shape(message, sizes[message.micro_batch]))
+            self._executor().run(
+                own, work, lambda message: self._shape(message, sizes[message.micro_batch])
+            )
         finally:
             for chunk in self.chunks:
                 chunk.train()
         return work.total
 
     def _shape(self, message: Message, samples: int) -> torch.Size:
-        """Of hidden states, or of their gradient, which goes back to the chunk before the one that took them."""
+        """Of hidden states, or their gradient, which goes back to the chunk before."""
         return self.hidden_shape(samples, message.chunk + (message.direction is Direction.BACKWARD))
 
     def _training_passes(self, micro_batches: int) -> tuple[Pass, ...]:
-        """This rank's passes, made once for each number of micro batches: a ramp-up of the batch has several."""
+        """This rank's passes, made once for each number of micro batches.
+
+        A ramp-up of the batch has several.
+        """
         if micro_batches not in self._passes:
             style = self._config.parallel.pipeline_schedule
-            schedule = build_schedule(style, self._pipeline.stages, micro_batches, self._pipeline.chunks)
+            schedule = build_schedule(
+                style, self._pipeline.stages, micro_batches, self._pipeline.chunks
+            )
             self._passes[micro_batches] = schedule[self.mesh.pipeline_parallel.rank]
         return self._passes[micro_batches]
 
@@ -197,7 +228,8 @@ class _Work:
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
         self._stage = stage
         self._time = stage.mesh.time
-        # Micro batches come to each chunk in order; where several of a rank's chunks read them, each does so in turn.
+        # Micro batches come to each chunk in order; where several of a rank's chunks read them,
+        # each does so in turn.
         readers = [
             number
             for number, model in enumerate(stage.chunks)
@@ -207,7 +239,10 @@ class _Work:
         self._batches = dict(zip(readers, shares, strict=False))
 
     def _run(self, chunk: int, hidden: Tensor | None, dropout_seed: int | None) -> Tensor | Losses:
-        """What a chunk makes of its next micro batch: hidden states, or from a chunk with the head the losses."""
+        """What a chunk makes of its next micro batch.
+
+        Hidden states, or from a chunk with the head the losses.
+        """
         batch = next(self._batches[chunk]) if chunk in self._batches else None
         with self._time("forward-compute"):
             given = None if batch is None else self._stage.rules.read(batch)
@@ -237,10 +272,15 @@ class _Training(_Work):
         self.losses.append(means.detach())
         return means.sum() * self._scale
 
-    def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:
+    def backward(
+        self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
+    ) -> None:
         """Gradients of the chunk's parameters, added to the main gradients, and of its input."""
         self._left[chunk] -= 1
-        with self._time("backward-compute"), self._syncs[chunk].micro_step(last=self._left[chunk] == 0):
+        with (
+            self._time("backward-compute"),
+            self._syncs[chunk].micro_step(last=self._left[chunk] == 0),
+        ):
             torch.autograd.backward(output, grad)
 
 
@@ -257,6 +297,8 @@ class _Scoring(_Work):
         self.total += torch.stack([output[name].total() for name in self._stage.loss_names])
         return self.total
 
-    def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:
+    def backward(
+        self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
+    ) -> None:
         """Never called: the schedule has forward passes alone."""
         raise AssertionError("a forward-only schedule has a backward pass")

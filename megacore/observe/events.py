@@ -40,13 +40,17 @@ class EventWriter:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the writer
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one event with its time (Unix seconds); values that JSON has no number for become null.
+        """Append one event with its time (Unix seconds).
+
+        Values that JSON has no number for become null.
 
         Raises:
             WorkspaceError: the disk is full or not writable.
         """
         event = {"kind": kind, "time": time.time(), "attempt": self._attempt, **values}
-        line = json.dumps({key: _json_value(key, value) for key, value in event.items()}, allow_nan=False)
+        line = json.dumps(
+            {key: _json_value(key, value) for key, value in event.items()}, allow_nan=False
+        )
         with workspace_errors(self._path):
             self._file.write(line + "\n")
             self._file.flush()
@@ -60,13 +64,20 @@ class EventWriter:
         """Return itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """Close the file."""
         self.close()
 
 
 class EventReader:
-    """Iterates over (event, offset of the next event) from a byte offset on; a torn last line is left for later.
+    """Iterates over (event, offset of the next event) from a byte offset on.
+
+    A torn last line is left for later.
 
     Raises DataFormatError for a complete line that is no event.
     """
@@ -97,15 +108,21 @@ def _parse(line: bytes, path: Path, end: int) -> dict[str, Any]:
         event = None
     if not isinstance(event, dict) or not _is_whole(event):
         raise DataFormatError(
-            f"{path}: the line that ends at byte {end} is no event: {line[:80]!r}: remove it or delete the run"
+            f"{path}: the line that ends at byte {end} is no event: {line[:80]!r}: remove it or "
+            "delete the run"
         )
     return event
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether it has what readers of its kind rely on; a disk can change a letter of a name and leave it JSON."""
+    """Whether it has what readers of its kind rely on.
+
+    A disk can change a letter of a name and leave it JSON.
+    """
     kind = event.get("kind")
-    if not isinstance(kind, str) or (kind.startswith("checkpoint") and kind in _NUMBERS and "path" not in event):
+    if not isinstance(kind, str) or (
+        kind.startswith("checkpoint") and kind in _NUMBERS and "path" not in event
+    ):
         return False
     numbers = (event.get(name) for name in _NUMBERS.get(kind, ()))
     return all(isinstance(number, int | float) for number in numbers)

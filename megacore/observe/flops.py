@@ -69,7 +69,10 @@ class TransformerShape:
 
     @property
     def layer_forward(self) -> int:
-        """Operations of one layer's matrix products, forward, for one sample of s tokens; of T5, the encoder's."""
+        """Operations of one layer's matrix products, forward, for one sample of s tokens.
+
+        Of T5 they are the encoder's.
+        """
         s, h, q = self.seq_length, self.hidden_size, self._query_size
         key_value = q if self.key_value_size is None else self.key_value_size
         return 4 * s * h * (q + key_value) + self._mlp_forward(s) + self.attention_forward
@@ -84,12 +87,19 @@ class TransformerShape:
         """Operations of one layer of T5's decoder, forward, for one sample."""
         s, d, h, q = self.seq_length, self.decoder_seq_length, self.hidden_size, self._query_size
         self_attention, inter_attention = 8 * d * h * q, 4 * (d + s) * h * q
-        return self_attention + inter_attention + self._mlp_forward(d) + self.decoder_attention_forward
+        return (
+            self_attention + inter_attention + self._mlp_forward(d) + self.decoder_attention_forward
+        )
 
     @property
     def decoder_attention_forward(self) -> int:
         """The part of them between q, k, v and the outputs of both attentions."""
-        return 4 * self.decoder_seq_length * (self.decoder_seq_length + self.seq_length) * self._query_size
+        return (
+            4
+            * self.decoder_seq_length
+            * (self.decoder_seq_length + self.seq_length)
+            * self._query_size
+        )
 
     @property
     def logits_forward(self) -> int:
@@ -112,27 +122,35 @@ def step_flops(
     recomputed_layers: int | None = None,
     recomputed_decoder_layers: int | None = None,
 ) -> int:
-    """Operations that the hardware makes for `samples` samples (Narayanan et al. 2021, appendix; arXiv:2104.04473).
+    """Operations that the hardware makes for `samples` samples.
 
-    Backward costs twice the forward pass; full recomputation makes the layers' forward pass once more, which gives the
-    paper's 96 B s l h^2 (1 + s/6h + V/16lh), selective recomputation attention's alone (Korthikanti et al. 2022). With
-    "none" these are the model's operations, which MFU counts.
+    See Narayanan et al. 2021, appendix; arXiv:2104.04473.
+
+    Backward costs twice the forward pass; full recomputation makes the layers' forward pass once
+    more, which gives the paper's 96 B s l h^2 (1 + s/6h + V/16lh), selective recomputation
+    attention's alone (Korthikanti et al. 2022). With "none" these are the model's operations, which
+    MFU counts.
 
     Args:
         shape: of the model.
         samples: of s tokens each.
         recompute: what is computed again in the backward pass.
-        recomputed_layers: how many layers of the whole model do that, of T5 the encoder's; None means all.
+        recomputed_layers: how many layers of the whole model do that, of T5 the encoder's; None
+            means all.
         recomputed_decoder_layers: how many of T5's decoder; None means all.
     """
-    again = {"none": 0, "selective": shape.attention_forward, "full": shape.layer_forward}[recompute]
+    again = {"none": 0, "selective": shape.attention_forward, "full": shape.layer_forward}[
+        recompute
+    ]
     decoder_again = {
         "none": 0,
         "selective": shape.decoder_attention_forward,
         "full": shape.decoder_layer_forward,
     }[recompute]
     layers = shape.num_layers if recomputed_layers is None else recomputed_layers
-    decoder_layers = shape.decoder_layers if recomputed_decoder_layers is None else recomputed_decoder_layers
+    decoder_layers = (
+        shape.decoder_layers if recomputed_decoder_layers is None else recomputed_decoder_layers
+    )
     forward = (
         shape.num_layers * shape.layer_forward
         + shape.decoder_layers * shape.decoder_layer_forward
@@ -185,18 +203,21 @@ PEAK_TFLOPS: dict[str, PeakRate] = {
     "RTX 3090": PeakRate(71.2, 35.6),
     "RTX 3080": PeakRate(59.5, 29.8),
 }
-"""From the vendors' data sheets and architecture papers, by words of the device's name; the first that matches counts.
+"""From the vendors' data sheets and architecture papers, by words of the device's name; the first
+that matches counts.
 
 A GeForce card accumulates in fp32 at half the rate that is advertised for it, which is in fp16.
 """
 _OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D"})
-"""Words that make of a card's name that of a slower or faster one: they match only where the table has them."""
+"""Words that make of a card's name that of a slower or faster one: they match only where the table
+has them."""
 
 
 def peak_tflops(device: "torch.device", precision: str) -> float | None:
     """Peak of one device in TFLOP/s, None for a GPU that is not in the table.
 
-    A CPU has no figure to look up: a short run of matrix products is timed, on this process's threads.
+    A CPU has no figure to look up: a short run of matrix products is timed, on this process's
+    threads.
     """
     import torch
 
@@ -206,7 +227,10 @@ def peak_tflops(device: "torch.device", precision: str) -> float | None:
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Peak of a GPU by its name in TFLOP/s, None when it is not in the table or does not multiply in this precision."""
+    """Peak of a GPU by its name in TFLOP/s.
+
+    None when it is not in the table or does not multiply in this precision.
+    """
     words = set(device_name.replace("-", " ").split())
     for name, rate in PEAK_TFLOPS.items():
         parts = set(name.split())
@@ -218,7 +242,10 @@ def peak_by_name(device_name: str, precision: str) -> float | None:
 
 
 def measured_matmul_tflops(precision: str, seconds: float = _MEASURING_SECONDS) -> float:
-    """Best rate of square matrix products on this process's CPU threads in TFLOP/s, timed for about `seconds`."""
+    """Best rate of square matrix products on this process's CPU threads, in TFLOP/s.
+
+    It is timed for about `seconds`.
+    """
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -1,7 +1,9 @@
-"""What a rank is doing now, in a small file that it maps into its memory: telling it takes no system call.
+"""What a rank is doing now, in a small file that it maps into its memory.
 
-Nobody is asked for it: whoever looks at the file sees the rank's iteration, its phase and its last collective, also
-when the rank hangs or is gone. Imports no torch.
+Telling it takes no system call.
+
+Nobody is asked for it: whoever looks at the file sees the rank's iteration, its phase and its last
+collective, also when the rank hangs or is gone. Imports no torch.
 """
 
 import contextlib
@@ -14,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WAIT = " wait"
-"""How the name of a phase ends in which a rank waits for others; such phases lie within other ones."""
+"""How the name of a phase ends in which a rank waits for others; such phases lie within other
+ones."""
 ENDED = "ended"
 """The phase of a rank that has done its work; nobody waits for a further change."""
 
@@ -27,7 +30,8 @@ _STATE = struct.Struct("<qqd64s64s")
 """Iteration (-1: none yet), collectives, Unix time of the change, phase, last collective."""
 _SLOT = _NUMBER.size + _STATE.size
 _SLOTS = 2
-"""States that are written by turns: a rank that is stopped or killed while it writes one has left the other whole."""
+"""States that are written by turns: a rank that is stopped or killed while it writes one has left
+the other whole."""
 _SIZE = _OWNER.size + _SLOTS * _SLOT
 _READS = 5
 
@@ -43,7 +47,8 @@ class Beat:
     pid: int
     """Id of its process there."""
     process_start: int
-    """When that process started, in clock ticks since the machine did: another one may have its id by now."""
+    """When that process started, in clock ticks since the machine did: another one may have its id
+    by now."""
     namespace: int
     """Where its id is valid: a container has ids of its own; 0 where that is not known."""
     changes: int
@@ -99,7 +104,10 @@ class Heartbeat:
         os.replace(temporary, path)
 
     def beat(self, phase: str, iteration: int | None = None) -> None:
-        """Tell a phase and, where it is given, the iteration; one whose name ends in " wait" counts as a collective."""
+        """Tell a phase and, where it is given, the iteration.
+
+        One whose name ends in " wait" counts as a collective.
+        """
         if iteration is not None:
             self._iteration = iteration
         if phase.endswith(WAIT):
@@ -114,7 +122,9 @@ class Heartbeat:
     def _write(self, phase: str) -> None:
         self.phase = phase
         self._changes += 1
-        state = _STATE.pack(self._iteration, self._collectives, time.time(), phase.encode(), self._collective)
+        state = _STATE.pack(
+            self._iteration, self._collectives, time.time(), phase.encode(), self._collective
+        )
         slot = _OWNER.size + self._changes % _SLOTS * _SLOT
         self._memory[slot + _NUMBER.size : slot + _SLOT] = state
         # Only now is it the newest; until then whoever looks takes the other.
@@ -144,7 +154,9 @@ def read_heartbeat(path: Path) -> Beat | None:
     _, pid, start, namespace, host = _OWNER.unpack_from(data)
     slots = range(_OWNER.size, _SIZE, _SLOT)
     changes, slot = max((_NUMBER.unpack_from(data, slot)[0], slot) for slot in slots)
-    iteration, collectives, moment, phase, collective = _STATE.unpack_from(data, slot + _NUMBER.size)
+    iteration, collectives, moment, phase, collective = _STATE.unpack_from(
+        data, slot + _NUMBER.size
+    )
     return Beat(
         rank=int(path.stem.rpartition("_")[2]),
         host=_text(host),
@@ -167,7 +179,9 @@ def read_heartbeats(directory: Path) -> list[Beat]:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since the machine did; None where it is gone.
+    """When a process of this machine started, in clock ticks since the machine did.
+
+    None where it is gone.
 
     A zombie is gone. None, too, where there is no /proc.
     """
@@ -184,7 +198,9 @@ def process_state(pid: int) -> str:
 def _stat(pid: int) -> list[str]:
     """What /proc says of a process behind its name."""
     try:
-        return Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (
+            Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return []
 

@@ -16,7 +16,10 @@ logger = logging.getLogger("megacore")
 
 @dataclass(frozen=True)
 class StepReport:
-    """Means over one log interval; the fields are those of a step event, where each further loss has its own name."""
+    """Means over one log interval.
+
+    The fields are those of a step event, where each further loss has its own name.
+    """
 
     iteration: int
     train_iters: int
@@ -27,7 +30,8 @@ class StepReport:
     """Learning rate of the last update."""
     global_batch_size: int
     lm_loss: float
-    """Mean over the interval's iterations that have a finite loss, and over data-parallel ranks, in nats per token."""
+    """Mean over the interval's iterations that have a finite loss, and over data-parallel ranks, in
+    nats per token."""
     loss_scale: float
     grad_norm: float
     """Of the last update, before clipping."""
@@ -40,7 +44,8 @@ class StepReport:
     tflops: float
     """Per rank, recomputation included."""
     mfu: float | None
-    """Model FLOPs utilisation (Chowdhery et al. 2022) between 0 and 1; None where the peak is not known."""
+    """Model FLOPs utilisation (Chowdhery et al. 2022) between 0 and 1; None where the peak is not
+    known."""
     exposed_communication_ms: float
     """Of an iteration, on this rank: waiting for other ranks while nothing is computed."""
     memory_mb: float
@@ -96,7 +101,9 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
 
 def time_line(milliseconds: Mapping[str, float]) -> str:
     """Where the time of an iteration went, on this rank."""
-    return "time (ms) | " + " | ".join(f"{phase}: {value:.1f}" for phase, value in milliseconds.items())
+    return "time (ms) | " + " | ".join(
+        f"{phase}: {value:.1f}" for phase, value in milliseconds.items()
+    )
 
 
 def validation_line(iteration: int, losses: Mapping[str, float]) -> str:

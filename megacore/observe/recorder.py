@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megacore.errors import ConfigError
 from megacore.observe.events import EventReader, EventWriter
-from megacore.observe.logging import StepReport, logger, perplexity, spoken, step_line, time_line, validation_line
+from megacore.observe.logging import (
+    StepReport,
+    logger,
+    perplexity,
+    spoken,
+    step_line,
+    time_line,
+    validation_line,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -21,7 +29,7 @@ EVENTS_NAME = "events.jsonl"
 
 
 class Recorder:
-    """Writes for rank 0 and is silent on the others, so that the loop reads the same on every rank."""
+    """Writes for rank 0 and is silent on others, so that the loop is the same everywhere."""
 
     def __init__(self, run_directory: Path, *, attempt: int, rank: int, tensorboard: bool) -> None:
         """Open `events.jsonl` and, if asked, `tensorboard/` of a run directory.
@@ -33,7 +41,9 @@ class Recorder:
         writes = rank == 0
         self._path = run_directory / EVENTS_NAME
         self._events = EventWriter(self._path, attempt) if writes else None
-        self._board = TensorBoardWriter(run_directory / "tensorboard") if writes and tensorboard else None
+        self._board = (
+            TensorBoardWriter(run_directory / "tensorboard") if writes and tensorboard else None
+        )
 
     def event(self, kind: str, **values: Any) -> None:
         """Write one event."""
@@ -118,7 +128,12 @@ class Recorder:
         """Return itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """Close the files."""
         self.close()
 
@@ -136,7 +151,10 @@ class TensorBoardWriter:
     """Writes scalars by iteration."""
 
     def __init__(self, directory: Path) -> None:
-        """Write into `directory`, from the first values on. Raises ConfigError when the package is missing."""
+        """Write into `directory`, from the first values on.
+
+        Raises ConfigError when the package is missing.
+        """
         check_tensorboard()
         self._directory = directory
         self._writer: SummaryWriter | None = None
@@ -146,7 +164,8 @@ class TensorBoardWriter:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # A run that resumed repeats iterations: what an earlier file has from here on is hidden.
+            # A run that resumed repeats iterations: what an earlier file has from here on is
+            # hidden.
             self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=iteration)
         for tag, value in values.items():
             if value is not None:

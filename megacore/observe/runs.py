@@ -27,14 +27,18 @@ _REMOTE_SILENCE = 3600.0
 def runs(workspace: Workspace) -> list[dict[str, Any]]:
     """The pretrainings and fine-tunings of a workspace, the one that reported last first.
 
-    Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the last validation),
-    test_ppl, metric (of a fine-tuning's best model, as text), size_bytes, path and updated (Unix seconds); what is not
-    known is None. A run is `finished` once its manifest is there, `running` while a process holds its lock, `damaged`
-    when its files cannot be read.
+    Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the last
+    validation), test_ppl, metric (of a fine-tuning's best model, as text), size_bytes, path and
+    updated (Unix seconds); what is not known is None. A run is `finished` once its manifest is
+    there, `running` while a process holds its lock, `damaged` when its files cannot be read.
     """
     test_ppl = _test_perplexities(workspace)
     folders = (workspace.folder("train"), workspace.folder("finetune"))
-    found = [_describe(directory, test_ppl) for folder in folders for directory in _run_directories(folder)]
+    found = [
+        _describe(directory, test_ppl)
+        for folder in folders
+        for directory in _run_directories(folder)
+    ]
     return sorted(found, key=lambda run: run["updated"] or 0.0, reverse=True)
 
 
@@ -47,19 +51,26 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
     found = [run for run in every if run["state"] == state and _is_called(run, name)]
     if len(found) != 1:
         shown = found or [run for run in every if _is_called(run, name)] or every
-        named = ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in shown[:_NAMED]) or "none"
+        named = (
+            ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in shown[:_NAMED])
+            or "none"
+        )
         named += f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
         what = f"{len(found)} runs are {state}" if found else f"no run is {state}"
-        raise ConfigError(f"{what} under {name!r} in {workspace.root}, where there are {named}: give one key")
+        raise ConfigError(
+            f"{what} under {name!r} in {workspace.root}, where there are {named}: give one key"
+        )
     return Path(found[0]["path"])
 
 
 def is_training(directory: Path) -> bool:
-    """Whether a task holds a run's lock, or a rank that was started by hand has a heartbeat there."""
+    """Whether a task holds a run's lock, or a rank started by hand has a heartbeat there."""
     if _locked(directory.with_name(f".{directory.name}.lock")):
         return True
     beats = [beat for beat in read_heartbeats(directory / "exit") if beat.phase != ENDED]
-    return any(beat.alive if beat.here else time.time() - beat.time < _REMOTE_SILENCE for beat in beats)
+    return any(
+        beat.alive if beat.here else time.time() - beat.time < _REMOTE_SILENCE for beat in beats
+    )
 
 
 def _is_called(run: dict[str, Any], name: str) -> bool:
@@ -102,7 +113,7 @@ def _describe(directory: Path, test_ppl: dict[str, float]) -> dict[str, Any]:
 
 
 def _progress(events: Path) -> dict[str, Any]:
-    """Where the run is: of an iteration that a resumed run reports again, the later report counts."""
+    """Where the run is: of an iteration that is reported again, the later report counts."""
     progress: dict[str, Any] = {}
     for event, _ in EventReader(events):
         progress["updated"] = event["time"]
@@ -118,7 +129,10 @@ def _progress(events: Path) -> dict[str, Any]:
 
 
 def _planned_iterations(train: dict[str, Any]) -> int | None:
-    """How far a configuration leads; a fine-tuning's epochs are steps only once its samples are counted."""
+    """How far a configuration leads.
+
+    A fine-tuning's epochs are steps only once its samples are counted.
+    """
     planned: int | None = train["max_steps" if "num_epochs" in train else "train_iters"]
     return planned
 
@@ -157,7 +171,10 @@ def _size(directory: Path) -> int:
 
 
 def _test_perplexities(workspace: Workspace) -> dict[str, float]:
-    """The `test_ppl` that evaluations counted, by the digest of the run that they read; the newest counts."""
+    """The `test_ppl` that evaluations counted, by the digest of the run that they read.
+
+    The newest counts.
+    """
     found: dict[str, float] = {}
     folder = workspace.folder("evaluate")
     for path in sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):

@@ -1,4 +1,7 @@
-"""Where an iteration's time goes: phases, of which those named `… wait` are communication that nothing hides."""
+"""Where an iteration's time goes.
+
+Phases, of which those named `… wait` are communication that nothing hides.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +18,7 @@ def exposed_communication(milliseconds: Mapping[str, float]) -> float:
 
 
 class Timers:
-    """Accumulates milliseconds by phase, on a GPU by its own clock, so that nothing waits for it in between."""
+    """Accumulates milliseconds by phase, on a GPU by its own clock, without any waiting."""
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
         """Measure what runs on `device`, and tell each phase to `heartbeat`, while paused too."""

@@ -4,12 +4,13 @@ Clipping by the global gradient norm (Pascanu et al. 2013), without a transfer t
 
 Which parameters weight decay applies to.
 
-fp32 main weights and their moments: what the optimizer updates, wherever it lies (Micikevicius et al. 2018).
+fp32 main weights and their moments: what the optimizer updates, wherever it lies (Micikevicius et
+al. 2018).
 
 Main weights and moments divided over replicas (ZeRO-1; Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Each replica sums, updates and keeps in fp32 its shard of every bucket alone; then all gather the weights. An
-all-reduce of gradients would move as much.
+Each replica sums, updates and keeps in fp32 its shard of every bucket alone; then all gather the
+weights. An all-reduce of gradients would move as much.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,13 +35,15 @@ EPSILON = 1e-6
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this global norm are divided by so that it is at most `max_norm`: a scalar of at least 1.
+    """What gradients of this norm are divided by to be at most `max_norm`: a scalar >= 1.
 
     Args:
         norm: a scalar.
         max_norm: limit of the norm; 0 does not clip.
     """
-    return torch.clamp((norm + EPSILON) / max_norm, min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    return (
+        torch.clamp((norm + EPSILON) / max_norm, min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    )
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,12 @@ class ParamGroup:
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter decays: biases and the gains of layer norms (all vectors) do not, as in Megatron-LM.
+    """Whether a parameter decays.
 
-    `parameter` is the model's, whole or a tensor-parallel part; a flattened piece of it has lost what decides.
+    Biases and the gains of layer norms (all vectors) do not, as in Megatron-LM.
+
+    `parameter` is the model's, whole or a tensor-parallel part; a flattened piece of it has lost
+    what decides.
     """
     return parameter.dim() > 1 and not name.endswith(".bias")
 
@@ -86,7 +92,8 @@ class MainWeight:
     exp_avg_sq: Tensor
     """Second moment."""
     target: Tensor | None = None
-    """The model's weight of lower precision, into which an update rounds; None where the main weight is the model's."""
+    """The model's weight of lower precision, into which an update rounds; None where the main
+    weight is the model's."""
 
 
 class MainWeights(Protocol):
@@ -98,15 +105,21 @@ class MainWeights(Protocol):
         ...
 
     def publish(self) -> Pending:
-        """Begin to bring what an update has written into the targets to whoever computes with it."""
+        """Begin to bring what an update wrote into the targets to whoever computes with it."""
         ...
 
 
 class WholeWeights:
-    """All main weights of a model chunk; where it computes in fp32, they are the model's weights."""
+    """All main weights of a model chunk.
+
+    Where it computes in fp32, they are the model's weights.
+    """
 
     def __init__(self, sync: GradSync, dtype: torch.dtype) -> None:
-        """Take over the parameters of `sync`, fp32, and cast them to `dtype`; the main weights keep their bits."""
+        """Take over the parameters of `sync`, fp32, and cast them to `dtype`.
+
+        The main weights keep their bits.
+        """
         self.weights = []
         for name, parameter in sync.parameters.items():
             main = parameter.data
@@ -123,12 +136,13 @@ class WholeWeights:
 class ShardedWeights:
     """The model's weights of one bucket in a flat buffer, and this rank's shard of them in fp32.
 
-    Shards begin at multiples of the alignment within every parameter: the fused AdamW rounds an element in its vector
-    loop and in the remainder after it differently, and so updates each as it would without shards.
+    Shards begin at multiples of the alignment within every parameter: the fused AdamW rounds an
+    element in its vector loop and in the remainder after it differently, and so updates each as it
+    would without shards.
     """
 
     def __init__(self, sync: GradSync, bucket: Bucket, dtype: torch.dtype) -> None:
-        """Take over the parameters of a bucket, fp32, and move them, cast to `dtype`, into a flat buffer."""
+        """Take over a bucket's parameters, fp32, into a flat buffer, cast to `dtype`."""
         self._replicas = sync.mesh.data_parallel
         device = bucket.buffer.device
         self._buffer = torch.zeros(bucket.layout.length, dtype=dtype, device=device)
@@ -174,9 +188,10 @@ _KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_
 class MainWeightAdamW:
     """Updates fp32 main weights by a fused kernel, which rounds them into the model's weights too.
 
-    Where the model computes in fp32, its weights are the main weights and nothing is copied. Under a distributed
-    optimizer this rank has its shard of them, and of the moments, alone. The kernel also divides the gradients, so
-    that averaging, clipping and the loss scale take no pass of their own.
+    Where the model computes in fp32, its weights are the main weights and nothing is copied. Under
+    a distributed optimizer this rank has its shard of them, and of the moments, alone. The kernel
+    also divides the gradients, so that averaging, clipping and the loss scale take no pass of their
+    own.
     """
 
     def __init__(
@@ -193,7 +208,8 @@ class MainWeightAdamW:
             syncs: gradients and fp32 parameters of each chunk, all of one mesh.
             config: betas and epsilon; what changes from step to step is given to `step`.
             dtype: type of the model's weights from now on; the main weights keep their bits.
-            partitions: how parameters are divided over tensor-parallel ranks; those not named are whole on each.
+            partitions: how parameters are divided over tensor-parallel ranks; those not named are
+                whole on each.
             kernels: what computes; None is plain torch.
         """
         kernels = kernels or plain_kernels()
@@ -206,7 +222,9 @@ class MainWeightAdamW:
         self._device = self._syncs[0].buckets[0].buffer.device
         self._counted = [run for sync in self._syncs for run in self._counted_runs(sync)]
         parameters = [item for sync in self._syncs for item in sync.parameters.items()]
-        self._decaying = frozenset(name for group in param_groups(parameters) if group.decays for name in group.names)
+        self._decaying = frozenset(
+            name for group in param_groups(parameters) if group.decays for name in group.names
+        )
         self._parts: list[MainWeights] = []
         for sync in self._syncs:
             if sync.sharded:
@@ -218,10 +236,12 @@ class MainWeightAdamW:
 
     @torch.no_grad()
     def grad_norm(self, *, scale: float = 1.0) -> Tensor:
-        """Global norm of the mean gradient, after `GradSync.finish`: an fp32 scalar, the same bits on every rank.
+        """Global norm of the mean gradient, after `GradSync.finish`: an fp32 scalar.
 
-        Each parameter counts once, however many ranks hold it or a part of it. Collective over the replica's ranks,
-        and over the replicas too where each has its shard alone.
+        Its bits are the same on every rank.
+
+        Each parameter counts once, however many ranks hold it or a part of it. Collective over the
+        replica's ranks, and over the replicas too where each has its shard alone.
 
         Args:
             scale: loss scale that the gradients still carry.
@@ -234,7 +254,13 @@ class MainWeightAdamW:
 
     @torch.no_grad()
     def step(
-        self, lr: float, weight_decay: float, *, norm: Tensor | None = None, max_norm: float = 0.0, scale: float = 1.0
+        self,
+        lr: float,
+        weight_decay: float,
+        *,
+        norm: Tensor | None = None,
+        max_norm: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         """Make one update from the gradients in the buckets, which are used up.
 
@@ -261,7 +287,10 @@ class MainWeightAdamW:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Publish the main weights to the model; to be called after they were loaded. Collective when sharded."""
+        """Publish the main weights to the model; to be called after they were loaded.
+
+        Collective when sharded.
+        """
         for part in self._parts:
             for main in part.weights:
                 if main.target is not None:
@@ -270,16 +299,22 @@ class MainWeightAdamW:
             work.wait()
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Main weights and moments under the names and shapes of a checkpoint: they are loaded in place.
+        """Main weights and moments under the names and shapes of a checkpoint.
+
+        They are loaded in place.
 
         Of a parameter that other ranks hold parts of, this rank's part; it may be empty.
         """
-        held: dict[str, list[MainWeight]] = {name: [] for sync in self._syncs for name in sync.parameters}
+        held: dict[str, list[MainWeight]] = {
+            name: [] for sync in self._syncs for name in sync.parameters
+        }
         for part in self._parts:
             for main in part.weights:
                 held[main.name].append(main)
         return {
-            f"{kind}.{name}": self._global(name, [(main.start, getattr(main, field)) for main in weights])
+            f"{kind}.{name}": self._global(
+                name, [(main.start, getattr(main, field)) for main in weights]
+            )
             for kind, field in _KINDS.items()
             for name, weights in held.items()
         }
@@ -292,7 +327,9 @@ class MainWeightAdamW:
         shape = next(sync.parameters[name].shape for sync in self._syncs if name in sync.parameters)
         return TensorShard.of_runs(runs, shape, torch.float32, partition)
 
-    def _update(self, weights: Sequence[MainWeight], lr: float, weight_decay: float, divisor: Tensor) -> None:
+    def _update(
+        self, weights: Sequence[MainWeight], lr: float, weight_decay: float, divisor: Tensor
+    ) -> None:
         if not weights:
             return
         optim = self._config
@@ -302,14 +339,18 @@ class MainWeightAdamW:
                 [main.gradient for main in weights],
                 [main.exp_avg for main in weights],
                 [main.exp_avg_sq for main in weights],
-                None if weights[0].target is None else [main.target for main in weights if main.target is not None],
+                None
+                if weights[0].target is None
+                else [main.target for main in weights if main.target is not None],
             ),
-            Hyperparameters(lr, weight_decay, optim.adam_beta1, optim.adam_beta2, optim.adam_eps, self.steps),
+            Hyperparameters(
+                lr, weight_decay, optim.adam_beta1, optim.adam_beta2, optim.adam_eps, self.steps
+            ),
             divisor,
         )
 
     def _counted_runs(self, sync: GradSync) -> Iterator[Tensor]:
-        """The gradients of `sync` that count on this rank for the global norm, without those that others count."""
+        """The gradients of `sync` that this rank counts for the global norm, and no other."""
         own = frozenset(
             name
             for name in sync.parameters

@@ -1,4 +1,7 @@
-"""Loss scaling for fp16 (Micikevicius et al. 2018), with the hysteresis of Megatron-LM's DynamicGradScaler."""
+"""Loss scaling for fp16 with the hysteresis of Megatron-LM's DynamicGradScaler.
+
+See Micikevicius et al. 2018.
+"""
 
 from typing import NotRequired, TypedDict
 
@@ -19,11 +22,13 @@ class LossScaleState(TypedDict):
 
 
 class DynamicLossScaler:
-    """Doubles the scale after `window` steps without overflow, halves it once `hysteresis` overflows were met.
+    """Doubles the scale after `window` steps without overflow.
 
-    The count of overflows starts afresh only when the scale grows, as in Megatron-LM: after the first backoff
-    each further overflow halves the scale. At its minimum it waits: what `patience` iterations in a row could not
-    bring down is no matter of scale.
+    Halves it once `hysteresis` overflows were met.
+
+    The count of overflows starts afresh only when the scale grows, as in Megatron-LM: after the
+    first backoff each further overflow halves the scale. At its minimum it waits: what `patience`
+    iterations in a row could not bring down is no matter of scale.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -40,7 +45,10 @@ class DynamicLossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether a lower scale cannot help: the last `patience` iterations in a row overflowed at the minimum."""
+        """Whether a lower scale cannot help.
+
+        The last `patience` iterations in a row overflowed at the minimum.
+        """
         return self._skipped_at_minimum >= self._config.patience
 
     def update(self, *, overflow: bool) -> None:

@@ -51,7 +51,10 @@ class LrSchedule:
         )
 
     def at(self, step: int) -> float:
-        """Learning rate of optimizer step number `step`, counted from 1; skipped iterations are no steps."""
+        """Learning rate of optimizer step number `step`, counted from 1.
+
+        Skipped iterations are no steps.
+        """
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self._warm_up(step)
         if self.style == "constant":
@@ -68,13 +71,19 @@ class LrSchedule:
         if self.warmup_style == "linear":
             return self.init_lr + rise * step / self.warmup_steps
         # As DeepSpeed's WarmupLR: at the peak one step early, and never of fewer than two steps.
-        return self.init_lr + rise * min(1.0, math.log(step + 1) / math.log(max(2, self.warmup_steps)))
+        return self.init_lr + rise * min(
+            1.0, math.log(step + 1) / math.log(max(2, self.warmup_steps))
+        )
 
     def _share(self, step: int) -> float:
         """How much of the way from `min_lr` up to `lr` is left at a step after the warm-up."""
         if self.style == "WSD":
             start = self.decay_steps - self.wsd_steps
-            return 1.0 if step <= start else _wsd_share(self.wsd_style, (step - start) / self.wsd_steps)
+            return (
+                1.0
+                if step <= start
+                else _wsd_share(self.wsd_style, (step - start) / self.wsd_steps)
+            )
         ratio = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
         return 1.0 - ratio if self.style == "linear" else _half_wave(ratio)
 
@@ -98,7 +107,10 @@ def _half_wave(ratio: float) -> float:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """A change from one weight decay to another, most often an increase (Megatron-LM `OptimizerParamScheduler`)."""
+    """A change from one weight decay to another, most often an increase.
+
+    As in Megatron-LM's `OptimizerParamScheduler`.
+    """
 
     start: float
     """Value before the first step."""
@@ -122,7 +134,10 @@ class WeightDecaySchedule:
         )
 
     def at(self, step: int) -> float:
-        """Weight decay of optimizer step number `step`, counted from 1; skipped iterations are no steps."""
+        """Weight decay of optimizer step number `step`, counted from 1.
+
+        Skipped iterations are no steps.
+        """
         if self.style == "constant" or step > self.steps:
             return self.end
         ratio = step / self.steps

@@ -1,1 +1,4 @@
-"""Which rank holds what: layout arithmetic, the process mesh, and random numbers that do not depend on either."""
+"""Which rank holds what.
+
+Layout arithmetic, the process mesh, and random numbers that do not depend on either.
+"""

@@ -1,7 +1,10 @@
-"""Communication among the ranks of a group; nothing here is differentiable (see `tensor_parallel.mappings`).
+"""Communication among the ranks of a group.
 
-Every function leaves its input to a group of one as it is. The time that a rank waits is added to the group's timers
-under `wait_phase(group)`. Ranks must start the same collectives in the same order.
+Nothing here is differentiable (see `tensor_parallel.mappings`).
+
+Every function leaves its input to a group of one as it is. The time that a rank waits is added to
+the group's timers under `wait_phase(group)`. Ranks must start the same collectives in the same
+order.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +20,14 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 class Pending:
-    """A collective that is under way; what it was given must not be changed before `wait`, which is called once."""
+    """A collective that is under way.
 
-    def __init__(self, group: ParallelGroup, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]) -> None:
+    What it was given must not be changed before `wait`, which is called once.
+    """
+
+    def __init__(
+        self, group: ParallelGroup, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]
+    ) -> None:
         """`finish` makes the result of what `works` have brought."""
         self._group, self._works, self._finish = group, works, finish
 
@@ -41,7 +49,11 @@ def wait_phase(group: ParallelGroup) -> str:
 
 def all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
     """The reduction of `x` over the ranks as a new tensor, the same bits on every rank."""
-    return x if group.size == 1 else all_reduce_(x.clone(memory_format=torch.contiguous_format), group, op)
+    return (
+        x
+        if group.size == 1
+        else all_reduce_(x.clone(memory_format=torch.contiguous_format), group, op)
+    )
 
 
 def all_reduce_(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
@@ -53,9 +65,12 @@ def start_all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpTyp
     """`all_reduce_` that other work can run beside."""
     if group.size == 1:
         return Pending(group, (), lambda: x)
-    if op == SUM and (shared := _start_shared(x, group, lambda parts: _sum_into(x, parts, group.rank))):
+    if op == SUM and (
+        shared := _start_shared(x, group, lambda parts: _sum_into(x, parts, group.rank))
+    ):
         return shared
-    # Of gloo's collectives this one is as fast as two ranks that swap and add (measured at 0.5–8 MiB).
+    # Of gloo's collectives this one is as fast as two ranks that swap and add (measured at 0.5–8
+    # MiB).
     return Pending(group, [dist.all_reduce(x, op, group=group.group, async_op=True)], lambda: x)
 
 
@@ -81,7 +96,10 @@ def start_all_gather(x: Tensor, group: ParallelGroup, dim: int) -> Pending:
 
 
 def reduce_scatter(x: Tensor, group: ParallelGroup, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of `x` over the ranks, as a new tensor; the ranks divide `dim`."""
+    """This rank's part along `dim` of the sum of `x` over the ranks, as a new tensor.
+
+    The ranks divide `dim`.
+    """
     return start_reduce_scatter(x, group, dim).wait()
 
 
@@ -98,10 +116,16 @@ def start_reduce_scatter(x: Tensor, group: ParallelGroup, dim: int) -> Pending:
         return Pending(group, works, lambda: received.add_(parts[group.rank]))
     joined = torch.cat(parts)
     total = joined.new_empty(parts[0].shape)
-    return Pending(group, [dist.reduce_scatter_tensor(total, joined, group=group.group, async_op=True)], lambda: total)
+    return Pending(
+        group,
+        [dist.reduce_scatter_tensor(total, joined, group=group.group, async_op=True)],
+        lambda: total,
+    )
 
 
-def _start_shared(x: Tensor, group: ParallelGroup, read: Callable[[Sequence[Tensor]], Tensor]) -> Pending | None:
+def _start_shared(
+    x: Tensor, group: ParallelGroup, read: Callable[[Sequence[Tensor]], Tensor]
+) -> Pending | None:
     """What `read` makes of every rank's `x` in memory that they share; None where they do not."""
     memory = group.shared
     parts = memory.put(x) if memory else None
@@ -120,7 +144,10 @@ def _start_shared(x: Tensor, group: ParallelGroup, read: Callable[[Sequence[Tens
 
 
 def _sum_into(x: Tensor, parts: Sequence[Tensor], rank: int) -> Tensor:
-    """The sum in rank order, so that all ranks get the same bits; `x`, this rank's part, becomes the sum."""
+    """The sum in rank order, so that all ranks get the same bits.
+
+    `x`, this rank's part, becomes the sum.
+    """
     first, second = (x if number == rank else parts[number] for number in (0, 1))
     torch.add(first, second, out=x)
     for part in parts[2:]:
@@ -137,7 +164,10 @@ def _sum_of_parts(parts: Sequence[Tensor], rank: int, dim: int) -> Tensor:
 
 
 def _swaps(x: Tensor, group: ParallelGroup) -> bool:
-    """Whether two ranks exchange plain messages: gloo's gather and scatter take twice as long (measured at 1–8 MiB)."""
+    """Whether two ranks exchange plain messages.
+
+    gloo's gather and scatter take twice as long (measured at 1–8 MiB).
+    """
     return group.size == 2 and x.device.type == "cpu"
 
 

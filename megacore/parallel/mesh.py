@@ -2,8 +2,9 @@
 
 Memory that the ranks of one host share, so that their activations do not go through sockets.
 
-DeepSpeed and vLLM sum activations on CPUs in this way (`csrc/cpu/comm/shm.cpp` and `csrc/cpu/shm.cpp` there): a rank
-writes what it gives into its own slot, tells the others by a message, and reads their slots.
+DeepSpeed and vLLM sum activations on CPUs in this way (`csrc/cpu/comm/shm.cpp` and
+`csrc/cpu/shm.cpp` there): a rank writes what it gives into its own slot, tells the others by a
+message, and reads their slots.
 """
 
 import mmap
@@ -26,14 +27,18 @@ _TURNS = 2
 """Slots of each rank, used in turn: while one collective is read the next one is written."""
 _MIB = 1 << 20
 _SECRET = 8
-"""Bytes at the end of the file by which the others know it: another machine may have a process of that number."""
+"""Bytes at the end of the file by which the others know it: another machine may have a process of
+that number."""
 
 
 class SharedMemory:
-    """Slots of the ranks of one group, which grow with what is put there. Where the ranks share no memory it says so.
+    """Slots of the ranks of one group, which grow with what is put there.
 
-    A slot is written again two collectives later. By then every rank has read it, because each ends a collective
-    before it begins the next (`busy` until then), and because it began the one between.
+    Where the ranks share no memory it says so.
+
+    A slot is written again two collectives later. By then every rank has read it, because each ends
+    a collective before it begins the next (`busy` until then), and because it began the one
+    between.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -46,10 +51,12 @@ class SharedMemory:
         """Whether the last collective is still to be read by this rank."""
 
     def put(self, x: Tensor) -> Sequence[Tensor] | None:
-        """Write `x` and return where every rank writes its own, to be read once all have told that they did.
+        """Write `x` and return where every rank writes its own.
 
-        Every rank calls it alike, with a tensor of the same shape. None means that there is no room: the collective
-        has to go another way.
+        It is to be read once all have told that they did.
+
+        Every rank calls it alike, with a tensor of the same shape. None means that there is no
+        room: the collective has to go another way.
         """
         if self.busy or not self._possible:
             return None
@@ -67,7 +74,9 @@ class SharedMemory:
         self.busy = False
 
     def _grow(self, size: int) -> bool:
-        """Replace the slots by larger ones, in a file without a name that the first rank makes and the others open.
+        """Replace the slots by larger ones, in a file without a name.
+
+        The first rank makes it and the others open it.
 
         Collective. The file is gone when the last process that has it open ends, however that ends.
         """
@@ -94,7 +103,10 @@ class SharedMemory:
 
 
 def _open(process: int, descriptor: int, secret: int, length: int) -> mmap.mmap | None:
-    """The file that is open in another process; None where that is none of this machine's or out of reach."""
+    """The file that is open in another process.
+
+    None where that is none of this machine's or out of reach.
+    """
     try:
         with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:
             memory = mmap.mmap(file.fileno(), length)
@@ -146,11 +158,12 @@ class ProcessMesh:
     model_parallel: ParallelGroup = ALONE
     """Ranks that hold the other parts of this replica: pipeline x tensor."""
     copies: Mapping[tuple[int, ...], ParallelGroup] = field(default_factory=dict)
-    """Groups of pipeline stages that hold the same parameters, as tied embeddings, by the stages; those that this rank
-    belongs to."""
+    """Groups of pipeline stages that hold the same parameters, as tied embeddings, by the stages;
+    those that this rank belongs to."""
     channels: tuple[dist.ProcessGroup, ...] = ()
-    """Four groups over the pipeline's ranks, for messages whose order must not depend on each other's (see
-    `pipeline_parallel.p2p`); all the same where the back end matches messages by tag."""
+    """Four groups over the pipeline's ranks, for messages whose order must not depend on each
+    other's (see `pipeline_parallel.p2p`); all the same where the back end matches messages by
+    tag."""
     timers: Timers | None = field(default=None, compare=False)
     """Take the time of each phase of this rank's work; None takes none."""
 
@@ -172,20 +185,25 @@ class ProcessMesh:
 
         Args:
             layout: sizes of the axes; their product is the number of processes.
-            shared_stages: sets of pipeline stages that hold the same parameters, in one order on all ranks (see
-                `pipeline_parallel.copies`).
+            shared_stages: sets of pipeline stages that hold the same parameters, in one order on
+                all ranks (see `pipeline_parallel.copies`).
             device_type: "cpu" (gloo) or "cuda" (NCCL).
             timers: take the time that this rank waits for others, by group.
 
         Raises:
-            ParallelLayoutError: the layout has another number of ranks than the default process group.
+            ParallelLayoutError: the layout has another number of ranks than the default process
+                group.
         """
         if layout.world_size != dist.get_world_size():
             raise ParallelLayoutError(
-                f"the layout data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} needs "
-                f"{layout.world_size} ranks, {dist.get_world_size()} were started: start {layout.world_size}"
+                f"the layout data {layout.data} x pipeline {layout.pipeline} x tensor "
+                f"{layout.tensor} needs {layout.world_size} ranks, {dist.get_world_size()} were "
+                f"started: start {layout.world_size}"
             )
-        mesh, rank = init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES), dist.get_rank()
+        mesh, rank = (
+            init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES),
+            dist.get_rank(),
+        )
         axes = {
             axis: ParallelGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, timers)
             if size > 1
@@ -198,7 +216,9 @@ class ProcessMesh:
             rank=rank,
             data_parallel=axes["data"],
             pipeline_parallel=axes["pipeline"],
-            tensor_parallel=_with_memory(axes["tensor"]) if device_type == "cpu" else axes["tensor"],
+            tensor_parallel=_with_memory(axes["tensor"])
+            if device_type == "cpu"
+            else axes["tensor"],
             model_parallel=_group(layout.groups("pipeline", "tensor"), "model", timers)
             if pipeline and layout.tensor > 1
             else axes["pipeline" if pipeline else "tensor"],
@@ -217,7 +237,10 @@ class ProcessMesh:
         return nullcontext() if self.timers is None else self.timers(phase)
 
     def beat(self, phase: str, iteration: int | None = None) -> None:
-        """Tell the rank's heartbeat, if it has one, what this rank does now and, where it is given, the iteration."""
+        """Tell the rank's heartbeat, if it has one, what this rank does now.
+
+        The iteration is told where it is given.
+        """
         if self.timers is not None:
             self.timers.beat(phase, iteration)
 
@@ -245,10 +268,15 @@ def _group(members: list[list[int]], name: str, timers: Timers | None) -> Parall
 def _copies(
     layout: RankLayout, shared_stages: Sequence[tuple[int, ...]], timers: Timers | None
 ) -> dict[tuple[int, ...], ParallelGroup]:
-    """This rank's groups among those of `shared_stages`; all ranks make all of them, in one order."""
+    """This rank's groups among those of `shared_stages`.
+
+    All ranks make all of them, in one order.
+    """
     pipelines = layout.groups("pipeline")
     groups = {
-        stages: _group([[ranks[stage] for stage in stages] for ranks in pipelines], "embedding", timers)
+        stages: _group(
+            [[ranks[stage] for stage in stages] for ranks in pipelines], "embedding", timers
+        )
         for stages in shared_stages
     }
     return {stages: group for stages, group in groups.items() if group.size > 1}
@@ -256,11 +284,18 @@ def _copies(
 
 def _with_memory(group: ParallelGroup) -> ParallelGroup:
     """The group with shared memory, where all its ranks are on one host."""
-    return replace(group, shared=SharedMemory(group.group, group.rank, group.size)) if group.group else group
+    return (
+        replace(group, shared=SharedMemory(group.group, group.rank, group.size))
+        if group.group
+        else group
+    )
 
 
 def _channels(layout: RankLayout, device_type: str) -> tuple[dist.ProcessGroup, ...]:
-    """Gloo matches messages by tag, so one group serves; NCCL takes them in order, so each channel has its own."""
+    """Gloo matches messages by tag, so one group serves.
+
+    NCCL takes them in order, so each channel has its own.
+    """
     count = 1 if device_type == "cpu" else CHANNELS
     members = layout.groups("pipeline")
     groups = [_group(members, "pipeline", None).group for _ in range(count)]
@@ -270,8 +305,13 @@ def _channels(layout: RankLayout, device_type: str) -> tuple[dist.ProcessGroup, 
     return found * (CHANNELS // len(found))
 
 
-def _mesh_open(channels: tuple[dist.ProcessGroup, ...], layout: RankLayout, device: torch.device) -> None:
-    """Let every pair of neighbours meet once, in one order: NCCL's first message of a pair waits for both sides."""
+def _mesh_open(
+    channels: tuple[dist.ProcessGroup, ...], layout: RankLayout, device: torch.device
+) -> None:
+    """Let every pair of neighbours meet once, in one order.
+
+    NCCL's first message of a pair waits for both sides.
+    """
     own = layout.coordinate(dist.get_rank()).pipeline
     token = torch.zeros(1, device=device)
     for number, group in enumerate(channels):

@@ -1,7 +1,8 @@
 """Rank arithmetic of 3D parallelism, without processes (Narayanan et al. 2021, arXiv:2104.04473).
 
-Ranks are numbered as Megatron-LM numbers them: tensor parallel fastest, so that a group shares a node's links, then
-data parallel, then pipeline parallel. Every group falls out of one reshaped arange.
+Ranks are numbered as Megatron-LM numbers them: tensor parallel fastest, so that a group shares a
+node's links, then data parallel, then pipeline parallel. Every group falls out of one reshaped
+arange.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class RankLayout:
         for axis in AXES:
             if getattr(self, axis) < 1:
                 raise ParallelLayoutError(
-                    f"{axis} parallel size is {getattr(self, axis)}: it counts ranks and must be at least 1"
+                    f"{axis} parallel size is {getattr(self, axis)}: it counts ranks and must be "
+                    "at least 1"
                 )
 
     @classmethod
@@ -51,8 +53,9 @@ class RankLayout:
         model_ranks = pipeline * tensor
         if model_ranks < 1 or world_size < 1 or world_size % model_ranks:
             raise ParallelLayoutError(
-                f"{world_size} ranks are not a multiple of tensor {tensor} x pipeline {pipeline} = {model_ranks} "
-                f"ranks per replica: start {model_ranks * max(1, world_size // max(1, model_ranks))} ranks"
+                f"{world_size} ranks are not a multiple of tensor {tensor} x pipeline {pipeline} = "
+                f"{model_ranks} ranks per replica: start "
+                f"{model_ranks * max(1, world_size // max(1, model_ranks))} ranks"
             )
         return cls(data=world_size // model_ranks, pipeline=pipeline, tensor=tensor)
 
@@ -80,9 +83,10 @@ class RankLayout:
         return int(self.grid[coordinate])
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axes` alone, in rank order: a partition of the world.
+        """The groups of ranks that differ along `axes` alone, in rank order; they partition all.
 
-        `groups("tensor")` are the tensor-parallel groups, `groups("pipeline", "tensor")` the model-parallel ones.
+        `groups("tensor")` are the tensor-parallel groups, `groups("pipeline", "tensor")` the
+        model-parallel ones.
         """
         together = [AXES.index(axis) for axis in AXES if axis in axes]
         apart = [index for index in range(len(AXES)) if index not in together]

@@ -1,1 +1,4 @@
-"""Stages of consecutive layers: who holds which, in which order they work, and what they send each other."""
+"""Stages of consecutive layers.
+
+Who holds which, in which order they work, and what they send each other.
+"""

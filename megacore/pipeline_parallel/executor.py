@@ -1,6 +1,7 @@
 """Runs any schedule: what a stage does, in the order that the schedule says.
 
-Messages between pipeline stages: receives are posted ahead of their use, sends are never waited for in between.
+Messages between pipeline stages: receives are posted ahead of their use, sends are never waited for
+in between.
 """
 
 from collections import deque
@@ -17,14 +18,15 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline
 
 AHEAD = 2
-"""Receives that are posted at any time: the one that is waited for and the next, which then travels meanwhile."""
+"""Receives that are posted at any time: the one that is waited for and the next, which then travels
+meanwhile."""
 
 
 class Mailbox:
     """One stage's messages of one run through a schedule.
 
-    NCCL takes the messages of a process group in order, so those whose order on both sides is not the same by nature
-    travel on different channels of the mesh; gloo matches them by tag.
+    NCCL takes the messages of a process group in order, so those whose order on both sides is not
+    the same by nature travel on different channels of the mesh; gloo matches them by tag.
     """
 
     def __init__(
@@ -45,8 +47,8 @@ class Mailbox:
             shape: of a message.
             dtype: of every message.
             device: where messages are received.
-            backlog: messages that may be on their way at a time; None where the schedule bounds them. Needed for
-                forward passes alone, in which a stage may run ahead of the next.
+            backlog: messages that may be on their way at a time; None where the schedule bounds
+                them. Needed for forward passes alone, in which a stage may run ahead of the next.
         """
         self._mesh = mesh
         self._expected: Iterator[Message] = iter(expected)
@@ -72,7 +74,9 @@ class Mailbox:
         if self._backlog is not None and len(self._sent) >= self._backlog:
             self._wait_for_oldest()
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._channel(message), group_dst=message.destination, tag=message.number)
+        work = dist.isend(
+            tensor, group=self._channel(message), group_dst=message.destination, tag=message.number
+        )
         assert work is not None
         self._sent.append((tensor, work))
 
@@ -91,7 +95,9 @@ class Mailbox:
             if message is None:
                 return
             tensor = torch.empty(self._shape(message), dtype=self._dtype, device=self._device)
-            work = dist.irecv(tensor, group=self._channel(message), group_src=message.source, tag=message.number)
+            work = dist.irecv(
+                tensor, group=self._channel(message), group_src=message.source, tag=message.number
+            )
             assert work is not None
             self._posted.append((message, tensor, work))
 
@@ -106,10 +112,15 @@ class StageWork(Protocol):
     """What a stage computes for one micro batch and one of its chunks."""
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
-        """From the hidden states that arrived (None where the chunk takes tokens) to those that leave, or a loss."""
+        """From the hidden states that arrived to those that leave, or a loss.
+
+        None arrived where the chunk takes tokens.
+        """
         ...
 
-    def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:
+    def backward(
+        self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
+    ) -> None:
         """Backpropagate from `output`; `grad` is its gradient, None for a loss."""
         ...
 
@@ -117,7 +128,9 @@ class StageWork(Protocol):
 class Executor:
     """One rank's part of a pipeline; with one stage it just runs the passes."""
 
-    def __init__(self, mesh: ProcessMesh, pipeline: Pipeline, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, mesh: ProcessMesh, pipeline: Pipeline, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Prepare for runs.
 
         Args:
@@ -130,7 +143,9 @@ class Executor:
         self._dtype, self._device = dtype, device
         self._stage = mesh.pipeline_parallel.rank
 
-    def run(self, passes: Sequence[Pass], work: StageWork, shape: Callable[[Message], torch.Size]) -> None:
+    def run(
+        self, passes: Sequence[Pass], work: StageWork, shape: Callable[[Message], torch.Size]
+    ) -> None:
         """Make all passes of this stage.
 
         Args:
@@ -166,7 +181,9 @@ class Executor:
             in_flight[each.micro_batch, each.chunk] = hidden, get_gradient_edge(output)
         self._send(each, mailbox, output.detach())
 
-    def _backward(self, each: Pass, work: StageWork, mailbox: Mailbox, in_flight: _InFlight) -> None:
+    def _backward(
+        self, each: Pass, work: StageWork, mailbox: Mailbox, in_flight: _InFlight
+    ) -> None:
         grad = self._receive(each, mailbox)
         hidden, output = in_flight.pop((each.micro_batch, each.chunk))
         work.backward(each.micro_batch, each.chunk, output, grad)

@@ -1,11 +1,12 @@
 """Which layers each chunk of a pipeline holds.
 
-The slowest stage sets the pace of all, so layers are divided by what they cost, embedding and head counted: a head
-over a large vocabulary costs as much as several layers.
+The slowest stage sets the pace of all, so layers are divided by what they cost, embedding and head
+counted: a head over a large vocabulary costs as much as several layers.
 
 Dividing layers of any cost over pipeline stages: the slowest stage sets the pace of all.
 
-Parameters that several pipeline stages hold: their gradients are summed, and the norm counts them once.
+Parameters that several pipeline stages hold: their gradients are summed, and the norm counts them
+once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,21 +30,28 @@ _ROUNDING = 1e-9
 
 
 def partition(
-    stacks: Sequence[Sequence[float]], stages: int, *, chunks: int = 1, first: float = 0.0, last: float = 0.0
+    stacks: Sequence[Sequence[float]],
+    stages: int,
+    *,
+    chunks: int = 1,
+    first: float = 0.0,
+    last: float = 0.0,
 ) -> list[tuple[range, ...]]:
-    """Divide stacks of layers, one after another, over `stages` x `chunks` parts of consecutive layers.
+    """Divide stacks of layers in turn over `stages` x `chunks` parts of consecutive layers.
 
-    Part c is on stage c mod `stages`. The largest stage's cost is as small as can be, and the stages then as even as
-    can be (by the sum of squares); the same then for parts; among equals earlier parts have fewer layers, because
-    earlier stages keep the activations of more micro batches. With one chunk per stage this is exact; with several no
-    move of one layer between two parts improves it, which is exact too when all layers cost the same.
+    Part c is on stage c mod `stages`. The largest stage's cost is as small as can be, and the
+    stages then as even as can be (by the sum of squares); the same then for parts; among equals
+    earlier parts have fewer layers, because earlier stages keep the activations of more micro
+    batches. With one chunk per stage this is exact; with several no move of one layer between two
+    parts improves it, which is exact too when all layers cost the same.
 
     Args:
         stacks: the cost of each layer of each stack, as in an encoder's and a decoder's.
         stages: pp.
         chunks: parts per stage (v).
         first: cost of what the first part holds beside layers.
-        last: cost of what the last part holds beside layers; if it has any, the last part may be without layers.
+        last: cost of what the last part holds beside layers; if it has any, the last part may be
+            without layers.
 
     Returns:
         Of each part, the layers of each stack by their number in the stack, empty ranges included.
@@ -53,7 +61,9 @@ def partition(
     """
     costs, parts = [cost for stack in stacks for cost in stack], stages * chunks
     if len(costs) < parts:
-        raise ParallelLayoutError(f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1")
+        raise ParallelLayoutError(
+            f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1"
+        )
     problem = _Problem.of(costs, stages, chunks, first, last)
     sizes = problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
     starts = list(accumulate((len(stack) for stack in stacks), initial=0))[:-1]
@@ -79,7 +89,9 @@ class _Problem:
     """Layers that each part needs."""
 
     @classmethod
-    def of(cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float) -> "_Problem":
+    def of(
+        cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float
+    ) -> "_Problem":
         """The problem that `partition` describes."""
         parts, total = stages * chunks, (sum(costs) + first + last) or 1.0
         extra, least = [0.0] * parts, [1] * parts
@@ -91,16 +103,20 @@ class _Problem:
         return cls(sums, stages, tuple(extra), tuple(least))
 
     def consecutive(self) -> tuple[int, ...]:
-        """Layers of each part with the smallest largest part and, given that, the smallest sum of squares.
+        """Layers of each part with the smallest largest part, and then smallest sum of squares.
 
-        Dynamic programming from the last part back: `best[i]` is for layers i to the end in the parts from here on.
+        Dynamic programming from the last part back: `best[i]` is for layers i to the end in the
+        parts from here on.
         """
         sums = np.array(self.sums)
         count = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
         segment = sums[None, :] - sums[:, None]
 
         def costs(part: int, limit: float) -> npt.NDArray[np.float64]:
-            """Of a part from layer i (rows) to before layer j (columns); infinite where that is not allowed."""
+            """Of a part from layer i (rows) to before layer j (columns).
+
+            Infinite where that is not allowed.
+            """
             cost = segment + self.extra[part]
             return np.where((count >= self.least[part]) & (cost <= limit), cost, np.inf)
 
@@ -121,16 +137,27 @@ class _Problem:
         return tuple(sizes)
 
     def spread(self) -> tuple[int, ...]:
-        """Layers of each part as if all cost the same: each goes to the smallest part of the smallest stage."""
+        """Layers of each part as if all cost the same.
+
+        Each goes to the smallest part of the smallest stage.
+        """
         layers, sizes = len(self.sums) - 1, list(self.least)
         for _ in range(layers - sum(sizes)):
-            parts = [size * self.sums[-1] / layers + extra for size, extra in zip(sizes, self.extra, strict=True)]
+            parts = [
+                size * self.sums[-1] / layers + extra
+                for size, extra in zip(sizes, self.extra, strict=True)
+            ]
             stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
-            sizes[min(range(len(sizes)), key=lambda part: (stages[part % self.stages], parts[part], -part))] += 1
+            sizes[
+                min(
+                    range(len(sizes)),
+                    key=lambda part: (stages[part % self.stages], parts[part], -part),
+                )
+            ] += 1
         return tuple(sizes)
 
     def improved(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Move one layer from a part to another, those between handing theirs on, as long as that helps."""
+        """Move one layer from a part to another, via those between, as long as that helps."""
         while (better := min(self._neighbours(sizes), key=self._rating)) != sizes:
             sizes = better
         return sizes
@@ -140,7 +167,9 @@ class _Problem:
         yield sizes
         for giver, taker in permutations(range(len(sizes)), 2):
             if sizes[giver] > self.least[giver]:
-                yield tuple(size - (part == giver) + (part == taker) for part, size in enumerate(sizes))
+                yield tuple(
+                    size - (part == giver) + (part == taker) for part, size in enumerate(sizes)
+                )
 
     def _rating(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """How good a division is; less is better, in this order."""
@@ -150,7 +179,12 @@ class _Problem:
             for (begin, end), extra in zip(pairwise(ends), self.extra, strict=True)
         ]
         stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
-        values = (max(stages), sum(cost**2 for cost in stages), max(parts), sum(cost**2 for cost in parts))
+        values = (
+            max(stages),
+            sum(cost**2 for cost in stages),
+            max(parts),
+            sum(cost**2 for cost in parts),
+        )
         return *(round(value / _ROUNDING) for value in values), *sizes
 
 
@@ -159,13 +193,15 @@ class ModelChunk:
     """A part of the model that is on one stage as a whole."""
 
     layers: range
-    """Transformer layers, by their number in the model; of T5, the encoder's. May be empty beside the head."""
+    """Transformer layers, by their number in the model; of T5, the encoder's. May be empty beside
+    the head."""
     has_embedding: bool
     """Whether it takes tokens; else the hidden states of the chunk before."""
     has_head: bool
     """Whether it has the final norm and the output layer, and gives losses; else hidden states."""
     decoder_layers: range = range(0)
-    """Layers of T5's decoder; a chunk has these or the encoder's, and both only when it is the whole model."""
+    """Layers of T5's decoder; a chunk has these or the encoder's, and both only when it is the
+    whole model."""
 
     @property
     def has_decoder_embedding(self) -> bool:
@@ -174,10 +210,12 @@ class ModelChunk:
 
 
 def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
-    """The chunks of a configuration's model by their number in the model: chunk c is on stage c mod pp.
+    """The chunks of a configuration's model by their number in the model.
 
-    A layer counts with its matrix products, forward, backward and, where all layers do that, recomputed; the head
-    with the logits'; looking up an embedding costs next to nothing.
+    Chunk c is on stage c mod pp.
+
+    A layer counts with its matrix products, forward, backward and, where all layers do that,
+    recomputed; the head with the logits'; looking up an embedding costs next to nothing.
 
     Args:
         config: the run; `config.parallel` says stages, chunks per stage and the kind of partition.
@@ -196,14 +234,20 @@ def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
     if config.family == "t5":
         return t5_chunks(
             T5Stages(
-                model.num_layers, model.decoder_layers, stages, parallel.pipeline_model_parallel_split_rank, style
+                model.num_layers,
+                model.decoder_layers,
+                stages,
+                parallel.pipeline_model_parallel_split_rank,
+                style,
             ),
             encoder_cost=layer_cost,
             decoder_cost=step_flops(shape.part(0, 1, head=False), 1, recompute),
             head_cost=head_cost,
         )
     virtual = parallel.virtual_pipeline_model_parallel_size
-    return gpt_chunks(model.num_layers, stages, virtual, style, layer_cost=layer_cost, head_cost=head_cost)
+    return gpt_chunks(
+        model.num_layers, stages, virtual, style, layer_cost=layer_cost, head_cost=head_cost
+    )
 
 
 def gpt_chunks(
@@ -222,15 +266,15 @@ def gpt_chunks(
         num_layers: of the model.
         stages: pp.
         chunks: per stage (v).
-        style: balanced minimises the largest stage's cost, uniform gives every chunk the same number of layers, a
-            list says each chunk's number.
+        style: balanced minimises the largest stage's cost, uniform gives every chunk the same
+            number of layers, a list says each chunk's number.
         layer_cost: of one layer, in any unit.
         embedding_cost: of the embedding, in that unit; counts for balanced alone.
         head_cost: of final norm, output layer and loss.
 
     Raises:
-        ParallelLayoutError: fewer layers than chunks, a number of layers that uniform cannot divide, or a list that
-            has another length or sum.
+        ParallelLayoutError: fewer layers than chunks, a number of layers that uniform cannot
+            divide, or a list that has another length or sum.
     """
     if isinstance(style, str):
         _check_layers(num_layers, stages, chunks, style)
@@ -245,7 +289,9 @@ def gpt_chunks(
         sizes = style
     last = stages * chunks - 1
     ends = pairwise(accumulate(sizes, initial=0))
-    return [ModelChunk(range(*bounds), index == 0, index == last) for index, bounds in enumerate(ends)]
+    return [
+        ModelChunk(range(*bounds), index == 0, index == last) for index, bounds in enumerate(ends)
+    ]
 
 
 def t5_chunks(
@@ -253,8 +299,8 @@ def t5_chunks(
 ) -> list[ModelChunk]:
     """The chunks of an encoder and a decoder of equal layers each, by their stage.
 
-    Where the split is left open, it is the one with the cheapest largest stage, and among those the one whose stages
-    are most even (by the sum of squares).
+    Where the split is left open, it is the one with the cheapest largest stage, and among those the
+    one whose stages are most even (by the sum of squares).
 
     Args:
         asked: layers of both stacks, stages, and how they are divided.
@@ -314,15 +360,15 @@ def _check_layers(num_layers: int, stages: int, chunks: int, style: str) -> None
         into += f" x parallel.virtual_pipeline_model_parallel_size {chunks} = {parts} chunks"
     if num_layers < parts:
         raise ParallelLayoutError(
-            f"model.num_layers {num_layers} is less than {into}: each chunk needs a layer, use at least {parts} layers "
-            f"or {_nearest_layouts(num_layers, stages, chunks)}"
+            f"model.num_layers {num_layers} is less than {into}: each chunk needs a layer, use at "
+            f"least {parts} layers or {_nearest_layouts(num_layers, stages, chunks)}"
         )
     if style == "uniform" and num_layers % parts:
         below = num_layers // parts * parts
         raise ParallelLayoutError(
-            f"model.num_layers {num_layers} is not a multiple of {into}, which parallel.pipeline_partition uniform "
-            f"needs: use {below} or {below + parts} layers, {_nearest_layouts(num_layers, stages, chunks)}, or "
-            "balanced"
+            f"model.num_layers {num_layers} is not a multiple of {into}, which "
+            f"parallel.pipeline_partition uniform needs: use {below} or {below + parts} layers, "
+            f"{_nearest_layouts(num_layers, stages, chunks)}, or balanced"
         )
 
 
@@ -336,7 +382,8 @@ def _nearest_layouts(num_layers: int, stages: int, chunks: int) -> str:
     ]
     possible.sort(key=lambda sizes: abs(log(sizes[0] / stages)) + abs(log(sizes[1] / chunks)))
     return " or ".join(
-        f"pipeline {pipeline}{f' x virtual {virtual}' if chunks > 1 else ''}" for pipeline, virtual in possible[:2]
+        f"pipeline {pipeline}{f' x virtual {virtual}' if chunks > 1 else ''}"
+        for pipeline, virtual in possible[:2]
     )
 
 
@@ -350,11 +397,13 @@ def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int)
         )
     if min((*sizes[:-1], sizes[-1] + (parts > 1))) < 1:
         raise ParallelLayoutError(
-            f"{name} has a chunk of {min(sizes)} layers: give each at least 1, or 0 to the last alone, beside the head"
+            f"{name} has a chunk of {min(sizes)} layers: give each at least 1, or 0 to the last "
+            "alone, beside the head"
         )
     if sum(sizes) != num_layers:
         raise ParallelLayoutError(
-            f"{name} adds up to {sum(sizes)} layers and model.num_layers is {num_layers}: make it add up to that"
+            f"{name} adds up to {sum(sizes)} layers and model.num_layers is {num_layers}: make it "
+            "add up to that"
         )
 
 
@@ -367,7 +416,9 @@ DECODER_BIAS = "decoder.relative_attention_bias.weight"
 
 
 def copied_parameters(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The stages that hold a parameter, by its global name; parameters of one stage alone are left out.
+    """The stages that hold a parameter, by its global name.
+
+    Parameters of one stage alone are left out.
 
     Raises ParallelLayoutError where the model cannot be divided.
     """
@@ -381,7 +432,10 @@ def copied_parameters(config: RunConfig, vocab_size: int) -> dict[str, tuple[int
 
 
 def shared_stages(config: RunConfig, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Every set of stages that hold the same parameters: the groups that a mesh needs, in one order."""
+    """Every set of stages that hold the same parameters.
+
+    The groups that a mesh needs, in one order.
+    """
     return tuple(sorted(set(copied_parameters(config, vocab_size).values())))
 
 

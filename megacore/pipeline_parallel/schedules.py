@@ -1,7 +1,10 @@
-"""Pipeline schedules as pure data: the passes of each stage in order, and the messages that follow from them.
+"""Pipeline schedules as pure data.
 
-A stage owns `chunks` chunks of consecutive layers (v). The model's chunks are numbered in the order of its layers;
-chunk c belongs to stage c mod pp, so that with v > 1 a micro batch goes round the stages v times.
+The passes of each stage in order, and the messages that follow from them.
+
+A stage owns `chunks` chunks of consecutive layers (v). The model's chunks are numbered in the order
+of its layers; chunk c belongs to stage c mod pp, so that with v > 1 a micro batch goes round the
+stages v times.
 """
 
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ Schedule = tuple[tuple[Pass, ...], ...]
 
 
 class Message(NamedTuple):
-    """A tensor that one pass hands to another: hidden states (forward) or their gradient (backward)."""
+    """A tensor handed from one pass to another: hidden states (forward) or gradient (backward)."""
 
     direction: Direction
     micro_batch: int
@@ -51,10 +54,11 @@ class Message(NamedTuple):
     def channel(self) -> int:
         """Which of four channels it takes, 0 to 3: two for each direction, by the sender's parity.
 
-        NCCL takes the messages of two ranks in a process group in order, whoever sends. On one of these channels two
-        stages only ever talk one way: forward and backward messages are apart, and where both stages send forward
-        (pp 2 with v > 1: 0 to 1, and 1 to 0 at the wrap) one of them is even. What then remains in order is sent and
-        received in the same order, because all stages take micro batches and chunks in the same order.
+        NCCL takes the messages of two ranks in a process group in order, whoever sends. On one of
+        these channels two stages only ever talk one way: forward and backward messages are apart,
+        and where both stages send forward (pp 2 with v > 1: 0 to 1, and 1 to 0 at the wrap) one of
+        them is even. What then remains in order is sent and received in the same order, because all
+        stages take micro batches and chunks in the same order.
         """
         return (2 if self.direction is Direction.BACKWARD else 0) + self.source % 2
 
@@ -71,7 +75,10 @@ class Pipeline:
     @classmethod
     def of(cls, schedule: Sequence[Sequence[Pass]]) -> "Pipeline":
         """The pipeline that a schedule is for."""
-        return cls(len(schedule), 1 + max((each.chunk for passes in schedule for each in passes), default=0))
+        return cls(
+            len(schedule),
+            1 + max((each.chunk for passes in schedule for each in passes), default=0),
+        )
 
     @property
     def model_chunks(self) -> int:
@@ -83,29 +90,40 @@ class Pipeline:
         return chunk * self.stages + stage
 
     def receive(self, stage: int, each: Pass) -> Message | None:
-        """What a pass of `stage` waits for: None for the first chunk forward and for the last chunk backward."""
+        """What a pass of `stage` waits for.
+
+        None for the first chunk forward and for the last chunk backward.
+        """
         return self._to(each.direction, each.micro_batch, self.model_chunk(stage, each.chunk))
 
     def send(self, stage: int, each: Pass) -> Message | None:
-        """What a pass of `stage` sends: None for the last chunk forward and for the first chunk backward."""
+        """What a pass of `stage` sends.
+
+        None for the last chunk forward and for the first chunk backward.
+        """
         step = 1 if each.direction is Direction.FORWARD else -1
-        return self._to(each.direction, each.micro_batch, self.model_chunk(stage, each.chunk) + step)
+        return self._to(
+            each.direction, each.micro_batch, self.model_chunk(stage, each.chunk) + step
+        )
 
     def _to(self, direction: Direction, micro_batch: int, chunk: int) -> Message | None:
-        """The message to one of the model's chunks, None when there is no such chunk or none before it."""
+        """The message to one of the model's chunks, None when it or the one before is missing."""
         backward = direction is Direction.BACKWARD
         origin = chunk + 1 if backward else chunk - 1
         if not (0 <= chunk < self.model_chunks and 0 <= origin < self.model_chunks):
             return None
         number = 2 * (micro_batch * self.model_chunks + chunk) + backward
-        return Message(direction, micro_batch, chunk, origin % self.stages, chunk % self.stages, number)
+        return Message(
+            direction, micro_batch, chunk, origin % self.stages, chunk % self.stages, number
+        )
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
     """All forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965).
 
-    A stage keeps the activations of all m micro batches; the bubble is (pp - 1) / m of the compute time. Backward
-    passes come in the order of the forward passes, so that gradients add up in the same order as in 1F1B.
+    A stage keeps the activations of all m micro batches; the bubble is (pp - 1) / m of the compute
+    time. Backward passes come in the order of the forward passes, so that gradients add up in the
+    same order as in 1F1B.
     """
     _check_counts(stages, micro_batches, 1)
     forwards = _in_order(Direction.FORWARD, stages, micro_batches)
@@ -113,20 +131,26 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """Forward and backward passes in turn: PipeDream-flush, as in Narayanan et al. 2021 (arXiv:2104.04473).
+    """Forward and backward passes in turn: PipeDream-flush, as in Narayanan et al.
 
-    The bubble is GPipe's; a stage keeps the activations of at most min(m, pp - stage) micro batches.
+    2021 (arXiv:2104.04473).
+
+    The bubble is GPipe's; a stage keeps the activations of at most min(m, pp - stage) micro
+    batches.
     """
     _check_counts(stages, micro_batches, 1)
-    return tuple(_in_turn(stages, micro_batches, 1, warm_up=stages - stage - 1) for stage in range(stages))
+    return tuple(
+        _in_turn(stages, micro_batches, 1, warm_up=stages - stage - 1) for stage in range(stages)
+    )
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
     """1F1B over v chunks per stage (Narayanan et al. 2021, section 2.2), in Megatron-LM's order.
 
-    Micro batches go in groups of pp: a stage takes a group through its first chunk, then through the next. Stage i
-    starts with 2 (pp - i - 1) + (v - 1) pp forward passes and keeps the activations of at most one pass more. The
-    bubble is (pp - 1) / (m v) of the compute time: v times smaller, for v times the messages.
+    Micro batches go in groups of pp: a stage takes a group through its first chunk, then through
+    the next. Stage i starts with 2 (pp - i - 1) + (v - 1) pp forward passes and keeps the
+    activations of at most one pass more. The bubble is (pp - 1) / (m v) of the compute time: v
+    times smaller, for v times the messages.
 
     Raises:
         ParallelLayoutError: m is not a multiple of pp, or there is one stage.
@@ -135,31 +159,40 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
     name = "parallel.pipeline_model_parallel_size"
     if stages == 1:
         raise ParallelLayoutError(
-            f"parallel.virtual_pipeline_model_parallel_size is {chunks} and {name} is 1: with one stage there is "
-            "nothing to interleave, set the former to 1"
+            f"parallel.virtual_pipeline_model_parallel_size is {chunks} and {name} is 1: with one "
+            "stage there is nothing to interleave, set the former to 1"
         )
     if micro_batches % stages:
         below = micro_batches // stages * stages
         raise ParallelLayoutError(
             f"{micro_batches} micro batches per step are not a multiple of {name} {stages}, which "
-            f"parallel.virtual_pipeline_model_parallel_size {chunks} needs: change train.global_batch_size or "
-            f"train.micro_batch_size so that they are {f'{below} or ' if below else ''}{below + stages}, or set the "
-            "latter to 1"
+            f"parallel.virtual_pipeline_model_parallel_size {chunks} needs: change "
+            "train.global_batch_size or train.micro_batch_size so that they are "
+            f"{f'{below} or ' if below else ''}{below + stages}, or set the latter to 1"
         )
     return tuple(
-        _in_turn(stages, micro_batches, chunks, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
+        _in_turn(
+            stages, micro_batches, chunks, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages
+        )
         for stage in range(stages)
     )
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The forward passes alone, for evaluation; of any number of micro batches: the last group may be smaller."""
+    """The forward passes alone, for evaluation.
+
+    Of any number of micro batches: the last group may be smaller.
+    """
     _check_counts(stages, micro_batches, chunks)
     return (_in_order(Direction.FORWARD, stages, micro_batches, chunks),) * stages
 
 
-def build_schedule(kind: Literal["gpipe", "1f1b"], stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The schedule that `parallel.pipeline_schedule` names; with more than one chunk per stage, interleaved 1F1B.
+def build_schedule(
+    kind: Literal["gpipe", "1f1b"], stages: int, micro_batches: int, chunks: int = 1
+) -> Schedule:
+    """The schedule that `parallel.pipeline_schedule` names.
+
+    With more than one chunk per stage, interleaved 1F1B.
 
     Args:
         kind: gpipe or 1f1b.
@@ -168,12 +201,13 @@ def build_schedule(kind: Literal["gpipe", "1f1b"], stages: int, micro_batches: i
         chunks: v.
 
     Raises:
-        ParallelLayoutError: a count below 1, gpipe with several chunks, or what `interleaved` refuses.
+        ParallelLayoutError: a count below 1, gpipe with several chunks, or what `interleaved`
+            refuses.
     """
     if chunks > 1 and kind == "gpipe":
         raise ParallelLayoutError(
-            f"parallel.pipeline_schedule is gpipe and parallel.virtual_pipeline_model_parallel_size is {chunks}: only "
-            "1f1b can be interleaved, set the former to 1f1b or the latter to 1"
+            "parallel.pipeline_schedule is gpipe and parallel.virtual_pipeline_model_parallel_size "
+            f"is {chunks}: only 1f1b can be interleaved, set the former to 1f1b or the latter to 1"
         )
     if chunks > 1:
         return interleaved(stages, micro_batches, chunks)
@@ -182,13 +216,18 @@ def build_schedule(kind: Literal["gpipe", "1f1b"], stages: int, micro_batches: i
 
 
 def max_in_flight(passes: Sequence[Pass]) -> int:
-    """The most forward passes of one stage whose activations wait for their backward pass at the same time."""
+    """The most forward passes of one stage that wait for their backward pass at once."""
     steps = (1 if each.direction is Direction.FORWARD else -1 for each in passes)
     return max(accumulate(steps), default=0)
 
 
-def _in_order(direction: Direction, stages: int, micro_batches: int, chunks: int = 1) -> tuple[Pass, ...]:
-    """One direction's passes, the same on every stage: a group of pp micro batches through one chunk after another."""
+def _in_order(
+    direction: Direction, stages: int, micro_batches: int, chunks: int = 1
+) -> tuple[Pass, ...]:
+    """One direction's passes, the same on every stage.
+
+    A group of pp micro batches goes through one chunk after another.
+    """
     backward = direction is Direction.BACKWARD
     return tuple(
         Pass(direction, micro_batch, chunk)
@@ -199,7 +238,7 @@ def _in_order(direction: Direction, stages: int, micro_batches: int, chunks: int
 
 
 def _in_turn(stages: int, micro_batches: int, chunks: int, *, warm_up: int) -> tuple[Pass, ...]:
-    """`warm_up` forward passes, then one forward and one backward pass in turn, then what is left backward."""
+    """`warm_up` forward passes, then forward and backward in turn, then backward ones."""
     forwards = _in_order(Direction.FORWARD, stages, micro_batches, chunks)
     backwards = _in_order(Direction.BACKWARD, stages, micro_batches, chunks)
     steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
@@ -209,6 +248,6 @@ def _in_turn(stages: int, micro_batches: int, chunks: int, *, warm_up: int) -> t
 def _check_counts(stages: int, micro_batches: int, chunks: int) -> None:
     if min(stages, micro_batches, chunks) < 1:
         raise ParallelLayoutError(
-            f"a schedule of {micro_batches} micro batches on {stages} pipeline stages with {chunks} chunks each: "
-            "every count must be at least 1"
+            f"a schedule of {micro_batches} micro batches on {stages} pipeline stages with "
+            f"{chunks} chunks each: every count must be at least 1"
         )

@@ -1,4 +1,7 @@
-"""What a schedule would take if passes took known times: start and end of each pass, and the bubble."""
+"""What a schedule would take if passes took known times.
+
+Start and end of each pass, and the bubble.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,8 +47,8 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Idle time over compute time, summed over all stages.
 
-        With equal chunks and no latency this is (pp - 1) / (m v) (Narayanan et al. 2021, section 2.2); stages of
-        unequal load wait for the largest one, which counts as idle too.
+        With equal chunks and no latency this is (pp - 1) / (m v) (Narayanan et al. 2021, section
+        2.2); stages of unequal load wait for the largest one, which counts as idle too.
         """
         return len(self.spans) * self.makespan / sum(self.busy) - 1
 
@@ -68,7 +71,8 @@ def simulate(
         latency: between the end of a pass and the arrival of its message.
 
     Raises:
-        ScheduleError: the stages wait for each other, or a backward pass comes before its forward pass.
+        ScheduleError: the stages wait for each other, or a backward pass comes before its forward
+            pass.
     """
     pipeline = Pipeline.of(schedule)
     forward = (1.0,) * pipeline.model_chunks if forward is None else forward
@@ -77,7 +81,9 @@ def simulate(
     spans: list[list[Span]] = [[] for _ in schedule]
     left = sum(map(len, schedule))
     while left:
-        made = sum(world.advance(stage, schedule[stage], spans[stage]) for stage in range(pipeline.stages))
+        made = sum(
+            world.advance(stage, schedule[stage], spans[stage]) for stage in range(pipeline.stages)
+        )
         if not made:
             raise ScheduleError(_deadlock(schedule, spans))
         left -= made
@@ -98,7 +104,7 @@ class _World:
     """Micro batch and chunk of the model, of every forward pass that was made."""
 
     def advance(self, stage: int, passes: Sequence[Pass], spans: list[Span]) -> int:
-        """Make the passes of a stage that come after `spans`, until one has to wait; returns how many."""
+        """Make the passes of a stage after `spans`, until one has to wait; returns how many."""
         before = len(spans)
         for each in passes[before:]:
             chunk = self.pipeline.model_chunk(stage, each.chunk)
@@ -121,8 +127,14 @@ class _World:
 
 def _deadlock(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> str:
     stuck = [
-        f"stage {stage} waits with {each.direction.value} of micro batch {each.micro_batch} in chunk {each.chunk}"
+        (
+            f"stage {stage} waits with {each.direction.value} of micro batch {each.micro_batch} in "
+            f"chunk {each.chunk}"
+        )
         for stage, (passes, made) in enumerate(zip(schedule, spans, strict=True))
         for each in passes[len(made) : len(made) + 1]
     ]
-    return f"the schedule of {len(schedule)} stages ends in a deadlock: {', '.join(stuck)}: correct their order"
+    return (
+        f"the schedule of {len(schedule)} stages ends in a deadlock: {', '.join(stuck)}: correct "
+        "their order"
+    )

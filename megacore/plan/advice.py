@@ -1,4 +1,7 @@
-"""Settings that make a rank need less memory: each change estimated by the planner, and those that save most."""
+"""Settings that make a rank need less memory.
+
+Each change estimated by the planner, and those that save most.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -40,10 +43,19 @@ class Place:
     """Bytes of main memory that a rank may use beside its GPU."""
 
     def estimate(self, config: RunConfig, rank: int | None = None) -> MemoryEstimate:
-        """What `rank` needs, or, without one, a rank of the stage that needs most. Raises ParallelLayoutError."""
+        """What `rank` needs, or, without one, a rank of the stage that needs most.
+
+        Raises ParallelLayoutError.
+        """
         layout = layout_of(config, self.ranks)
-        stages = estimate_stages(config, self.vocab_size, self.precision, self.device_type, layout.data)
-        return max(stages, key=lambda stage: stage.total) if rank is None else stages[layout.coordinate(rank).pipeline]
+        stages = estimate_stages(
+            config, self.vocab_size, self.precision, self.device_type, layout.data
+        )
+        return (
+            max(stages, key=lambda stage: stage.total)
+            if rank is None
+            else stages[layout.coordinate(rank).pipeline]
+        )
 
 
 class Saving(NamedTuple):
@@ -88,7 +100,8 @@ def savings(
     Args:
         config: the run, valid where it is.
         place: its ranks.
-        fits: whether a change suffices: those that do come first, and of a kind the least that does.
+        fits: whether a change suffices: those that do come first, and of a kind the least that
+            does.
         rank: whose memory it is, None for a rank of the stage that needs most.
     """
     before, dump = place.estimate(config, rank), config.model_dump()
@@ -103,7 +116,9 @@ def savings(
             after = there.estimate(changed, rank if change.kind not in _MOVES else None)
         except ConfigError:  # not with this number of ranks, or this vocabulary
             continue
-        saving = Saving(change.kind, _spoken(config, dump, change.values), before, after, change.share)
+        saving = Saving(
+            change.kind, _spoken(config, dump, change.values), before, after, change.share
+        )
         known = best.get(change.kind)
         better = known is None or (not fits(known) and (fits(saving) or saving.bytes > known.bytes))
         if saving.bytes > 0 and after.host <= place.host and better:
@@ -125,13 +140,26 @@ def memory_advice(config: RunConfig, place: Place, rank: int | None = None) -> s
     """
     need, best = place.estimate(config, rank), savings(config, place, rank=rank)[:COUNT]
     who = "the rank that needs most" if rank is None else f"rank {rank}"
-    what = f"what helps most: {'; '.join(map(str, best))}" if best else "no setting is known that would save any"
+    what = (
+        f"what helps most: {'; '.join(map(str, best))}"
+        if best
+        else "no setting is known that would save any"
+    )
     return f"predicted for {who}: {parts_of(need)}; {what}"
 
 
 def parts_of(need: MemoryEstimate) -> str:
     """An estimate with each of its parts, as in `12.3 GiB (weights 4.1, …)`."""
-    names = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "step", "process")
+    names = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "buffers",
+        "step",
+        "process",
+    )
     shown = [f"{name} {getattr(need, name) / GIB:.2f}" for name in names if getattr(need, name)]
     beside = f", and {need.host / GIB:.2f} GiB of main memory" if need.host else ""
     return f"{need.total / GIB:.2f} GiB ({', '.join(shown)}{beside})"
@@ -157,7 +185,11 @@ def _changes(config: RunConfig, place: Place) -> Iterator[_Change]:
     train, parallel, launch = config.train, config.parallel, config.launch
     gpu = place.device_type == "cuda"
     # A divisor divides whatever the size does: half of it, of an odd one the next smaller.
-    smaller = (size for size in range(train.micro_batch_size // 2, 0, -1) if train.micro_batch_size % size == 0)
+    smaller = (
+        size
+        for size in range(train.micro_batch_size // 2, 0, -1)
+        if train.micro_batch_size % size == 0
+    )
     if size := next(smaller, None):
         yield _Change("batch", {"train.micro_batch_size": size})
     everywhere = {} if train.recompute_num_layers is None else {"train.recompute_num_layers": None}
@@ -201,7 +233,10 @@ def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
 
 
 def _asking(config: RunConfig, asked: Asked | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the configuration that ask DeepSpeed for something, in the user's own JSON where there is one."""
+    """Keys of the configuration that ask DeepSpeed for something.
+
+    They are in the user's own JSON where there is one.
+    """
     engine = {} if asked else {"engine": "deepspeed"}
     if wanted.get(_STAGE) == 3 and asked is not None and _GATHERED in asked.values:
         wanted = {**wanted, _GATHERED: None}
@@ -210,7 +245,9 @@ def _asking(config: RunConfig, asked: Asked | None, wanted: Mapping[str, Any]) -
     content = config.deepspeed.config
     assert isinstance(content, dict)
     return {
-        f"deepspeed.{FIELD_OF[key]}" if _found(content, key) == AUTO else f"deepspeed.config.{key}": value
+        f"deepspeed.{FIELD_OF[key]}"
+        if _found(content, key) == AUTO
+        else f"deepspeed.config.{key}": value
         for key, value in wanted.items()
     }
 

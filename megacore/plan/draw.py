@@ -41,8 +41,9 @@ _FONT_SIZES = (4.0, 8.0)
 def draw(timeline: Timeline, path: Path, name: str) -> Path:
     """Write the picture of a schedule in time and return its path.
 
-    A row per stage; forward and backward passes in two colours, chunks in shades of them, the number of the micro
-    batch in each box where it fits, idle time hatched. The title has pp, v, m and the bubble.
+    A row per stage; forward and backward passes in two colours, chunks in shades of them, the
+    number of the micro batch in each box where it fits, idle time hatched. The title has pp, v, m
+    and the bubble.
 
     Args:
         timeline: from `simulate`.
@@ -58,10 +59,13 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
 
     figure = schedule_figure(timeline, name)
     try:
-        with rc_context({"svg.hashsalt": "megacore"}):  # else the same picture has other ids each time
+        # else the same picture has other ids each time
+        with rc_context({"svg.hashsalt": "megacore"}):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
-        raise WorkspaceError(f"the picture {path} cannot be written ({error.strerror}): choose another path") from error
+        raise WorkspaceError(
+            f"the picture {path} cannot be written ({error.strerror}): choose another path"
+        ) from error
     return path
 
 
@@ -69,10 +73,13 @@ def check_drawable(path: Path) -> None:
     """Raise ConfigError when `draw` could not write this kind of file."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"--draw {path}: pictures are written as {' or '.join(SUFFIXES)}, not as {path.suffix or 'a name alone'}"
+            f"--draw {path}: pictures are written as {' or '.join(SUFFIXES)}, not as "
+            f"{path.suffix or 'a name alone'}"
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--draw needs the package matplotlib, which is not installed: `pip install matplotlib`")
+        raise ConfigError(
+            "--draw needs the package matplotlib, which is not installed: `pip install matplotlib`"
+        )
 
 
 def schedule_figure(timeline: Timeline, name: str) -> "Figure":
@@ -81,7 +88,9 @@ def schedule_figure(timeline: Timeline, name: str) -> "Figure":
 
     spans = [span for row in timeline.spans for span in row]
     shortest = min(span.end - span.start for span in spans)
-    width = min(max(_WIDTHS[0], _MARGIN_INCHES + _BOX_INCHES * timeline.makespan / shortest), _WIDTHS[1])
+    width = min(
+        max(_WIDTHS[0], _MARGIN_INCHES + _BOX_INCHES * timeline.makespan / shortest), _WIDTHS[1]
+    )
     stages = len(timeline.spans)
     figure = Figure(figsize=(width, 1.7 + _ROW_INCHES * stages), dpi=130, layout="constrained")
     axes = figure.add_subplot()
@@ -113,8 +122,12 @@ def _plot_idle(axes: "Axes", timeline: Timeline) -> None:
         )
 
 
-def _plot_passes(axes: "Axes", timeline: Timeline, direction: Direction, chunk: int, gap: float) -> None:
-    label: str | None = f"{direction.value}, chunk {chunk}" if timeline.chunks > 1 else direction.value
+def _plot_passes(
+    axes: "Axes", timeline: Timeline, direction: Direction, chunk: int, gap: float
+) -> None:
+    label: str | None = (
+        f"{direction.value}, chunk {chunk}" if timeline.chunks > 1 else direction.value
+    )
     for stage, row in enumerate(timeline.spans):
         bars = [
             (span.start, span.end - span.start)
@@ -124,13 +137,23 @@ def _plot_passes(axes: "Axes", timeline: Timeline, direction: Direction, chunk: 
         if bars:
             color = _shade(direction, chunk, timeline.chunks)
             axes.broken_barh(
-                bars, (stage - _BAR / 2, _BAR), facecolor=color, edgecolor="white", linewidth=gap, label=label
+                bars,
+                (stage - _BAR / 2, _BAR),
+                facecolor=color,
+                edgecolor="white",
+                linewidth=gap,
+                label=label,
             )
             label = None
 
 
-def _write_number(axes: "Axes", stage: int, span: Span, chunks: int, points: float, digits: int) -> None:
-    """Write the micro batch into its box, `points` points wide per unit of time, if `digits` digits fit."""
+def _write_number(
+    axes: "Axes", stage: int, span: Span, chunks: int, points: float, digits: int
+) -> None:
+    """Write the micro batch into its box, if `digits` digits fit.
+
+    It is `points` points wide per unit of time.
+    """
     size = min((span.end - span.start) * points / (digits * _DIGIT_WIDTH), _FONT_SIZES[1])
     if size < _FONT_SIZES[0]:
         return
@@ -151,12 +174,14 @@ def _label(figure: "Figure", axes: "Axes", timeline: Timeline, name: str) -> Non
     micro_batches = 1 + max(span.work.micro_batch for span in timeline.spans[0])
     equal = (stages - 1) / (micro_batches * chunks)
     axes.set_title(
-        f"{name}: pp {stages}, v {chunks}, m {micro_batches}: bubble {timeline.bubble_fraction:.1%}",
+        f"{name}: pp {stages}, v {chunks}, m {micro_batches}: bubble "
+        f"{timeline.bubble_fraction:.1%}",
         loc="left",
         fontweight="bold",
     )
     axes.set_xlabel(
-        f"time; the bubble is idle time / compute time, (pp − 1) / (m · v) = {equal:.1%} with equal chunks",
+        f"time; the bubble is idle time / compute time, (pp − 1) / (m · v) = {equal:.1%} with "
+        "equal chunks",
         loc="left",
         color="#555555",
         fontsize=9,

@@ -17,7 +17,9 @@ from megacore.parallel.rank_layout import RankLayout
 
 
 def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> RankLayout:
-    """The layout of `ranks` ranks: tensor and pipeline sizes as configured, data parallel over what they leave.
+    """The layout of `ranks` ranks.
+
+    Tensor and pipeline sizes as configured, data parallel over what they leave.
 
     Args:
         config: the run.
@@ -25,8 +27,9 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
         vocab_size: entries of the tokenizer before padding, None where they are not known yet.
 
     Raises:
-        ParallelLayoutError: model, batch and ranks do not divide as they must, or not as a DeepSpeed JSON says;
-            the message has all the numbers and the nearest layouts of as many ranks that work.
+        ParallelLayoutError: model, batch and ranks do not divide as they must, or not as a
+            DeepSpeed JSON says; the message has all the numbers and the nearest layouts of as many
+            ranks that work.
     """
     padded = None if vocab_size is None else padded_vocab_size(config, vocab_size)
     try:
@@ -38,7 +41,11 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
 
 
 def launched_ranks(
-    launch: LaunchConfig, hardware: Hardware, *, without_gpu: int = 1, hosts: Mapping[str, int] | None = None
+    launch: LaunchConfig,
+    hardware: Hardware,
+    *,
+    without_gpu: int = 1,
+    hosts: Mapping[str, int] | None = None,
 ) -> tuple[int, int]:
     """Ranks of a job and CPU threads of each.
 
@@ -54,7 +61,11 @@ def launched_ranks(
     """
     if launch.kind in ("slurm", "kubernetes"):
         return _of_a_scheduler(launch, hardware)
-    ranks = (len(hardware.gpus) or without_gpu) if launch.nproc_per_node == "auto" else launch.nproc_per_node
+    ranks = (
+        (len(hardware.gpus) or without_gpu)
+        if launch.nproc_per_node == "auto"
+        else launch.nproc_per_node
+    )
     here, setting = ranks, f"launch.nproc_per_node is {ranks}"
     hosts = hosts_of(launch) if hosts is None else hosts
     if hosts:
@@ -65,16 +76,22 @@ def launched_ranks(
             f"{setting} and this machine has {len(hardware.gpus)} visible "
             f"GPU{'s' if len(hardware.gpus) > 1 else ''}: set it to {len(hardware.gpus)} or to auto"
         )
-    beside = here or max(hosts.values(), default=1)  # a machine that only starts the others is taken to be like them
+    # a machine that only starts the others is taken to be like them
+    beside = here or max(hosts.values(), default=1)
     return ranks, launch.threads_per_rank or max(1, hardware.cores // beside)
 
 
 def _of_a_scheduler(launch: LaunchConfig, hardware: Hardware) -> tuple[int, int]:
-    """The machines of a scheduler have a number of ranks each, whatever this one has; of a range all are expected."""
+    """The machines of a scheduler have a number of ranks each, whatever this one has.
+
+    Of a range all are expected.
+    """
     if launch.nproc_per_node == "auto":
         raise ConfigError(
-            f"launch.nproc_per_node is auto and launch.kind is {launch.kind}, whose machines nobody has seen yet: give "
-            "the number of ranks of each, one per GPU"
+            f"launch.nproc_per_node is auto and launch.kind is {launch.kind}, whose machines "
+            "nobody has seen yet: give the number of ranks of each, one per GPU"
         )
     nodes = (launch.node_range or (1, 1))[1]
-    return nodes * launch.nproc_per_node, launch.threads_per_rank or max(1, hardware.cores // launch.nproc_per_node)
+    return nodes * launch.nproc_per_node, launch.threads_per_rank or max(
+        1, hardware.cores // launch.nproc_per_node
+    )

@@ -2,9 +2,10 @@
 
 Bytes of activations that a rank keeps between forward and backward passes.
 
-They follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), written out per element size: with 2-byte elements,
-dropout and fused attention a layer's terms on a GPU add up to the paper's 34 s b h, to s b h (10 + 24 / t) with tensor
-parallelism, and to 34 s b h / t with sequence parallelism as well.
+They follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), written out per element size:
+with 2-byte elements, dropout and fused attention a layer's terms on a GPU add up to the paper's 34
+s b h, to s b h (10 + 24 / t) with tensor parallelism, and to 34 s b h / t with sequence parallelism
+as well.
 """
 
 from collections.abc import Sequence
@@ -43,8 +44,8 @@ class Activations:
     def layer(self) -> int:
         """Bytes that a layer keeps; of T5, one of the encoder.
 
-        Norms, hidden dropout and the inputs of column-parallel layers are whole on every rank unless the sequence is
-        divided; what lies between is divided.
+        Norms, hidden dropout and the inputs of column-parallel layers are whole on every rank
+        unless the sequence is divided; what lies between is divided.
         """
         return self._layer(self.tokens) + self.attention
 
@@ -85,7 +86,10 @@ class Activations:
             encoder = self._layers(len(chunk.layers), limit, self._layer_input(self.tokens), 0)
             left = None if limit is None else max(0, limit - len(chunk.layers))
             sizes.append(
-                encoder + self._layers(len(chunk.decoder_layers), left, self._layer_input(self._decoder_tokens), 0)
+                encoder
+                + self._layers(
+                    len(chunk.decoder_layers), left, self._layer_input(self._decoder_tokens), 0
+                )
             )
         return self._most(sizes, stage, micro_batches)
 
@@ -94,7 +98,9 @@ class Activations:
         limit = self.config.train.recompute_num_layers
         total = self._layers(len(chunk.layers), limit, self.recomputed_layer, self.layer)
         if chunk.decoder_layers:
-            kept = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
+            kept = self._recomputed(
+                self.decoder_layer, self.decoder_attention, self._decoder_tokens
+            )
             left = None if limit is None else max(0, limit - len(chunk.layers))
             total += self._layers(len(chunk.decoder_layers), left, kept, self.decoder_layer)
         return total + self._ends(chunk) + self._biases(chunk)
@@ -119,7 +125,7 @@ class Activations:
         return total
 
     def peak(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> tuple[int, int]:
-        """Most that a stage with these chunks keeps at a time, over the micro batches of its schedule.
+        """Most that a stage with these chunks keeps at a time over its schedule's micro batches.
 
         Returns:
             Bytes of activations, and micro batches whose logits are there at a time.
@@ -137,14 +143,22 @@ class Activations:
             micro_batches = min(micro_batches, 3 * stages)
         passes = build_schedule(kind, stages, micro_batches, len(sizes))[stage]
         return max(
-            accumulate(sizes[each.chunk] * (1 if each.direction is Direction.FORWARD else -1) for each in passes)
+            accumulate(
+                sizes[each.chunk] * (1 if each.direction is Direction.FORWARD else -1)
+                for each in passes
+            )
         )
 
     def _working_set(self, chunks: Sequence[ModelChunk]) -> int:
         """What the layer that is computed again needs beside what it kept."""
-        encoder, decoder = (any(chunk.layers for chunk in chunks), any(chunk.decoder_layers for chunk in chunks))
+        encoder, decoder = (
+            any(chunk.layers for chunk in chunks),
+            any(chunk.decoder_layers for chunk in chunks),
+        )
         again = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
-        return max((self.layer - self.recomputed_layer) * encoder, (self.decoder_layer - again) * decoder)
+        return max(
+            (self.layer - self.recomputed_layer) * encoder, (self.decoder_layer - again) * decoder
+        )
 
     @property
     def _tensor(self) -> int:
@@ -153,7 +167,9 @@ class Activations:
     @property
     def _decoder_tokens(self) -> int:
         """Tokens of a micro batch in T5's decoder."""
-        return self.config.train.micro_batch_size * self.config.data.span_corruption.decoder_seq_length
+        return (
+            self.config.train.micro_batch_size * self.config.data.span_corruption.decoder_seq_length
+        )
 
     @property
     def _mask(self) -> int:
@@ -164,7 +180,10 @@ class Activations:
 
     @property
     def _norm_copies(self) -> int:
-        """Hidden states that a norm keeps besides its input: on CPUs torch's RMSNorm is made of several operations."""
+        """Hidden states that a norm keeps besides its input.
+
+        On CPUs torch's RMSNorm is made of several operations.
+        """
         return int(self.config.model.normalization == "rmsnorm" and self.device_type == "cpu")
 
     def _layer(self, tokens: int) -> int:
@@ -172,9 +191,11 @@ class Activations:
         model, tensor = self.config.model, self._tensor
         norms_and_inputs = (4 + 2 * self._norm_copies) * self._hidden(self.element, tokens)
         masks = 2 * self._hidden(self._mask, tokens)
-        groups = model.query_groups // tensor or model.query_groups  # fewer than ranks: gathered from all of them
+        # fewer than ranks: gathered from all of them
+        groups = model.query_groups // tensor or model.query_groups
         key_value = 2 * groups * model.head_dim
-        # Of a gated unit: the gate before and after its activation, the other half, and their product.
+        # Of a gated unit: the gate before and after its activation, the other half, and their
+        # product.
         inner = 4 if model.gated else 1 if model.activation == "relu" else 2
         divided = (2 * model.attention_size + inner * model.ffn_size) // tensor + key_value
         if model.qk_layernorm:
@@ -187,8 +208,8 @@ class Activations:
     def _scores(self, tokens: int, keys: int) -> int:
         """On CPUs torch has no fused attention with dropout or with a bias that is trained.
 
-        Softmax, mask and product are then kept in fp32, [b, n/t, s, keys] each, and the masks of hidden dropout are as
-        wide as activations instead of one byte.
+        Softmax, mask and product are then kept in fp32, [b, n/t, s, keys] each, and the masks of
+        hidden dropout are as wide as activations instead of one byte.
         """
         model = self.config.model
         trained = model.position_embedding_type == "relative"
@@ -207,7 +228,10 @@ class Activations:
                 return 0 if self._told("cpu_checkpointing") else self._layer_input(tokens)
 
     def _layer_input(self, tokens: int) -> int:
-        """What full recomputation keeps of a layer; DeepSpeed's tensor-parallel ranks may divide it."""
+        """What full recomputation keeps of a layer.
+
+        DeepSpeed's tensor-parallel ranks may divide it.
+        """
         whole = self._hidden(self.element, tokens)
         return whole // self._tensor if self._told("partition_activations") else whole
 
@@ -243,7 +267,7 @@ class Activations:
         return length**2 * self.element if window is not None and window < length else 0
 
     def _hidden(self, element: int, tokens: int) -> int:
-        """Bytes of one rank's hidden states, [b, s, h], or [b, s/t, h] where the sequence is divided."""
+        """Bytes of one rank's hidden states, [b, s, h], or [b, s/t, h] of a divided sequence."""
         parts = self._tensor if self.config.parallel.sequence_parallel else 1
         return element * tokens * self.config.model.hidden_size // parts
 
@@ -259,7 +283,8 @@ class MemoryEstimate:
     """Bytes of one rank, by what they hold: on the device that computes, but for the last two."""
 
     parameters: int
-    """Number of parameters on the rank that ZeRO divides over the replicas, from which the next three follow."""
+    """Number of parameters on the rank that ZeRO divides over the replicas, from which the next
+    three follow."""
     weights: int
     """The weights that the model computes with, and under bf16 or fp16 the fp32 main weights."""
     gradients: int
@@ -273,7 +298,8 @@ class MemoryEstimate:
     process: int
     """Interpreter and libraries, or CUDA context."""
     buffers: int = 0
-    """DeepSpeed's buckets of gradients, and the weights that ZeRO stage 3 gathers or does not divide."""
+    """DeepSpeed's buckets of gradients, and the weights that ZeRO stage 3 gathers or does not
+    divide."""
     step: int = 0
     """What DeepSpeed makes for the optimizer's step, when the activations are gone."""
     host: int = 0
@@ -289,15 +315,26 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: RunConfig, vocab_size: int, precision: str, device_type: str, data_parallel_size: int = 1
+    config: RunConfig,
+    vocab_size: int,
+    precision: str,
+    device_type: str,
+    data_parallel_size: int = 1,
 ) -> MemoryEstimate:
-    """Peak memory of a rank of the pipeline stage that needs most; the arguments are those of `estimate_stages`."""
+    """Peak memory of a rank of the pipeline stage that needs most.
+
+    The arguments are those of `estimate_stages`.
+    """
     stages = estimate_stages(config, vocab_size, precision, device_type, data_parallel_size)
     return max(stages, key=lambda stage: stage.total)
 
 
 def estimate_stages(
-    config: RunConfig, vocab_size: int, precision: str, device_type: str, data_parallel_size: int = 1
+    config: RunConfig,
+    vocab_size: int,
+    precision: str,
+    device_type: str,
+    data_parallel_size: int = 1,
 ) -> tuple[MemoryEstimate, ...]:
     """Peak memory of one rank of each pipeline stage.
 
@@ -332,11 +369,16 @@ def estimate_stages(
         estimates.append(
             MemoryEstimate(
                 parameters=sum(sizes),
-                weights=here.parameters + here.main_weights + alone * (there.parameters + there.main_weights),
+                weights=here.parameters
+                + here.main_weights
+                + alone * (there.parameters + there.main_weights),
                 gradients=here.gradients + alone * there.gradients,
                 optimizer=here.moments + alone * there.moments,
                 activations=activations + alone * offloaded,
-                logits=kept.predictions * padded_vocab_size(config, vocab_size) // tensor * bytes_per_logit,
+                logits=kept.predictions
+                * padded_vocab_size(config, vocab_size)
+                // tensor
+                * bytes_per_logit,
                 process=_PROCESS_BYTES[device_type],
                 buffers=extra.device + alone * extra.cpu,
                 step=extra.step,
@@ -347,7 +389,9 @@ def estimate_stages(
     return tuple(estimates)
 
 
-def model_state(config: RunConfig, parameters: int, precision: str, data_parallel_size: int) -> ZeroBytes:
+def model_state(
+    config: RunConfig, parameters: int, precision: str, data_parallel_size: int
+) -> ZeroBytes:
     """Weights, gradients and optimizer state of a rank, as the configuration's engine keeps them.
 
     Args:
@@ -382,7 +426,9 @@ def engine_name(config: RunConfig) -> str:
     return f"{config.engine} ZeRO-{zero.stage}{moved}"
 
 
-def _buffers(config: RunConfig, sizes: list[int], precision: str, data_parallel_size: int) -> Buffers:
+def _buffers(
+    config: RunConfig, sizes: list[int], precision: str, data_parallel_size: int
+) -> Buffers:
     if config.engine == "native":
         return Buffers()
     return _deepspeed(config, precision, data_parallel_size).buffers(sizes, data_parallel_size)

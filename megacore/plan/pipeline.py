@@ -47,10 +47,10 @@ class PipelinePlan:
         train, layout = self.config.train, self.layout
         engine = "" if self.config.engine == "native" else f"; {engine_name(self.config)}"
         return (
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = {layout.world_size} "
-            f"rank{'s' if layout.world_size > 1 else ''}; {self.micro_batches} micro "
-            f"batch{'es' if self.micro_batches > 1 else ''} of {train.micro_batch_size} on each replica, "
-            f"{train.global_batch_size} samples per step{engine}\n"
+            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = "
+            f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}; {self.micro_batches} "
+            f"micro batch{'es' if self.micro_batches > 1 else ''} of {train.micro_batch_size} on "
+            f"each replica, {train.global_batch_size} samples per step{engine}\n"
             f"{self.name}: bubble {self.timeline.bubble_fraction:.1%} of the compute time, "
             f"{self.equal_bubble:.1%} if all chunks cost the same"
         )
@@ -59,9 +59,23 @@ class PipelinePlan:
         """A row per stage."""
         table = Table()
         chunks = self.timeline.chunks
-        layers = ["layers"] if chunks == 1 else [f"layers of chunk {chunk}" for chunk in range(chunks)]
-        offloaded = [name for name in ("host", "nvme") if any(getattr(memory, name) for memory in self.memory)]
-        for column in ("stage", *layers, "parameters", "memory", *offloaded, "passes in flight", "busy"):
+        layers = (
+            ["layers"] if chunks == 1 else [f"layers of chunk {chunk}" for chunk in range(chunks)]
+        )
+        offloaded = [
+            name
+            for name in ("host", "nvme")
+            if any(getattr(memory, name) for memory in self.memory)
+        ]
+        for column in (
+            "stage",
+            *layers,
+            "parameters",
+            "memory",
+            *offloaded,
+            "passes in flight",
+            "busy",
+        ):
             table.add_column(column, justify="left" if column in layers else "right")
         stages = self.layout.pipeline
         for stage, memory in enumerate(self.memory):
@@ -81,8 +95,8 @@ class PipelinePlan:
 def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> PipelinePlan:
     """Divide a configuration's model and batch, and simulate a step.
 
-    The ranks are those of the hostfile, or `launch.nproc_per_node`, whether this machine has them or not; for auto
-    they are its GPUs, or one replica without any.
+    The ranks are those of the hostfile, or `launch.nproc_per_node`, whether this machine has them
+    or not; for auto they are its GPUs, or one replica without any.
 
     Args:
         config: the run.
@@ -104,7 +118,10 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
     layout = layout_of(config, ranks, vocab_size)
     micro_batches = train.global_batch_size // (train.micro_batch_size * layout.data)
     schedule = build_schedule(
-        parallel.pipeline_schedule, stages, micro_batches, parallel.virtual_pipeline_model_parallel_size
+        parallel.pipeline_schedule,
+        stages,
+        micro_batches,
+        parallel.virtual_pipeline_model_parallel_size,
     )
     chunks = chunks_of(config, vocab_size)
     costs = [_cost(config, vocab_size, chunk) for chunk in chunks]

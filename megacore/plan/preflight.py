@@ -27,7 +27,8 @@ from megacore.plan.vocabulary import is_on_the_hub
 __all__ = ["Gpu", "Hardware", "Report", "preflight", "resolve_launch"]
 
 CPU_DAYS_LIMIT = 7.0
-"""A run that is expected to take longer on CPUs was meant for GPUs, unless launch.allow_cpu says otherwise."""
+"""A run that is expected to take longer on CPUs was meant for GPUs, unless launch.allow_cpu says
+otherwise."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class Report:
         """One line with every number."""
         if self.unseen is not None:
             return (
-                f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} GPU rank{'s' if self.ranks > 1 else ''} of "
-                f"{self.unseen}: this machine has no GPU to tell their memory and time by"
+                f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} GPU "
+                f"rank{'s' if self.ranks > 1 else ''} of {self.unseen}: this machine has no GPU to "
+                "tell their memory and time by"
             )
         where = "GPU" if self.device_type == "cuda" else "CPU"
         threads = "" if self.device_type == "cuda" else f" x {self.threads_per_rank} threads"
@@ -73,26 +75,33 @@ class Report:
         divided = f" (tensor {axes.tensor} x pipeline {axes.pipeline} x data {axes.data})"
         engine = "" if self.engine == "native" else f" with {self.engine}"
         return (
-            f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} {where} rank{'s' if self.ranks > 1 else ''}"
+            f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} {where} "
+            f"rank{'s' if self.ranks > 1 else ''}"
             f"{threads}{divided if axes.data < self.ranks else ''} in {self.precision}{engine}: "
-            f"about {gib(self.memory.total)} of {gib(self.memory_available)} per rank{self._offloaded()}, "
-            f"{_duration(self.days)} at an assumed {self.flops_per_second / 1e12:.3g} TFLOP/s"
+            f"about {gib(self.memory.total)} of {gib(self.memory_available)} per "
+            f"rank{self._offloaded()}, {_duration(self.days)} at an assumed "
+            f"{self.flops_per_second / 1e12:.3g} TFLOP/s"
         )
 
     def _offloaded(self) -> str:
         """What is elsewhere than where the model computes."""
-        host = f" and {gib(self.memory.host)} of {gib(self.host_available)} of main memory" if self.memory.host else ""
+        host = (
+            f" and {gib(self.memory.host)} of {gib(self.host_available)} of main memory"
+            if self.memory.host
+            else ""
+        )
         return host + (f" and {gib(self.memory.nvme)} on NVMe" if self.memory.nvme else "")
 
 
 def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     """Estimate memory and time; refuse what this machine lacks.
 
-    Raises ParallelLayoutError when ranks do not fit together with the model, its batch or the GPUs, and ConfigError
-    when TensorBoard or DeepSpeed is asked for and not installed, when fp16 is asked for without a GPU, when memory, or
-    the disk for what is offloaded, does not suffice, or when CPUs would need more than CPU_DAYS_LIMIT days;
-    `launch.allow_cpu: true` permits any time on CPUs and, with the native engine, fp16. Of GPUs that a scheduler is to
-    give nothing is known on a machine without one, and nothing but the layout is checked.
+    Raises ParallelLayoutError when ranks do not fit together with the model, its batch or the GPUs,
+    and ConfigError when TensorBoard or DeepSpeed is asked for and not installed, when fp16 is asked
+    for without a GPU, when memory, or the disk for what is offloaded, does not suffice, or when
+    CPUs would need more than CPU_DAYS_LIMIT days; `launch.allow_cpu: true` permits any time on CPUs
+    and, with the native engine, fp16. Of GPUs that a scheduler is to give nothing is known on a
+    machine without one, and nothing but the layout is checked.
     """
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
@@ -111,7 +120,9 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
         precision=precision,
         engine=engine_name(config),
         memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
-        memory_available=min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.memory // beside,
+        memory_available=min(gpu.memory for gpu in hardware.gpus)
+        if hardware.gpus
+        else hardware.memory // beside,
         host_available=hardware.memory // beside,
         days=training_days(config, vocab_size, rate, layout.data),
         flops_per_second=rate,
@@ -129,7 +140,11 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
 
 
 def resolve_launch(
-    config: RunConfig, hardware: Hardware, vocab_size: int | None = None, *, hosts: Mapping[str, int] | None = None
+    config: RunConfig,
+    hardware: Hardware,
+    vocab_size: int | None = None,
+    *,
+    hosts: Mapping[str, int] | None = None,
 ) -> tuple[int, int]:
     """Ranks of the job and CPU threads of each.
 
@@ -140,7 +155,8 @@ def resolve_launch(
         hosts: that take part and their ranks, None for all that may.
 
     Raises:
-        ParallelLayoutError: there are more ranks than GPUs, or they cannot share the model and its batch.
+        ParallelLayoutError: there are more ranks than GPUs, or they cannot share the model and its
+            batch.
         ConfigError: the hostfile cannot be used, or a scheduler's machines have no number of ranks.
     """
     parallel = config.parallel
@@ -151,11 +167,15 @@ def resolve_launch(
 
 
 def _unseen(config: RunConfig, hardware: Hardware) -> str | None:
-    """The scheduler that is to give GPUs, where this machine, from which the job is submitted, has none."""
+    """The scheduler that is to give GPUs, where the submitting machine has none."""
     launch = config.launch
     gpus = launch.slurm.gpus_per_node if launch.kind == "slurm" else "auto"
     asked = not launch.allow_cpu if gpus == "auto" else gpus > 0
-    return launch.kind if launch.kind in ("slurm", "kubernetes") and asked and not hardware.gpus else None
+    return (
+        launch.kind
+        if launch.kind in ("slurm", "kubernetes") and asked and not hardware.gpus
+        else None
+    )
 
 
 def _ranks_beside(config: RunConfig, ranks: int) -> int:
@@ -171,15 +191,17 @@ def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:
     allowed, deepspeed = config.launch.allow_cpu, config.engine == "deepspeed"
     if report.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
-            f"train.precision is fp16, which {'DeepSpeed has on GPUs alone' if deepspeed else 'needs a GPU'}, and this "
-            f"machine has none: for {config.name} its CPUs would need {needs}: set train.precision to auto, or "
-            f"{'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to start it all the same"
+            "train.precision is fp16, which "
+            f"{'DeepSpeed has on GPUs alone' if deepspeed else 'needs a GPU'}, and this machine "
+            f"has none: for {config.name} its CPUs would need {needs}: set train.precision to "
+            f"auto, or {'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to "
+            "start it all the same"
         )
     if report.days > CPU_DAYS_LIMIT and not allowed:
         raise ConfigError(
-            f"{config.name} is sized for GPUs and this machine has none: its CPUs would need {needs}: lower "
-            f"train.train_iters ({config.train.train_iters}) or the model, "
-            "or set launch.allow_cpu to true to start it all the same"
+            f"{config.name} is sized for GPUs and this machine has none: its CPUs would need "
+            f"{needs}: lower train.train_iters ({config.train.train_iters}) or the model, or set "
+            "launch.allow_cpu to true to start it all the same"
         )
 
 
@@ -209,7 +231,7 @@ class Room:
 
 
 def check_memory(config: RunConfig, need: MemoryEstimate, room: Room, place: Place) -> None:
-    """Refuse what does not fit into a GPU, into main memory or onto the disk that takes what is offloaded.
+    """Refuse what does not fit into a GPU, main memory or the disk of what is offloaded.
 
     Args:
         config: the run.
@@ -228,12 +250,16 @@ def check_memory(config: RunConfig, need: MemoryEstimate, room: Room, place: Pla
         )
     if need.host > room.host:
         ways = [f"lower launch.nproc_per_node ({room.ranks})"] if room.ranks > 1 else []
-        ways += [f"set {sentence}" for sentence, changed in _returned(config) if room.holds(place.estimate(changed))]
+        ways += [
+            f"set {sentence}"
+            for sentence, changed in _returned(config)
+            if room.holds(place.estimate(changed))
+        ]
         where = "deepspeed.config" if config.deepspeed.config is not None else "deepspeed.offload_*"
         ways.append(f"offload less or to nvme ({where})")
         raise ConfigError(
-            f"{config.name} offloads about {gib(need.host)} per rank to main memory and this machine has "
-            f"{gib(room.host)} of it per rank: {', or '.join(ways)}"
+            f"{config.name} offloads about {gib(need.host)} per rank to main memory and this "
+            f"machine has {gib(room.host)} of it per rank: {', or '.join(ways)}"
         )
     _check_nvme(config, need, room)
 
@@ -248,13 +274,15 @@ def _check_nvme(config: RunConfig, need: MemoryEstimate, room: Room) -> None:
     if not need.nvme or directory is None:
         return
     if not Path(directory).is_dir():
-        raise ConfigError(f"{config.name} offloads to nvme but its path {directory} is no directory: make it")
+        raise ConfigError(
+            f"{config.name} offloads to nvme but its path {directory} is no directory: make it"
+        )
     free = shutil.disk_usage(directory).free
     if need.nvme * room.ranks > free:
         raise ConfigError(
-            f"{config.name} offloads about {gib(need.nvme)} per rank to {directory}, {gib(need.nvme * room.ranks)} of "
-            f"{room.ranks} rank{'s' if room.ranks > 1 else ''}, and {gib(free)} are free there: give another path, or "
-            "offload less"
+            f"{config.name} offloads about {gib(need.nvme)} per rank to {directory}, "
+            f"{gib(need.nvme * room.ranks)} of {room.ranks} rank{'s' if room.ranks > 1 else ''}, "
+            f"and {gib(free)} are free there: give another path, or offload less"
         )
 
 
@@ -262,14 +290,21 @@ def _advice(config: RunConfig, room: Room, place: Place) -> str:
     """What suffices by itself, or, where nothing does, what saves most."""
 
     def fits(saving: Saving) -> bool:
-        return saving.after.total * saving.share <= room.device and saving.after.host * saving.share <= room.host
+        return (
+            saving.after.total * saving.share <= room.device
+            and saving.after.host * saving.share <= room.host
+        )
 
     best = savings(config, place, fits=fits)
     enough = [saving for saving in best if fits(saving)]
     shown = "; ".join(map(str, (enough or best)[:COUNT]))
     if enough:
         return f"{'any of these suffices' if len(enough) > 1 else 'this suffices'}: {shown}"
-    return f"no single setting suffices, these save most: {shown}" if best else "no setting would save any"
+    return (
+        f"no single setting suffices, these save most: {shown}"
+        if best
+        else "no setting would save any"
+    )
 
 
 def _returned(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
@@ -282,4 +317,6 @@ def _returned(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 def _with(config: RunConfig, **values: Any) -> RunConfig:
     """The configuration with engine deepspeed and these values of its section."""
-    return config.model_copy(update={"engine": "deepspeed", "deepspeed": config.deepspeed.model_copy(update=values)})
+    return config.model_copy(
+        update={"engine": "deepspeed", "deepspeed": config.deepspeed.model_copy(update=values)}
+    )

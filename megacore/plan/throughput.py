@@ -9,8 +9,8 @@ from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 
 SECONDS_PER_DAY = 86_400.0
 UTILISATION = {"cuda": 0.25, "cpu": 0.4}
-"""Share of the matrix products' peak that training reaches: an order of magnitude, not a promise. The published 345M
-recipe makes 70 of an A100's 312 TFLOP/s."""
+"""Share of the matrix products' peak that training reaches: an order of magnitude, not a promise.
+The published 345M recipe makes 70 of an A100's 312 TFLOP/s."""
 
 _CPU_GFLOPS_FP32 = (("avx512f", 125.0), ("avx2", 60.0))
 """Measured or typical GFLOP/s of one core in fp32 matrix products, by instruction set."""
@@ -22,28 +22,37 @@ _FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 
 
 def training_flops(config: RunConfig, vocab_size: int) -> int:
-    """Operations of the whole run, over all ranks: iterations and validations (Narayanan et al. 2021)."""
+    """Operations of the whole run, all ranks and validations (Narayanan et al. 2021)."""
     shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
     train = config.train
     consumed = BatchSchedule.of(config).consumed_after(train.train_iters)
-    iterations = step_flops(shape, consumed, train.recompute, *recomputed_layers(config, vocab_size))
+    iterations = step_flops(
+        shape, consumed, train.recompute, *recomputed_layers(config, vocab_size)
+    )
     samples = config.eval_rounds * train.eval_iters * train.global_batch_size
     return iterations + step_flops(shape, samples, "none") // 3
 
 
 def recomputed_layers(config: RunConfig, vocab_size: int) -> tuple[int, int]:
-    """Layers of the whole model that recompute: the first `train.recompute_num_layers` of each chunk, or all.
+    """Layers of the whole model that recompute.
 
-    Those of T5's decoder are counted by themselves. Raises ParallelLayoutError when the layers cannot be divided over
-    the chunks.
+    The first `train.recompute_num_layers` of each chunk, or all.
+
+    Those of T5's decoder are counted by themselves. Raises ParallelLayoutError when the layers
+    cannot be divided over the chunks.
     """
     chunks = chunks_of(config, vocab_size)
     encoder, decoder = zip(*(_recomputed(config, chunk) for chunk in chunks), strict=True)
     return sum(encoder), sum(decoder)
 
 
-def chunk_flops(config: RunConfig, vocab_size: int, chunk: ModelChunk, *, forward: bool = False) -> int:
-    """Operations of a chunk for one training sample, over its tensor-parallel ranks, or of its forward pass alone."""
+def chunk_flops(
+    config: RunConfig, vocab_size: int, chunk: ModelChunk, *, forward: bool = False
+) -> int:
+    """Operations of a chunk for one training sample, or of its forward pass alone.
+
+    They are over its tensor-parallel ranks.
+    """
     whole = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
     shape = whole.part(len(chunk.layers), len(chunk.decoder_layers), head=chunk.has_head)
     if forward:
@@ -52,7 +61,10 @@ def chunk_flops(config: RunConfig, vocab_size: int, chunk: ModelChunk, *, forwar
 
 
 def _recomputed(config: RunConfig, chunk: ModelChunk) -> tuple[int, int]:
-    """Layers of a chunk that recompute, of the encoder and of T5's decoder: the first ones of both together."""
+    """Layers of a chunk that recompute, of the encoder and T5's decoder.
+
+    They are the first ones of both together.
+    """
     limit = config.train.recompute_num_layers
     encoder, decoder = len(chunk.layers), len(chunk.decoder_layers)
     if limit is None:
@@ -61,7 +73,7 @@ def _recomputed(config: RunConfig, chunk: ModelChunk) -> tuple[int, int]:
 
 
 def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
-    """Operations of each pipeline stage for one training sample, over its tensor-parallel ranks together.
+    """Operations of each pipeline stage for one training sample, over all its ranks.
 
     Raises ParallelLayoutError when the layers cannot be divided over the stages.
     """
@@ -75,8 +87,8 @@ def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
 def pipeline_slowdown(config: RunConfig, vocab_size: int, data_parallel_size: int) -> float:
     """How many times longer an iteration takes than its operations alone, at least 1.
 
-    The stage with the most operations sets the pace of all, and filling and draining the pipeline leaves a bubble of
-    (pp - 1) / (m v) of the compute time (Narayanan et al. 2021, section 2.2).
+    The stage with the most operations sets the pace of all, and filling and draining the pipeline
+    leaves a bubble of (pp - 1) / (m v) of the compute time (Narayanan et al. 2021, section 2.2).
     """
     parallel, train = config.parallel, config.train
     stages = stage_flops(config, vocab_size)
@@ -86,7 +98,7 @@ def pipeline_slowdown(config: RunConfig, vocab_size: int, data_parallel_size: in
 
 
 def assumed_flops_per_second(hardware: Hardware, precision: str, ranks: int, threads: int) -> float:
-    """FLOP/s that `ranks` of `threads` CPU threads each are assumed to reach together on this machine.
+    """FLOP/s that `ranks` of `threads` CPU threads each are assumed to reach here together.
 
     A GPU that is not in the table of data sheets counts as the slowest one there.
     """
@@ -99,15 +111,26 @@ def assumed_flops_per_second(hardware: Hardware, precision: str, ranks: int, thr
 
 
 def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
-    """GFLOP/s of one core in matrix products; half precision without instructions for it is emulated."""
+    """GFLOP/s of one core in matrix products.
+
+    Half precision without instructions for it is emulated.
+    """
     if precision == "bf16":
         return _CPU_GFLOPS_NATIVE_HALF if hardware.native_bf16 else _CPU_GFLOPS_EMULATED_BF16
     if precision == "fp16":
-        return _CPU_GFLOPS_EMULATED_FP16 if _FP16_FLAGS.isdisjoint(hardware.cpu_flags) else _CPU_GFLOPS_NATIVE_HALF
-    return next((rate for flag, rate in _CPU_GFLOPS_FP32 if flag in hardware.cpu_flags), _CPU_GFLOPS_ANY)
+        return (
+            _CPU_GFLOPS_EMULATED_FP16
+            if _FP16_FLAGS.isdisjoint(hardware.cpu_flags)
+            else _CPU_GFLOPS_NATIVE_HALF
+        )
+    return next(
+        (rate for flag, rate in _CPU_GFLOPS_FP32 if flag in hardware.cpu_flags), _CPU_GFLOPS_ANY
+    )
 
 
-def training_days(config: RunConfig, vocab_size: int, flops_per_second: float, data_parallel_size: int = 1) -> float:
-    """Days of training at a rate that all ranks together reach while none of them waits for another stage."""
+def training_days(
+    config: RunConfig, vocab_size: int, flops_per_second: float, data_parallel_size: int = 1
+) -> float:
+    """Days of training at a rate that all ranks reach while none waits for another stage."""
     seconds = training_flops(config, vocab_size) / flops_per_second
     return seconds * pipeline_slowdown(config, vocab_size, data_parallel_size) / SECONDS_PER_DAY

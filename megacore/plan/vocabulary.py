@@ -1,4 +1,7 @@
-"""How large a vocabulary will be: known before the tokenizer stage ran, since the model's size depends on it."""
+"""How large a vocabulary will be, known before the tokenizer stage ran.
+
+The model's size depends on it.
+"""
 
 import json
 from pathlib import Path
@@ -22,8 +25,8 @@ HUB_VOCAB_SIZE = 50_257
 def expected_vocab_size(config: RunConfig) -> int:
     """Entries of the vocabulary as far as they can be known before the tokenizer stage ran.
 
-    A tokenizer that is on the hub counts as GPT-2's. Raises ConfigError for a vocabulary file that is missing or
-    damaged.
+    A tokenizer that is on the hub counts as GPT-2's. Raises ConfigError for a vocabulary file that
+    is missing or damaged.
     """
     return _own_entries(config.data.tokenizer) + config.data.tokenizer.vocab_extra_ids
 
@@ -38,7 +41,9 @@ def _own_entries(tokenizer: TokenizerChoice) -> int:
             return HUB_VOCAB_SIZE if file is None else _entries(file, "data.tokenizer.name")
         case Gpt2BpeTokenizer() as choice:
             if not Path(choice.merge_file).is_file():
-                raise ConfigError(f"data.tokenizer.merge_file: {choice.merge_file} is no file: correct the path")
+                raise ConfigError(
+                    f"data.tokenizer.merge_file: {choice.merge_file} is no file: correct the path"
+                )
             return _entries(Path(choice.vocab_file), "data.tokenizer.vocab_file")
         case BertWordPieceTokenizer() as choice:
             return _lines(Path(choice.vocab_file), "data.tokenizer.vocab_file")
@@ -57,7 +62,9 @@ def _lines(file: Path, setting: str) -> int:
         with file.open(encoding="utf-8", newline="\n") as lines:
             return sum(1 for _ in lines)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path") from error
+        raise ConfigError(
+            f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path"
+        ) from error
 
 
 def _pieces(file: Path, setting: str) -> int:
@@ -67,7 +74,9 @@ def _pieces(file: Path, setting: str) -> int:
     try:
         return int(SentencePieceProcessor(model_proto=file.read_bytes()).get_piece_size())
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{setting}: the model {file} cannot be read ({error}): correct the path") from error
+        raise ConfigError(
+            f"{setting}: the model {file} cannot be read ({error}): correct the path"
+        ) from error
 
 
 def _entries(file: Path, setting: str) -> int:
@@ -75,12 +84,18 @@ def _entries(file: Path, setting: str) -> int:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path") from error
+        raise ConfigError(
+            f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path"
+        ) from error
     if not isinstance(content, dict) or not content:
-        raise ConfigError(f"{setting}: {file} holds no vocabulary: give a vocab.json or tokenizer.json")
+        raise ConfigError(
+            f"{setting}: {file} holds no vocabulary: give a vocab.json or tokenizer.json"
+        )
     if "model" in content and isinstance(content["model"], dict):
         added = {token["content"] for token in content.get("added_tokens") or []}
         vocabulary = content["model"].get("vocab") or {}
-        names = set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+        names = (
+            set(vocabulary) if isinstance(vocabulary, dict) else {entry[0] for entry in vocabulary}
+        )
         return len(names | added)
     return len(content)

@@ -1,7 +1,8 @@
 """The state of a model on one rank under ZeRO, as a formula.
 
-A replica of ψ parameters in a 2-byte type has 2ψ bytes of weights, 2ψ of gradients and 12ψ of fp32 main weights and
-Adam's two moments, of which N replicas divide more with each stage (Rajbhandari et al. 2020, section 5):
+A replica of ψ parameters in a 2-byte type has 2ψ bytes of weights, 2ψ of gradients and 12ψ of fp32
+main weights and Adam's two moments, of which N replicas divide more with each stage (Rajbhandari et
+al. 2020, section 5):
 
 | stage | bytes of a rank |
 | --- | --- |
@@ -10,10 +11,12 @@ Adam's two moments, of which N replicas divide more with each stage (Rajbhandari
 | 2 | 2ψ + 2ψ/N + 12ψ/N |
 | 3 | 2ψ/N + 2ψ/N + 12ψ/N |
 
-Offloading moves what lies in the columns of the optimizer and of the gradients, or of the weights, to main memory
-(Ren et al. 2021) or to disk (Rajbhandari et al. 2021). Buckets, and what is gathered for a moment, come on top.
+Offloading moves what lies in the columns of the optimizer and of the gradients, or of the weights,
+to main memory (Ren et al. 2021) or to disk (Rajbhandari et al. 2021). Buckets, and what is gathered
+for a moment, come on top.
 
-What DeepSpeed allocates beside the state of the model: buckets, gathered weights, and copies for the step.
+What DeepSpeed allocates beside the state of the model: buckets, gathered weights, and copies for
+the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,8 +97,10 @@ def zero_bytes(
         data_parallel_size: replicas that divide (N).
         precision: compute type, fp32, bf16 or fp16.
         gradient_bytes: of one gradient where it accumulates; None means as of a weight.
-        main_weights: whether the optimizer has copies of the weights; None means in bf16 and fp16 alone.
-        offload_optimizer: where its state goes, and with stage 2 and 3 the gradients: to main memory in any case.
+        main_weights: whether the optimizer has copies of the weights; None means in bf16 and fp16
+            alone.
+        offload_optimizer: where its state goes, and with stage 2 and 3 the gradients: to main
+            memory in any case.
         offload_param: where weights go, with stage 3.
     """
     element = ELEMENT_BYTES[precision]
@@ -106,14 +111,18 @@ def zero_bytes(
 
     copies = precision != "fp32" if main_weights is None else main_weights
     weights = ModelState(parameters=element * share(3))
-    gradients = ModelState(gradients=(element if gradient_bytes is None else gradient_bytes) * share(2))
+    gradients = ModelState(
+        gradients=(element if gradient_bytes is None else gradient_bytes) * share(2)
+    )
     optimizer = ModelState(main_weights=4 * share(1) * copies, moments=8 * share(1))
     offloads_gradients = offload_optimizer != "none" and stage >= 2
     places: dict[str, list[ModelState]] = {"none": [], "cpu": [], "nvme": []}
     places[offload_param].append(weights)
     places["cpu" if offloads_gradients else "none"].append(gradients)
     places[offload_optimizer].append(optimizer)
-    return ZeroBytes(*(ModelState(*map(sum, zip(ModelState(), *held, strict=True))) for held in places.values()))
+    return ZeroBytes(
+        *(ModelState(*map(sum, zip(ModelState(), *held, strict=True))) for held in places.values())
+    )
 
 
 DEFAULTS = {
@@ -135,7 +144,8 @@ class Buffers:
     """Bytes on one rank beside its part of weights, gradients and optimizer state."""
 
     device: int = 0
-    """While the model computes: buckets of gradients, and with ZeRO stage 3 gathered and persisted weights."""
+    """While the model computes: buckets of gradients, and with ZeRO stage 3 gathered and persisted
+    weights."""
     step: int = 0
     """For the optimizer's step alone, when there are no activations."""
     cpu: int = 0
@@ -167,7 +177,7 @@ class DeepSpeedMemory:
         return int(self._zero["stage"])
 
     def buffers(self, sizes: Sequence[int], data_parallel_size: int) -> Buffers:
-        """What a rank allocates for parameters with these numbers of elements, which the replicas divide."""
+        """What a rank allocates for parameters of these sizes, which the replicas divide."""
         share = -(-sum(sizes) // data_parallel_size)
         if self.stage == 3:
             return self._stage3(sizes, share)
@@ -178,12 +188,17 @@ class DeepSpeedMemory:
 
     def _stage1_and_2(self, sizes: Sequence[int], share: int) -> Buffers:
         bucket = self._elements("reduce_bucket_size") * self._travels
-        offloads, widens = self._offloaded("optimizer") != "none", self.gradient_bytes > self._element
+        offloads, widens = (
+            self._offloaded("optimizer") != "none",
+            self.gradient_bytes > self._element,
+        )
         if self.stage == 1 and self.precision == "bf16" and widens and not offloads:
-            # BF16_Optimizer adds to one flat buffer, of which the step takes its part as it is; what it adds stays.
+            # BF16_Optimizer adds to one flat buffer, of which the step takes its part as it is;
+            # what it adds stays.
             return Buffers(min(bucket, sum(sizes) * self._travels) + sum(sizes) * self._element)
         device = bucket * (2 if self._zero.get("overlap_comm") else 1)
-        # Gradients that accumulate in a wider type are in one flat buffer of this rank's part, with stage 2 all along.
+        # Gradients that accumulate in a wider type are in one flat buffer of this rank's part, with
+        # stage 2 all along.
         flat = 4 * share
         if not offloads:
             return Buffers(device, 0 if self.stage == 2 and widens else flat)
@@ -196,7 +211,9 @@ class DeepSpeedMemory:
     def _stage3(self, sizes: Sequence[int], share: int) -> Buffers:
         threshold = self._elements("stage3_param_persistence_threshold")
         persisted = sum(size for size in sizes if size <= threshold)
-        gathered = min(sum(sizes), max(self._elements("stage3_max_live_parameters"), max(sizes)) + persisted)
+        gathered = min(
+            sum(sizes), max(self._elements("stage3_max_live_parameters"), max(sizes)) + persisted
+        )
         device = self._elements("reduce_bucket_size") * self._travels + gathered * self._element
         group = min(share, self._elements("sub_group_size"))
         where, cpu = self._offloaded("optimizer"), 0

@@ -1,4 +1,7 @@
-"""The largest micro batch of each distribution, with fresh ranks for every probe, and one epoch at that size."""
+"""The largest micro batch of each distribution, and one epoch at that size.
+
+Every probe has fresh ranks.
+"""
 
 import importlib.util
 import json
@@ -46,8 +49,8 @@ class Watch:
 def method_config(config: FinetuneConfig, method: Distribution, batch: int) -> FinetuneConfig:
     """The configuration of one epoch with a distribution and a micro batch.
 
-    A DeepSpeed JSON is for one stage of ZeRO: it is kept for the method that the configuration has already, its batch
-    left open; the other methods have the project's own settings.
+    A DeepSpeed JSON is for one stage of ZeRO: it is kept for the method that the configuration has
+    already, its batch left open; the other methods have the project's own settings.
 
     Raises:
         ConfigError: the rest of the configuration does not go with them.
@@ -56,8 +59,17 @@ def method_config(config: FinetuneConfig, method: Distribution, batch: int) -> F
     if isinstance(settings, dict):
         settings = settings | {name: "auto" for name in _SEARCHED if name in settings}
     values = config.model_dump()
-    values["launch"] |= {"distributed": method, "deepspeed_config": settings, "accelerate_config": None}
-    values["train"] |= {"micro_batch_size": batch, "num_epochs": 1, "max_steps": None, "exit_duration_minutes": None}
+    values["launch"] |= {
+        "distributed": method,
+        "deepspeed_config": settings,
+        "accelerate_config": None,
+    }
+    values["train"] |= {
+        "micro_batch_size": batch,
+        "num_epochs": 1,
+        "max_steps": None,
+        "exit_duration_minutes": None,
+    }
     return parse_finetune_config(values, origin=f"{config.name} with launch.distributed={method}")
 
 
@@ -65,14 +77,15 @@ def check_methods(config: FinetuneConfig, hardware: Hardware) -> None:
     """Refuse what cannot be compared here, before anything runs.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, the configuration does not go with a method, or the memory limit is
-            beyond the memory that there is.
+        ConfigError: DeepSpeed is not installed, the configuration does not go with a method, or the
+            memory limit is beyond the memory that there is.
     """
     for method in config.find_batch_size.methods:
         if method.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
-                f"find_batch_size.methods has {method}, which is DeepSpeed's, and deepspeed is not installed: "
-                "pip install megacore[deepspeed], or set find_batch_size.methods to [ddp]"
+                f"find_batch_size.methods has {method}, which is DeepSpeed's, and deepspeed is not "
+                "installed: pip install megacore[deepspeed], or set find_batch_size.methods to "
+                "[ddp]"
             )
         method_config(config, method, config.train.micro_batch_size)
     memory_limit_of(config, resolve_ranks(config, hardware)[0], hardware)
@@ -88,8 +101,9 @@ def memory_limit_of(config: FinetuneConfig, ranks: int, hardware: Hardware) -> i
     device = min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.memory
     if asked is not None and asked * 1e9 > device:
         raise ConfigError(
-            f"find_batch_size.memory_limit_gb is {asked:g} and {'a GPU' if hardware.gpus else 'this machine'} has "
-            f"{device / 1e9:.1f} GB: lower it, or leave it out"
+            f"find_batch_size.memory_limit_gb is {asked:g} and "
+            f"{'a GPU' if hardware.gpus else 'this machine'} has {device / 1e9:.1f} GB: lower it, "
+            "or leave it out"
         )
     if asked is not None:
         return round(asked * 1e9)
@@ -199,7 +213,9 @@ def find_batch(
 
 
 def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: Watch) -> Answer:
-    """Whether the job's micro batch fits, found out by new ranks: after one that did not, DeepSpeed's are unreliable.
+    """Whether the job's micro batch fits, found out by new ranks.
+
+    After one that did not, DeepSpeed's are unreliable.
 
     Args:
         job: the fine-tuning with this micro batch.
@@ -226,8 +242,10 @@ def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: W
     return Fits(int(json.loads(output.read_text(encoding="utf-8"))["peak_memory"]))
 
 
-def measure_epoch(job: FinetuneJob, batch: int, scratch: Path, watch: Watch = Watch()) -> dict[str, Any]:
-    """The result of the real fine-tuning with a micro batch, of one epoch as the job's configuration says.
+def measure_epoch(
+    job: FinetuneJob, batch: int, scratch: Path, watch: Watch = Watch()
+) -> dict[str, Any]:
+    """The result of the real fine-tuning with a micro batch, of one epoch as configured.
 
     Args:
         job: the fine-tuning.
@@ -252,4 +270,6 @@ def _in_folder(job: FinetuneJob, folder: Path, batch: int) -> FinetuneJob:
     folder.mkdir(parents=True)
     train = job.config.train.model_copy(update={"micro_batch_size": batch})
     places = {"run_directory": str(folder), "exit_directory": str(folder / "exit")}
-    return job.model_copy(update={"config": job.config.model_copy(update={"train": train}), **places})
+    return job.model_copy(
+        update={"config": job.config.model_copy(update={"train": train}), **places}
+    )

@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.convert --config job.json`: one checkpoint to a transformers directory, with its gate."""
+"""The process that exports one checkpoint to a transformers directory, with its gate.
+
+    python -m megacore.ranks.convert --config job.json
+"""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.evaluate --config job.json`, on each rank: perplexities of finished checkpoints."""
+"""The ranks that measure the perplexities of finished checkpoints.
+
+    python -m megacore.ranks.evaluate --config job.json
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +17,13 @@ if TYPE_CHECKING:
 
 
 def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Write test and validation perplexity of every checkpoint of the job to `job.output`, atomically.
+    """Write both perplexities of every checkpoint of the job to `job.output`, atomically.
 
-    Under `checkpoints` the file maps each path to iteration, test_loss, test_ppl, test_samples, valid_loss, valid_ppl
-    and valid_samples, and of a model with a binary head to test_sop_loss and valid_sop_loss, or nsp_loss; under
-    `unigram` lies the perplexity of the train split's token frequencies on the same tokens.
-    Losses are in nats per token; of each split `evaluate.max_samples` are scored, or all.
+    Under `checkpoints` the file maps each path to iteration, test_loss, test_ppl, test_samples,
+    valid_loss, valid_ppl and valid_samples, and of a model with a binary head to test_sop_loss and
+    valid_sop_loss, or nsp_loss; under `unigram` lies the perplexity of the train split's token
+    frequencies on the same tokens. Losses are in nats per token; of each split
+    `evaluate.max_samples` are scored, or all.
 
     Raises:
         DataFormatError: tokens or index maps are missing or damaged, or a split has no sample.
@@ -39,7 +43,9 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
             write_json(Path(job.output), {"checkpoints": results, "unigram": scorer.unigram()})
 
 
-def _score_all(job: EvaluateJob, scorer: "Scorer", mesh: "ProcessMesh") -> dict[str, dict[str, Any]]:
+def _score_all(
+    job: EvaluateJob, scorer: "Scorer", mesh: "ProcessMesh"
+) -> dict[str, dict[str, Any]]:
     from megacore.train.memory import scoring_memory_errors
 
     results = {}

@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.finetune --config run.json`, on each rank, under a launcher or alone."""
+"""The ranks of a fine-tuning, under a launcher or alone.
+
+    python -m megacore.ranks.finetune --config run.json
+"""
 
 import os
 import time
@@ -28,10 +31,12 @@ _QUIET = {
 
 @contextmanager
 def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbeat]]":
-    """Join the job's other ranks and leave them when the body has succeeded; a failed rank just ends.
+    """Join the job's other ranks and leave them when the body has succeeded.
 
-    Yields this rank, its device and its heartbeat, whose phases here are start, rendezvous, build from then on, and
-    ended once the body has succeeded or training was stopped on request.
+    A failed rank just ends.
+
+    Yields this rank, its device and its heartbeat, whose phases here are start, rendezvous, build
+    from then on, and ended once the body has succeeded or training was stopped on request.
 
     Raises:
         ParallelLayoutError: another number of processes was started than the job says.
@@ -58,13 +63,14 @@ def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbe
 
 
 def finetune(job: FinetuneJob) -> None:
-    """Fine-tune on this rank to the last step, from the newest complete checkpoint of the run directory.
+    """Fine-tune on this rank to the last step, from the run's newest complete checkpoint.
 
     Raises:
         ConfigError: the job cannot run as configured on this machine, or with this model.
         DataFormatError: a split has no sample.
         LaunchError: Accelerate came to another kind of distribution than was asked for.
-        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it stands.
+        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it
+            stands.
         TrainingError: a loss is not finite, or memory does not suffice.
         CheckpointError: the checkpoint to go on from is of another number of ranks.
         WorkspaceError: the run directory cannot be written.
@@ -81,9 +87,13 @@ def finetune(job: FinetuneJob) -> None:
         precision = resolve_precision(config.train.precision, device.type)
         with finetune_memory_errors(config, rank):
             task = build_task(config, Path(job.examples_directory), Path(job.pretrained_directory))
-            trainer = prepare(config, task, precision=precision, device=device, directory=run_directory)
+            trainer = prepare(
+                config, task, precision=precision, device=device, directory=run_directory
+            )
         with Recorder(run_directory, attempt=job.attempt, rank=rank, tensorboard=False) as recorder:
-            Finetuner(config, task, trainer, recorder, run_directory, heartbeat=heartbeat, started=started).run()
+            Finetuner(
+                config, task, trainer, recorder, run_directory, heartbeat=heartbeat, started=started
+            ).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

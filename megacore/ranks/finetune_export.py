@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.finetune_export --config job.json`: the best model as an export, with its gate."""
+"""The ranks that export the best model of a fine-tuning, with its gate.
+
+    python -m megacore.ranks.finetune_export --config job.json
+"""
 
 from collections.abc import Sequence
 

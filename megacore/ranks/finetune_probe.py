@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.finetune_probe --config job.json`, on each rank: does a micro batch fit?"""
+"""`python -m megacore.ranks.finetune_probe --config job.json`, on each rank.
+
+Does a micro batch fit?
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +15,12 @@ MODULE = "megacore.ranks.finetune_probe"
 
 
 def probe(job: ProbeJob) -> None:
-    """Take the job's optimizer steps with its micro batch, and write the peak memory to `job.output`.
+    """Take the job's optimizer steps with its micro batch; write peak memory to `job.output`.
 
     Raises:
         MemoryExhaustedError: the micro batch does not fit.
-        ConfigError: the memory limit is less than what a rank has before it builds the model, or beyond its GPU.
+        ConfigError: the memory limit is less than what a rank has before it builds the model, or
+            beyond its GPU.
         DataFormatError: samples or the pretrained model are missing or damaged.
         WorkspaceError: the output cannot be written.
     """

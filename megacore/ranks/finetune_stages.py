@@ -1,4 +1,7 @@
-"""The stages of a fine-tuning that start processes: each writes its job file and runs it under the guard."""
+"""The stages of a fine-tuning that start processes.
+
+Each writes its job file and runs it under the guard.
+"""
 
 import json
 from collections.abc import Callable
@@ -23,9 +26,9 @@ FINETUNE_EXPORT_VERSION = 1
 def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
     """Fine-tune to the last step, from the newest complete checkpoint of the run directory.
 
-    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError; LaunchError when a
-    launcher is missing, or a host does not see the directories; MemoryExhaustedError, with what helps, also for a rank
-    that the kernel killed.
+    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError;
+    LaunchError when a launcher is missing, or a host does not see the directories;
+    MemoryExhaustedError, with what helps, also for a rank that the kernel killed.
     """
     run_directory = Path(job.run_directory)
     log = attempt_log(job)
@@ -33,7 +36,9 @@ def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         job_file = run_directory / "run.json"
         job.write(job_file)
-    run_ranks(job, "megacore.ranks.finetune", job_file, log, on_poll, job.config.launch.timeout_minutes)
+    run_ranks(
+        job, "megacore.ranks.finetune", job_file, log, on_poll, job.config.launch.timeout_minutes
+    )
 
 
 def run_ranks(
@@ -44,7 +49,9 @@ def run_ranks(
     on_poll: Callable[[], None] = nothing,
     minutes: float | None = None,
 ) -> None:
-    """Start the job's ranks as `config.launch` says, on hosts that were proven to see its directories, and supervise.
+    """Start the job's ranks as `config.launch` says, and supervise.
+
+    Hosts were proven to see its directories.
 
     Args:
         job: what the ranks do; it is written to `job_file` already.
@@ -65,13 +72,20 @@ def run_ranks(
     try:
         supervise_job(start, job, log, on_poll, minutes)
     except MemoryExhaustedError as error:
-        if any(reason.error == type(error).__name__ for reason in read_reasons(Path(job.exit_directory))):
+        if any(
+            reason.error == type(error).__name__
+            for reason in read_reasons(Path(job.exit_directory))
+        ):
             raise  # a rank that could still speak has said what helps
         raise MemoryExhaustedError(f"{error}; {memory_advice(job.config)}") from error
 
 
-def export(job: FinetuneExportJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
-    """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`; returns the gate's report.
+def export(
+    job: FinetuneExportJob, scratch: Path, on_poll: Callable[[], None] = nothing
+) -> dict[str, Any]:
+    """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
+
+    Returns the gate's report.
 
     Raises ConversionError when the export is not the model that was trained.
     """
@@ -79,5 +93,7 @@ def export(job: FinetuneExportJob, scratch: Path, on_poll: Callable[[], None] = 
     job.write(job_file)
     start = start_here("megacore.ranks.finetune_export", job, job_file)
     supervise_job(start, job, scratch / "export.log", on_poll, None)
-    report: dict[str, Any] = json.loads((Path(job.output_directory) / "parity.json").read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads(
+        (Path(job.output_directory) / "parity.json").read_text(encoding="utf-8")
+    )
     return report

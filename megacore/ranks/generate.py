@@ -37,7 +37,10 @@ def continue_prompts(job: GenerateJob) -> None:
             batch_size=job.batch_size,
         )
         if mesh.rank == 0:
-            write_json(Path(job.output), {"continuations": [asdict(continuation) for continuation in found]})
+            write_json(
+                Path(job.output),
+                {"continuations": [asdict(continuation) for continuation in found]},
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

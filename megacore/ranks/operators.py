@@ -1,4 +1,4 @@
-"""The step before the ranks: DeepSpeed's operators are compiled, with a time limit, and never in a rank.
+"""The step before the ranks: DeepSpeed's operators are compiled, within a time limit.
 
     python -m megacore.ranks.operators --config run.json
 
@@ -31,7 +31,9 @@ REPORT = "operators.json"
 _log = logging.getLogger(__name__)
 
 
-def prepare_operators(job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]) -> dict[str, str]:
+def prepare_operators(
+    job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]
+) -> dict[str, str]:
     """Build what the job's ranks will load; returns the variables that tell them what came of it.
 
     Raises LaunchError (or StageTimeoutError) for an operator that the run cannot do without.
@@ -56,7 +58,9 @@ def prepare_operators(job: TrainJob, job_file: Path, log: Path, on_poll: Callabl
     return {REPORT_VARIABLE: str(path.absolute())}
 
 
-def _build(name: Operator, job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]) -> None:
+def _build(
+    name: Operator, job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]
+) -> None:
     seconds, exit_directory = job.config.deepspeed.build_timeout, Path(job.exit_directory)
     module = "megacore.ranks.operators"
     try:
@@ -70,19 +74,25 @@ def _build(name: Operator, job: TrainJob, job_file: Path, log: Path, on_poll: Ca
         )
     except StageTimeoutError as error:
         raise StageTimeoutError(
-            f"DeepSpeed's operator {name} was not compiled within deepspeed.build_timeout = {seconds:g} seconds: "
-            f"raise it, or look for a compiler that hangs in {log}"
+            f"DeepSpeed's operator {name} was not compiled within deepspeed.build_timeout = "
+            f"{seconds:g} seconds: raise it, or look for a compiler that hangs in {log}"
         ) from error
     except MegacoreError as error:
         reasons = read_reasons(exit_directory)
         if not reasons:
             raise LaunchError(f"DeepSpeed's operator {name} cannot be compiled: {error}") from error
-        raise ERROR_TYPES[reasons[0].error](reasons[0].message) from error  # this is no rank's failure
+        # this is no rank's failure
+        raise ERROR_TYPES[reasons[0].error](reasons[0].message) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build what a job needs, or one operator, and say where it is; a failure is reported as a rank's would be."""
-    parser = argparse.ArgumentParser(description="Compile the operators of DeepSpeed that a job needs.")
+    """Build what a job needs, or one operator, and say where it is.
+
+    A failure is reported as a rank's would be.
+    """
+    parser = argparse.ArgumentParser(
+        description="Compile the operators of DeepSpeed that a job needs."
+    )
     parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
     parser.add_argument("--operator", choices=OPERATORS, help="build this one alone")
     options = parser.parse_args(arguments)
@@ -90,7 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with reported_exit(Path(job.exit_directory), 0):
         for name in [options.operator] if options.operator else needed_operators(job.config):
             if not operator_is_built(name):
-                sys.stdout.write(f"compiling DeepSpeed's operator {name}, once for this machine: a minute or more\n")
+                sys.stdout.write(
+                    f"compiling DeepSpeed's operator {name}, once for this machine: a minute or "
+                    "more\n"
+                )
                 sys.stdout.flush()
             sys.stdout.write(f"{name} is in {build_operator(name)}\n")
 

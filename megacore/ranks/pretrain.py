@@ -9,15 +9,18 @@ from megacore.ranks.rank import run_rank
 
 
 def pretrain(job: TrainJob) -> None:
-    """Train on this rank until `train.train_iters`, from the newest complete checkpoint of the run directory.
+    """Train on this rank until `train.train_iters`, from the run's newest complete checkpoint.
 
     Raises:
         ConfigError: the job cannot run as configured on this machine.
         DataFormatError: tokens or index maps are missing or damaged.
-        LaunchError: DeepSpeed's operators, which the configuration cannot do without, are not built.
-        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it stands.
+        LaunchError: DeepSpeed's operators, which the configuration cannot do without, are not
+            built.
+        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it
+            stands.
         TrainingError: a loss is not finite, or memory does not suffice.
-        CheckpointError: the newest checkpoint, or the pretrained one, is of another model or damaged.
+        CheckpointError: the newest checkpoint, or the pretrained one, is of another model or
+            damaged.
         WorkspaceError: the run directory cannot be written.
     """
     from megacore.data.build import open_split
@@ -60,11 +63,21 @@ def pretrain(job: TrainJob) -> None:
             for name in ("train", "valid")
         ]
         board = config.tracking.tensorboard
-        with Recorder(run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board) as recorder:
+        with Recorder(
+            run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board
+        ) as recorder:
             peak = peak_tflops(device, precision)
             data = Datasets(*splits)
             trainer = Trainer(
-                config, engine, mesh, data, recorder, run_directory, spec=job.spec, peak=peak, started=started
+                config,
+                engine,
+                mesh,
+                data,
+                recorder,
+                run_directory,
+                spec=job.spec,
+                peak=peak,
+                started=started,
             )
             trainer.run()
 

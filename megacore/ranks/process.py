@@ -23,7 +23,10 @@ from megacore.ranks.rank import begin_heartbeat
 
 
 def choose_device() -> torch.device:
-    """This rank's GPU, by LOCAL_RANK, else the CPU. Raises ParallelLayoutError for a rank without a GPU of its own."""
+    """This rank's GPU, by LOCAL_RANK, else the CPU.
+
+    Raises ParallelLayoutError for a rank without a GPU of its own.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -38,7 +41,10 @@ def choose_device() -> torch.device:
 
 
 def started_ranks(job: RankJob) -> int:
-    """Number of processes of this job. Raises ParallelLayoutError when the job is for another number."""
+    """Number of processes of this job.
+
+    Raises ParallelLayoutError when the job is for another number.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != job.ranks:
         raise ParallelLayoutError(
@@ -50,15 +56,18 @@ def started_ranks(job: RankJob) -> int:
 
 @contextmanager
 def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
-    """Join the job's other ranks and leave them when the body has succeeded; a failed rank just ends.
+    """Join the job's other ranks and leave them when the body has succeeded.
 
-    The mesh carries the step timer, which takes the time that a rank waits for others, and with it the heartbeat of
-    this rank, a file in the job's `exit_directory`. Its phases here are start, rendezvous, build from then on, and
-    ended once the body has succeeded or training was stopped on request.
+    A failed rank just ends.
+
+    The mesh carries the step timer, which takes the time that a rank waits for others, and with it
+    the heartbeat of this rank, a file in the job's `exit_directory`. Its phases here are start,
+    rendezvous, build from then on, and ended once the body has succeeded or training was stopped on
+    request.
 
     Raises:
-        ParallelLayoutError: another number of processes was started than the job says, or they cannot share the
-            model and its batch.
+        ParallelLayoutError: another number of processes was started than the job says, or they
+            cannot share the model and its batch.
         WorkspaceError: the heartbeat cannot be written.
     """
     world_size = started_ranks(job)
@@ -73,7 +82,9 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
         heartbeat.beat("rendezvous")
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         shared = shared_stages(job.config, job.vocab_size)
-        mesh = ProcessMesh.build(layout, shared_stages=shared, device_type=device.type, timers=timers)
+        mesh = ProcessMesh.build(
+            layout, shared_stages=shared, device_type=device.type, timers=timers
+        )
     heartbeat.beat("build")
     with leaving(heartbeat):
         yield mesh, device
@@ -81,7 +92,7 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
 
 @contextmanager
 def leaving(heartbeat: Heartbeat) -> Iterator[None]:
-    """Leave the job's other ranks, and say so, once the body has succeeded or was stopped on request.
+    """Leave the other ranks, and say so, once the body has succeeded or stopped on request.
 
     A rank that failed just ends: the others learn of it by its absence.
     """
@@ -112,8 +123,8 @@ def joined_model(job: ModelJob) -> Iterator[tuple[Model, ProcessMesh, torch.devi
     """This rank's part of the job's model, among the others; left when the body has succeeded.
 
     Raises:
-        ParallelLayoutError: another number of processes was started than the job says, or they cannot share the
-            model.
+        ParallelLayoutError: another number of processes was started than the job says, or they
+            cannot share the model.
         CheckpointError: the weights are damaged or of another model.
     """
     world_size, layout = started_ranks(job), job.layout

@@ -19,7 +19,9 @@ from megacore.observe.heartbeat import Heartbeat, beat_path, stack_path
 J = TypeVar("J", bound=RankJob)
 
 
-def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] | None = None) -> None:
+def run_rank(
+    kind: type[J], work: Callable[[J], None], arguments: Sequence[str] | None = None
+) -> None:
     """Read the job of `--config`, do its work, and report why this rank ended if it fails.
 
     Args:
@@ -29,15 +31,20 @@ def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] 
     """
     if sys.platform == "linux" and "RANK" in os.environ:
         die_with_parent()  # not when started by hand: then the parent is a shell
-    parser = argparse.ArgumentParser(description=work.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=work.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
     parser.add_argument(
         "--local_rank",
         "--local-rank",
         type=int,
         metavar="N",
-        help="this rank's number on its machine, as DeepSpeed's and PyTorch's older launchers pass it; it stands in "
-        "for the variable LOCAL_RANK where a launcher sets none, and must agree with it where one does",
+        help=(
+            "this rank's number on its machine, as DeepSpeed's and PyTorch's older launchers pass "
+            "it; it stands in for the variable LOCAL_RANK where a launcher sets none, and must "
+            "agree with it where one does"
+        ),
     )
     options = parser.parse_args(arguments)
     try:
@@ -54,7 +61,9 @@ def run_rank(kind: type[J], work: Callable[[J], None], arguments: Sequence[str] 
 
 
 def write_stacks_on_signal(directory: Path, rank: int) -> None:
-    """Let SIGUSR2 write the Python stacks of all threads to `rank_<rank>.stack`, also while the rank is stuck in C.
+    """Let SIGUSR2 write all threads' Python stacks to `rank_<rank>.stack`.
+
+    It works also while the rank is stuck in C.
 
     Raises:
         WorkspaceError: the file cannot be written.
@@ -78,7 +87,10 @@ def begin_heartbeat(job: RankJob) -> Heartbeat:
 
 
 def _take_local_rank(local_rank: int | None) -> None:
-    """Set LOCAL_RANK to what the command line says. Raises ConfigError when the two differ: one GPU has one rank."""
+    """Set LOCAL_RANK to what the command line says.
+
+    Raises ConfigError when the two differ: one GPU has one rank.
+    """
     if local_rank is None:
         return
     if local_rank < 0:
@@ -86,16 +98,16 @@ def _take_local_rank(local_rank: int | None) -> None:
     known = os.environ.setdefault("LOCAL_RANK", str(local_rank))
     if known != str(local_rank):
         raise ConfigError(
-            f"--local_rank is {local_rank} and the environment's LOCAL_RANK is {known}: unset LOCAL_RANK, "
-            "or leave --local_rank out"
+            f"--local_rank is {local_rank} and the environment's LOCAL_RANK is {known}: unset "
+            "LOCAL_RANK, or leave --local_rank out"
         )
 
 
 def _leave() -> NoReturn:
     """End a rank that has done its work and written it, without the interpreter's teardown.
 
-    torch's communication threads may abort that ("terminate called without an active exception"), and a finished
-    rank would count as lost.
+    torch's communication threads may abort that ("terminate called without an active exception"),
+    and a finished rank would count as lost.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -7,7 +7,11 @@ from typing import Any
 
 from megacore.artifact.files import workspace_errors
 from megacore.cluster.hosts.ssh import check_ssh
-from megacore.cluster.placement.prepare import loaded_checkpoints, prepare_hosts, prepare_model_hosts
+from megacore.cluster.placement.prepare import (
+    loaded_checkpoints,
+    prepare_hosts,
+    prepare_model_hosts,
+)
 from megacore.cluster.start import Start, ssh_of, start_here, start_ranks
 from megacore.config.hostfile import hosts_of, is_only_here
 from megacore.config.launch import LaunchConfig
@@ -34,7 +38,9 @@ def nothing() -> None:
 def next_attempt(run_directory: Path) -> int:
     """Number of the coming start of this run, counted from 1."""
     try:
-        return int(json.loads((run_directory / "run.json").read_text(encoding="utf-8"))["attempt"]) + 1
+        return (
+            int(json.loads((run_directory / "run.json").read_text(encoding="utf-8"))["attempt"]) + 1
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return 1
 
@@ -49,9 +55,9 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
 
     What DeepSpeed compiles is compiled first, on this machine.
 
-    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError; LaunchError when a
-    launcher or a compiler is missing; MemoryExhaustedError, with what was predicted and what helps, also for a rank
-    that the kernel killed.
+    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError;
+    LaunchError when a launcher or a compiler is missing; MemoryExhaustedError, with what was
+    predicted and what helps, also for a rank that the kernel killed.
     """
     run_directory = Path(job.run_directory)
     with workspace_errors(run_directory):
@@ -65,7 +71,10 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     try:
         supervise_job(start, job, log, on_poll, job.config.launch.timeout_minutes)
     except MemoryExhaustedError as error:
-        if any(reason.error == type(error).__name__ for reason in read_reasons(Path(job.exit_directory))):
+        if any(
+            reason.error == type(error).__name__
+            for reason in read_reasons(Path(job.exit_directory))
+        ):
             raise  # a rank that could still speak has said what helps
         raise MemoryExhaustedError(f"{error}; {_memory_advice(job)}") from error
 
@@ -77,11 +86,17 @@ def _memory_advice(job: TrainJob) -> str:
     precision = hardware.resolve_precision(job.config.train.precision)
     host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
     place = Place(job.ranks, job.vocab_size, precision, hardware.device_type, host)
-    return f"{memory_advice(job.config, place)} ({hardware.memory / GIB:.1f} GiB of main memory on this machine)"
+    return (
+        f"{memory_advice(job.config, place)} ({hardware.memory / GIB:.1f} GiB of main memory on "
+        "this machine)"
+    )
 
 
 def _prepare_hosts(job: Job) -> None:
-    """Prove, or bring about, that every machine has what its ranks will read. Raises LaunchError."""
+    """Prove, or bring about, that every machine has what its ranks will read.
+
+    Raises LaunchError.
+    """
     hosts = job.hosts or hosts_of(job.config.launch)
     if is_only_here(hosts):
         return
@@ -89,7 +104,9 @@ def _prepare_hosts(job: Job) -> None:
     prepare_hosts(job, hosts, ssh_of(job.config.launch), checkpoints=loaded_checkpoints(job))
 
 
-def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
+def evaluate(
+    job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing
+) -> dict[str, Any]:
     """Perplexities of each checkpoint; also written to `job.output`."""
     job_file = scratch / "job.json"
     job.write(job_file)
@@ -100,20 +117,30 @@ def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = noth
     return result
 
 
-def convert(job: ConvertJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> dict[str, Any]:
+def convert(
+    job: ConvertJob, scratch: Path, on_poll: Callable[[], None] = nothing
+) -> dict[str, Any]:
     """Fill `job.output_directory` and return the gate's report. Raises ConversionError."""
     job_file = scratch / "job.json"
     job.write(job_file)
     start = start_here("megacore.ranks.convert", job, job_file)
     supervise_job(start, job, scratch / "convert.log", on_poll, None)
-    report: dict[str, Any] = json.loads((Path(job.output_directory) / "parity.json").read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads(
+        (Path(job.output_directory) / "parity.json").read_text(encoding="utf-8")
+    )
     return report
 
 
 def supervise_job(
-    start: Start, job: Job | FinetuneJob, log: Path, on_poll: Callable[[], None], minutes: float | None
+    start: Start,
+    job: Job | FinetuneJob,
+    log: Path,
+    on_poll: Callable[[], None],
+    minutes: float | None,
 ) -> None:
-    """Run what `start` says to its end, as the job's `config.launch` asks; at most `minutes` (None: any time).
+    """Run what `start` says to its end, as the job's `config.launch` asks.
+
+    It may take at most `minutes` (None: any time).
 
     Raises what `supervise` does.
     """
@@ -155,8 +182,8 @@ def run_job(
         launch: what starts the ranks, and where.
         on_poll: called a few times a second.
 
-    Raises the typed error of the rank that failed first, or RankLostError, and LaunchError for a host that lacks what
-    its ranks read.
+    Raises the typed error of the rank that failed first, or RankLostError, and LaunchError for a
+    host that lacks what its ranks read.
     """
     job_file = scratch / "job.json"
     job.write(job_file)

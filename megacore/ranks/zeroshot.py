@@ -12,7 +12,9 @@ MODULE = "megacore.ranks.zeroshot"
 
 
 def evaluate_zero_shot(job: ZeroShotJob) -> None:
-    """Write the scores of the job's model to `job.output`, atomically: one entry per text that was given.
+    """Write the scores of the job's model to `job.output`, atomically.
+
+    One entry per text that was given.
 
     Raises:
         DataFormatError: a text is missing or malformed.
@@ -28,9 +30,13 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
 
     tokenizer = load_tokenizer(job.tokenizer_directory)
     with joined_model(job) as (model, mesh, device):
-        assert isinstance(model, GPTModel), f"{job.source.directory} is of family {job.source.spec.family}"
+        assert isinstance(model, GPTModel), (
+            f"{job.source.directory} is of family {job.source.spec.family}"
+        )
         configure_logging(mesh.rank)
-        scorer = Scorer(model, mesh, device, vocab_size=job.source.spec.vocab_size, batch_size=job.batch_size)
+        scorer = Scorer(
+            model, mesh, device, vocab_size=job.source.spec.vocab_size, batch_size=job.batch_size
+        )
         found = {}
         if job.wikitext is not None:
             from megacore.zeroshot.texts import read_wikitext

@@ -1,4 +1,7 @@
-"""The output layer and the cross entropy of its logits in one: ranks exchange a few numbers per token, never logits."""
+"""The output layer and the cross entropy of its logits in one.
+
+Ranks exchange a few numbers per token, never logits.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,14 +10,19 @@ import torch
 from torch import Tensor
 
 from megacore.kernels.cross_entropy import REFERENCE, CrossEntropy
-from megacore.parallel.collectives import all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from megacore.parallel.collectives import (
+    all_gather,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megacore.parallel.mesh import ALONE, ParallelGroup
 from megacore.tensor_parallel.linear import affine, matmul_gradient, sink_of
 from megacore.tensor_parallel.mappings import SEQUENCE
 
 _FP16_SCALE = 4096.0
-"""What the logits' gradient is multiplied by where it takes their place in fp16, whose smallest normal number, 6e-5, is
-larger than most probabilities."""
+"""What the logits' gradient is multiplied by where it takes their place in fp16, whose smallest
+normal number, 6e-5, is larger than most probabilities."""
 
 
 def linear_cross_entropy(
@@ -29,13 +37,16 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Negative log-likelihood of each label under the logits hidden Wᵀ + b, which exist once, in hidden's type.
+    """Negative log-likelihood of each label under the logits hidden Wᵀ + b.
 
-    In the forward pass already the gradient takes the logits' place, for an upstream gradient of one per token; the
-    real one scales the rows of the small factors in the backward pass.
+    These exist once, in hidden's type.
+
+    In the forward pass already the gradient takes the logits' place, for an upstream gradient of
+    one per token; the real one scales the rows of the small factors in the backward pass.
 
     Args:
-        hidden: replicated, [b, s, h], or with sequence parallelism this rank's part of the sequence, [b, s/t, h].
+        hidden: replicated, [b, s, h], or with sequence parallelism this rank's part of the
+            sequence, [b, s/t, h].
         weight: this rank's rows of the output layer, [v/t, h].
         labels: ids in the whole vocabulary, [b, s].
         bias: of the output layer, [v/t].
@@ -43,14 +54,23 @@ def linear_cross_entropy(
         sequence_parallel: whether `hidden` is a part of the sequence.
         kernel: what computes losses and gradients of logits.
         label_smoothing: the target is (1 - ε) onehot + ε / v (Szegedy et al. 2016), as in
-            `torch.nn.CrossEntropyLoss`; v counts the padding too, which is a row of logits like any other here.
-        z_loss: adds this times logsumexp² (Chowdhery et al. 2022, section 5), which keeps logits near zero.
+            `torch.nn.CrossEntropyLoss`; v counts the padding too, which is a row of logits like any
+            other here.
+        z_loss: adds this times logsumexp² (Chowdhery et al. 2022, section 5), which keeps logits
+            near zero.
 
     Returns:
-        The loss of each token, [b, s], fp32 (fp64 for fp64), the same on every rank; NaN, if not an error, where the
-        label is no token's.
+        The loss of each token, [b, s], fp32 (fp64 for fp64), the same on every rank; NaN, if not an
+        error, where the label is no token's.
     """
-    terms = _Terms(tp, sequence_parallel and tp.size > 1, kernel, label_smoothing, z_loss, torch.is_grad_enabled())
+    terms = _Terms(
+        tp,
+        sequence_parallel and tp.size > 1,
+        kernel,
+        label_smoothing,
+        z_loss,
+        torch.is_grad_enabled(),
+    )
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, terms)  # type: ignore[no-untyped-call]
     return loss
 
@@ -67,9 +87,12 @@ class _Terms:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward leaves G, the gradient of each row's loss, in place of the logits; with upstream gradients g of the rows.
+    """Forward leaves G, the gradient of each row's loss, in place of the logits.
 
-    dx = diag(g) (G W), dW = Gᵀ (diag(g) x), db = Gᵀ g. A gathered input is not kept but gathered again.
+    The rows have upstream gradients g.
+
+    dx = diag(g) (G W), dW = Gᵀ (diag(g) x), db = Gᵀ g. A gathered input is not kept but gathered
+    again.
     """
 
     @staticmethod
@@ -90,7 +113,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             losses = _divided_loss_(logits, flat, terms, ctx.scale)
         if terms.trains:
-            ctx.tp, ctx.sequence_parallel, ctx.sink = terms.tp, terms.sequence_parallel, sink_of(weight)
+            ctx.tp, ctx.sequence_parallel, ctx.sink = (
+                terms.tp,
+                terms.sequence_parallel,
+                sink_of(weight),
+            )
             ctx.save_for_backward(hidden, weight, logits)
         return losses.view(labels.shape)
 
@@ -104,7 +131,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if wants_hidden:
             dx = (gradient @ weight).mul_(upstream).view(*grads[0].shape, -1)
             travelling = (
-                start_reduce_scatter(dx, ctx.tp, SEQUENCE) if ctx.sequence_parallel else start_all_reduce(dx, ctx.tp)
+                start_reduce_scatter(dx, ctx.tp, SEQUENCE)
+                if ctx.sequence_parallel
+                else start_all_reduce(dx, ctx.tp)
             )
         whole = gathering.wait() if gathering else hidden
         rows = (whole.reshape(-1, whole.shape[-1]) * upstream).to(weight.dtype)
@@ -114,13 +143,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _divided_loss_(logits: Tensor, labels: Tensor, terms: _Terms, scale: float) -> Tensor:
-    """The losses of rows [n, v/t] of which each rank has a part; in training the gradient takes their place."""
+    """The losses of rows [n, v/t] of which each rank has a part.
+
+    In training the gradient takes their place.
+    """
     tp, kernel, smoothing, z_loss = terms.tp, terms.kernel, terms.smoothing, terms.z_loss
     width = logits.shape[1]
     local = labels - tp.rank * width
     columns = local.masked_fill((local < 0) | (local >= width), -1)
     found = kernel.statistics(logits, columns, smoothing > 0)
-    maxima, label_logits, totals, *sums = all_gather(found.unsqueeze(0), tp, 0).unbind(1)  # each [t, n]
+    # each [t, n]
+    maxima, label_logits, totals, *sums = all_gather(found.unsqueeze(0), tp, 0).unbind(1)
     maximum = maxima.amax(0)
     log_total = (totals * (maxima - maximum).exp()).sum(0).log()
     log_normaliser = log_total + maximum

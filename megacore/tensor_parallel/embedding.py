@@ -76,4 +76,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         weight, local, elsewhere = ctx.saved_tensors
         dy = grads[0] if elsewhere is None else grads[0].masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return lookup_gradient(ctx.sink, weight, local.flatten(), dy.reshape(-1, dy.shape[-1])), None, None
+        return (
+            lookup_gradient(ctx.sink, weight, local.flatten(), dy.reshape(-1, dy.shape[-1])),
+            None,
+            None,
+        )

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megacore.kernels.weight_gradient import WeightGradient
-from megacore.parallel.collectives import Pending, all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from megacore.parallel.collectives import (
+    Pending,
+    all_gather,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megacore.parallel.mesh import ALONE, ParallelGroup
 from megacore.tensor_parallel.mappings import (
     SEQUENCE,
@@ -22,7 +28,7 @@ from megacore.tensor_parallel.partition import Partition, divide
 
 
 class GradSink(Protocol):
-    """What a weight carries as attribute `grad_sink` when autograd is not to accumulate its gradient."""
+    """What a weight has as `grad_sink` when autograd is not to accumulate its gradient."""
 
     main_grad: Tensor
     """Takes the sum of all contributions: fp32, shaped like the weight."""
@@ -38,13 +44,18 @@ class GradSink(Protocol):
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
-    """The weight's sink, if any. To be asked in the forward pass: recomputation hands over a weight without it."""
+    """The weight's sink, if any.
+
+    To be asked in the forward pass: recomputation hands over a weight without it.
+    """
     sink: GradSink | None = getattr(weight, "grad_sink", None)
     return sink
 
 
 def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient dyᵀ x of a weight [o, i]: returned without a sink, else added to it, and None is returned.
+    """The gradient dyᵀ x of a weight [o, i].
+
+    Returned without a sink, else added to it, and None is returned.
 
     Args:
         sink: of the weight.
@@ -58,8 +69,12 @@ def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | No
     return None
 
 
-def lookup_gradient(sink: GradSink | None, weight: Tensor, ids: Tensor, dy: Tensor) -> Tensor | None:
-    """The gradient of the rows `ids` of a table: returned without a sink, else added to it, and None is returned.
+def lookup_gradient(
+    sink: GradSink | None, weight: Tensor, ids: Tensor, dy: Tensor
+) -> Tensor | None:
+    """The gradient of the rows `ids` of a table.
+
+    Returned without a sink, else added to it, and None is returned.
 
     Args:
         sink: of the table.
@@ -77,7 +92,10 @@ def lookup_gradient(sink: GradSink | None, weight: Tensor, ids: Tensor, dy: Tens
 
 
 def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """`table[ids] += rows` in an order that does not change: on a GPU index_add_ has atomics, index_put_ sorts."""
+    """`table[ids] += rows` in an order that does not change.
+
+    On a GPU index_add_ has atomics, index_put_ sorts.
+    """
     if table.is_cuda:
         table.index_put_((ids,), rows, accumulate=True)
     else:
@@ -92,7 +110,8 @@ class InputOn(Enum):
     EVERY_RANK = "every rank"
     """All the same; the gradients are summed by all-reduce."""
     OWN_POSITIONS = "own positions"
-    """Parts of the sequence, [b, s/t, h], which are gathered; the gradients are summed by reduce-scatter."""
+    """Parts of the sequence, [b, s/t, h], which are gathered; the gradients are summed by
+    reduce-scatter."""
 
 
 class ColumnParallelLinear(nn.Module):
@@ -105,7 +124,8 @@ class ColumnParallelLinear(nn.Module):
         out_features: width of the whole output; each rank computes out_features / t of it.
         bias: whether there is a b.
         tp: the ranks that share the layer; a group of one makes it `torch.nn.Linear`.
-        sequence_parallel: the input is this rank's part of the sequence, the output is of the whole sequence.
+        sequence_parallel: the input is this rank's part of the sequence, the output is of the whole
+            sequence.
         device: where the parameters are.
 
     Raises:
@@ -142,8 +162,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x Wᵀ + b with the columns of W, the input features, divided over the ranks.
 
-    The partial results, each with its share b / t of the bias that is whole on every rank, are summed over the ranks.
-    Parameters are left uninitialised.
+    The partial results, each with its share b / t of the bias that is whole on every rank, are
+    summed over the ranks. Parameters are left uninitialised.
 
     Args:
         in_features: width of the whole input; each rank is given in_features / t of it.
@@ -175,7 +195,10 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features / t] -> [..., out_features]; with sequence parallelism [b, s, …] -> [b, s/t, …]."""
+        """[..., in_features / t] -> [..., out_features].
+
+        With sequence parallelism [b, s, …] -> [b, s/t, …].
+        """
         partial = _linear(x, [(self.weight, self.bias)], self.tp, InputOn.OWN_FEATURES)[0]
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
@@ -193,10 +216,13 @@ Affine = tuple[Tensor, Tensor | None]
 def column_parallel(
     x: Tensor, layers: Sequence[Affine], tp: ParallelGroup = ALONE, sequence_parallel: bool = False
 ) -> tuple[Tensor, ...]:
-    """One input through several layers y = x Wᵀ + b divided by rows, which share the input's communication.
+    """One input through several layers y = x Wᵀ + b divided by rows.
+
+    They share the input's communication.
 
     Args:
-        x: replicated, [..., i], or with sequence parallelism this rank's part of the sequence, [b, s/t, i].
+        x: replicated, [..., i], or with sequence parallelism this rank's part of the sequence, [b,
+            s/t, i].
         layers: this rank's part of each weight, [o/t, i], and of its bias.
         tp: the ranks that share the layers.
         sequence_parallel: whether `x` is a part of the sequence.
@@ -206,10 +232,14 @@ def column_parallel(
     """
     if tp.size == 1:
         return _linear(x, layers, tp, InputOn.OWN_FEATURES)
-    return _linear(x, layers, tp, InputOn.OWN_POSITIONS if sequence_parallel else InputOn.EVERY_RANK)
+    return _linear(
+        x, layers, tp, InputOn.OWN_POSITIONS if sequence_parallel else InputOn.EVERY_RANK
+    )
 
 
-def _linear(x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputOn) -> tuple[Tensor, ...]:
+def _linear(
+    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputOn
+) -> tuple[Tensor, ...]:
     parameters = [parameter for layer in layers for parameter in layer]
     outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, input_on, *parameters)  # type: ignore[no-untyped-call]
     return outputs
@@ -219,8 +249,8 @@ class _Linear(torch.autograd.Function):
     """The matmuls of one or several layers, with communication beside those of the backward pass.
 
     The weight gradients are computed while the input gradient travels, as in Megatron-LM's
-    LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but gathered again, beside the
-    input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
+    LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but gathered
+    again, beside the input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
     """
 
     @staticmethod
@@ -233,14 +263,23 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         whole = all_gather(x, tp, SEQUENCE) if input_on is InputOn.OWN_POSITIONS else x
         share = 1.0 / tp.size if input_on is InputOn.OWN_FEATURES else 1.0
-        return tuple(affine(whole, weight, bias, share) for weight, bias in zip(weights, parameters[1::2], strict=True))
+        return tuple(
+            affine(whole, weight, bias, share)
+            for weight, bias in zip(weights, parameters[1::2], strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gathering = start_all_gather(x, ctx.tp, SEQUENCE) if ctx.input_on is InputOn.OWN_POSITIONS else None
+        gathering = (
+            start_all_gather(x, ctx.tp, SEQUENCE) if ctx.input_on is InputOn.OWN_POSITIONS else None
+        )
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        dx = _input_gradient(rows, weights).view(*grads[0].shape[:-1], x.shape[-1]) if ctx.needs_input_grad[0] else None
+        dx = (
+            _input_gradient(rows, weights).view(*grads[0].shape[:-1], x.shape[-1])
+            if ctx.needs_input_grad[0]
+            else None
+        )
         x = gathering.wait() if gathering else x
         travelling = _start_sum(dx, ctx.tp, ctx.input_on) if dx is not None else None
         columns = x.reshape(-1, x.shape[-1])
@@ -255,7 +294,10 @@ class _Linear(torch.autograd.Function):
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float = 1.0) -> Tensor:
-    """The output x Wᵀ + share · b, in a tensor that is no view, so that the caller may go on to change it in place."""
+    """The output x Wᵀ + share · b, in a tensor that is no view.
+
+    So the caller may go on to change it in place.
+    """
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])
     if bias is None:

@@ -1,12 +1,14 @@
-"""Conjugate pairs of communication, named by the region they enter or leave (Shoeybi et al. 2019, figure 3).
+"""Conjugate pairs of communication, named by the region they enter or leave.
+
+See Shoeybi et al. 2019, figure 3.
 
 Each is the identity for a group of one. `sequence_parallel` has those along the sequence.
 
 Conjugate pairs along the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 
-Between the tensor-parallel regions each rank holds the positions r·s/t … of every sample. Together a gather and a
-reduce-scatter move as much as the all-reduce they replace, while norms, dropout and residuals are divided by t. Each
-is the identity for a group of one.
+Between the tensor-parallel regions each rank holds the positions r·s/t … of every sample. Together
+a gather and a reduce-scatter move as much as the all-reduce they replace, while norms, dropout and
+residuals are divided by t. Each is the identity for a group of one.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ Collective = Callable[[Tensor, ParallelGroup, int], Tensor]
 
 
 def copy_to_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Replicated activations that each rank is going to use in another way: identity, backward all-reduce."""
+    """Replicated activations that ranks use in different ways: identity, backward all-reduce."""
     return x if tp.size == 1 else _apply(_Copy, x, tp)
 
 
@@ -36,7 +38,10 @@ def reduce_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
 
 
 def gather_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Parts along the last dimension to the replicated whole: [..., k/t] -> [..., k]; backward takes the own part."""
+    """Parts along the last dimension to the replicated whole: [..., k/t] -> [..., k].
+
+    Backward takes the own part.
+    """
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, -1, all_gather, _part)
 
 
@@ -94,7 +99,9 @@ class _Conjugates(torch.autograd.Function):
     """One communication along a dimension forward, its conjugate backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: ParallelGroup, dim: int, there: Collective, back: Collective) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tp: ParallelGroup, dim: int, there: Collective, back: Collective
+    ) -> Tensor:
         ctx.tp, ctx.dim, ctx.back = tp, dim, back
         return there(x, tp, dim)
 
@@ -119,10 +126,16 @@ def scatter_to_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
 
 
 def gather_from_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Parts to the whole that a tensor-parallel region takes: [b, s/t, h] -> [b, s, h], backward reduce-scatter."""
+    """Parts to the whole that a tensor-parallel region takes.
+
+    [b, s/t, h] -> [b, s, h], backward reduce-scatter.
+    """
     return all_gather_summed(x, tp, SEQUENCE)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Partial sums to this rank's part of their total: [b, s, h] -> [b, s/t, h], backward all-gather."""
+    """Partial sums to this rank's part of the total: [b, s, h] -> [b, s/t, h].
+
+    Backward all-gathers.
+    """
     return reduce_scattered(x, tp, SEQUENCE)

@@ -26,7 +26,9 @@ class Partition:
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the whole tensor of which `shape` is one part."""
-        return tuple(length * self.size if dim == self.dim else length for dim, length in enumerate(shape))
+        return tuple(
+            length * self.size if dim == self.dim else length for dim, length in enumerate(shape)
+        )
 
 
 @runtime_checkable
@@ -64,12 +66,14 @@ class PartialGradients(Protocol):
     """A module with replicated parameters that each rank uses on its part of the sequence alone."""
 
     def partial_gradients(self) -> frozenset[str]:
-        """Names below this module of the parameters whose gradients the tensor-parallel ranks have to sum."""
+        """Names below this module of parameters whose gradients tensor-parallel ranks must sum."""
         ...
 
 
 def partial_gradients(model: nn.Module) -> frozenset[str]:
-    """Every parameter below `model`, by global name, whose gradient is a part on each tensor-parallel rank.
+    """Every parameter below `model`, by global name, whose gradient each rank has a part of.
+
+    Ranks are the tensor-parallel ones.
 
     With sequence parallelism norms and position embeddings; none without.
     """

@@ -1,10 +1,12 @@
 """Token files: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence and document lies.
 
-The form is Megatron-LM's (https://github.com/NVIDIA/Megatron-LM). `.idx`, little endian, unpadded: magic (9
-bytes), u64 version, u8 dtype code, u64 S sequences, u64 D = documents + 1, i32[S] lengths in tokens, i64[S] byte
-offsets into `.bin`, i64[D] first sequence of each document, and i8[S] modes in multimodal files only.
+The form is Megatron-LM's (https://github.com/NVIDIA/Megatron-LM). `.idx`, little endian, unpadded:
+magic (9 bytes), u64 version, u8 dtype code, u64 S sequences, u64 D = documents + 1, i32[S] lengths
+in tokens, i64[S] byte offsets into `.bin`, i64[D] first sequence of each document, and i8[S] modes
+in multimodal files only.
 
-The token files that a tokens directory stands for: its own pair, or those of the members of a blend.
+The token files that a tokens directory stands for: its own pair, or those of the members of a
+blend.
 """
 
 import json
@@ -48,8 +50,8 @@ __all__ = [
 class IndexedDataset:
     """Reader of a pair of token files, memory-mapped and checked as a whole when it is opened.
 
-    `dataset[i]` is sequence i as a read-only view of the tokens. Raises DataFormatError for a file that is
-    missing or damaged; nothing in the files can make a later access leave the mapped range.
+    `dataset[i]` is sequence i as a read-only view of the tokens. Raises DataFormatError for a file
+    that is missing or damaged; nothing in the files can make a later access leave the mapped range.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -59,10 +61,14 @@ class IndexedDataset:
         self.dtype, sequences, entries = _read_header(idx_path(prefix), index)
         self.lengths: npt.NDArray[np.int32] = index[34 : 34 + 4 * sequences].view("<i4")
         """i32[S]: tokens of each sequence."""
-        self.pointers: npt.NDArray[np.int64] = index[34 + 4 * sequences : 34 + 12 * sequences].view("<i8")
+        self.pointers: npt.NDArray[np.int64] = index[34 + 4 * sequences : 34 + 12 * sequences].view(
+            "<i8"
+        )
         """i64[S]: byte offset of each sequence in `.bin`."""
         start = 34 + 12 * sequences
-        self.document_indices: npt.NDArray[np.int64] = index[start : start + 8 * entries].view("<i8")
+        self.document_indices: npt.NDArray[np.int64] = index[start : start + 8 * entries].view(
+            "<i8"
+        )
         """i64[D]: sequence at which each document starts; the last entry is S."""
         data = _map_file(bin_path(prefix))
         self._check(data.size)
@@ -90,7 +96,9 @@ class IndexedDataset:
         available = int(self.lengths[sequence]) - offset
         length = available if length is None else length
         if offset < 0 or not 0 <= length <= available:
-            raise IndexError(f"{self.prefix}: sequence {sequence} has no {length} tokens from {offset} on")
+            raise IndexError(
+                f"{self.prefix}: sequence {sequence} has no {length} tokens from {offset} on"
+            )
         start = int(self.pointers[sequence]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
@@ -108,14 +116,19 @@ class IndexedDataset:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def _check(self, size: int) -> None:
-        """Every length, pointer and document index, and the size of `.bin`. Raises DataFormatError."""
+        """Every length, pointer and document index, and the size of `.bin`.
+
+        Raises DataFormatError.
+        """
         path, itemsize = idx_path(self.prefix), self.dtype.itemsize
         expected = 0
         for block in blocks(len(self.lengths)):
             lengths = self.lengths[block].astype(np.int64)
             if lengths.min() < 0:
                 bad = block.start + int(lengths.argmin())
-                raise DataFormatError(f"{path} gives sequence {bad} the length {lengths.min()}: write the files again")
+                raise DataFormatError(
+                    f"{path} gives sequence {bad} the length {lengths.min()}: write the files again"
+                )
             ends = expected + np.cumsum(lengths) * itemsize
             wrong = np.flatnonzero(self.pointers[block] != ends - lengths * itemsize)
             if wrong.size:
@@ -132,18 +145,23 @@ class IndexedDataset:
     def _wrong_size(self, size: int, expected: int) -> str:
         itemsize, starts = self.dtype.itemsize, self.document_indices
         filled = sum(
-            int(np.count_nonzero(starts[block.start : block.stop] < starts[block.start + 1 : block.stop + 1]))
+            int(
+                np.count_nonzero(
+                    starts[block.start : block.stop] < starts[block.start + 1 : block.stop + 1]
+                )
+            )
             for block in blocks(len(starts) - 1)
         )
         found = (
-            f"{bin_path(self.prefix)} has {size} bytes, but its index counts {expected // itemsize} tokens of "
-            f"{itemsize} bytes = {expected}: "
+            f"{bin_path(self.prefix)} has {size} bytes, but its index counts "
+            f"{expected // itemsize} tokens of {itemsize} bytes = {expected}: "
         )
         if size == expected + filled * itemsize:
             return (
-                f"{found}one token more in each of the {filled} documents is what Megatron-DeepSpeed's "
-                "preprocess_data.py writes with --append-eod, whose index does not count the end-of-document tokens; "
-                "tokenize the text again with `megacore tokenize --append-eod`"
+                f"{found}one token more in each of the {filled} documents is what "
+                "Megatron-DeepSpeed's preprocess_data.py writes with --append-eod, whose index "
+                "does not count the end-of-document tokens; tokenize the text again with `megacore "
+                "tokenize --append-eod`"
             )
         return f"{found}the two files do not belong together, or one was cut off"
 
@@ -151,14 +169,19 @@ class IndexedDataset:
         starts = self.document_indices
         if starts[0] != 0 or starts[-1] != len(self):
             raise DataFormatError(
-                f"{path}: its documents span the sequences {starts[0]} to {starts[-1]} instead of 0 to {len(self)}: "
-                "write the files again"
+                f"{path}: its documents span the sequences {starts[0]} to {starts[-1]} instead of "
+                f"0 to {len(self)}: write the files again"
             )
         for block in blocks(len(starts) - 1):
-            falling = np.flatnonzero(starts[block.start : block.stop] > starts[block.start + 1 : block.stop + 1])
+            falling = np.flatnonzero(
+                starts[block.start : block.stop] > starts[block.start + 1 : block.stop + 1]
+            )
             if falling.size:
                 bad = block.start + int(falling[0])
-                raise DataFormatError(f"{path}: document {bad + 1} starts before document {bad}: write the files again")
+                raise DataFormatError(
+                    f"{path}: document {bad + 1} starts before document {bad}: write the files "
+                    "again"
+                )
 
 
 def _map_file(path: Path) -> npt.NDArray[np.uint8]:
@@ -177,22 +200,31 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
 def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
     """(token type, S, D) of an index whose size agrees with them. Raises DataFormatError."""
     if index.size < HEADER.size:
-        raise DataFormatError(f"{path} has {index.size} bytes, less than the header's {HEADER.size}: write it again")
+        raise DataFormatError(
+            f"{path} has {index.size} bytes, less than the header's {HEADER.size}: write it again"
+        )
     magic, version, code, sequences, entries = HEADER.unpack(index[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataFormatError(f"{path} begins with {magic!r} instead of {MAGIC!r}: it is not an index of token files")
+        raise DataFormatError(
+            f"{path} begins with {magic!r} instead of {MAGIC!r}: it is not an index of token files"
+        )
     if version != FORMAT_VERSION:
-        raise DataFormatError(f"{path} has format version {version}, not {FORMAT_VERSION}: write it again")
+        raise DataFormatError(
+            f"{path} has format version {version}, not {FORMAT_VERSION}: write it again"
+        )
     dtype = DTYPES.get(code)
     if dtype is None or dtype.kind == "f":
-        raise DataFormatError(f"{path} has dtype code {code}: tokens are integers (codes 1 to 5, or 8 for u16)")
+        raise DataFormatError(
+            f"{path} has dtype code {code}: tokens are integers (codes 1 to 5, or 8 for u16)"
+        )
     if entries < 1:
         raise DataFormatError(f"{path} has no document entries: even an index of nothing has one")
     expected = HEADER.size + 12 * sequences + 8 * entries
     if index.size not in (expected, expected + sequences):
         raise DataFormatError(
-            f"{path} has {index.size} bytes, but {sequences} sequences and {entries} document entries take "
-            f"{expected} (or {expected + sequences} with modes): it was cut off or is damaged"
+            f"{path} has {index.size} bytes, but {sequences} sequences and {entries} document "
+            f"entries take {expected} (or {expected + sequences} with modes): it was cut off or is "
+            "damaged"
         )
     return dtype, sequences, entries
 
@@ -206,7 +238,10 @@ TOKENS_NAMES = ("tokens_text_document", "tokens_text_sentence")
 
 def write_members(directory: Path, members: Sequence[Path]) -> None:
     """Make `directory` stand for the token files of several tokens directories, in this order."""
-    write_json(directory / MEMBERS_NAME, {"members": [os.path.relpath(member, directory) for member in members]})
+    write_json(
+        directory / MEMBERS_NAME,
+        {"members": [os.path.relpath(member, directory) for member in members]},
+    )
 
 
 def token_prefixes(directory: str | Path) -> tuple[str, ...]:
@@ -218,12 +253,16 @@ def token_prefixes(directory: str | Path) -> tuple[str, ...]:
         prefix = Path(directory, name)
         if idx_path(prefix).exists():
             return (str(prefix),)
-    raise DataFormatError(f"{directory} has neither token files nor {MEMBERS_NAME}: run the tokenize stage again")
+    raise DataFormatError(
+        f"{directory} has neither token files nor {MEMBERS_NAME}: run the tokenize stage again"
+    )
 
 
 def _members(listing: Path) -> list[Path]:
     try:
         values: Any = json.loads(listing.read_text(encoding="utf-8"))
-        return [Path(os.path.normpath(listing.parent / str(member))) for member in values["members"]]
+        return [
+            Path(os.path.normpath(listing.parent / str(member))) for member in values["members"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(f"{listing} is damaged ({error}): run the flow again") from error

@@ -2,7 +2,8 @@
 
 Both files are written under temporary names and renamed when they are whole, `.idx` last.
 
-What is common to reading and writing token files: the header, the types, and where the two files are.
+What is common to reading and writing token files: the header, the types, and where the two files
+are.
 """
 
 import hashlib
@@ -44,7 +45,8 @@ UINT16_LIMIT = 65500
 MAX_LENGTH = 2**31 - 1
 """Tokens of a sequence: its length is an i32."""
 _BLOCK = 1 << 20
-"""Rows that are checked or written at a time: temporaries stay small for any number of sequences."""
+"""Rows that are checked or written at a time: temporaries stay small for any number of
+sequences."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -76,13 +78,19 @@ _GATHER_DOCUMENTS = 1 << 14
 class IndexedDatasetWriter:
     """Writes a pair of token files as a context manager.
 
-    Tokens are streamed; 4 bytes per sequence and 8 per document stay in memory. When the block ends with an
-    exception, no file is left and an older pair stays as it was. Raises DataFormatError for a token beyond the
-    vocabulary or a sequence beyond the format, WorkspaceError when the disk refuses.
+    Tokens are streamed; 4 bytes per sequence and 8 per document stay in memory. When the block ends
+    with an exception, no file is left and an older pair stays as it was. Raises DataFormatError for
+    a token beyond the vocabulary or a sequence beyond the format, WorkspaceError when the disk
+    refuses.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, *, vocab_size: int | None = None) -> None:
-        """Start the files of `prefix` with tokens of `dtype`, one of DTYPES, below `vocab_size` (None: any)."""
+    def __init__(
+        self, prefix: str | Path, dtype: npt.DTypeLike, *, vocab_size: int | None = None
+    ) -> None:
+        """Start the files of `prefix` with tokens of `dtype`, one of DTYPES.
+
+        They are below `vocab_size` (None: any).
+        """
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.tokens = 0
@@ -94,7 +102,9 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._document_indices = array("q", [0])
         self._digest = hashlib.sha256()
-        self._temporary = {path: path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in self._paths}
+        self._temporary = {
+            path: path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in self._paths
+        }
         with workspace_errors(bin_path(prefix)):
             self._file = open(self._temporary[bin_path(prefix)], "wb", buffering=1 << 20)  # noqa: SIM115 (__exit__)
 
@@ -108,12 +118,21 @@ class IndexedDatasetWriter:
         """Documents written so far, empty ones included."""
         return len(self._document_indices) - 1
 
-    def add_document(self, ids: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None) -> None:
-        """Append a document, of one sequence or of sequences with the given lengths; an empty one has none."""
+    def add_document(
+        self, ids: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
+    ) -> None:
+        """Append a document, of one sequence or of sequences with the given lengths.
+
+        An empty one has none.
+        """
         tokens = np.asarray(ids)
         if tokens.size == 0:
             tokens = tokens.astype(self.dtype)
-        parts = [tokens.size] * bool(tokens.size) if lengths is None else [length for length in lengths if length]
+        parts = (
+            [tokens.size] * bool(tokens.size)
+            if lengths is None
+            else [length for length in lengths if length]
+        )
         self.add_batch(tokens, np.array(parts, np.int64), np.array([len(parts)], np.int64))
 
     def add_batch(
@@ -122,7 +141,9 @@ class IndexedDatasetWriter:
         lengths: npt.NDArray[np.integer[Any]],
         sequences: npt.NDArray[np.integer[Any]] | None = None,
     ) -> None:
-        """Append documents: the tokens [n] of all sequences, their lengths [S], and each document's sequences [D].
+        """Append documents.
+
+        Takes the tokens [n] of all sequences, their lengths [S], and each document's sequences [D].
 
         Without `sequences` each length is a document's, and a length of 0 an empty document.
         """
@@ -133,8 +154,8 @@ class IndexedDatasetWriter:
             raise ValueError(f"{ids.size} ids in {lengths.size} sequences do not add up")
         if lengths.size and int(lengths.max()) > MAX_LENGTH:
             raise DataFormatError(
-                f"a sequence after document {self.documents} has {lengths.max()} tokens; the format ends at "
-                f"{MAX_LENGTH}: divide it"
+                f"a sequence after document {self.documents} has {lengths.max()} tokens; the "
+                f"format ends at {MAX_LENGTH}: divide it"
             )
         self._check_ids(ids, lengths, sequences)
         starts = self.sequences + np.cumsum(sequences, dtype=np.int64)
@@ -144,11 +165,14 @@ class IndexedDatasetWriter:
         self.empty_documents += int(np.count_nonzero(sequences == 0))
 
     def append(self, dataset: "IndexedDataset") -> None:
-        """Append all documents of other token files, a part at a time. Raises DataFormatError for another type."""
+        """Append all documents of other token files, a part at a time.
+
+        Raises DataFormatError for another type.
+        """
         if dataset.dtype != self.dtype:
             raise DataFormatError(
-                f"{dataset.prefix} holds tokens of type {dataset.dtype}, and {self.prefix} of {self.dtype}: "
-                "they were made with different tokenizers"
+                f"{dataset.prefix} holds tokens of type {dataset.dtype}, and {self.prefix} of "
+                f"{self.dtype}: they were made with different tokenizers"
             )
         first = self.sequences
         with open(bin_path(dataset.prefix), "rb") as file:
@@ -163,7 +187,10 @@ class IndexedDatasetWriter:
             self.empty_documents += int(np.count_nonzero(after == starts[block]))
 
     def _check_ids(
-        self, ids: npt.NDArray[Any], lengths: npt.NDArray[np.integer[Any]], sequences: npt.NDArray[np.integer[Any]]
+        self,
+        ids: npt.NDArray[Any],
+        lengths: npt.NDArray[np.integer[Any]],
+        sequences: npt.NDArray[np.integer[Any]],
     ) -> None:
         limit = self._limit
         if limit is None:
@@ -171,11 +198,15 @@ class IndexedDatasetWriter:
                 return
             limit = np.iinfo(self.dtype).max + 1
         low = -1 if self._limit is None and self.dtype.kind == "i" else 0
-        if not ids.size or (int(ids.max()) < limit and (ids.dtype.kind == "u" or int(ids.min()) >= low)):
+        if not ids.size or (
+            int(ids.max()) < limit and (ids.dtype.kind == "u" or int(ids.min()) >= low)
+        ):
             return
         bad = int(np.flatnonzero((ids >= limit) | (ids < low))[0])
         sequence = int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
-        document = self.documents + int(np.searchsorted(np.cumsum(sequences), sequence, side="right"))
+        document = self.documents + int(
+            np.searchsorted(np.cumsum(sequences), sequence, side="right")
+        )
         raise DataFormatError(
             f"document {document} has the token id {ids[bad]}, beyond the {limit} that "
             f"{bin_path(self.prefix)} can hold: the tokenizer's vocabulary is another"
@@ -196,7 +227,10 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -214,7 +248,10 @@ class IndexedDatasetWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        self.sha256 = {".bin": self._digest.hexdigest(), ".idx": self._write_index(self._temporary[index])}
+        self.sha256 = {
+            ".bin": self._digest.hexdigest(),
+            ".idx": self._write_index(self._temporary[index]),
+        }
         with workspace_errors(data):
             index.unlink(missing_ok=True)  # an older index must not be taken for this file's
             os.replace(self._temporary[data], data)
@@ -233,7 +270,9 @@ class IndexedDatasetWriter:
 
     def _index_parts(self) -> "Iterator[bytes | memoryview]":
         lengths = np.frombuffer(self._lengths, np.int32)
-        yield HEADER.pack(MAGIC, FORMAT_VERSION, self._code, len(lengths), len(self._document_indices))
+        yield HEADER.pack(
+            MAGIC, FORMAT_VERSION, self._code, len(lengths), len(self._document_indices)
+        )
         yield lengths.astype("<i4", copy=False).tobytes()
         start = 0
         for block in blocks(len(lengths)):
@@ -243,8 +282,12 @@ class IndexedDatasetWriter:
         yield np.frombuffer(self._document_indices, np.int64).astype("<i8", copy=False).tobytes()
 
 
-def permute(dataset: "IndexedDataset", order: npt.NDArray[np.int64], writer: IndexedDatasetWriter) -> None:
-    """Append the documents of `dataset` in the given order [D] to `writer`, each with all of its sequences.
+def permute(
+    dataset: "IndexedDataset", order: npt.NDArray[np.int64], writer: IndexedDatasetWriter
+) -> None:
+    """Append the documents of `dataset` in the given order [D] to `writer`.
+
+    Each comes with all of its sequences.
 
     Reading is random, writing sequential; a small part of the file at a time is in memory.
     """
@@ -257,7 +300,9 @@ def permute(dataset: "IndexedDataset", order: npt.NDArray[np.int64], writer: Ind
                 places = zip(low[part].tolist(), (high - low)[part].tolist(), strict=True)
                 data = b"".join([_read(file.fileno(), offset, size) for offset, size in places])
                 lengths = dataset.lengths[_ranges(first[part], last[part])]
-                writer.add_batch(np.frombuffer(data, dataset.dtype), lengths, last[part] - first[part])
+                writer.add_batch(
+                    np.frombuffer(data, dataset.dtype), lengths, last[part] - first[part]
+                )
 
 
 def _read(descriptor: int, offset: int, size: int) -> bytes:
@@ -266,12 +311,16 @@ def _read(descriptor: int, offset: int, size: int) -> bytes:
     while len(data) < size:  # a call ends at 2 GiB
         more = os.pread(descriptor, size - len(data), offset + len(data))
         if not more:
-            raise DataFormatError("the token files became shorter while they were read: nobody may write to them")
+            raise DataFormatError(
+                "the token files became shorter while they were read: nobody may write to them"
+            )
         data += more
     return data
 
 
-def _byte_offsets(dataset: "IndexedDataset", sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _byte_offsets(
+    dataset: "IndexedDataset", sequences: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
     """Where the sequences [n] begin in `.bin`; the one after the last begins at the end."""
     offsets = np.full(sequences.shape, dataset.tokens.nbytes, np.int64)
     inside = sequences < len(dataset)

@@ -1,7 +1,7 @@
 """The tokenizer stage: a directory that this package and `transformers.AutoTokenizer` both load.
 
-It holds tokenizer_config.json and tokenizer.json, for a byte-level BPE also vocab.json and merges.txt; or, of a
-SentencePiece model, tokenizer.model instead.
+It holds tokenizer_config.json and tokenizer.json, for a byte-level BPE also vocab.json and
+merges.txt; or, of a SentencePiece model, tokenizer.model instead.
 
 A tokenizer.json from the Hugging Face hub.
 """
@@ -39,14 +39,18 @@ _GPT2_ROLES = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
 
 
 def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
-    """Return what decides the tokenizer beside the corpus: contents of files rather than their names.
+    """Return what decides the tokenizer beside the corpus.
 
-    A repository of the hub is known by its name and revision. Raises DataFormatError for a missing file.
+    Files are known by their content, not by their name. A repository of the hub is known by its name and revision. Raises DataFormatError for a missing
+    file.
     """
     content: dict[str, Any]
     match choice:
         case Gpt2BpeTokenizer():
-            content = {"vocab": _digest(Path(choice.vocab_file)), "merges": _digest(Path(choice.merge_file))}
+            content = {
+                "vocab": _digest(Path(choice.vocab_file)),
+                "merges": _digest(Path(choice.merge_file)),
+            }
         case BertWordPieceTokenizer():
             content = {"vocab": _digest(Path(choice.vocab_file))}
         case SentencePieceTokenizer():
@@ -68,16 +72,23 @@ def build_tokenizer(
     cache_directory: Path | None = None,
     skip_bad_lines: bool = False,
 ) -> dict[str, Any]:
-    """Fill the empty `directory` with the tokenizer's files; returns vocab_size, eod_id, eod_token, special_tokens.
+    """Fill the empty `directory` with the tokenizer's files.
 
-    One that is trained is trained on the corpus directories `corpora`, in their order. Downloads are cached in
-    `cache_directory` (default: `.huggingface` beside `directory`). Raises DataFormatError for files that are missing
-    or malformed, DownloadError when the hub cannot be reached, WorkspaceError.
+    Returns vocab_size, eod_id, eod_token, special_tokens.
+
+    One that is trained is trained on the corpus directories `corpora`, in their order. Downloads
+    are cached in `cache_directory` (default: `.huggingface` beside `directory`). Raises
+    DataFormatError for files that are missing or malformed, DownloadError when the hub cannot be
+    reached, WorkspaceError.
     """
 
     def texts() -> Iterator[str]:
         folders = [corpora] if isinstance(corpora, Path) else corpora
-        return (text for folder in folders for text in iterate_texts(folder, skip_bad_lines=skip_bad_lines))
+        return (
+            text
+            for folder in folders
+            for text in iterate_texts(folder, skip_bad_lines=skip_bad_lines)
+        )
 
     match choice:
         case TrainBpeTokenizer() | TrainWordPieceTokenizer():
@@ -97,29 +108,38 @@ def build_tokenizer(
 def train_tokenizer(
     choice: TrainBpeTokenizer | TrainWordPieceTokenizer, texts: Callable[[], Iterable[str]]
 ) -> Tokenizer:
-    """A tokenizer trained on all texts, which each call of `texts` gives anew. Raises DataFormatError."""
+    """A tokenizer trained on all texts, which each call of `texts` gives anew.
+
+    Raises DataFormatError.
+    """
     match choice:
         case TrainBpeTokenizer():
             backend = train_bpe(texts(), choice.vocab_size, choice.special_tokens)
             return _with_sentinels(JsonTokenizer(backend, END_OF_TEXT), choice.vocab_extra_ids)
         case TrainWordPieceTokenizer():
             backend = train_wordpiece(texts, choice.vocab_size, lower_case=choice.lower_case)
-            return _with_sentinels(JsonTokenizer(backend, BERT_ROLES["sep_token"]), choice.vocab_extra_ids)
+            return _with_sentinels(
+                JsonTokenizer(backend, BERT_ROLES["sep_token"]), choice.vocab_extra_ids
+            )
 
 
 def open_tokenizer(
-    choice: Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer, cache_directory: Path
+    choice: Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer,
+    cache_directory: Path,
 ) -> Tokenizer:
     """A tokenizer that exists already. Raises as `build_tokenizer`."""
     tokenizer: Tokenizer
     match choice:
         case Gpt2BpeTokenizer():
-            tokenizer = JsonTokenizer(read_gpt2_bpe(Path(choice.vocab_file), Path(choice.merge_file)), END_OF_TEXT)
+            tokenizer = JsonTokenizer(
+                read_gpt2_bpe(Path(choice.vocab_file), Path(choice.merge_file)), END_OF_TEXT
+            )
         case BertWordPieceTokenizer():
             backend = read_wordpiece(Path(choice.vocab_file), lower_case=choice.lower_case)
             tokenizer = JsonTokenizer(backend, BERT_ROLES["sep_token"])
         case SentencePieceTokenizer():
-            from megacore.tokenizer.sentencepiece_model import SentencePieceModel  # only such a tokenizer needs it
+            # only such a tokenizer needs it
+            from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
             tokenizer = SentencePieceModel.read(Path(choice.model_file))
         case HfTokenizer():
@@ -134,23 +154,27 @@ def _with_sentinels(tokenizer: Tokenizer, count: int) -> Tokenizer:
     return tokenizer
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> tokenizers.Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` entries: <|endoftext|> (id 0), `special_tokens`, the 256 bytes, merges.
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` entries.
 
-    Raises DataFormatError when the texts have too few distinct pairs for that many entries, or the special tokens
-    are not distinct.
+    These are <|endoftext|> (id 0), `special_tokens`, the 256 bytes, merges.
+
+    Raises DataFormatError when the texts have too few distinct pairs for that many entries, or the
+    special tokens are not distinct.
     """
     special = [END_OF_TEXT, *special_tokens]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if len({*special, *alphabet, ""}) != len(special) + len(alphabet) + 1:
         raise DataFormatError(
-            f"data.tokenizer.special_tokens {', '.join(map(repr, special_tokens))} name a token twice, {END_OF_TEXT}, "
-            "or a single byte: give each another name"
+            f"data.tokenizer.special_tokens {', '.join(map(repr, special_tokens))} name a token "
+            f"twice, {END_OF_TEXT}, or a single byte: give each another name"
         )
     if vocab_size < len(special) + len(alphabet):
         raise DataFormatError(
-            f"data.tokenizer.vocab_size {vocab_size} has no room for {len(special)} special tokens and "
-            f"{len(alphabet)} bytes: raise it to at least {len(special) + len(alphabet)}"
+            f"data.tokenizer.vocab_size {vocab_size} has no room for {len(special)} special tokens "
+            f"and {len(alphabet)} bytes: raise it to at least {len(special) + len(alphabet)}"
         )
     backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -162,8 +186,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     backend.train_from_iterator(grouped(texts), trainer)
     if backend.get_vocab_size() != vocab_size:
         raise DataFormatError(
-            f"the corpus yields a vocabulary of {backend.get_vocab_size()} entries, not the {vocab_size} of "
-            f"data.tokenizer.vocab_size: lower it to at most {backend.get_vocab_size()}, or use more text"
+            f"the corpus yields a vocabulary of {backend.get_vocab_size()} entries, not the "
+            f"{vocab_size} of data.tokenizer.vocab_size: lower it to at most "
+            f"{backend.get_vocab_size()}, or use more text"
         )
     return backend
 
@@ -173,16 +198,21 @@ def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
     vocab = _read_vocab(vocab_file)
     merges = _read_merges(merge_file)
     if END_OF_TEXT not in vocab:
-        raise DataFormatError(f"{vocab_file} has no {END_OF_TEXT} among its {len(vocab)} entries: it is not GPT-2's")
+        raise DataFormatError(
+            f"{vocab_file} has no {END_OF_TEXT} among its {len(vocab)} entries: it is not GPT-2's"
+        )
     if len(merges) + len(pre_tokenizers.ByteLevel.alphabet()) >= len(vocab):
         raise DataFormatError(
-            f"{merge_file} has {len(merges)} merges, which with 256 bytes and {END_OF_TEXT} need more than the "
-            f"{len(vocab)} entries of {vocab_file}: the two files do not belong together"
+            f"{merge_file} has {len(merges)} merges, which with 256 bytes and {END_OF_TEXT} need "
+            f"more than the {len(vocab)} entries of {vocab_file}: the two files do not belong "
+            "together"
         )
     try:
         model = models.BPE(vocab=vocab, merges=merges)
     except Exception as error:  # the bindings raise plain Exception
-        raise DataFormatError(f"{merge_file} and {vocab_file} do not belong together: {error}") from error
+        raise DataFormatError(
+            f"{merge_file} and {vocab_file} do not belong together: {error}"
+        ) from error
     return _byte_level(model)
 
 
@@ -200,12 +230,18 @@ def _read_vocab(path: Path) -> dict[str, int]:
     try:
         vocab = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataFormatError(f"{path} cannot be read: {error.strerror}: set data.tokenizer.vocab_file") from error
+        raise DataFormatError(
+            f"{path} cannot be read: {error.strerror}: set data.tokenizer.vocab_file"
+        ) from error
     except ValueError as error:
-        raise DataFormatError(f"{path} is not a vocab.json ({error}): set data.tokenizer.vocab_file") from error
+        raise DataFormatError(
+            f"{path} is not a vocab.json ({error}): set data.tokenizer.vocab_file"
+        ) from error
     ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else [None]
     if not all(type(token) is int for token in ids) or set(ids) != set(range(len(ids))):
-        raise DataFormatError(f"{path} does not map its tokens to the ids 0, 1, 2, …: it is not a vocab.json")
+        raise DataFormatError(
+            f"{path} does not map its tokens to the ids 0, 1, 2, …: it is not a vocab.json"
+        )
     return dict(vocab)
 
 
@@ -213,14 +249,19 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataFormatError(f"{path} cannot be read ({error}): set data.tokenizer.merge_file") from error
+        raise DataFormatError(
+            f"{path} cannot be read ({error}): set data.tokenizer.merge_file"
+        ) from error
     merges = []
     for number, line in enumerate(lines, 1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         left, _, right = line.partition(" ")
         if not left or not right or " " in right:
-            raise DataFormatError(f"{path}:{number} is {line!r}, not two tokens with a space between: not a merges.txt")
+            raise DataFormatError(
+                f"{path}:{number} is {line!r}, not two tokens with a space between: not a "
+                "merges.txt"
+            )
         merges.append((left, right))
     return merges
 
@@ -238,11 +279,16 @@ def _digest(path: Path) -> str:
     try:
         return file_digest(path)
     except OSError as error:
-        raise DataFormatError(f"{path} cannot be read: {error.strerror}: check data.tokenizer") from error
+        raise DataFormatError(
+            f"{path} cannot be read: {error.strerror}: check data.tokenizer"
+        ) from error
 
 
 def download_tokenizer(choice: HfTokenizer, cache_directory: Path) -> Path:
-    """Its file in `cache_directory`, fetched unless it is there. Raises DataFormatError, DownloadError."""
+    """Its file in `cache_directory`, fetched unless it is there.
+
+    Raises DataFormatError, DownloadError.
+    """
     # Imported here: only a tokenizer of the hub needs it.
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
@@ -256,16 +302,29 @@ def download_tokenizer(choice: HfTokenizer, cache_directory: Path) -> Path:
     name = choice.name if choice.revision is None else f"{choice.name} at {choice.revision}"
     try:
         return Path(
-            hf_hub_download(choice.name, TOKENIZER_NAME, revision=choice.revision, cache_dir=str(cache_directory))
+            hf_hub_download(
+                choice.name,
+                TOKENIZER_NAME,
+                revision=choice.revision,
+                cache_dir=str(cache_directory),
+            )
         )
     except LocalEntryNotFoundError as error:
         raise DownloadError(
-            f"{TOKENIZER_NAME} of {name} cannot be downloaded: the hub cannot be reached: check the network, or give "
-            "a local file as data.tokenizer.name"
+            f"{TOKENIZER_NAME} of {name} cannot be downloaded: the hub cannot be reached: check "
+            "the network, or give a local file as data.tokenizer.name"
         ) from error
-    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (
+        EntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+        HFValidationError,
+    ) as error:
         raise DataFormatError(
-            f"data.tokenizer.name {name} is neither a local file nor a repository of the hub with a {TOKENIZER_NAME}"
+            f"data.tokenizer.name {name} is neither a local file nor a repository of the hub with "
+            f"a {TOKENIZER_NAME}"
         ) from error
     except OSError as error:
-        raise DownloadError(f"{TOKENIZER_NAME} of {name} cannot be downloaded: {error}: try again") from error
+        raise DownloadError(
+            f"{TOKENIZER_NAME} of {name} cannot be downloaded: {error}: try again"
+        ) from error

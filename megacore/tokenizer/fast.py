@@ -1,4 +1,7 @@
-"""Byte-level BPE through gigatoken (https://github.com/marcelroed/gigatoken), held against `tokenizers` before use."""
+"""Byte-level BPE through gigatoken, held against `tokenizers` before use.
+
+Its source is https://github.com/marcelroed/gigatoken.
+"""
 
 import ctypes
 import logging
@@ -33,20 +36,27 @@ _ADVERSARIAL = (
     " ",
     "a" * 3000,
 )
-"""What has told tokenizers apart before: contractions, white space, digits, marks, emoji, scripts, long words."""
+"""What has told tokenizers apart before: contractions, white space, digits, marks, emoji, scripts,
+long words."""
 
 
 class Encoder(Protocol):
-    """What turns texts into ids in several threads at a time: a `Tokenizer`, or a faster stand-in."""
+    """What turns texts into ids in several threads at a time.
+
+    A `Tokenizer`, or a faster stand-in.
+    """
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
         """The ids of all texts end to end."""
 
 
 def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) -> Encoder:
-    """Gigatoken for a byte-level BPE when it agrees with `tokenizer` on the sample, else the tokenizer itself.
+    """Gigatoken for a byte-level BPE when it agrees with `tokenizer` on the sample.
 
-    A disagreement, a gigatoken that is missing, and a tokenizer that it refuses are each logged as a warning.
+    Else the tokenizer itself.
+
+    A disagreement, a gigatoken that is missing, and a tokenizer that it refuses are each logged as
+    a warning.
     """
     if not (isinstance(tokenizer, JsonTokenizer) and tokenizer.is_bpe):
         return tokenizer
@@ -57,11 +67,20 @@ def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) ->
         # A panic of the bindings is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        _logger.warning("gigatoken cannot be used (%s: %s): `tokenizers` encodes instead, slower", *_named(error))
+        _logger.warning(
+            "gigatoken cannot be used (%s: %s): `tokenizers` encodes instead, slower",
+            *_named(error),
+        )
         return tokenizer
     if different is not None:
-        shown = repr(different if len(different) <= _SHOWN_CHARACTERS else f"{different[:_SHOWN_CHARACTERS]}…")
-        _logger.warning("gigatoken encodes %s differently: `tokenizers` encodes instead, slower", shown)
+        shown = repr(
+            different
+            if len(different) <= _SHOWN_CHARACTERS
+            else f"{different[:_SHOWN_CHARACTERS]}…"
+        )
+        _logger.warning(
+            "gigatoken encodes %s differently: `tokenizers` encodes instead, slower", shown
+        )
         return tokenizer
     return encoder
 
@@ -79,8 +98,10 @@ def first_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str
 
 
 def adversarial_texts(tokenizer: JsonTokenizer) -> list[str]:
-    """Texts that tokenizers tend to differ on, those with the tokenizer's own special tokens included."""
-    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()][:64]
+    """Texts that tokenizers tend to differ on, with the tokenizer's own special tokens."""
+    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()][
+        :64
+    ]
     around = [f"a{token}b {token} {token}{token}\n{token}" for token in special]
     return [*_ADVERSARIAL, *around, "".join(special), *(token[:-1] for token in special)]
 
@@ -105,12 +126,16 @@ class _Instance:
 class GigatokenEncoder:
     """A gigatoken tokenizer for each thread that encodes, with bounded memory.
 
-    The library remembers every word it has met. When this process has grown by _CACHE_BYTES for each thread (at least
-    two) since the first tokenizer was made, all are made anew, which takes 0.1 s each.
+    The library remembers every word it has met. When this process has grown by _CACHE_BYTES for
+    each thread (at least two) since the first tokenizer was made, all are made anew, which takes
+    0.1 s each.
     """
 
     def __init__(self, tokenizer_json: str, workers: int) -> None:
-        """Make the first tokenizer. Raises what gigatoken raises when it is missing or refuses the JSON."""
+        """Make the first tokenizer.
+
+        Raises what gigatoken raises when it is missing or refuses the JSON.
+        """
         self.rebuilds = 0
         """How often the tokenizers were made anew."""
         self._json = tokenizer_json
@@ -171,7 +196,8 @@ class GigatokenEncoder:
                 self._idle.clear()
                 self._baseline = None
             elif self._baseline is None and current and not self._old:
-                # Memory that something else in this process took must not make each batch begin anew.
+                # Memory that something else in this process took must not make each batch begin
+                # anew.
                 self._baseline = max(self._first, resident - self._limit // 2)
 
 
@@ -182,7 +208,7 @@ def anonymous_memory() -> int:
 
 
 def _return_freed_memory() -> None:
-    """Give the pages of earlier tokenizers back, which glibc would keep scattered among what is in use."""
+    """Give the pages of earlier tokenizers back, which glibc would keep scattered."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     if trim is not None:
         trim(0)

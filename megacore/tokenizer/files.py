@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact import StageKey
-from megacore.artifact.files import remove_dead_temporaries, sync_directory, workspace_errors, write_json
+from megacore.artifact.files import (
+    remove_dead_temporaries,
+    sync_directory,
+    workspace_errors,
+    write_json,
+)
 from megacore.artifact.manifest import FileEntry, Manifest, file_digest
 from megacore.config.data import (
     BertWordPieceTokenizer,
@@ -48,7 +53,10 @@ class Inputs:
 
     @classmethod
     def find(cls, patterns: Sequence[str], key: str) -> "Inputs":
-        """The files that paths and globs name, with the text under `key`. Raises DataFormatError."""
+        """The files that paths and globs name, with the text under `key`.
+
+        Raises DataFormatError.
+        """
         files = list_files(JsonlSource(kind="jsonl", files=tuple(patterns), key=key))
         plain = all(Path(file.path).suffix not in (".gz", ".zst", ".parquet") for file in files)
         size = sum(file.size for file in files) if plain else None
@@ -56,21 +64,31 @@ class Inputs:
 
 
 def output_prefix(prefix: str, key: str, options: TokenizeOptions) -> str:
-    """What Megatron-LM calls the token files of `prefix`: PREFIX_KEY_document, or _sentence when these are split."""
+    """What Megatron-LM calls the token files of `prefix`.
+
+    PREFIX_KEY_document, or _sentence when these are split.
+    """
     return f"{prefix}_{key}_{'sentence' if options.split_sentences else 'document'}"
 
 
 def check_output(target: str, *, overwrite: bool) -> None:
-    """Refuse to replace token files unless that is meant, and what is none at all. Raises ConfigError."""
+    """Refuse to replace token files unless that is meant, and what is none at all.
+
+    Raises ConfigError.
+    """
     for path in (Path(f"{target}{suffix}") for suffix in _SUFFIXES):
         if path.is_dir():
             raise ConfigError(f"{path} is a directory: give another --output-prefix")
     for folder in Path(target).absolute().parents:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is a file: give another --output-prefix")
-    existing = [f"{target}{suffix}" for suffix in (".bin", ".idx") if os.path.lexists(f"{target}{suffix}")]
+    existing = [
+        f"{target}{suffix}" for suffix in (".bin", ".idx") if os.path.lexists(f"{target}{suffix}")
+    ]
     if existing and not overwrite:
-        raise ConfigError(f"{' and '.join(existing)} exist already: give another --output-prefix, or --overwrite")
+        raise ConfigError(
+            f"{' and '.join(existing)} exist already: give another --output-prefix, or --overwrite"
+        )
 
 
 def tokenize_files(
@@ -82,11 +100,11 @@ def tokenize_files(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Write `target`.bin and .idx with the documents of the inputs in order, and beside them two JSON files.
+    """Write `target`.bin and .idx with the inputs' documents in order, and two JSON files.
 
-    `.documents.json` says which line each document came from, `.manifest.json` what the files are made of and their
-    hashes. The index appears last, and one that was there goes first: files without it are not whole. Returns counts as
-    `tokenize_corpus`, and raises as it does.
+    `.documents.json` says which line each document came from, `.manifest.json` what the files are
+    made of and their hashes. The index appears last, and one that was there goes first: files
+    without it are not whole. Returns counts as `tokenize_corpus`, and raises as it does.
     """
     started = time.monotonic()
     folder = Path(f"{target}.tmp-{os.getpid()}")
@@ -142,7 +160,12 @@ def _parameters(inputs: Inputs, choice: Choice, options: TokenizeOptions) -> dic
     values = asdict(options)
     values["sentence_data"] = None if options.sentence_data is None else str(options.sentence_data)
     files = [[segment.path, os.path.getsize(segment.path)] for segment in inputs.segments]
-    return {**values, "tokenizer": fingerprint(choice), "inputs": files, "json_key": inputs.segments[0].key}
+    return {
+        **values,
+        "tokenizer": fingerprint(choice),
+        "inputs": files,
+        "json_key": inputs.segments[0].key,
+    }
 
 
 def _entries(folder: Path, target: str, digests: dict[str, str]) -> dict[str, FileEntry]:
@@ -151,12 +174,17 @@ def _entries(folder: Path, target: str, digests: dict[str, str]) -> dict[str, Fi
         path = folder / f"tokens{suffix}"
         status = path.stat()
         digest = digests.get(suffix) or file_digest(path)
-        entries[f"{Path(target).name}{suffix}"] = FileEntry(status.st_size, digest, status.st_mtime_ns)
+        entries[f"{Path(target).name}{suffix}"] = FileEntry(
+            status.st_size, digest, status.st_mtime_ns
+        )
     return entries
 
 
 def _publish(folder: Path, target: str) -> None:
-    """Move the files to their names; an older index goes first, since it is not of the new tokens."""
+    """Move the files to their names.
+
+    An older index goes first, since it is not of the new tokens.
+    """
     with workspace_errors(folder):
         Path(f"{target}.idx").unlink(missing_ok=True)
         for suffix in _SUFFIXES:

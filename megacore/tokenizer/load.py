@@ -73,17 +73,24 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Put special tokens at the end of the vocabulary. Raises DataFormatError for one that is there already."""
+        """Put special tokens at the end of the vocabulary.
+
+        Raises DataFormatError for one that is there already.
+        """
 
     @abstractmethod
     def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
         """Write the files that `load_tokenizer` reads.
 
-        `roles` are further entries of tokenizer_config.json, as in bos_token="<s>". Raises WorkspaceError.
+        `roles` are further entries of tokenizer_config.json, as in bos_token="<s>". Raises
+        WorkspaceError.
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """The ids of each text; `<|endoftext|>` and other special tokens in a text become their own ids."""
+        """The ids of each text.
+
+        `<|endoftext|>` and other special tokens in a text become their own ids.
+        """
         ids, lengths = self.encode_flat(texts)
         return np.split(ids.astype(np.int32), np.cumsum(lengths)[:-1]) if len(lengths) else []
 
@@ -100,10 +107,13 @@ class JsonTokenizer(Tokenizer):
         eod_id = backend.token_to_id(eod_token)
         if eod_id is None:
             raise DataFormatError(
-                f"the token {eod_token!r} that ends a document is not in the vocabulary of {backend.get_vocab_size()} "
-                "entries: give data.tokenizer another vocabulary, or name its own token (eod_token)"
+                f"the token {eod_token!r} that ends a document is not in the vocabulary of "
+                f"{backend.get_vocab_size()} entries: give data.tokenizer another vocabulary, or "
+                "name its own token (eod_token)"
             )
-        super().__init__(eod_token, eod_id, max(backend.get_vocab(with_added_tokens=True).values()) + 1)
+        super().__init__(
+            eod_token, eod_id, max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        )
         self.backend = backend
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
@@ -114,7 +124,9 @@ class JsonTokenizer(Tokenizer):
             for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False):
                 parts.append(np.array(encoding.ids, np.int32))
                 lengths.append(len(parts[-1]))
-        return Encoded(np.concatenate(parts) if parts else np.zeros(0, np.int32), np.array(lengths, np.int64))
+        return Encoded(
+            np.concatenate(parts) if parts else np.zeros(0, np.int32), np.array(lengths, np.int64)
+        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         """The text of the ids, special tokens written out."""
@@ -127,7 +139,10 @@ class JsonTokenizer(Tokenizer):
 
     def tokens(self) -> list[str]:
         """The vocabulary by id, [v]; an id that no token has is an empty text."""
-        by_id = {number: token for token, number in self.backend.get_vocab(with_added_tokens=True).items()}
+        by_id = {
+            number: token
+            for token, number in self.backend.get_vocab(with_added_tokens=True).items()
+        }
         return [by_id.get(number, "") for number in range(self.vocab_size)]
 
     def special_ids(self) -> frozenset[int]:
@@ -136,14 +151,18 @@ class JsonTokenizer(Tokenizer):
         return frozenset(number for number, token in added.items() if token.special)
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Put special tokens at the end of the vocabulary. Raises DataFormatError for one that is there already."""
+        """Put special tokens at the end of the vocabulary.
+
+        Raises DataFormatError for one that is there already.
+        """
         check_new(self, tokens)
         self.backend.add_special_tokens(list(tokens))
         expected = range(self.vocab_size, self.vocab_size + len(tokens))
         if [self.token_id(token) for token in tokens] != list(expected):
             raise DataFormatError(
-                f"the {len(tokens)} tokens from {tokens[0]} on cannot stand at the end of a vocabulary that skips ids: "
-                "leave data.tokenizer.vocab_extra_ids out, or give another vocabulary"
+                f"the {len(tokens)} tokens from {tokens[0]} on cannot stand at the end of a "
+                "vocabulary that skips ids: leave data.tokenizer.vocab_extra_ids out, or give "
+                "another vocabulary"
             )
         self.vocab_size += len(tokens)
 
@@ -153,7 +172,10 @@ class JsonTokenizer(Tokenizer):
         return isinstance(self.backend.model, tokenizers.models.BPE)
 
     def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
-        """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Raises WorkspaceError."""
+        """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read.
+
+        Raises WorkspaceError.
+        """
         with workspace_errors(directory), _numbered_errors(directory):
             self.backend.save(str(directory / TOKENIZER_NAME))
             if self.is_bpe:
@@ -163,7 +185,7 @@ class JsonTokenizer(Tokenizer):
 
 @contextmanager
 def _numbered_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError of which the bindings tell the number alone, in the text of a plain Exception."""
+    """Raise the OSError of which the bindings tell only the number, in a plain Exception."""
     try:
         yield
     except Exception as error:
@@ -178,12 +200,16 @@ def check_new(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
     known = next((token for token in tokens if tokenizer.token_id(token) is not None), None)
     if known is not None:
         raise DataFormatError(
-            f"the vocabulary has {known} already: leave data.tokenizer.vocab_extra_ids out, or give another vocabulary"
+            f"the vocabulary has {known} already: leave data.tokenizer.vocab_extra_ids out, or "
+            "give another vocabulary"
         )
 
 
 def save_config(directory: Path, eod_token: str, roles: SpecialTokenRoles) -> None:
-    """Write tokenizer_config.json, which names the roles of special tokens. Raises WorkspaceError."""
+    """Write tokenizer_config.json, which names the roles of special tokens.
+
+    Raises WorkspaceError.
+    """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eod_token,
@@ -201,16 +227,19 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         if not isinstance(eod_token, str):
             raise TypeError(f"its eos_token is {eod_token!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataFormatError(f"{path} is missing or damaged ({error}): build the tokenizer again") from error
+        raise DataFormatError(
+            f"{path} is missing or damaged ({error}): build the tokenizer again"
+        ) from error
     if Path(directory, MODEL_NAME).exists():
-        from megacore.tokenizer.sentencepiece_model import SentencePieceModel  # only such a tokenizer needs it
+        # only such a tokenizer needs it
+        from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel.read(Path(directory, MODEL_NAME))
     backend = read_backend(Path(directory, TOKENIZER_NAME))
     if backend.token_to_id(eod_token) is None:
         raise DataFormatError(
-            f"{path} says that {eod_token!r} ends a document, which {TOKENIZER_NAME} beside it does not have: build "
-            "the tokenizer again"
+            f"{path} says that {eod_token!r} ends a document, which {TOKENIZER_NAME} beside it "
+            "does not have: build the tokenizer again"
         )
     return JsonTokenizer(backend, eod_token)
 
@@ -220,9 +249,13 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataFormatError(f"{path} cannot be read: {error.strerror}: give a tokenizer.json") from error
+        raise DataFormatError(
+            f"{path} cannot be read: {error.strerror}: give a tokenizer.json"
+        ) from error
     except Exception as error:  # the bindings raise plain Exception
-        raise DataFormatError(f"{path} is not a tokenizer.json that `tokenizers` reads: {error}") from error
+        raise DataFormatError(
+            f"{path} is not a tokenizer.json that `tokenizers` reads: {error}"
+        ) from error
     backend.no_padding()
     backend.no_truncation()
     return backend
@@ -231,8 +264,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     """The vocabulary rounded up to a multiple of `divisible_by`.
 
-    Megatron-LM multiplies that by the tensor-parallel size; here a model has one shape whatever its layout, and
-    the tensor-parallel size must divide it.
+    Megatron-LM multiplies that by the tensor-parallel size; here a model has one shape whatever its
+    layout, and the tensor-parallel size must divide it.
     """
     return -(-vocab_size // divisible_by) * divisible_by
 

@@ -43,16 +43,19 @@ def assemble(
     vocab_size: int,
     dtype: np.dtype[Any],
 ) -> TokenBatch:
-    """Make sequences of encoded texts, of which the next `pieces[i]` (None: one) belong to document i.
+    """Make sequences of encoded texts, the next `pieces[i]` (None: one) for document i.
 
-    A text without a token is no sequence, and a document without one gets no `eod_id` at its end. Raises
-    DataFormatError for an id that is not in the vocabulary.
+    A text without a token is no sequence, and a document without one gets no `eod_id` at its end.
+    Raises DataFormatError for an id that is not in the vocabulary.
     """
     ids = encoded.ids
-    if ids.size and (int(ids.max()) >= vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)):
+    if ids.size and (
+        int(ids.max()) >= vocab_size or (ids.dtype.kind == "i" and int(ids.min()) < 0)
+    ):
         bad = int(ids[(ids >= vocab_size) | (ids < 0)][0])
         raise DataFormatError(
-            f"the tokenizer gave the token id {bad}, but its vocabulary has {vocab_size} entries: its files are damaged"
+            f"the tokenizer gave the token id {bad}, but its vocabulary has {vocab_size} entries: "
+            "its files are damaged"
         )
     full = encoded.lengths > 0
     lengths = encoded.lengths[full]
@@ -95,7 +98,9 @@ class BlockEncoder:
         if self.splitter is not None:
             texts, pieces = self.splitter.split(texts)
         encoded = self.encoder.encode_flat(texts)
-        batch = assemble(encoded, pieces, eod_id=self.eod_id, vocab_size=self.vocab_size, dtype=self.dtype)
+        batch = assemble(
+            encoded, pieces, eod_id=self.eod_id, vocab_size=self.vocab_size, dtype=self.dtype
+        )
         return EncodedBlock(block, batch, bad)
 
 
@@ -111,7 +116,10 @@ class EncodedBlock:
 def encode_blocks(
     blocks: "Iterable[Block]", encode: "Callable[[Block], EncodedBlock]", workers: int
 ) -> Iterator[EncodedBlock]:
-    """Each block encoded, in order; `workers` threads work, and at most `workers` blocks more are in memory."""
+    """Each block encoded, in order.
+
+    `workers` threads work, and at most `workers` blocks more are in memory.
+    """
     pending: deque[Future[EncodedBlock]] = deque()
     with _one_thread_per_call, ThreadPoolExecutor(workers, "megacore-tokenize") as pool:
         try:
@@ -127,9 +135,12 @@ def encode_blocks(
 
 
 class _OneThreadPerCall:
-    """Keeps `tokenizers` from using every core for each call while anybody encodes: its pool knows no limit per call.
+    """Keeps `tokenizers` from using every core for each call while anybody encodes.
 
-    The setting is the process's environment; of several that encode at once the last one puts back what was there.
+    Its pool knows no limit per call.
+
+    The setting is the process's environment; of several that encode at once the last one puts back
+    what was there.
     """
 
     NAME = "TOKENIZERS_PARALLELISM"

@@ -35,10 +35,14 @@ class FileRecord:
     def of(cls, segment: "Segment") -> "FileRecord":
         """The record of a segment before it is read."""
         first_line = None if segment.start else 1
-        return cls(segment.path, segment.key, first_line=first_line, size=os.path.getsize(segment.path))
+        return cls(
+            segment.path, segment.key, first_line=first_line, size=os.path.getsize(segment.path)
+        )
 
 
-def documents_record(files: Sequence[FileRecord], facts: dict[str, Any], directory: Path | None) -> dict[str, Any]:
+def documents_record(
+    files: Sequence[FileRecord], facts: dict[str, Any], directory: Path | None
+) -> dict[str, Any]:
     """The content of a documents.json that lies in `directory` (None: anywhere).
 
     `facts` say how and with which tokenizer the files were read.
@@ -48,12 +52,17 @@ def documents_record(files: Sequence[FileRecord], facts: dict[str, Any], directo
 
 
 def portable(path: str | Path, directory: Path | None) -> str:
-    """`path` relative to an artifact's `directory` if both are in one workspace, which may be moved; else absolute."""
+    """`path` relative to an artifact's `directory` if both are in one workspace; else absolute.
+
+    A workspace may be moved.
+    """
     if directory is None:
         return str(Path(path).absolute())
     workspace = directory.absolute().parent.parent
     full = Path(path).absolute()
-    return os.path.relpath(full, directory.absolute()) if full.is_relative_to(workspace) else str(full)
+    return (
+        os.path.relpath(full, directory.absolute()) if full.is_relative_to(workspace) else str(full)
+    )
 
 
 def read_files(directory: Path) -> list[FileRecord]:
@@ -71,7 +80,10 @@ def read_files(directory: Path) -> list[FileRecord]:
 
 
 def join_shards(shards: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
-    """One record for each file of consecutive shards. Raises DataFormatError when one does not follow another."""
+    """One record for each file of consecutive shards.
+
+    Raises DataFormatError when one does not follow another.
+    """
     joined: list[FileRecord] = []
     for file in (file for shard in shards for file in shard):
         if file.first_line is not None:
@@ -81,7 +93,7 @@ def join_shards(shards: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
             joined[-1].skipped_lines += file.skipped_lines
         else:
             raise DataFormatError(
-                f"a shard begins inside of {file.path}, but the one before it does not end there: give all shards of "
-                "a corpus in their order"
+                f"a shard begins inside of {file.path}, but the one before it does not end there: "
+                "give all shards of a corpus in their order"
             )
     return joined

@@ -22,7 +22,9 @@ from megacore.tokenizer.load import (
 
 
 class SentencePieceModel(Tokenizer):
-    """Reads a `.model`; a document ends with the model's own end of sentence, as Megatron-LM has it.
+    """Reads a `.model`.
+
+    A document ends with the model's own end of sentence, as Megatron-LM has it.
 
     Control symbols such as `</s>` in a text are text: the library never makes them of it.
     """
@@ -34,12 +36,14 @@ class SentencePieceModel(Tokenizer):
             processor.LoadFromSerializedProto(model)
             pieces = processor.get_piece_size()
         except Exception as error:  # the bindings raise RuntimeError, or what its parser throws
-            raise DataFormatError(f"{name} is not a SentencePiece model ({error}): give another .model") from error
+            raise DataFormatError(
+                f"{name} is not a SentencePiece model ({error}): give another .model"
+            ) from error
         eod_id = processor.eos_id()
         if eod_id < 0:
             raise DataFormatError(
-                f"{name} has no end of sentence among its {pieces} pieces, so nothing can end a document: "
-                "give a model that was trained with one (eos_id)"
+                f"{name} has no end of sentence among its {pieces} pieces, so nothing can end a "
+                "document: give a model that was trained with one (eos_id)"
             )
         super().__init__(str(processor.id_to_piece(eod_id)), eod_id, pieces)
         self._processor = processor
@@ -51,13 +55,17 @@ class SentencePieceModel(Tokenizer):
         try:
             return cls(path.read_bytes(), str(path))
         except OSError as error:
-            raise DataFormatError(f"{path} cannot be read: {error.strerror}: give a SentencePiece .model") from error
+            raise DataFormatError(
+                f"{path} cannot be read: {error.strerror}: give a SentencePiece .model"
+            ) from error
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
         """The ids of all texts end to end."""
         encoded = self._processor.encode(list(texts), out_type=int, num_threads=1)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        return Encoded(np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths)
+        return Encoded(
+            np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
+        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         """The text of the ids; control symbols have none."""
@@ -76,32 +84,54 @@ class SentencePieceModel(Tokenizer):
         """Ids of the pieces that are no text."""
         processor = self._processor
         kinds = (processor.IsControl, processor.IsUnknown, processor.IsUnused)
-        return frozenset(number for number in range(self.vocab_size) if any(kind(number) for kind in kinds))
+        return frozenset(
+            number for number in range(self.vocab_size) if any(kind(number) for kind in kinds)
+        )
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Put control symbols at the end of the vocabulary. Raises DataFormatError for one that is there already."""
+        """Put control symbols at the end of the vocabulary.
+
+        Raises DataFormatError for one that is there already.
+        """
         check_new(self, tokens)
-        # Serialized messages of protobuf that follow one another are one message with the fields of both.
+        # Serialized messages of protobuf that follow one another are one message with the fields of
+        # both.
         self._model += b"".join(_control_symbol(token) for token in tokens)
         self._processor.LoadFromSerializedProto(self._model)
         self.vocab_size = int(self._processor.get_piece_size())
 
     def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
-        """Write tokenizer.model and tokenizer_config.json, which `AutoTokenizer` of transformers 5 reads as well.
+        """Write tokenizer.model and tokenizer_config.json.
+
+        `AutoTokenizer` of transformers 5 reads them as well.
 
         There a control symbol in a text becomes its id. Raises WorkspaceError.
         """
         with workspace_errors(directory):
             (directory / MODEL_NAME).write_bytes(self._model)
         processor = self._processor
-        own = {"bos_token": processor.bos_id(), "pad_token": processor.pad_id(), "unk_token": processor.unk_id()}
-        named = {role: str(processor.id_to_piece(token)) for role, token in own.items() if token >= 0}
-        config = {"tokenizer_class": "SentencePieceBackend", "eos_token": self.eod_token, **named, **(roles or {})}
+        own = {
+            "bos_token": processor.bos_id(),
+            "pad_token": processor.pad_id(),
+            "unk_token": processor.unk_id(),
+        }
+        named = {
+            role: str(processor.id_to_piece(token)) for role, token in own.items() if token >= 0
+        }
+        config = {
+            "tokenizer_class": "SentencePieceBackend",
+            "eos_token": self.eod_token,
+            **named,
+            **(roles or {}),
+        }
         write_json(directory / TOKENIZER_CONFIG_NAME, config)
 
 
 def _control_symbol(token: str) -> bytes:
-    """A piece as it stands in a model: field 1 of the model, with its text (1), score (2) and type (3: control)."""
+    """A piece as it stands in a model: field 1 of the model.
+
+    It has its text (1), score (2) and type (3: control).
+    """
     text = token.encode()
     piece = b"\x0a" + _varint(len(text)) + text + b"\x15" + bytes(4) + b"\x18\x03"
     return b"\x0a" + _varint(len(piece)) + piece

@@ -35,9 +35,9 @@ Split = Callable[[str], list[str]]
 
 _ABBREVIATIONS = frozenset(
     """
-    al apr approx aug ave bros ca capt cf ch co col corp dec dept dr e.g ed eds eq eqs est etc ex feb fig figs gen gov
-    hon i.e inc jan jr jul jun lt ltd maj mar mr mrs ms mt no nos nov oct op p.m a.m pp prof rep rev sec sen sep sept
-    sgt sr st u.k u.n u.s univ viz vol vols vs
+    al apr approx aug ave bros ca capt cf ch co col corp dec dept dr e.g ed eds eq eqs est etc ex
+    feb fig figs gen gov hon i.e inc jan jr jul jun lt ltd maj mar mr mrs ms mt no nos nov oct op
+    p.m a.m pp prof rep rev sec sen sep sept sgt sr st u.k u.n u.s univ viz vol vols vs
     """.split()  # noqa: SIM905 (a list of strings would take a page)
 )
 _MARKS = ".!?…"
@@ -61,21 +61,30 @@ class SplitterChoice:
 
 
 def make_splitter(choice: SplitterChoice) -> Split:
-    """The function that divides one text. Raises DataFormatError when the model is missing or damaged."""
+    """The function that divides one text.
+
+    Raises DataFormatError when the model is missing or damaged.
+    """
     split = _rules(choice.keep_newlines) if choice.kind == "rules" else _punkt(choice)
 
     def split_pieces(text: str) -> list[str]:
-        pieces = (text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS))
+        pieces = (
+            text[start : start + PIECE_CHARACTERS]
+            for start in range(0, len(text), PIECE_CHARACTERS)
+        )
         return [sentence for piece in pieces for sentence in split(piece)]
 
     return split_pieces
 
 
 def _rules(keep_newlines: bool) -> Split:
-    """A sentence ends at a blank line, and after . ! ? … (and closing quotes or brackets) before white space.
+    """A sentence ends at a blank line, and after . ! ? … before white space.
 
-    It does not end before a lower-case letter. Nor does a single full stop end it after an abbreviation of a short
-    English list, after a single letter, as in J. R. R. Tolkien, and after a number at the start of a line.
+    Closing quotes or brackets may stand between.
+
+    It does not end before a lower-case letter. Nor does a single full stop end it after an
+    abbreviation of a short English list, after a single letter, as in J. R. R. Tolkien, and after a
+    number at the start of a line.
     """
 
     def split(text: str) -> list[str]:
@@ -84,7 +93,11 @@ def _rules(keep_newlines: bool) -> Split:
         for match in _END.finditer(body):
             if match["blank"] is None and not _is_end(match, body):
                 continue
-            stop = match.end() if keep_newlines else match.start("blank" if match["blank"] else "space")
+            stop = (
+                match.end()
+                if keep_newlines
+                else match.start("blank" if match["blank"] else "space")
+            )
             sentences.append(body[start:stop])
             start = match.end()
         if keep_newlines:
@@ -114,16 +127,20 @@ def _is_end(match: "re.Match[str]", text: str) -> bool:
 
 
 def _punkt(choice: SplitterChoice) -> Split:
-    from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer  # slow to import, and seldom needed
+    # slow to import, and seldom needed
+    from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer
 
     variables = PunktLanguageVars()
     if choice.keep_newlines:
-        # The white space after a sentence belongs to it, as with Megatron-LM. That a match begins with a whole word
-        # changes nothing but the time that long words take, which would be quadratic.
+        # The white space after a sentence belongs to it, as with Megatron-LM. That a match begins
+        # with a whole word changes nothing but the time that long words take, which would be
+        # quadratic.
         context = rf"(?<!\S)\S*{variables._re_sent_end_chars}\s*"
         after = rf"(?=(?P<after_tok>{variables._re_non_word_chars}|(?P<next_tok>\S+)))"
         variables._re_period_context = re.compile(context + after, re.VERBOSE)
-    tokenizer = PunktSentenceTokenizer(_read_punkt(Path(choice.data or "."), choice.language), lang_vars=variables)
+    tokenizer = PunktSentenceTokenizer(
+        _read_punkt(Path(choice.data or "."), choice.language), lang_vars=variables
+    )
     return lambda text: [str(sentence) for sentence in tokenizer.tokenize(text)]
 
 
@@ -152,14 +169,21 @@ def _punkt_table(path: Path, decode: Callable[[Any], Any]) -> Any:
 
 
 def model_directory(directory: Path, language: str) -> Path:
-    """Where below `directory` the model of a language is. Raises DataFormatError when there is none."""
+    """Where below `directory` the model of a language is.
+
+    Raises DataFormatError when there is none.
+    """
     root = directory / _MODELS
     if (root / language).is_dir():
         return root / language
-    known = ", ".join(sorted(path.name for path in root.iterdir() if path.is_dir())) if root.is_dir() else "none"
+    known = (
+        ", ".join(sorted(path.name for path in root.iterdir() if path.is_dir()))
+        if root.is_dir()
+        else "none"
+    )
     raise DataFormatError(
-        f"{directory} has no Punkt model of {language!r} (it has: {known}): name another data.language, or set "
-        "data.sentence_splitter to rules, which need no model"
+        f"{directory} has no Punkt model of {language!r} (it has: {known}): name another "
+        "data.language, or set data.sentence_splitter to rules, which need no model"
     )
 
 
@@ -186,7 +210,7 @@ def download_punkt(directory: Path, language: str) -> None:
 
 
 def find_punkt(language: str) -> Path | None:
-    """The directory of nltk's own search path (NLTK_DATA and so on) that has the model of a language."""
+    """The directory of nltk's search path (NLTK_DATA and so on) with a language's model."""
     from nltk import data
 
     for name in data.path:
@@ -197,13 +221,16 @@ def find_punkt(language: str) -> Path | None:
 
 def _unreachable(reason: object) -> DownloadError:
     return DownloadError(
-        f"nltk's Punkt models cannot be downloaded ({reason}): check the network, or set data.sentence_splitter to "
-        "rules (--sentence-splitter rules), which need no download"
+        f"nltk's Punkt models cannot be downloaded ({reason}): check the network, or set "
+        "data.sentence_splitter to rules (--sentence-splitter rules), which need no download"
     )
 
 
 class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
-    """Divides texts in processes of their own, since a splitter is plain Python; in this one when it is for one."""
+    """Divides texts in processes of their own, since a splitter is plain Python.
+
+    In this one when it is for one.
+    """
 
     def __init__(self, choice: SplitterChoice, workers: int) -> None:
         """Check that the model is there, then start. Raises DataFormatError."""
@@ -213,10 +240,15 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
         self._context = _RecordingContext()
         self._broken = False
         if workers > 1:
-            self._pool = ProcessPoolExecutor(workers, mp_context=self._context, initializer=_end_with_parent)
+            self._pool = ProcessPoolExecutor(
+                workers, mp_context=self._context, initializer=_end_with_parent
+            )
 
     def split(self, texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-        """All sentences, and how many each text has; threads may call it. Raises WorkerLostError."""
+        """All sentences, and how many each text has; threads may call it.
+
+        Raises WorkerLostError.
+        """
         if self._pool is None:
             parts = [self._split(text) for text in texts]
         else:
@@ -229,22 +261,26 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
             except BrokenExecutor as error:
                 self._broken = True
                 raise WorkerLostError(
-                    "a process that divided text into sentences was killed, perhaps for want of memory: nothing was "
-                    "written; use fewer workers (data.workers, --workers), or free memory"
+                    "a process that divided text into sentences was killed, perhaps for want of "
+                    "memory: nothing was written; use fewer workers (data.workers, --workers), or "
+                    "free memory"
                 ) from error
         counts = np.fromiter(map(len, parts), np.int64, len(parts))
         return [sentence for part in parts for sentence in part], counts
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._pool is None:
             return
         if not self._broken:
             self._pool.shutdown(cancel_futures=kind is not None)
             return
-        # The pool ends its processes itself, but not one that another thread's text has just made it start: that one
-        # waits for texts with the pipe open, and the pool for ever for it.
+        # The pool ends its processes itself, but not one that another thread's text has just made
+        # it start: that one waits for texts with the pipe open, and the pool for ever for it.
         ending = Thread(target=self._pool.shutdown, name="end-of-pool")
         ending.start()
         while ending.is_alive():
@@ -278,7 +314,7 @@ def split_texts(choice: SplitterChoice, texts: Sequence[str]) -> list[list[str]]
 
 
 def _end_with_parent() -> None:
-    """Let an interrupt be the parent's affair, and leave no process behind when the parent is killed."""
+    """Leave interrupts to the parent, and no process behind when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None

@@ -32,7 +32,14 @@ from megacore.token_files.indexed_dataset_writer import permute
 from megacore.tokenizer.fast import SAMPLE_CHARACTERS, choose_encoder, take_sample
 from megacore.tokenizer.load import Tokenizer, load_tokenizer
 from megacore.tokenizer.pipeline import BlockEncoder, EncodedBlock, encode_blocks
-from megacore.tokenizer.records import DOCUMENTS_NAME, FileRecord, documents_record, join_shards, portable, read_files
+from megacore.tokenizer.records import (
+    DOCUMENTS_NAME,
+    FileRecord,
+    documents_record,
+    join_shards,
+    portable,
+    read_files,
+)
 from megacore.tokenizer.sentences import SentenceSplitter, SplitterChoice
 
 if TYPE_CHECKING:
@@ -43,7 +50,8 @@ VERSION = 2
 """Of the tokenize stage; raised when it produces something else."""
 TOKENS_NAME, SENTENCES_NAME = TOKENS_NAMES
 BLOCK_BYTES = 2 << 20
-"""Input that is encoded in one call: enough to keep a thread busy, little enough to stay in its cache."""
+"""Input that is encoded in one call: enough to keep a thread busy, little enough to stay in its
+cache."""
 _BLOCK_TOKENS = 1 << 24
 _SAMPLE_BLOCKS = 64
 _SHOWN_LINES = 3
@@ -103,23 +111,27 @@ def tokenize_corpus(
 ) -> dict[str, int]:
     """Write the corpus as token files and documents.json into the empty `directory`.
 
-    The files are `tokens_text_document.{bin,idx}`, or `tokens_text_sentence` when sentences are split. An empty
-    document becomes a document entry without a sequence. The result does not depend on `workers` (threads; None: one
-    per core). Ready-made token files are linked after their ids were checked, and stay in their order. Returns counts:
-    documents, empty_documents, sequences, tokens, vocab_size, skipped_lines. Raises DataFormatError, WorkspaceError,
-    and WorkerLostError when a process that splits sentences is killed.
+    The files are `tokens_text_document.{bin,idx}`, or `tokens_text_sentence` when sentences are
+    split. An empty document becomes a document entry without a sequence. The result does not depend
+    on `workers` (threads; None: one per core). Ready-made token files are linked after their ids
+    were checked, and stay in their order. Returns counts: documents, empty_documents, sequences,
+    tokens, vocab_size, skipped_lines. Raises DataFormatError, WorkspaceError, and WorkerLostError
+    when a process that splits sentences is killed.
     """
     tokenizer = load_tokenizer(tokenizer_directory)
     sources = read_sources(corpus_directory)
     if sources is not None and sources[0]["kind"] == "prefix":
         counts = _link(sources[0]["prefix"], tokenizer, directory, options)
         origin = portable(sources[0]["prefix"], directory)
-        facts = {"prefix": origin, "append_eod": None, "shuffle_seed": None}  # what made them is not known here
+        # what made them is not known here
+        facts = {"prefix": origin, "append_eod": None, "shuffle_seed": None}
         record_documents(directory, [], tokenizer, tokenizer_directory, options, **facts)
     else:
         parts = corpus_segments(corpus_directory)
         with Unshuffled(directory, options) as target:
-            counts, files = write_tokens(parts, tokenizer, target, options, workers=workers, progress=progress)
+            counts, files = write_tokens(
+                parts, tokenizer, target, options, workers=workers, progress=progress
+            )
             check_tokens(counts, corpus_directory)
         record_documents(directory, files, tokenizer, tokenizer_directory, options)
     check_tokens(counts, corpus_directory)
@@ -129,11 +141,14 @@ def tokenize_corpus(
 def check_tokens(counts: dict[str, int], source: object) -> None:
     """Raise DataFormatError when the documents of `source` gave no token."""
     if not counts["documents"]:
-        skipped = f": all {counts['skipped_lines']} lines were skipped" if counts["skipped_lines"] else ""
+        skipped = (
+            f": all {counts['skipped_lines']} lines were skipped" if counts["skipped_lines"] else ""
+        )
         raise DataFormatError(f"{source} holds no document{skipped}: point data.source at text")
     if not counts["tokens"]:
         raise DataFormatError(
-            f"the {counts['documents']} documents of {source} have no token: point data.source at text"
+            f"the {counts['documents']} documents of {source} have no token: point data.source at "
+            "text"
         )
 
 
@@ -149,17 +164,20 @@ def write_tokens(
 ) -> tuple[dict[str, int], list[FileRecord]]:
     """Write the documents of `parts` in their order as the token files of `prefix`.
 
-    Returns counts (all but vocab_size) and a record of each part; `writer_done` is given the writer once its files
-    are whole.
+    Returns counts (all but vocab_size) and a record of each part; `writer_done` is given the writer
+    once its files are whole.
     """
     workers = workers or len(os.sched_getaffinity(0))
     dtype = token_dtype(tokenizer.vocab_size)
-    parts = [replace(part) for part in parts]  # the same file may be given twice: each has a record of its own
+    # the same file may be given twice: each has a record of its own
+    parts = [replace(part) for part in parts]
     files = [FileRecord.of(part) for part in parts]
     record_of = {id(part): file for part, file in zip(parts, files, strict=True)}
     with ExitStack() as stack:
         choice = options.splitter
-        splitter = None if choice is None else stack.enter_context(SentenceSplitter(choice, workers))
+        splitter = (
+            None if choice is None else stack.enter_context(SentenceSplitter(choice, workers))
+        )
         sample, blocks = _look_ahead(read_blocks(parts, BLOCK_BYTES))
         encode = BlockEncoder(
             encoder=choose_encoder(tokenizer, sample, workers),
@@ -181,11 +199,18 @@ def write_tokens(
 
 def counts_of(writer: IndexedDatasetWriter, files: Sequence[FileRecord]) -> dict[str, int]:
     """What was written, and how many lines were passed over; these are logged."""
-    skipped = [f"{file.path}:{line}" for file in files for line in file.skipped_lines[:_SHOWN_LINES]]
+    skipped = [
+        f"{file.path}:{line}" for file in files for line in file.skipped_lines[:_SHOWN_LINES]
+    ]
     count = sum(len(file.skipped_lines) for file in files)
     if count:
         more = ", …" if count > _SHOWN_LINES else ""
-        _logger.warning("skipped %d lines without a document: %s%s", count, ", ".join(skipped[:_SHOWN_LINES]), more)
+        _logger.warning(
+            "skipped %d lines without a document: %s%s",
+            count,
+            ", ".join(skipped[:_SHOWN_LINES]),
+            more,
+        )
     return {
         "documents": writer.documents,
         "empty_documents": writer.empty_documents,
@@ -203,7 +228,10 @@ def record_documents(
     options: TokenizeOptions,
     **facts: Any,
 ) -> None:
-    """Write documents.json: where the documents came from, and what was done to them. Raises WorkspaceError."""
+    """Write documents.json: where the documents came from, and what was done to them.
+
+    Raises WorkspaceError.
+    """
     content = documents_facts(files, tokenizer, tokenizer_directory, options, directory)
     write_json(directory / DOCUMENTS_NAME, content | facts)
 
@@ -215,7 +243,10 @@ def documents_facts(
     options: TokenizeOptions,
     directory: Path | None,
 ) -> dict[str, Any]:
-    """The content of a documents.json in `directory` (None: anywhere); the tokenizer may also be a single file."""
+    """The content of a documents.json in `directory` (None: anywhere).
+
+    The tokenizer may also be a single file.
+    """
     return documents_record(
         files,
         {
@@ -223,7 +254,9 @@ def documents_facts(
             "append_eod": options.append_eod,
             "split_sentences": options.split_sentences,
             "tokenizer": {
-                "directory": None if tokenizer_path is None else portable(tokenizer_path, directory),
+                "directory": None
+                if tokenizer_path is None
+                else portable(tokenizer_path, directory),
                 "eod_id": tokenizer.eod_id,
                 "eod_token": tokenizer.eod_token,
                 "vocab_size": tokenizer.vocab_size,
@@ -234,7 +267,10 @@ def documents_facts(
 
 
 class Unshuffled:
-    """Where token files are written in reading order: their place, or one from which they are then permuted."""
+    """Where token files are written in reading order.
+
+    Their place, or one from which they are then permuted.
+    """
 
     def __init__(self, directory: Path, options: TokenizeOptions) -> None:
         self._prefix = tokens_prefix(directory, options)
@@ -279,7 +315,9 @@ def _note(file: FileRecord, done: EncodedBlock) -> None:
     file.skipped_lines += [line.line for line in done.bad]
 
 
-def _link(prefix: str, tokenizer: Tokenizer, directory: Path, options: TokenizeOptions) -> dict[str, int]:
+def _link(
+    prefix: str, tokenizer: Tokenizer, directory: Path, options: TokenizeOptions
+) -> dict[str, int]:
     """Link a checked pair of token files into `directory`."""
     dataset = IndexedDataset(prefix)
     _check_ids(dataset, tokenizer.vocab_size)
@@ -302,8 +340,9 @@ def _check_ids(dataset: IndexedDataset, vocab_size: int) -> None:
         low, high = int(block.min()), int(block.max())
         if low < 0 or high >= vocab_size:
             raise DataFormatError(
-                f"{bin_path(dataset.prefix)} holds the token id {low if low < 0 else high}, but the tokenizer has "
-                f"{vocab_size} entries: give data.tokenizer the one that these tokens were made with"
+                f"{bin_path(dataset.prefix)} holds the token id {low if low < 0 else high}, but "
+                f"the tokenizer has {vocab_size} entries: give data.tokenizer the one that these "
+                "tokens were made with"
             )
 
 
@@ -316,24 +355,30 @@ def tokenize_shard(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Write a part of a corpus into the empty `directory` as `tokenize_corpus` does, in reading order.
+    """Write a part of a corpus into the empty `directory` like `tokenize_corpus`, in order.
 
     A shard may be without a token. Returns and raises as `tokenize_corpus`.
     """
     options = replace(options, shuffle_seed=None)
     tokenizer = load_tokenizer(tokenizer_directory)
     prefix = tokens_prefix(directory, options)
-    counts, files = write_tokens(segments, tokenizer, prefix, options, workers=workers, progress=progress)
+    counts, files = write_tokens(
+        segments, tokenizer, prefix, options, workers=workers, progress=progress
+    )
     record_documents(directory, files, tokenizer, tokenizer_directory, options)
     return {**counts, "vocab_size": tokenizer.vocab_size}
 
 
 def merge_shards(
-    shard_directories: Sequence[Path], directory: Path, tokenizer_directory: Path, options: TokenizeOptions
+    shard_directories: Sequence[Path],
+    directory: Path,
+    tokenizer_directory: Path,
+    options: TokenizeOptions,
 ) -> dict[str, int]:
     """Write what `tokenize_corpus` would have written, from all shards of a corpus in their order.
 
-    Returns its counts. Raises DataFormatError for shards that are damaged or do not belong together, WorkspaceError.
+    Returns its counts. Raises DataFormatError for shards that are damaged or do not belong
+    together, WorkspaceError.
     """
     tokenizer = load_tokenizer(tokenizer_directory)
     files = join_shards([read_files(shard) for shard in shard_directories])

@@ -34,27 +34,35 @@ def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenize
     missing = [token for token in BERT_ROLES.values() if token not in vocab]
     if missing:
         raise DataFormatError(
-            f"{vocab_file} has no {', '.join(missing)} among its {len(vocab)} lines: it is not BERT's vocab.txt"
+            f"{vocab_file} has no {', '.join(missing)} among its {len(vocab)} lines: it is not "
+            "BERT's vocab.txt"
         )
     return _backend(vocab, lower_case=lower_case)
 
 
-def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int, *, lower_case: bool) -> tokenizers.Tokenizer:
-    """A WordPiece tokenizer of exactly `vocab_size` entries: BERT's special tokens, characters, pieces of words.
+def train_wordpiece(
+    texts: Callable[[], Iterable[str]], vocab_size: int, *, lower_case: bool
+) -> tokenizers.Tokenizer:
+    """A WordPiece tokenizer of exactly `vocab_size` entries.
 
-    `texts` gives all texts anew each time that it is called. The result depends on them alone. Characters beyond the
-    ALPHABET most frequent ones become [UNK]. Raises DataFormatError when the texts have too few distinct pairs for that
-    many entries, or the entries are too few for the characters.
+    They are BERT's special tokens, characters, pieces of words.
+
+    `texts` gives all texts anew each time that it is called. The result depends on them alone.
+    Characters beyond the ALPHABET most frequent ones become [UNK]. Raises DataFormatError when the
+    texts have too few distinct pairs for that many entries, or the entries are too few for the
+    characters.
     """
     special = list(SPECIAL)
     alphabet = _alphabet(texts(), lower_case=lower_case)
-    # The trainer numbers the pieces that it finds in the order of a hash table: those that are given come first.
+    # The trainer numbers the pieces that it finds in the order of a hash table: those that are
+    # given come first.
     continuing = [_CONTINUING + letter for letter in alphabet if _continues(letter)]
     least = len(special) + len(continuing) + len(alphabet)
     if vocab_size < least:
         raise DataFormatError(
-            f"data.tokenizer.vocab_size {vocab_size} has no room for {len(special)} special tokens and the {least - 5} "
-            f"pieces of one character that the corpus has: raise it to at least {least}"
+            f"data.tokenizer.vocab_size {vocab_size} has no room for {len(special)} special tokens "
+            f"and the {least - 5} pieces of one character that the corpus has: raise it to at "
+            f"least {least}"
         )
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -63,7 +71,9 @@ def train_wordpiece(texts: Callable[[], Iterable[str]], vocab_size: int, *, lowe
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    trained = _backend({token: number for number, token in enumerate(special)}, lower_case=lower_case)
+    trained = _backend(
+        {token: number for number, token in enumerate(special)}, lower_case=lower_case
+    )
     trained.train_from_iterator(grouped(texts()), trainer)
     vocab: dict[str, int] = trained.get_vocab(with_added_tokens=False)
     if len(vocab) != vocab_size:
@@ -88,7 +98,10 @@ def _backend(vocab: dict[str, int], *, lower_case: bool) -> tokenizers.Tokenizer
 
 
 def _alphabet(texts: Iterable[str], *, lower_case: bool) -> list[str]:
-    """The most frequent characters once normalised, white space apart, in the order of their code points."""
+    """The most frequent characters once normalised, in the order of their code points.
+
+    White space is left out.
+    """
     normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     counts: Counter[str] = Counter()
     for text in texts:
@@ -100,7 +113,8 @@ def _alphabet(texts: Iterable[str], *, lower_case: bool) -> list[str]:
 
 def _continues(letter: str) -> bool:
     """Whether a word may go on with this character, instead of ending before it."""
-    text = normalizers.BertNormalizer().normalize_str(f"a{letter}")  # puts spaces around Chinese characters
+    # puts spaces around Chinese characters
+    text = normalizers.BertNormalizer().normalize_str(f"a{letter}")
     return len(pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text)) == 1
 
 
@@ -109,9 +123,13 @@ def _read_vocab(path: Path) -> dict[str, int]:
         with open(path, encoding="utf-8", newline="\n") as file:
             tokens = [line.removesuffix("\n").removesuffix("\r") for line in file]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataFormatError(f"{path} cannot be read ({error}): set data.tokenizer.vocab_file") from error
+        raise DataFormatError(
+            f"{path} cannot be read ({error}): set data.tokenizer.vocab_file"
+        ) from error
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
         if vocab.setdefault(token, number - 1) != number - 1:
-            raise DataFormatError(f"{path}:{number} repeats the token {token!r} of line {vocab[token] + 1}")
+            raise DataFormatError(
+                f"{path}:{number} repeats the token {token!r} of line {vocab[token] + 1}"
+            )
     return vocab

@@ -31,7 +31,8 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.train.state import TrainState
 
 _PRECISION_KEY = "precision"
-"""Of a checkpoint's state: what it was computed in, since what `auto` comes to depends on the machine."""
+"""Of a checkpoint's state: what it was computed in, since what `auto` comes to depends on the
+machine."""
 _PROGRESS_INTERVAL = 5.0
 """Seconds between two events of a save that goes on beside the training."""
 
@@ -61,16 +62,29 @@ class RunCheckpoints:
         keep = config.checkpoint
         self.root = run_directory / CHECKPOINTS_NAME
         self.changes: list[Change] = []
-        """What differs between this configuration and that of the checkpoint which was gone on from."""
-        self._config, self._engine, self._mesh, self._recorder, self._spec = config, engine, mesh, recorder, spec
+        """What differs between this configuration and that of the checkpoint which was gone on
+        from."""
+        self._config, self._engine, self._mesh, self._recorder, self._spec = (
+            config,
+            engine,
+            mesh,
+            recorder,
+            spec,
+        )
         self._ranks = RankGroup(None)
-        self._keep: dict[str, Any] = keep.model_dump(include={"keep_last", "keep_every", "keep_best"})
-        self._saver = CheckpointSaver(self.root, asynchronous=keep.asynchronous, beat=mesh.beat, **self._keep)
+        self._keep: dict[str, Any] = keep.model_dump(
+            include={"keep_last", "keep_every", "keep_best"}
+        )
+        self._saver = CheckpointSaver(
+            self.root, asynchronous=keep.asynchronous, beat=mesh.beat, **self._keep
+        )
         self._consumed_samples: dict[int, int] = {}
         self._progress_due = 0.0
 
     def resume(self, state: TrainState) -> Path | None:
-        """Go on from the newest complete checkpoint of this run, or from what the configuration names; where from.
+        """Go on from the run's newest complete checkpoint, or from what is configured.
+
+        Returns where from.
 
         Fills engine and `state`. Weights of `train.pretrained_checkpoint` begin a new course: None.
 
@@ -97,7 +111,9 @@ class RunCheckpoints:
         return path
 
     def save(self, state: TrainState, validation_loss: float | None) -> None:
-        """Begin a checkpoint of where the run stands; training may go on when this returns. Collective.
+        """Begin a checkpoint of where the run stands; training may go on when this returns.
+
+        Collective.
 
         Raises what the save before this one raised.
         """
@@ -109,8 +125,12 @@ class RunCheckpoints:
             _PRECISION_KEY: self._engine.precision,
         }
         self._consumed_samples[state.iteration] = state.consumed_samples
-        started = self._saver.save(state.iteration, self._engine.tensors(), values, validation_loss=validation_loss)
-        self._recorder.event("checkpoint_started", iteration=state.iteration, stall_seconds=started.stall_seconds)
+        started = self._saver.save(
+            state.iteration, self._engine.tensors(), values, validation_loss=validation_loss
+        )
+        self._recorder.event(
+            "checkpoint_started", iteration=state.iteration, stall_seconds=started.stall_seconds
+        )
         self._progress_due = time.monotonic() + _PROGRESS_INTERVAL
         self.poll()
 
@@ -120,7 +140,10 @@ class RunCheckpoints:
         return self._saver.failed
 
     def poll(self) -> None:
-        """Report what became of a save beside the training; a failure is left to `wait`, for all ranks together."""
+        """Report what became of a save beside the training.
+
+        A failure is left to `wait`, for all ranks together.
+        """
         self._report(self._saver.poll())
         if time.monotonic() < self._progress_due:
             return
@@ -147,7 +170,7 @@ class RunCheckpoints:
         return self.root / directory_name(iteration)
 
     def _take_stock(self) -> None:
-        """On the first rank: clear what a crash left, and report what it kept from being reported."""
+        """On the first rank: clear what a crash left, and report what it kept unreported."""
         if self.root.is_dir():
             remove_stale(self.root)
         markers = complete_checkpoints(self.root)
@@ -158,10 +181,14 @@ class RunCheckpoints:
                 values = read_state(present[iteration])
                 consumed = TrainState.from_json(values.get("train", {})).consumed_samples
             except CheckpointError:
-                continue  # sizes alone were looked at: whoever goes on from it finds the damage, and passes it over
+                # sizes alone were looked at: whoever goes on from it finds the damage, and passes
+                # it over
+                continue
             self._report_checkpoint(present[iteration], markers[present[iteration]], consumed)
         for iteration in sorted(reported.keys() - present.keys()):
-            self._recorder.event("checkpoint_deleted", iteration=iteration, path=reported[iteration])
+            self._recorder.event(
+                "checkpoint_deleted", iteration=iteration, path=reported[iteration]
+            )
 
     def _check(self, path: Path) -> None:
         """Refuse a damaged checkpoint and one of another model, on all ranks."""
@@ -176,7 +203,9 @@ class RunCheckpoints:
                 "train.pretrained_checkpoint instead of resume.checkpoint"
             )
         restored = TrainState.from_json(saved["train"])
-        self._compare(path, saved.get(CONFIG_KEY), saved.get(_PRECISION_KEY), another_run=another_run)
+        self._compare(
+            path, saved.get(CONFIG_KEY), saved.get(_PRECISION_KEY), another_run=another_run
+        )
         check_skipped(self._config, restored, path)
         tensors = self._engine.tensors()
         load_checkpoint(path, tensors, expected=names_of_all(tensors))
@@ -184,10 +213,18 @@ class RunCheckpoints:
         vars(state).update(vars(restored))
         logger.info("resumed from %s at iteration %d", path, state.iteration)
 
-    def _compare(self, path: Path, before: dict[str, Any] | None, precision: str | None, *, another_run: bool) -> None:
-        """Show what differs from the checkpoint's configuration and precision, and refuse what may not."""
+    def _compare(
+        self, path: Path, before: dict[str, Any] | None, precision: str | None, *, another_run: bool
+    ) -> None:
+        """Show what differs from a checkpoint's configuration; refuse what must not.
+
+        Its precision is looked at too.
+        """
         if before is None:
-            logger.info("%s does not say with which configuration it was written: nothing was compared", path)
+            logger.info(
+                "%s does not say with which configuration it was written: nothing was compared",
+                path,
+            )
             return
         now = self._config
         if precision is not None:
@@ -200,9 +237,16 @@ class RunCheckpoints:
         check_resume(self.changes, self._config.resume.override, str(path))
 
     def _begin_with(self, path: Path) -> None:
-        """Take the weights of a pretrained checkpoint, whatever layout wrote it; the optimizer starts afresh."""
+        """Take the weights of a pretrained checkpoint, whatever layout wrote it.
+
+        The optimizer starts afresh.
+        """
         self._check(path)
-        weights = {name: tensor for name, tensor in self._engine.tensors().items() if name.startswith(WEIGHTS_PREFIX)}
+        weights = {
+            name: tensor
+            for name, tensor in self._engine.tensors().items()
+            if name.startswith(WEIGHTS_PREFIX)
+        }
         load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
         self._engine.load_state(self._engine.state(), weights)  # brings the weights into the model
         logger.info("began with the weights of %s", path)
@@ -213,7 +257,11 @@ class RunCheckpoints:
         iteration = finished.marker.iteration
         consumed = self._consumed_samples.pop(iteration)
         self._report_checkpoint(
-            finished.path, finished.marker, consumed, seconds=finished.seconds, stall_seconds=finished.stall_seconds
+            finished.path,
+            finished.marker,
+            consumed,
+            seconds=finished.seconds,
+            stall_seconds=finished.stall_seconds,
         )
         logger.info(
             "saved checkpoint %s in %.1f s, for which training waited %.2f s",
@@ -224,7 +272,10 @@ class RunCheckpoints:
         self._report_deleted(finished.deleted)
 
     def _retain(self, loaded: Path) -> list[Path]:
-        """Delete what the rules do not keep: a kill may have come between the last save and its retention."""
+        """Delete what the rules do not keep.
+
+        A kill may have come between the last save and its retention.
+        """
         return apply_retention(self.root, in_use=loaded, **self._keep)
 
     def _report_deleted(self, paths: list[Path]) -> None:
@@ -264,12 +315,16 @@ def check_skipped(config: RunConfig, state: TrainState, checkpoint: Path) -> Non
         named = ", ".join(f"{samples.start}-{samples.stop - 1}" for samples in learned)
         raise ConfigError(
             f"train.skip_samples names {named}, but {checkpoint} was trained on samples up to "
-            f"{state.consumed_samples - 1}, some of these among them: take them out of train.skip_samples, or move "
-            "newer checkpoints away to go on from one before them"
+            f"{state.consumed_samples - 1}, some of these among them: take them out of "
+            "train.skip_samples, or move newer checkpoints away to go on from one before them"
         )
 
 
 def _learned(samples: range, state: TrainState) -> Iterator[int]:
     """Those of `samples` that were consumed and not passed over."""
     done = range(samples.start, min(samples.stop, state.consumed_samples))
-    return (sample for sample in done if not any(first <= sample <= last for first, last in state.passed_over))
+    return (
+        sample
+        for sample in done
+        if not any(first <= sample <= last for first, last in state.passed_over)
+    )

@@ -52,7 +52,10 @@ class Scored(Protocol):
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Ids [b, width] of micro batches and their b -> fp64 [terms, 2] (see `megacore.engine.base.Engine`)."""
+        """Ids [b, width] of micro batches and their b -> fp64 [terms, 2].
+
+        See `megacore.engine.base.Engine`.
+        """
         ...
 
 
@@ -80,7 +83,9 @@ def evaluate(
     """
     replicas = mesh.data_parallel
     batches = batches_of_rank(samples, micro_batch_size, replicas.rank, replicas.size)
-    with PrefetchingIterator(reader(dataset, device), batches if model.reads_tokens else ()) as read:
+    with PrefetchingIterator(
+        reader(dataset, device), batches if model.reads_tokens else ()
+    ) as read:
         total = model.loss_sum(loaded(read, device, mesh), [len(batch) for batch in batches])
     for group in (replicas, mesh.pipeline_parallel):
         if group.size > 1:
@@ -90,13 +95,18 @@ def evaluate(
     tokens = int(sums[LM_LOSS][1])
     if tokens == 0:
         raise DataFormatError(
-            f"none of {samples} samples has a token to predict: each is a document of one token or of padding alone; "
-            "use longer documents, or data.packing packed"
+            f"none of {samples} samples has a token to predict: each is a document of one token or "
+            "of padding alone; use longer documents, or data.packing packed"
         )
-    return Evaluation({name: loss / max(count, 1) for name, (loss, count) in sums.items()}, samples, tokens)
+    return Evaluation(
+        {name: loss / max(count, 1) for name, (loss, count) in sums.items()}, samples, tokens
+    )
 
 
 def batches_of_rank(samples: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
-    """Samples 0 … samples-1 in runs of `micro_batch_size`, dealt out in turn: every sample goes to one rank."""
+    """Samples 0 … samples-1 in runs of `micro_batch_size`, dealt out in turn.
+
+    Every sample goes to one rank.
+    """
     starts = range(rank * micro_batch_size, samples, size * micro_batch_size)
     return [range(start, min(start + micro_batch_size, samples)) for start in starts]

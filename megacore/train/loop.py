@@ -82,7 +82,9 @@ class Trainer:
         check = LossCheck(config, mesh, recorder.warning, self._record_bad_batch, self._hosts)
         self._read = reader(datasets.train, engine.device)
         self._stepper = Stepper(config, engine, mesh, check, self._read, recorder.warning)
-        self._profiler = IterationProfiler(config.train.profile, run_directory, engine.device, recorder)
+        self._profiler = IterationProfiler(
+            config.train.profile, run_directory, engine.device, recorder
+        )
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
         self.state = TrainState()
@@ -90,23 +92,32 @@ class Trainer:
         if len(datasets.train) < wanted:
             rampup = "" if config.train.rampup_batch_size is None else ", less during the ramp-up,"
             raise DataFormatError(
-                f"the index maps of the train split have {len(datasets.train)} samples but train.train_iters "
-                f"{config.train.train_iters} x train.global_batch_size {config.train.global_batch_size}{rampup} = "
-                f"{wanted} are read: build the index maps again for this train_iters"
+                f"the index maps of the train split have {len(datasets.train)} samples but "
+                f"train.train_iters {config.train.train_iters} x train.global_batch_size "
+                f"{config.train.global_batch_size}{rampup} = {wanted} are read: build the index "
+                "maps again for this train_iters"
             )
 
     def run(self) -> None:
-        """Train until `train.train_iters`, or until something asks to stop; a run that is already there ends at once.
+        """Train until `train.train_iters`, or until something asks to stop.
+
+        A run that is already there ends at once.
 
         Raises:
-            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its last iteration.
+            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its
+                last iteration.
             TrainingError: a loss or gradient is not finite, or memory does not suffice.
-            CheckpointError: the checkpoint to go on from, or the pretrained one, is of another model or damaged.
-            ConfigError: the configuration differs from that checkpoint's in what was not allowed to.
+            CheckpointError: the checkpoint to go on from, or the pretrained one, is of another
+                model or damaged.
+            ConfigError: the configuration differs from that checkpoint's in what was not allowed
+                to.
             WorkspaceError: a checkpoint or an event cannot be written.
         """
         rank, vocab_size = self._mesh.rank, self._vocab_size
-        with self._stop.signals(), memory_errors(self._config, rank, self.state, vocab_size=vocab_size):
+        with (
+            self._stop.signals(),
+            memory_errors(self._config, rank, self.state, vocab_size=vocab_size),
+        ):
             self._start()
             try:
                 reason = self._train()
@@ -117,7 +128,9 @@ class Trainer:
         self._stop.take_away_file()  # before the event: what comes next is another attempt's
         self._recorder.event("exit", reason=reason or "finished", iteration=self.state.iteration)
         if reason is not None:
-            raise self._stop.error(reason, self.state.iteration, self._checkpoints.path_of(self.state.iteration))
+            raise self._stop.error(
+                reason, self.state.iteration, self._checkpoints.path_of(self.state.iteration)
+            )
 
     def _train(self) -> StopReason | None:
         """Iterate to the end; returns what ended it before."""
@@ -131,7 +144,7 @@ class Trainer:
         return None
 
     def _start(self) -> None:
-        """Go on from a checkpoint, if there is one, say how the run starts, and make up for a validation."""
+        """Go on from a checkpoint, if any, say how the run starts, and make up for a validation."""
         path = self._checkpoints.resume(self.state)
         self._recorder.event(
             "start",
@@ -146,12 +159,17 @@ class Trainer:
             changes=[str(change) for change in self._checkpoints.changes],
             train_iters=self._config.train.train_iters,
         )
-        due = self.state.iteration > 0 and self.state.iteration % self._config.train.eval_interval == 0
+        due = (
+            self.state.iteration > 0
+            and self.state.iteration % self._config.train.eval_interval == 0
+        )
         if path is not None and due and Marker.read(path).validation_loss is None:
             self._evaluate()  # a signal had left no time for it
 
     def _iterate(self, batches: Iterator[Batch]) -> StopReason | None:
-        """One iteration and what is due after it; validation comes first, so that a checkpoint knows its loss.
+        """One iteration and what is due after it.
+
+        Validation comes first, so that a checkpoint knows its loss.
 
         Returns why the run is to stop now, saved.
         """
@@ -163,7 +181,8 @@ class Trainer:
         except LossError as error:
             raise LossError(f"{error}; {self._last_good()}") from error
         self._profiler.after(state.iteration)
-        *requests, save_failed = update.notices or (False,)  # a batch that was passed over brings none
+        # a batch that was passed over brings none
+        *requests, save_failed = update.notices or (False,)
         if save_failed:
             self._checkpoints.wait()  # raises it, on all ranks after the same iteration
         self._checkpoints.poll()
@@ -187,9 +206,14 @@ class Trainer:
         return (*self._stop.notices(), self._checkpoints.failed)
 
     def _log(self, update: Update) -> None:
-        """Report the interval; what is left of one at the last iteration stays open for a run that is extended."""
+        """Report the interval.
+
+        What is left of one at the last iteration stays open for a run that is extended.
+        """
         state, interval = self.state, self.state.interval
-        report, milliseconds = self._meter.report(state, update, self._engine.loss_scale, self._engine.device)
+        report, milliseconds = self._meter.report(
+            state, update, self._engine.loss_scale, self._engine.device
+        )
         self._recorder.step(report, milliseconds)
         if state.iteration % self._config.train.log_interval == 0:
             interval.clear()
@@ -218,14 +242,21 @@ class Trainer:
         return result.loss
 
     def _last_good(self) -> str:
-        """Where a run that stops can be taken up again; all ranks are here, and what they still save is good."""
+        """Where a run that stops can be taken up again.
+
+        All ranks are here, and what they still save is good.
+        """
         lost = ""
         try:
             self._checkpoints.wait()
         except Exception as error:  # the loss is what ends the run
             lost = f"; the save that was under way failed ({error})"
         newest = self._checkpoints.newest()
-        return ("no checkpoint was saved before" if newest is None else f"the last good checkpoint is {newest}") + lost
+        return (
+            "no checkpoint was saved before"
+            if newest is None
+            else f"the last good checkpoint is {newest}"
+        ) + lost
 
     def _record_bad_batch(self, batch: BadBatch) -> None:
         self._recorder.event("bad_batch", **batch.event)

@@ -20,7 +20,9 @@ _CPU_PHRASES = ("can't allocate memory", "not enough memory")
 
 
 @contextmanager
-def memory_errors(config: RunConfig, rank: int, state: TrainState, *, vocab_size: int) -> Iterator[None]:
+def memory_errors(
+    config: RunConfig, rank: int, state: TrainState, *, vocab_size: int
+) -> Iterator[None]:
     """Turn an allocation that fails in the body into an error that says what helps training most.
 
     Args:
@@ -30,12 +32,16 @@ def memory_errors(config: RunConfig, rank: int, state: TrainState, *, vocab_size
         vocab_size: entries of the vocabulary before padding.
 
     Raises:
-        MemoryExhaustedError: with the planner's estimate for this rank, what was in use, and three settings.
+        MemoryExhaustedError: with the planner's estimate for this rank, what was in use, and three
+            settings.
     """
 
     def message(reason: str) -> str:
         advice = memory_advice(config, _place(config, vocab_size), rank)
-        return f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): {in_use()}; {advice}"
+        return (
+            f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): "
+            f"{in_use()}; {advice}"
+        )
 
     with reworded(message):
         yield
@@ -48,7 +54,8 @@ def scoring_memory_errors(config: RunConfig, rank: int) -> Iterator[None]:
     def message(reason: str) -> str:
         return (
             f"rank {rank} ran out of memory while it evaluated ({reason}): {in_use()}; lower "
-            f"evaluate.micro_batch_size (now {config.evaluate.micro_batch_size}; the results stay the same)"
+            f"evaluate.micro_batch_size (now {config.evaluate.micro_batch_size}; the results stay "
+            "the same)"
         )
 
     with reworded(message):
@@ -56,20 +63,25 @@ def scoring_memory_errors(config: RunConfig, rank: int) -> Iterator[None]:
 
 
 def in_use() -> str:
-    """What this process has of its device's memory, or without a GPU of main memory, as one clause."""
+    """What this process has of its device's memory, or of main memory, as one clause."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return (
-            f"in use {_gib(torch.cuda.memory_allocated())} allocated and {_gib(torch.cuda.memory_reserved())} reserved "
-            f"by this process, {_gib(total - free)} by all of {_gib(total)} on {torch.cuda.get_device_name()}"
+            f"in use {_gib(torch.cuda.memory_allocated())} allocated and "
+            f"{_gib(torch.cuda.memory_reserved())} reserved by this process, {_gib(total - free)} "
+            f"by all of {_gib(total)} on {torch.cuda.get_device_name()}"
         )
     info, limit = memory_info(), memory_limit()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    own = "" if address_space == resource.RLIM_INFINITY else f", {_gib(address_space)} allowed by ulimit -v"
+    own = (
+        ""
+        if address_space == resource.RLIM_INFINITY
+        else f", {_gib(address_space)} allowed by ulimit -v"
+    )
     return (
-        f"in use {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} by this process, {_gib(info['MemAvailable'])} of "
-        f"{_gib(info['MemTotal'])} of the machine available, "
+        f"in use {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} by this process, "
+        f"{_gib(info['MemAvailable'])} of {_gib(info['MemTotal'])} of the machine available, "
         f"{'no limit' if limit is None else f'a limit of {_gib(limit)}'} by control groups{own}"
     )
 
@@ -89,7 +101,7 @@ def _gib(count: int) -> str:
 
 @contextmanager
 def reworded(message: Callable[[str], str]) -> Iterator[None]:
-    """Turn an allocation that fails in the body into MemoryExhaustedError with `message(reason)`."""
+    """Turn a failing allocation in the body into MemoryExhaustedError, `message(reason)`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

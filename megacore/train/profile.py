@@ -2,9 +2,11 @@
 
 profile/rank_0.json.gz               Chrome trace: ui.perfetto.dev and chrome://tracing show it
 profile/rank_0_memory.json, .svg     what was allocated, and on a CPU what was resident
-profile/rank_0_memory_snapshot.pickle   of a GPU alone: each allocation with its stack, as torch's viewer reads it
+profile/rank_0_memory_snapshot.pickle   of a GPU alone: each allocation with its stack, as torch's
+                                        viewer reads it
 
-Memory over the time of a profile: what torch allocated on each device, and what of the process was resident.
+Memory over the time of a profile: what torch allocated on each device, and what of the process was
+resident.
 """
 
 import gzip
@@ -38,13 +40,19 @@ _SNAPSHOT_ENTRIES = 200_000
 
 
 class IterationProfiler:
-    """Profiles the iterations of `train.profile` on this rank; whatever goes wrong is a warning and no more.
+    """Profiles the iterations of `train.profile` on this rank.
+
+    Whatever goes wrong is a warning and no more.
 
     An interval that a resumed run has partly behind it is profiled from where it goes on.
     """
 
     def __init__(
-        self, config: ProfileConfig | None, run_directory: Path, device: torch.device, recorder: Recorder
+        self,
+        config: ProfileConfig | None,
+        run_directory: Path,
+        device: torch.device,
+        recorder: Recorder,
     ) -> None:
         """Nothing is profiled yet.
 
@@ -88,16 +96,23 @@ class IterationProfiler:
         try:
             self._bring(written[group.rank][0], group)
         except (MegacoreError, OSError) as error:  # on every rank
-            self._recorder.warning(f"profiles of ranks on other machines stay there: {error}; training goes on")
+            self._recorder.warning(
+                f"profiles of ranks on other machines stay there: {error}; training goes on"
+            )
         for rank, (_, problem) in enumerate(written):
             if problem:
                 self._recorder.warning(f"rank {rank} has no profile: {problem}; training goes on")
         files = [f"{FOLDER}/{name}" for names, _ in written for name in names]
         if files:
-            self._recorder.event("profile", iteration=iteration, first=config.first, last=config.last, files=files)
+            self._recorder.event(
+                "profile", iteration=iteration, first=config.first, last=config.last, files=files
+            )
 
     def _bring(self, names: list[str], group: RankGroup) -> None:
-        """Bring the files of ranks whose machines do not share the directory to the first rank. Collective."""
+        """Bring the files of ranks whose machines do not share the directory to the first rank.
+
+        Collective.
+        """
         if not any(group.everywhere(lambda: names)):
             return
         seen = sees_first(self._directory, group)
@@ -112,7 +127,9 @@ class IterationProfiler:
         if recording is not None:
             with suppress(Exception):  # what ended the run matters more
                 recording.stop()
-            self._recorder.warning("the run ended before train.profile.to: there is no profile of this attempt")
+            self._recorder.warning(
+                "the run ended before train.profile.to: there is no profile of this attempt"
+            )
 
     def _write(self, stem: str, last: int) -> tuple[list[str], str]:
         """Names of this rank's files, or why there are none."""
@@ -179,7 +196,9 @@ class _Recording:
         timeline = MemoryTimeline.of(read_allocations(events), self._resident)
         numbers, picture = directory / f"{stem}_memory.json", directory / f"{stem}_memory.svg"
         write_json(numbers, {"from": self._first, "to": last, **timeline.values()})
-        _write_bytes(picture, timeline.picture(f"{stem}, iterations {self._first} to {last}").encode())
+        _write_bytes(
+            picture, timeline.picture(f"{stem}, iterations {self._first} to {last}").encode()
+        )
         names = [trace.name, numbers.name, picture.name]
         if self._snapshot is not None:
             snapshot = directory / f"{stem}_memory_snapshot.pickle"
@@ -219,7 +238,7 @@ _MB = 1e6
 
 
 class ResidentSampler:
-    """Looks at the process's resident memory in a thread of its own, from its making until it is stopped."""
+    """Looks at the process's resident memory in its own thread, until it is stopped."""
 
     def __init__(self) -> None:
         self.points: Points = []
@@ -250,8 +269,8 @@ class ResidentSampler:
 def read_allocations(trace: Mapping[str, Any]) -> dict[str, Points]:
     """Bytes allocated over time by device, from a Chrome trace of torch's profiler with memory.
 
-    On a CPU they count from where the profile began, on a GPU all of the process. What a GPU's caching allocator
-    reserves is `cuda:0 reserved`.
+    On a CPU they count from where the profile began, on a GPU all of the process. What a GPU's
+    caching allocator reserves is `cuda:0 reserved`.
     """
     base = int(trace.get("baseTimeNanoseconds", 0))
     found: dict[str, Points] = {}
@@ -286,7 +305,7 @@ class MemoryTimeline:
         return cls(min(times, default=0), curves, resident.marks)
 
     def values(self) -> dict[str, Any]:
-        """As JSON: seconds since the start and bytes of each curve, and where the iterations begin."""
+        """As JSON: seconds since the start, bytes of each curve, and the iterations' begin."""
         curves = {
             name: [[self._seconds(at), value] for at, value in thinned(points, _KEPT_POINTS)]
             for name, points in self.curves.items()
@@ -294,7 +313,9 @@ class MemoryTimeline:
         return {
             "start": self.start / 1e9,
             "curves": curves,
-            "peaks": {name: max(value for _, value in points) for name, points in self.curves.items()},
+            "peaks": {
+                name: max(value for _, value in points) for name, points in self.curves.items()
+            },
             "iterations": [[self._seconds(at), iteration] for at, iteration in self.marks],
         }
 
@@ -311,18 +332,30 @@ class MemoryTimeline:
 
         rows = [_text(_MARGIN, 20, title), _text(_MARGIN, 38, f"MB, at most {top / _MB:,.1f}")]
         rows += [_text(_WIDTH - _MARGIN, _HEIGHT - 40, f"{self._seconds(end):.3f} s", anchor="end")]
-        rows.append(f'<path d="M{_MARGIN} {_MARGIN}V{_HEIGHT - _MARGIN}H{_WIDTH - _MARGIN}" class="axis"/>')
+        rows.append(
+            f'<path d="M{_MARGIN} {_MARGIN}V{_HEIGHT - _MARGIN}H{_WIDTH - _MARGIN}" class="axis"/>'
+        )
         for at, iteration in self.marks:
             rows.append(f'<path d="M{x(at):.1f} {_MARGIN}V{_HEIGHT - _MARGIN}" class="mark"/>')
             rows.append(_text(x(at) + 3, _HEIGHT - _MARGIN + 14, str(iteration)))
         for number, (name, points) in enumerate(self.curves.items()):
             color = _COLORS[number % len(_COLORS)]
-            line = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in thinned(points, _DRAWN_POINTS))
-            rows.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.4"/>')
+            line = " ".join(
+                f"{x(at):.1f},{y(value):.1f}" for at, value in thinned(points, _DRAWN_POINTS)
+            )
+            rows.append(
+                f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.4"/>'
+            )
             rows.append(_text(_MARGIN + 150 * number, _HEIGHT - 12, name, color=color))
-        style = "text{font:12px sans-serif}.axis{fill:none;stroke:#444}.mark{stroke:#bbb;stroke-dasharray:3}"
+        style = (
+            "text{font:12px "
+            "sans-serif}.axis{fill:none;stroke:#444}.mark{stroke:#bbb;stroke-dasharray:3}"
+        )
         size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{"".join(rows)}</svg>\n'
+        return (
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f"{size}><style>{style}</style>{''.join(rows)}</svg>\n"
+        )
 
     def _seconds(self, at: int) -> float:
         return round((at - self.start) / 1e9, 6)
@@ -331,8 +364,14 @@ class MemoryTimeline:
 def thinned(points: Points, most: int) -> Points:
     """At most about `most` of the points: of each stretch the highest, so that peaks stay."""
     stride = -(-len(points) // most)
-    return [max(points[at : at + stride], key=lambda point: point[1]) for at in range(0, len(points), max(stride, 1))]
+    return [
+        max(points[at : at + stride], key=lambda point: point[1])
+        for at in range(0, len(points), max(stride, 1))
+    ]
 
 
 def _text(x: float, y: float, content: str, *, color: str = "#222", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}">{html.escape(content)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" '
+        f'text-anchor="{anchor}">{html.escape(content)}</text>'
+    )

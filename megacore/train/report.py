@@ -25,7 +25,13 @@ class RateMeter:
     """Measures iterations only: validation and checkpoints are left out."""
 
     def __init__(
-        self, config: RunConfig, shape: TransformerShape, timers: Timers, *, ranks: int, peak: float | None
+        self,
+        config: RunConfig,
+        shape: TransformerShape,
+        timers: Timers,
+        *,
+        ranks: int,
+        peak: float | None,
     ) -> None:
         """Prepare for a run.
 
@@ -41,7 +47,9 @@ class RateMeter:
         self._schedule = LrSchedule.of(config)
         recomputed = recomputed_layers(config, shape.vocab_size)
         # Of one sample, on one rank: a ramp-up changes the batch.
-        self._hardware_tflop = step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12
+        self._hardware_tflop = (
+            step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12
+        )
         self._model_tflop = step_flops(shape, 1, "none") / ranks / 1e12
         self._peak = peak
         self._iteration = self._consumed_samples = 0
@@ -49,7 +57,7 @@ class RateMeter:
         self._paused = 0.0
 
     def start(self, iteration: int, consumed_samples: int) -> None:
-        """Begin an interval after `iteration` iterations that consumed `consumed_samples` samples."""
+        """Begin an interval after `iteration` iterations and `consumed_samples` samples."""
         self._iteration = iteration
         self._consumed_samples = consumed_samples
         self._started = time.perf_counter()
@@ -66,7 +74,10 @@ class RateMeter:
     def report(
         self, state: TrainState, update: Update, loss_scale: float, device: torch.device
     ) -> tuple[StepReport, dict[str, float]]:
-        """The interval since the last call, with milliseconds per iteration by phase; a new one begins."""
+        """The interval since the last call, with milliseconds per iteration by phase.
+
+        A new one begins.
+        """
         iterations = max(state.iteration - self._iteration, 1)
         seconds = (time.perf_counter() - self._started - self._paused) / iterations
         samples = (state.consumed_samples - self._consumed_samples) / iterations
@@ -91,14 +102,16 @@ class RateMeter:
             mfu=None if self._peak is None else self._model_tflop * samples / seconds / self._peak,
             exposed_communication_ms=exposed_communication(milliseconds),
             memory_mb=peak_memory_mb(device),
-            further_losses={name: state.interval.mean(name) for name in update.terms if name != LM_LOSS},
+            further_losses={
+                name: state.interval.mean(name) for name in update.terms if name != LM_LOSS
+            },
         )
         self.start(state.iteration, state.consumed_samples)
         return report, milliseconds
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory that this process has used so far in MiB: allocated on the GPU, resident on a CPU."""
+    """Most memory used by this process so far in MiB: allocated on the GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _MIB
     unit = 1 if sys.platform == "darwin" else 1024

@@ -31,7 +31,10 @@ from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
 
 
 class Scorer:
-    """Loads checkpoints of one run into one model and scores them; every rank takes its share of the samples."""
+    """Loads checkpoints of one run into one model and scores them.
+
+    Every rank takes its share of the samples.
+    """
 
     def __init__(self, job: EvaluateJob, mesh: ProcessMesh, device: torch.device) -> None:
         """Open the splits. Raises DataFormatError when one has no sample to score."""
@@ -39,8 +42,13 @@ class Scorer:
         self._config = job.config
         self._mesh = mesh
         self._device = device
-        # A GPU computes as in training; on a CPU fp32 costs little and differs from no other machine.
-        precision = resolve_precision(job.config.train.precision, device.type) if device.type == "cuda" else "fp32"
+        # A GPU computes as in training; on a CPU fp32 costs little and differs from no other
+        # machine.
+        precision = (
+            resolve_precision(job.config.train.precision, device.type)
+            if device.type == "cuda"
+            else "fp32"
+        )
         self._stage = Stage(
             job.config,
             job.vocab_size,
@@ -73,7 +81,9 @@ class Scorer:
         Raises:
             CheckpointError: it is damaged or of another model.
         """
-        weights = {f"model.{name}": self._part(name, weight) for name, weight in self._weights.items()}
+        weights = {
+            f"model.{name}": self._part(name, weight) for name, weight in self._weights.items()
+        }
         with reading(checkpoint):
             self._mesh.beat("verify")
             iteration = verify_together(checkpoint, RankGroup(None)).iteration
@@ -88,10 +98,15 @@ class Scorer:
                 f"{name}_loss": evaluation.loss,
                 f"{name}_ppl": evaluation.ppl,
                 f"{name}_samples": evaluation.samples,
-                **{f"{name}_{term}": loss for term, loss in evaluation.losses.items() if term != LM_LOSS},
+                **{
+                    f"{name}_{term}": loss
+                    for term, loss in evaluation.losses.items()
+                    if term != LM_LOSS
+                },
             }
         logger.info(
-            "iteration %d | test loss: %.6E | test PPL: %.4f | validation loss: %.6E | validation PPL: %.4f",
+            "iteration %d | test loss: %.6E | test PPL: %.4f | validation loss: %.6E | validation "
+            "PPL: %.4f",
             iteration,
             result["test_loss"],
             result["test_ppl"],
@@ -101,20 +116,29 @@ class Scorer:
         return result
 
     def unigram(self) -> dict[str, float]:
-        """Perplexity of the train split's token frequencies on the very tokens that `score` predicts, by split."""
+        """Perplexity of the train split's token frequencies on the tokens of `score`, by split."""
         job = self._job
         self._mesh.beat("unigram")
         tokens = train_tokens(
-            job.token_prefixes, job.index_directory, job.config, tokenizer_directory=job.tokenizer_directory
+            job.token_prefixes,
+            job.index_directory,
+            job.config,
+            tokenizer_directory=job.tokenizer_directory,
         )
         model = UnigramModel(tokens, job.vocab_size)
-        return {name: model.perplexity(self._targets(dataset)) for name, dataset in self._splits.items()}
+        return {
+            name: model.perplexity(self._targets(dataset)) for name, dataset in self._splits.items()
+        }
 
     def _targets(self, dataset: Dataset) -> Iterator[npt.NDArray[np.int64]]:
         """The labels that `score` counts, in parts."""
-        for indices in batches_of_rank(self._samples(dataset), self._config.evaluate.micro_batch_size, 0, 1):
+        for indices in batches_of_rank(
+            self._samples(dataset), self._config.evaluate.micro_batch_size, 0, 1
+        ):
             given = self._stage.rules.read(torch.from_numpy(dataset.gather(indices)))
-            yield (given.labels if given.loss_mask is None else given.labels[given.loss_mask]).numpy()
+            yield (
+                given.labels if given.loss_mask is None else given.labels[given.loss_mask]
+            ).numpy()
 
     def _samples(self, dataset: Dataset) -> int:
         limit = self._config.evaluate.max_samples
@@ -124,7 +148,9 @@ class Scorer:
         """A weight as the checkpoint sees it."""
         partition = self._stage.partitions.get(name)
         return (
-            weight if partition is None else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
+            weight
+            if partition is None
+            else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
         )
 
     def _evaluate(self, dataset: Dataset) -> Evaluation:
@@ -157,8 +183,15 @@ class UnigramModel:
 
     def perplexity(self, targets: Iterable[npt.NDArray[Any]]) -> float:
         """Exp of the mean loss on token ids, in parts of any shape; infinite without any."""
-        seen = sum((self._count(part.reshape(-1), "the split") for part in targets), np.zeros(self._vocab_size, int))
-        return float(np.exp(-(seen * self._log_probability).sum() / seen.sum())) if seen.any() else float("inf")
+        seen = sum(
+            (self._count(part.reshape(-1), "the split") for part in targets),
+            np.zeros(self._vocab_size, int),
+        )
+        return (
+            float(np.exp(-(seen * self._log_probability).sum() / seen.sum()))
+            if seen.any()
+            else float("inf")
+        )
 
     def _count(self, tokens: npt.NDArray[Any], origin: str) -> npt.NDArray[np.int64]:
         """How often each id occurs, shape [v]."""
@@ -167,8 +200,9 @@ class UnigramModel:
             block = tokens[start : start + _BLOCK_TOKENS]
             if block.min() < 0 or block.max() >= self._vocab_size:
                 raise DataFormatError(
-                    f"{origin} holds the token id {block.max()}, but the vocabulary has {self._vocab_size} "
-                    "entries: use the tokenizer that these tokens were made with"
+                    f"{origin} holds the token id {block.max()}, but the vocabulary has "
+                    f"{self._vocab_size} entries: use the tokenizer that these tokens were made "
+                    "with"
                 )
             counts += np.bincount(block, minlength=self._vocab_size)
         return counts

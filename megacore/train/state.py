@@ -16,8 +16,8 @@ class LogInterval:
     """What was gathered since the last log line."""
 
     losses: dict[str, list[float]] = field(default_factory=dict)
-    """By name, each loss of each applied iteration: kept apart, so that a run resumed within an interval adds them up
-    alike."""
+    """By name, each loss of each applied iteration: kept apart, so that a run resumed within an
+    interval adds them up alike."""
     skipped_iterations: int = 0
     nan_iterations: int = 0
 
@@ -47,7 +47,8 @@ class TrainState:
     applied_iterations: int = 0
     """Optimizer steps made: what the learning rate schedule counts."""
     recent_loss: float | None = None
-    """Moving average of the losses of applied iterations, which a loss spike is measured by; None before the first."""
+    """Moving average of the losses of applied iterations, which a loss spike is measured by; None
+    before the first."""
     interval: LogInterval = field(default_factory=LogInterval)
     """Since the last log line."""
     passed_over: list[tuple[int, int]] = field(default_factory=list)
@@ -65,11 +66,13 @@ class TrainState:
             version = values.pop("version")
             if version not in _READABLE:
                 raise CheckpointError(
-                    f"the checkpoint's training state has version {version}, this version reads {STATE_VERSION}: "
-                    "install the version of megacore that wrote it"
+                    f"the checkpoint's training state has version {version}, this version reads "
+                    f"{STATE_VERSION}: install the version of megacore that wrote it"
                 )
             interval = LogInterval(**values.pop("interval"))
             passed_over = [(int(first), int(last)) for first, last in values.pop("passed_over", ())]
             return cls(interval=interval, passed_over=passed_over, **values)
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint's training state is damaged ({error}): use another one") from error
+            raise CheckpointError(
+                f"the checkpoint's training state is damaged ({error}): use another one"
+            ) from error

@@ -52,7 +52,10 @@ class Stepper:
         self._weight_decay = WeightDecaySchedule.of(config)
 
     def upcoming(self, state: TrainState, steps: int) -> Iterator[range]:
-        """Samples of this rank's micro batches in the next `steps` iterations; none where it reads no tokens."""
+        """Samples of this rank's micro batches in the next `steps` iterations.
+
+        None where it reads no tokens.
+        """
         if not self._engine.reads_tokens:
             return iter(())
         replicas = self._mesh.data_parallel
@@ -67,23 +70,27 @@ class Stepper:
         )
 
     def step(
-        self, batches: Iterator[Batch], state: TrainState, notices: Callable[[], Sequence[bool]] = tuple
+        self,
+        batches: Iterator[Batch],
+        state: TrainState,
+        notices: Callable[[], Sequence[bool]] = tuple,
     ) -> Update:
         """Accumulate the gradient of one global batch, update the weights, and advance `state`.
 
-        A skipped iteration consumes its samples but does not advance the schedules. One whose gradient is not finite
-        for good, or whose loss jumped (where the engine can withhold the update), is computed once more before
-        anything follows from it. One that holds a sample of `train.skip_samples` is passed over.
+        A skipped iteration consumes its samples but does not advance the schedules. One whose
+        gradient is not finite for good, or whose loss jumped (where the engine can withhold the
+        update), is computed once more before anything follows from it. One that holds a sample of
+        `train.skip_samples` is passed over.
 
         Args:
             batches: this rank's micro batches, [b, width] each; empty on ranks that read no tokens.
             state: where the run stands; changed in place.
-            notices: asked, when the losses are exchanged, what this rank has to say to all; what all said comes back
-                in the update, if one was computed.
+            notices: asked, when the losses are exchanged, what this rank has to say to all; what
+                all said comes back in the update, if one was computed.
 
         Raises:
-            LossError: a loss or gradient is not finite and no lower loss scale can help, or a loss jumped and
-                the run is to stop for it.
+            LossError: a loss or gradient is not finite and no lower loss scale can help, or a loss
+                jumped and the run is to stop for it.
         """
         size = self._batch.at(state.consumed_samples)
         here = range(state.consumed_samples, state.consumed_samples + size)
@@ -94,7 +101,9 @@ class Stepper:
             if update.fatal or update.withheld:
                 first = update
                 withhold = self._spikes(state) if self._stops_at_spikes else None
-                update = self._attempt(map(self._read, self.upcoming(state, 1)), state, here, notices, withhold)
+                update = self._attempt(
+                    map(self._read, self.upcoming(state, 1)), state, here, notices, withhold
+                )
             self._check.take_note(update, state, first)
         state.iteration += 1
         state.consumed_samples += size
@@ -112,10 +121,15 @@ class Stepper:
         step = state.applied_iterations + 1
         tokens = loaded(batches, self._engine.device, self._mesh)
         self._engine.forward_backward(tokens, self._seeds(here))
-        return self._engine.update(self._lr.at(step), self._weight_decay.at(step), notices=notices(), withhold=withhold)
+        return self._engine.update(
+            self._lr.at(step), self._weight_decay.at(step), notices=notices(), withhold=withhold
+        )
 
     def _spikes(self, state: TrainState) -> Callable[[Sequence[float]], bool] | None:
-        """What finds a jump of the loss before it reaches the weights; None where the engine cannot wait for it."""
+        """What finds a jump of the loss before it reaches the weights.
+
+        None where the engine cannot wait for it.
+        """
         return partial(self._check.is_spike, state=state) if self._engine.can_withhold else None
 
     def _pass_over(self, here: range, state: TrainState) -> Update:
@@ -123,21 +137,31 @@ class Stepper:
         state.interval.skipped_iterations += 1
         state.passed_over.append((here.start, here.stop - 1))
         self._warn(
-            f"iteration {state.iteration + 1} passes over samples {here.start} to {here.stop - 1}, among which are "
-            "some of train.skip_samples"
+            f"iteration {state.iteration + 1} passes over samples {here.start} to {here.stop - 1}, "
+            "among which are some of train.skip_samples"
         )
         losses = (math.nan,) * (len(here) // self._micro_batch_size)
-        return Update(losses, dict.fromkeys(self._engine.loss_names, math.nan), math.nan, applied=False)
+        return Update(
+            losses, dict.fromkeys(self._engine.loss_names, math.nan), math.nan, applied=False
+        )
 
     def _seeds(self, here: range) -> list[int]:
-        """Dropout seeds of this rank's micro batches, by their first samples: other layouts draw the same numbers."""
+        """Dropout seeds of this rank's micro batches, by their first samples.
+
+        Other layouts draw the same numbers.
+        """
         size, replicas = self._micro_batch_size, self._mesh.data_parallel
         first = here.start + replicas.rank * size
-        return [micro_batch_seed(self._seed, sample) for sample in range(first, here.stop, size * replicas.size)]
+        return [
+            micro_batch_seed(self._seed, sample)
+            for sample in range(first, here.stop, size * replicas.size)
+        ]
 
 
 def reader(dataset: Dataset, device: torch.device) -> Callable[[Indices], Batch]:
-    """The data set's `gather`; for a GPU into pinned memory, from which `loaded` copies without waiting.
+    """The data set's `gather`; for a GPU into pinned memory.
+
+    From there `loaded` copies without waiting.
 
     torch gives such memory out again only when the copy is done.
     """

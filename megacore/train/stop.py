@@ -1,4 +1,4 @@
-"""Ending a training before its last iteration, with a checkpoint: signals, time, intervals, a file."""
+"""Ending a training early, with a checkpoint: signals, time, intervals, a file."""
 
 import signal
 import threading
@@ -17,7 +17,8 @@ from megacore.errors import PreemptedError, TrainingStoppedError
 StopReason = Literal["signal", "exit_duration", "stop_file", "exit_interval"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What asks a rank to save and end: a launcher or a scheduler that stops the job, and Slurm's early warning."""
+"""What asks a rank to save and end: a launcher or a scheduler that stops the job, and Slurm's early
+warning."""
 _NOTICES: tuple[StopReason, ...] = ("signal", "exit_duration", "stop_file")
 """What one rank knows and the others do not, in the order of their precedence."""
 _LOOK_INTERVAL = 1.0
@@ -50,9 +51,11 @@ class StopLimits:
 
 
 class StopRequest:
-    """Why this run is to end early, gathered on each rank and agreed upon by all of them in each iteration."""
+    """Why this run is to end early, agreed upon by all ranks in each iteration."""
 
-    def __init__(self, config: Limits, run_directory: Path, *, rank: int, started: float | None = None) -> None:
+    def __init__(
+        self, config: Limits, run_directory: Path, *, rank: int, started: float | None = None
+    ) -> None:
         """Nothing is asked for yet.
 
         Args:
@@ -72,7 +75,10 @@ class StopRequest:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Take note of `SIGNALS` within the block instead of ending at once; only a main thread can."""
+        """Take note of `SIGNALS` within the block instead of ending at once.
+
+        Only a main thread can.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -91,7 +97,10 @@ class StopRequest:
         return (self.signal is not None, self._is_late(), self._sees_the_file())
 
     def reason(self, notices: Sequence[bool], iteration: int) -> StopReason | None:
-        """Why all ranks stop after `iteration`, the same on each; `notices` are what all of them said together."""
+        """Why all ranks stop after `iteration`, the same on each.
+
+        `notices` are what all of them said together.
+        """
         told = [reason for reason, given in zip(_NOTICES, notices, strict=False) if given]
         if told:
             return told[0]
@@ -102,26 +111,36 @@ class StopRequest:
         """The run's end as an exception, its message saying how to go on."""
         limit = self._config.exit_duration_minutes
         why: dict[StopReason, str] = {
-            "signal": f"a signal asked for it ({self.signal.name if self.signal else 'another rank got it'})",
-            "exit_duration": f"train.exit_duration_minutes ({limit:g}) is over" if limit is not None else "",
+            "signal": (
+                "a signal asked for it "
+                f"({self.signal.name if self.signal else 'another rank got it'})"
+            ),
+            "exit_duration": f"train.exit_duration_minutes ({limit:g}) is over"
+            if limit is not None
+            else "",
             "stop_file": f"{self.file} was there (it is removed now)",
             "exit_interval": f"train.exit_interval is {self._config.exit_interval}",
         }
         kind = PreemptedError if reason == "signal" else TrainingStoppedError
         return kind(
-            f"training stopped at iteration {iteration} of {self._config.train_iters} since {why[reason]}: "
-            f"{checkpoint} is complete, and the same command goes on from there"
+            f"training stopped at iteration {iteration} of {self._config.train_iters} since "
+            f"{why[reason]}: {checkpoint} is complete, and the same command goes on from there"
         )
 
     def take_away_file(self) -> None:
-        """Remove the stop file, on the rank that watches it: the next attempt is to go on. Raises WorkspaceError."""
+        """Remove the stop file, on the rank that watches it: the next attempt is to go on.
+
+        Raises WorkspaceError.
+        """
         if self._watches:
             with workspace_errors(self.file):
                 self.file.unlink(missing_ok=True)
 
     def _is_late(self) -> bool:
         limit = self._config.exit_duration_minutes
-        return self._watches and limit is not None and time.monotonic() - self._started >= 60.0 * limit
+        return (
+            self._watches and limit is not None and time.monotonic() - self._started >= 60.0 * limit
+        )
 
     def _sees_the_file(self) -> bool:
         now = time.monotonic()

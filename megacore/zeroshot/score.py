@@ -21,7 +21,8 @@ class WikiTextScore:
     """How well a model predicts a text."""
 
     word_ppl: float
-    """exp(negative log-likelihood of the text / its words): the same measure for every vocabulary."""
+    """exp(negative log-likelihood of the text / its words): the same measure for every
+    vocabulary."""
     token_ppl: float
     """exp(negative log-likelihood of the text / its tokens)."""
     loss: float
@@ -51,7 +52,7 @@ class LambadaScore:
 
 @dataclass(frozen=True)
 class _Read:
-    """Tokens that a model reads, and how many of the predictions after them count, the last ones."""
+    """Tokens that a model reads, and how many predictions after them count, the last ones."""
 
     tokens: np.ndarray
     """[s + 1]: what is read, one place later what is predicted."""
@@ -62,19 +63,31 @@ class Scorer:
     """Scores texts with one model."""
 
     def __init__(
-        self, model: GPTModel, mesh: ProcessMesh, device: torch.device, *, vocab_size: int, batch_size: int
+        self,
+        model: GPTModel,
+        mesh: ProcessMesh,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        batch_size: int,
     ) -> None:
-        """`vocab_size` is the model's before padding: the padding's rows have no part in a probability."""
+        """`vocab_size` is the model's before padding.
+
+        The padding's rows have no part in a probability.
+        """
         self._model = model
         self._mesh = mesh
         self._device = device
         self._vocab_size = vocab_size
         self._batch_size = batch_size
 
-    def wikitext(self, text: WikiText, seq_length: int, overlapping_eval: int | None = None) -> WikiTextScore:
+    def wikitext(
+        self, text: WikiText, seq_length: int, overlapping_eval: int | None = None
+    ) -> WikiTextScore:
         """Perplexity of a text; collective.
 
-        As in NVIDIA/Megatron-LM's zero-shot evaluation the first token and the first word are given.
+        As in NVIDIA/Megatron-LM's zero-shot evaluation the first token and the first word are
+        given.
 
         Args:
             text: what is scored.
@@ -82,12 +95,15 @@ class Scorer:
             overlapping_eval: tokens between the starts of windows; None means `seq_length`.
 
         Raises:
-            ConfigError: windows are longer than the model's positions, or `overlapping_eval` than a window.
+            ConfigError: windows are longer than the model's positions, or `overlapping_eval` than a
+                window.
         """
         check_windows(seq_length, overlapping_eval, self._model.max_position_embeddings)
         ids = text.tokens.astype(np.int64)
         plan = windows(len(ids), seq_length, overlapping_eval)
-        logger.info("WikiText | tokens: %d | windows of %d tokens: %d", len(ids), seq_length, len(plan))
+        logger.info(
+            "WikiText | tokens: %d | windows of %d tokens: %d", len(ids), seq_length, len(plan)
+        )
         reads = [_Read(ids[window.start : window.stop + 1], window.scored) for window in plan]
         loss_sum = float(self._scores(reads)[:, 0].sum())
         tokens, words = len(ids) - 1, max(text.words - 1, 1)
@@ -110,9 +126,15 @@ class Scorer:
         return score
 
     def lambada(self, passages: Sequence[Passage], seq_length: int) -> LambadaScore:
-        """Accuracy on the last words; collective. Raises ConfigError when windows are longer than the positions."""
+        """Accuracy on the last words; collective.
+
+        Raises ConfigError when windows are longer than the positions.
+        """
         check_windows(seq_length, None, self._model.max_position_embeddings)
-        whole = [np.concatenate([passage.context, passage.target]).astype(np.int64) for passage in passages]
+        whole = [
+            np.concatenate([passage.context, passage.target]).astype(np.int64)
+            for passage in passages
+        ]
         reads = [
             _Read(ids[-seq_length - 1 :], min(len(passage.target), seq_length))
             for ids, passage in zip(whole, passages, strict=True)
@@ -127,12 +149,16 @@ class Scorer:
             correct=correct,
             shortened=sum(len(ids) > seq_length + 1 for ids in whole),
         )
-        logger.info("LAMBADA | accuracy: %.4f | PPL of last words: %.4f", score.accuracy, score.target_ppl)
+        logger.info(
+            "LAMBADA | accuracy: %.4f | PPL of last words: %.4f", score.accuracy, score.target_ppl
+        )
         return score
 
     @torch.inference_mode()
     def _scores(self, reads: Sequence[_Read]) -> Tensor:
-        """Of each read the summed loss and the number of predictions that are not the most probable, fp64 [reads, 2].
+        """Of each read the summed loss and the number of wrong predictions, fp64 [reads, 2].
+
+        Wrong are those that are not the most probable.
 
         Reads of a length go together, so that there is little padding.
         """
@@ -141,14 +167,19 @@ class Scorer:
         replicas = self._mesh.data_parallel
         for batch in batches_of_rank(len(reads), self._batch_size, replicas.rank, replicas.size):
             numbers = [order[place] for place in batch]
-            for number, score in zip(numbers, self._batch([reads[number] for number in numbers]), strict=True):
+            for number, score in zip(
+                numbers, self._batch([reads[number] for number in numbers]), strict=True
+            ):
                 found[number] = score
         if replicas.size > 1:
             dist.all_reduce(found, group=replicas.group)
         return found.cpu()
 
     def _batch(self, reads: Sequence[_Read]) -> Iterator[Tensor]:
-        """The two numbers of each read; shorter ones are padded on the right, where nothing looks."""
+        """The two numbers of each read.
+
+        Shorter ones are padded on the right, where nothing looks.
+        """
         tokens = torch.zeros(len(reads), max(len(read.tokens) for read in reads), dtype=torch.int64)
         for row, read in zip(tokens, reads, strict=True):
             row[: len(read.tokens)] = torch.from_numpy(read.tokens)

@@ -1,12 +1,15 @@
 """How a long text is read in windows: plain arithmetic.
 
-WikiText as it was before its words were divided: GPT-2 was measured on such text (Radford et al. 2019, section 3.1).
+WikiText as it was before its words were divided: GPT-2 was measured on such text (Radford et al.
+2019, section 3.1).
 
-The rules are those of NVIDIA/Megatron-LM's zero-shot evaluation, in their order, so that perplexities can be compared.
+The rules are those of NVIDIA/Megatron-LM's zero-shot evaluation, in their order, so that
+perplexities can be compared.
 
 WikiText (Merity et al. 2016, arXiv:1609.07843): a test split as one text.
 
-LAMBADA (Paperno et al. 2016, arXiv:1606.06031): passages whose last word only the whole passage gives away.
+LAMBADA (Paperno et al. 2016, arXiv:1606.06031): passages whose last word only the whole passage
+gives away.
 """
 
 import json
@@ -35,23 +38,30 @@ class Window:
 
 
 def check_windows(length: int, stride: int | None, positions: int | None = None) -> None:
-    """Refuse windows that leave tokens out or are longer than the model's `positions`. Raises ConfigError."""
+    """Refuse windows that leave tokens out or are longer than the model's `positions`.
+
+    Raises ConfigError.
+    """
     if positions is not None and length > positions:
         raise ConfigError(
-            f"seq_length is {length} and the model has {positions} positions: lower it to at most {positions}"
+            f"seq_length is {length} and the model has {positions} positions: lower it to at most "
+            f"{positions}"
         )
     if stride is not None and not 1 <= stride <= length:
         raise ConfigError(
-            f"overlapping_eval is {stride}, but windows of {length} tokens begin 1 to {length} tokens apart: give one "
-            "of these, or leave it out"
+            f"overlapping_eval is {stride}, but windows of {length} tokens begin 1 to {length} "
+            "tokens apart: give one of these, or leave it out"
         )
 
 
 def windows(tokens: int, length: int, stride: int | None = None) -> list[Window]:
-    """Windows in which every token but the first is predicted once, with as many tokens before it as there can be.
+    """Windows in which every token but the first is predicted once.
 
-    All but the first window count their last `stride` predictions alone: each then has at least `length` - `stride`
-    tokens before it, or all there are. They begin where those of NVIDIA/Megatron-LM's `--overlapping-eval` do.
+    It has as many tokens before it as there can be.
+
+    All but the first window count their last `stride` predictions alone: each then has at least
+    `length` - `stride` tokens before it, or all there are. They begin where those of
+    NVIDIA/Megatron-LM's `--overlapping-eval` do.
 
     Args:
         tokens: of the text.
@@ -74,7 +84,13 @@ def windows(tokens: int, length: int, stride: int | None = None) -> list[Window]
 
 
 _INSIDE = r"{open}\s*([^{close}]*?)\s*{close}"
-_PAIRS = ((r"\(", r"\)", "()"), (r"\[", r"\]", "[]"), ("{", "}", "{}"), ('"', '"', '""'), ("'", "'", "''"))
+_PAIRS = (
+    (r"\(", r"\)", "()"),
+    (r"\[", r"\]", "[]"),
+    ("{", "}", "{}"),
+    ('"', '"', '""'),
+    ("'", "'", "''"),
+)
 _BEFORE_PAIRS = (
     ("s '", "s'"),
     (" @-@ ", "-"),
@@ -93,7 +109,10 @@ _AFTER_PAIRS = (
 
 
 def detokenize_wikitext(text: str) -> str:
-    """Join what WikiText has divided: numbers, hyphens, punctuation, what is in brackets or quotes, headings."""
+    """Join what WikiText has divided.
+
+    Numbers, hyphens, punctuation, what is in brackets or quotes, headings.
+    """
     for divided, joined in _BEFORE_PAIRS:
         text = text.replace(divided, joined)
     for opening, closing, signs in _PAIRS:
@@ -135,7 +154,9 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise DataFormatError(f"{path} cannot be read: {error.strerror}: check the path") from error
     except UnicodeDecodeError as error:
-        raise DataFormatError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it") from error
+        raise DataFormatError(
+            f"{path} is not UTF-8 ({error.reason} at byte {error.start}): convert it"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -151,10 +172,14 @@ class Passage:
 def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
     """Read passages as JSON Lines, their text under `text`. Raises DataFormatError."""
     pairs = [
-        _divided(line, f"{path}:{number}") for number, line in enumerate(read_text(path).split("\n"), 1) if line.strip()
+        _divided(line, f"{path}:{number}")
+        for number, line in enumerate(read_text(path).split("\n"), 1)
+        if line.strip()
     ]
     if not pairs:
-        raise DataFormatError(f"{path} holds no passage: give one JSON object with the key text per line")
+        raise DataFormatError(
+            f"{path} holds no passage: give one JSON object with the key text per line"
+        )
     contexts = tokenizer.encode_batch([context for context, _ in pairs])
     targets = tokenizer.encode_batch([f" {word}" for _, word in pairs])
     return [Passage(context, target) for context, target in zip(contexts, targets, strict=True)]
@@ -166,7 +191,12 @@ def _divided(line: str, place: str) -> tuple[str, str]:
         text = json.loads(line)["text"]
         words = text.split()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataFormatError(f"{place} is no JSON object with a text under the key text: {line[:80]!r}") from error
+        raise DataFormatError(
+            f"{place} is no JSON object with a text under the key text: {line[:80]!r}"
+        ) from error
     if len(words) < 2:
-        raise DataFormatError(f"{place} has {len(words)} words: a passage needs at least 2, of which the last is asked")
+        raise DataFormatError(
+            f"{place} has {len(words)} words: a passage needs at least 2, of which the last is "
+            "asked"
+        )
     return text[: text.rindex(words[-1])].strip(), words[-1]

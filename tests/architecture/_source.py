@@ -37,18 +37,23 @@ class Step:
 
 @cache
 def repository_files() -> tuple[Path, ...]:
-    """Every file that git tracks or would track, relative to the root; in an unpacked archive, every file."""
+    """Every file that git tracks or would track, relative to the root; in an unpacked archive,
+    every file."""
     if not (ROOT / ".git").exists():
         return tuple(path.relative_to(ROOT) for path in sorted(ROOT.rglob("*")) if path.is_file())
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    names = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
     return tuple(Path(name) for name in sorted(set(names)) if name and (ROOT / name).is_file())
 
 
 @cache
 def python_files(*packages: str) -> tuple[Path, ...]:
     """The Python files below the given top-level directories."""
-    return tuple(path for path in repository_files() if path.suffix == ".py" and path.parts[0] in packages)
+    return tuple(
+        path for path in repository_files() if path.suffix == ".py" and path.parts[0] in packages
+    )
 
 
 @cache
@@ -58,7 +63,10 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> list[Import]:
-    """Everything `path` imports; what stands in a function or under TYPE_CHECKING does not run at import."""
+    """Everything `path` imports.
+
+    What stands in a function or under TYPE_CHECKING does not run at import.
+    """
     found: list[Import] = []
 
     def visit(node: ast.AST, at_import: bool) -> None:
@@ -67,8 +75,12 @@ def imports(path: Path) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             module = _absolute(path, node)
             found.append(Import(module, at_import, node.lineno))
-            found.extend(Import(f"{module}.{alias.name}", at_import, node.lineno) for alias in node.names)
-        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_type_checking(node)
+            found.extend(
+                Import(f"{module}.{alias.name}", at_import, node.lineno) for alias in node.names
+            )
+        later = isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ) or _is_type_checking(node)
         for child in ast.iter_child_nodes(node):
             visit(child, at_import and not later)
 

@@ -61,7 +61,9 @@ def all_sections(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from all_sections(info.annotation)
 
 
-SECTIONS = sorted({*all_sections(RunConfig), *all_sections(FinetuneConfig)}, key=lambda section: section.__name__)
+SECTIONS = sorted(
+    {*all_sections(RunConfig), *all_sections(FinetuneConfig)}, key=lambda section: section.__name__
+)
 
 
 def test_every_section_is_found() -> None:
@@ -104,13 +106,23 @@ def test_job_fields_are_documented() -> None:
 
 
 def test_fields_say_whose_keys_they_enter() -> None:
-    silent = [str(field) for field in all_fields() if field.declared is None and not field.holds_sections]
-    assert not silent, f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
+    silent = [
+        str(field) for field in all_fields() if field.declared is None and not field.holds_sections
+    ]
+    assert not silent, (
+        f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
+    )
     nothing = Declaration(frozenset())
     for field in all_fields():
         said = field.section.model_fields[field.name].json_schema_extra
-        bare = field.within == nothing and field.declared == nothing and said != unkeyed().json_schema_extra
-        assert not bare, f"{field} is keyed() in a section that is unkeyed(): name its stages, or say unkeyed()"
+        bare = (
+            field.within == nothing
+            and field.declared == nothing
+            and said != unkeyed().json_schema_extra
+        )
+        assert not bare, (
+            f"{field} is keyed() in a section that is unkeyed(): name its stages, or say unkeyed()"
+        )
 
 
 def stages_of(section: str) -> dict[str, frozenset[str]]:

@@ -1,4 +1,5 @@
-"""prefect.yaml holds a deployment of every flow for every file in conf/ that it takes, and nothing else."""
+"""prefect.yaml holds a deployment of every flow for every file in conf/ that it takes, and nothing
+else."""
 
 import ast
 from pathlib import Path
@@ -52,7 +53,11 @@ def test_deployments_differ_in_flow_and_conf_alone(prefect_yaml: dict[str, Any])
 @pytest.mark.parametrize("name", FLOWS | FINETUNE)
 def test_entrypoints_are_flows_that_take_conf_and_overrides(name: str) -> None:
     file, function = (FLOWS | FINETUNE)[name].split(":")
-    found = [node for node in tree(Path(file)).body if isinstance(node, ast.FunctionDef) and node.name == function]
+    found = [
+        node
+        for node in tree(Path(file)).body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    ]
     assert len(found) == 1
     assert [argument.arg for argument in found[0].args.args][:2] == ["conf", "overrides"]
     decorators = [ast.unparse(node) for node in found[0].decorator_list]
@@ -66,4 +71,7 @@ def test_runs_work_in_the_clone_that_deployed_them(prefect_yaml: dict[str, Any])
 
 def test_a_conf_is_named_like_its_file() -> None:
     for conf in CONFS:
-        assert yaml.safe_load((ROOT / "conf" / f"{conf}.yaml").read_text(encoding="utf-8"))["name"] == conf
+        assert (
+            yaml.safe_load((ROOT / "conf" / f"{conf}.yaml").read_text(encoding="utf-8"))["name"]
+            == conf
+        )

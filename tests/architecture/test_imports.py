@@ -1,4 +1,7 @@
-"""Imports go one way: flows → tasks → megacore; heavy packages have one place each, and light modules stay light."""
+"""Imports go one way: flows → tasks → megacore.
+
+Heavy packages have one place each, and light modules stay light.
+"""
 
 import subprocess
 import sys
@@ -41,7 +44,9 @@ ONLY_IN = {
 }
 
 
-def violations(packages: tuple[str, ...], forbidden: tuple[str, ...], *, at_import_only: bool = False) -> list[str]:
+def violations(
+    packages: tuple[str, ...], forbidden: tuple[str, ...], *, at_import_only: bool = False
+) -> list[str]:
     return [
         f"{path}:{item.line} imports {item.module}"
         for path in python_files(*packages)
@@ -52,7 +57,9 @@ def violations(packages: tuple[str, ...], forbidden: tuple[str, ...], *, at_impo
 
 def test_megacore_is_a_library_of_its_own() -> None:
     assert python_files("megacore")
-    assert violations(("megacore",), ("prefect", "mlflow", "tasks", "flows", "scripts", "tests")) == []
+    assert (
+        violations(("megacore",), ("prefect", "mlflow", "tasks", "flows", "scripts", "tests")) == []
+    )
 
 
 def test_tasks_do_not_import_flows() -> None:
@@ -71,15 +78,24 @@ def test_tasks_and_flows_import_without_torch() -> None:
 def test_optional_packages_have_one_place_and_are_imported_lazily(package: str) -> None:
     for path in python_files("megacore", "tasks", "flows"):
         for item in imports_of(path, package):
-            assert str(path).startswith(ONLY_IN[package]), f"{path}:{item.line} imports {item.module}"
+            assert str(path).startswith(ONLY_IN[package]), (
+                f"{path}:{item.line} imports {item.module}"
+            )
             assert not item.at_import, f"{path}:{item.line} imports {item.module} at module level"
 
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_do_not_import_torch(module: str) -> None:
-    assert (ROOT / Path(*module.split("."))).is_dir() or (ROOT / f"{module.replace('.', '/')}.py").is_file()
-    heavy = "{'torch', 'transformers', 'datasets', 'prefect', 'mlflow', 'deepspeed', 'accelerate'} & set(sys.modules)"
+    assert (ROOT / Path(*module.split("."))).is_dir() or (
+        ROOT / f"{module.replace('.', '/')}.py"
+    ).is_file()
+    heavy = (
+        "{'torch', 'transformers', 'datasets', 'prefect', 'mlflow', 'deepspeed', 'accelerate'} & "
+        "set(sys.modules)"
+    )
     script = f"import sys, {module}; print(*sorted({heavy}))"
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [], f"what import {module} also imports"

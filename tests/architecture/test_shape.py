@@ -10,7 +10,18 @@ from megacore.artifact.workspace import FOLDERS
 from tests.architecture._source import ROOT, python_files, repository_files, tree
 
 TOP_LEVEL = {
-    "directories": {".ci", "benchmarks", "conf", "deploy", "docs", "flows", "megacore", "scripts", "tasks", "tests"},
+    "directories": {
+        ".ci",
+        "benchmarks",
+        "conf",
+        "deploy",
+        "docs",
+        "flows",
+        "megacore",
+        "scripts",
+        "tasks",
+        "tests",
+    },
     "files": {
         ".dockerignore",
         ".gitignore",
@@ -47,7 +58,11 @@ TEST_FOLDERS_WITHOUT_PACKAGE = {
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def test_nothing_prints_but_command_lines() -> None:
@@ -56,7 +71,9 @@ def test_nothing_prints_but_command_lines() -> None:
         for path in python_files("megacore", "tasks", "flows")
         if path.parent.name != "cli" and path.name != "_cli.py"
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
     ]
     assert prints == []
 
@@ -109,7 +126,9 @@ def test_stage_folders_are_spelled_in_one_place() -> None:
         f"{path}:{node.lineno} / {node.right.value!r}"
         for path in python_files("megacore", "tasks", "flows", "scripts")
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.right, ast.Constant)
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Div)
+        and isinstance(node.right, ast.Constant)
         # What lies in a cache of Hugging Face is named by its libraries.
         if node.right.value in FOLDERS.values() and ast.unparse(node.left) != "cache_directory"
     ]
@@ -134,13 +153,16 @@ def test_the_top_level_holds_only_what_the_design_names() -> None:
 
 
 def test_tests_mirror_the_tree() -> None:
-    packages = {path.name for path in (ROOT / "megacore").iterdir() if path.is_dir()} | TEST_FOLDERS_WITHOUT_PACKAGE
+    packages = {
+        path.name for path in (ROOT / "megacore").iterdir() if path.is_dir()
+    } | TEST_FOLDERS_WITHOUT_PACKAGE
     folders = {path.parts[1] for path in python_files("tests") if len(path.parts) > 2}
     assert folders - packages == set()
 
 
 def test_files_speak_of_the_project_alone() -> None:
-    """No absolute path of a machine the code was written on, no package index, no leftover of a merge."""
+    """No absolute path of a machine the code was written on, no package index, no leftover of a
+    merge."""
     slash = "/"
     foreign = re.compile(
         rf"(?<![\w.~}}]){slash}(?:work|root|home{slash}\w+|tmp){slash}"

@@ -128,7 +128,9 @@ def hang_in_build(folder: Path, started: str) -> None:
 
 def test_killed_build_frees_its_lock_and_its_temporary_is_cleared(tmp_path: Path) -> None:
     folder, started = tmp_path / "artifacts", tmp_path / "started"
-    process = multiprocessing.get_context("spawn").Process(target=hang_in_build, args=(folder, str(started)))
+    process = multiprocessing.get_context("spawn").Process(
+        target=hang_in_build, args=(folder, str(started))
+    )
     process.start()
     deadline = time.monotonic() + 30
     while not started.exists():
@@ -166,7 +168,9 @@ def test_workspace_that_is_a_file_or_read_only(tmp_path: Path) -> None:
         Workspace.of("/proc/megacore")
 
 
-def test_workspace_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "there"))
     assert Workspace.of().root == tmp_path / "there"
     monkeypatch.delenv("MEGACORE_WORKSPACE")

@@ -44,10 +44,18 @@ def test_temporaries_of_the_dead_go_and_locked_ones_stay(tmp_path: Path) -> None
 
 def test_old_artifacts_go_unless_something_newer_or_trained_needs_them(tmp_path: Path) -> None:
     workspace = Workspace.of(tmp_path)
-    corpus, _ = build_artifact(workspace.folder("collect"), StageKey.of("collect", 1, {"n": 1}), write_one)
-    used, _ = build_artifact(workspace.folder("tokenize"), StageKey.of("tokenize", 1, {}, corpus=corpus), write_one)
-    unused, _ = build_artifact(workspace.folder("collect"), StageKey.of("collect", 1, {"n": 2}), write_one)
-    trained, _ = build_artifact(workspace.folder("train"), StageKey.of("train", 1, {}, tokens=used), write_one)
+    corpus, _ = build_artifact(
+        workspace.folder("collect"), StageKey.of("collect", 1, {"n": 1}), write_one
+    )
+    used, _ = build_artifact(
+        workspace.folder("tokenize"), StageKey.of("tokenize", 1, {}, corpus=corpus), write_one
+    )
+    unused, _ = build_artifact(
+        workspace.folder("collect"), StageKey.of("collect", 1, {"n": 2}), write_one
+    )
+    trained, _ = build_artifact(
+        workspace.folder("train"), StageKey.of("train", 1, {}, tokens=used), write_one
+    )
     for artifact in (corpus, used, unused, trained):
         age(artifact.directory, 30)
     items = old_artifacts(workspace, 7)
@@ -81,7 +89,9 @@ def test_what_an_unfinished_training_reads_stays(tmp_path: Path) -> None:
 
 def test_old_downloads_go_unless_one_is_under_way(tmp_path: Path) -> None:
     workspace = Workspace.of(tmp_path)
-    places = [workspace.folder("collect") / DOWNLOADS / name for name in ("fresh", "old", "under-way")]
+    places = [
+        workspace.folder("collect") / DOWNLOADS / name for name in ("fresh", "old", "under-way")
+    ]
     for place in places:
         place.mkdir(parents=True)
         for name in ("part.jsonl", ".part.jsonl.lock"):
@@ -112,18 +122,24 @@ def test_old_downloads_of_fine_tunings_go(tmp_path: Path) -> None:
         items = old_downloads(workspace, 7)
     assert [item.path for item in items] == [old, table]
     assert items[1].size == 3
-    assert {item.path for item in old_downloads(workspace, 0)} == {old, held, table}, "an hour is left to a download"
+    assert {item.path for item in old_downloads(workspace, 0)} == {old, held, table}, (
+        "an hour is left to a download"
+    )
     remove(items)
     assert [place.exists() for place in (old, fresh, held, table)] == [False, True, True, False]
 
 
 def test_what_an_unfinished_fine_tuning_reads_stays(tmp_path: Path) -> None:
     workspace = Workspace.of(tmp_path)
-    model, _ = build_artifact(workspace.folder("pretrained"), StageKey.of("pretrained", 1, {}), write_one)
+    model, _ = build_artifact(
+        workspace.folder("pretrained"), StageKey.of("pretrained", 1, {}), write_one
+    )
     samples, _ = build_artifact(
         workspace.folder("examples"), StageKey.of("examples", 1, {}, pretrained=model), write_one
     )
-    unread, _ = build_artifact(workspace.folder("examples"), StageKey.of("examples", 2, {}), write_one)
+    unread, _ = build_artifact(
+        workspace.folder("examples"), StageKey.of("examples", 2, {}), write_one
+    )
     directory = workspace.folder("finetune") / "abcd"
     directory.mkdir(parents=True)
     job = {"examples_directory": samples.path, "pretrained_directory": model.path}

@@ -1,4 +1,5 @@
-"""A contestant that takes as many seconds as it is asked for steps, and says so after some noise."""
+"""A contestant that takes as many seconds as it is asked for steps, and says so after some
+noise."""
 
 import json
 import sys

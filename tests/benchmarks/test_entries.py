@@ -33,11 +33,14 @@ def test_damaged_markers_are_refused(damaged: str) -> None:
 
 
 def test_a_block_says_command_state_machine_and_versions() -> None:
-    entry = Entry(("benchmarks.step", "--case", "tiny-bf16"), "Step", packages=("torch", "no-such-package"))
+    entry = Entry(
+        ("benchmarks.step", "--case", "tiny-bf16"), "Step", packages=("torch", "no-such-package")
+    )
     written = block(entry, "| a |\n\nPASS x\n", "commit abc1234 with uncommitted changes", 90.0)
     head, *rest = written.split("\n\n")
     assert head.startswith(
-        "`python -m benchmarks.step --case tiny-bf16`, commit abc1234 with uncommitted changes, 1.5 min:"
+        "`python -m benchmarks.step --case tiny-bf16`, commit abc1234 with uncommitted changes, "
+        "1.5 min:"
     )
     assert "cores of" in head
     assert "torch 2" in head
@@ -48,7 +51,9 @@ def test_a_block_says_command_state_machine_and_versions() -> None:
 def test_the_commit_is_called_changed_by_source_but_not_by_results(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True
+        )
 
     for name in ("BENCHMARKS.md", "code.py"):
         (tmp_path / name).write_text("1")
@@ -98,11 +103,16 @@ def test_a_failure_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad = Check("to compiled", 1.41, 1.4), Check("wait", 0.02, 0.01, at_most=True, unit="of the time")
+    good, bad = (
+        Check("to compiled", 1.41, 1.4),
+        Check("wait", 0.02, 0.01, at_most=True, unit="of the time"),
+    )
     assert verdict("step", [good]) == 0
     assert capsys.readouterr().out == "\nPASS step: to compiled 1.41 x (goal >= 1.4)\n"
     assert verdict("step", [good, bad]) == 1
-    last = "MISS step: to compiled 1.41 x (goal >= 1.4); wait 0.02 of the time (goal <= 0.01) MISSED\n"
+    last = (
+        "MISS step: to compiled 1.41 x (goal >= 1.4); wait 0.02 of the time (goal <= 0.01) MISSED\n"
+    )
     assert capsys.readouterr().out.endswith(last)
     assert not Check("nothing", math.nan, 0.0).met
     assert not Check("nothing", math.nan, 0.0, at_most=True).met
@@ -111,13 +121,16 @@ def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ratios_are_taken_within_rounds() -> None:
     fast, slow = Contestant("fast", []), Contestant("slow", [])
-    fast.seconds, slow.seconds = [1.0, 10.0, 1.0], [2.0, 20.0, 1.5]  # the machine was slow in the second round
+    # the machine was slow in the second round
+    fast.seconds, slow.seconds = [1.0, 10.0, 1.0], [2.0, 20.0, 1.5]
     assert fast.times_as_fast_as(slow) == 2.0
     assert slow.quartiles == (1.75, 11.0)
 
 
 def test_contestants_answer_in_turn() -> None:
-    contestant = Contestant.start("echo", ["tests.benchmarks._echo"], [{"PYTHONPATH": ":".join(sys.path)}] * 2)
+    contestant = Contestant.start(
+        "echo", ["tests.benchmarks._echo"], [{"PYTHONPATH": ":".join(sys.path)}] * 2
+    )
     try:
         assert contestant.run(3) == 3.0
         assert contestant.run(5) == 5.0

@@ -1,4 +1,7 @@
-"""All contestants train the same model: their losses agree step by step, so their times can be compared."""
+"""All contestants train the same model.
+
+Their losses agree step by step, so their times can be compared.
+"""
 
 import math
 from dataclasses import replace
@@ -8,7 +11,13 @@ import torch
 
 from benchmarks._entrants import CASES, ENTRANTS, Entrant, Work
 from benchmarks._nanogpt import NanoGpt
-from benchmarks._steps import batches, initial_weights, megacore_step, nanogpt_step, transformers_step
+from benchmarks._steps import (
+    batches,
+    initial_weights,
+    megacore_step,
+    nanogpt_step,
+    transformers_step,
+)
 from benchmarks._turns import environment
 from benchmarks.step import GOALS, LINE_UP, ROUNDS
 
@@ -36,14 +45,20 @@ def test_losses_agree_step_by_step(precision: str, bar: float) -> None:
 
 
 def test_the_steps_change_the_weights() -> None:
-    """Without the updates the later losses differ: agreement is of optimizers too, not of one forward pass."""
+    """Without the updates the later losses differ.
+
+    Agreement is of optimizers too, not of one forward pass.
+    """
     case = CASES["smoke-fp32"]
     model = NanoGpt(case)
     weights = initial_weights(case)
     turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     given = {name: value.t() if name.endswith(turned) else value for name, value in weights.items()}
     model.load_state_dict(given | {"lm_head.weight": weights["transformer.wte.weight"]})
-    frozen = [float(model(batch[:, :-1], batch[:, 1:])[1].detach()) for batch in batches(case, CPU)[:STEPS]]
+    frozen = [
+        float(model(batch[:, :-1], batch[:, 1:])[1].detach())
+        for batch in batches(case, CPU)[:STEPS]
+    ]
     ours = losses("megacore")
     assert frozen[0] == pytest.approx(ours[0], abs=1e-5)
     assert abs(frozen[-1] - ours[-1]) > 1e-3
@@ -77,7 +92,9 @@ def test_every_case_has_its_line_up_and_whom_its_goals_name() -> None:
 
 
 def test_a_work_survives_its_way_to_a_process() -> None:
-    work = Work(CASES["tiny-bf16"], ENTRANTS["nanoGPT compiled"], threads=3, train={"recompute": "full"})
+    work = Work(
+        CASES["tiny-bf16"], ENTRANTS["nanoGPT compiled"], threads=3, train={"recompute": "full"}
+    )
     assert Work.of_json(work.as_json()) == work
     assert replace(work, reference=True).precision == "fp32"
     assert work.config().train.recompute == "full"

@@ -1,4 +1,5 @@
-"""A model whose values encode their global position, held, written and read under every layout of four ranks."""
+"""A model whose values encode their global position, held, written and read under every layout of
+four ranks."""
 
 import math
 from collections.abc import Iterator
@@ -49,7 +50,9 @@ def values() -> dict[str, Tensor]:
     for kind in KINDS:
         for name, shape in SHAPES.items():
             size = math.prod(shape)
-            found[f"{kind}.{name}"] = torch.arange(first, first + size, dtype=torch.float32).view(shape)
+            found[f"{kind}.{name}"] = torch.arange(first, first + size, dtype=torch.float32).view(
+                shape
+            )
             first += size
     return found
 
@@ -57,11 +60,19 @@ def values() -> dict[str, Tensor]:
 def held(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorShard]:
     """What a rank's optimizer holds, all zero."""
     tp = mesh.tensor_parallel
-    partitions = {name: Partition(dim, tp.rank, 2) for name, dim in DIVIDED.items()} if tp.size == 2 else {}
-    stages = [prefix for prefix, here in (("first", mesh.is_first_stage), ("last", mesh.is_last_stage)) if here]
+    partitions = (
+        {name: Partition(dim, tp.rank, 2) for name, dim in DIVIDED.items()} if tp.size == 2 else {}
+    )
+    stages = [
+        prefix
+        for prefix, here in (("first", mesh.is_first_stage), ("last", mesh.is_last_stage))
+        if here
+    ]
     parameters = {
         name: nn.Parameter(
-            partitions[name].shard(torch.zeros(shape)).clone() if name in partitions else torch.zeros(shape)
+            partitions[name].shard(torch.zeros(shape)).clone()
+            if name in partitions
+            else torch.zeros(shape)
         )
         for name, shape in SHAPES.items()
         if name.split(".")[0] in {"embedding", *stages}
@@ -78,7 +89,9 @@ def rectangles(tensor: Tensor | TensorShard, whole: Tensor) -> Iterator[tuple[Te
         yield tensor, whole
         return
     for offsets, piece in tensor.pieces.items():
-        slices = tuple(slice(first, first + length) for first, length in zip(offsets, piece.shape, strict=True))
+        slices = tuple(
+            slice(first, first + length) for first, length in zip(offsets, piece.shape, strict=True)
+        )
         yield piece, whole[slices]
 
 
@@ -101,19 +114,27 @@ def run(root: str) -> dict[str, Any]:
             target = held(meshes[reader], divided)
             load_checkpoint(path, target, expected=names_of_all(target))
             for name, tensor in target.items():
-                same = all(torch.equal(piece, value) for piece, value in rectangles(tensor, wanted[name]))
+                same = all(
+                    torch.equal(piece, value) for piece, value in rectangles(tensor, wanted[name])
+                )
                 wrong += [] if same else [f"{name} written by {writer}, read by {reader}"]
         alone = held(ProcessMesh.serial(), False)
         load_checkpoint(path, alone)
         wrong += [
-            f"{name} written by {writer}, read alone" for name in alone if not torch.equal(alone[name], wanted[name])
+            f"{name} written by {writer}, read alone"
+            for name in alone
+            if not torch.equal(alone[name], wanted[name])
         ]
-    refused = [_refusal(Path(root) / "stages/iter_0000001", meshes["stages"], change) for change in (False, True)]
+    refused = [
+        _refusal(Path(root) / "stages/iter_0000001", meshes["stages"], change)
+        for change in (False, True)
+    ]
     return {"wrong": wrong, "most": most, "refused": refused, "names": sorted(tensors)}
 
 
 def _refusal(path: Path, mesh: ProcessMesh, renamed: bool) -> str:
-    """What is said when the ranks together want another model's tensors, and that nothing was changed."""
+    """What is said when the ranks together want another model's tensors, and that nothing was
+    changed."""
     target = held(mesh, False)
     if renamed and dist.get_rank() == 3:
         target["model.last.scale"] = target.pop("model.last.bias")
@@ -122,6 +143,10 @@ def _refusal(path: Path, mesh: ProcessMesh, renamed: bool) -> str:
     try:
         load_checkpoint(path, target, expected=names_of_all(target))
     except CheckpointError as error:
-        assert all(not piece.any() for name in target for piece, _ in rectangles(target[name], torch.zeros(99)))
+        assert all(
+            not piece.any()
+            for name in target
+            for piece, _ in rectangles(target[name], torch.zeros(99))
+        )
         return str(error)
     return "nothing"

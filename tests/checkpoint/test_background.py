@@ -38,8 +38,12 @@ from tests.checkpoint._examples import assert_equal, example
 def make(tmp_path: Path) -> Iterator[Callable[..., CheckpointSaver]]:
     made = []
 
-    def saver(root: Path = tmp_path, *, asynchronous: bool = True, keep_last: int = 2) -> CheckpointSaver:
-        made.append(CheckpointSaver(root, asynchronous=asynchronous, keep_last=keep_last, keep_best=False))
+    def saver(
+        root: Path = tmp_path, *, asynchronous: bool = True, keep_last: int = 2
+    ) -> CheckpointSaver:
+        made.append(
+            CheckpointSaver(root, asynchronous=asynchronous, keep_last=keep_last, keep_best=False)
+        )
         return made[-1]
 
     yield saver
@@ -99,7 +103,9 @@ def test_what_changes_after_save_returned_is_not_in_the_checkpoint(
     assert saver.wait() is None
 
 
-def test_one_save_in_flight_with_progress(tmp_path: Path, make: Callable[..., CheckpointSaver]) -> None:
+def test_one_save_in_flight_with_progress(
+    tmp_path: Path, make: Callable[..., CheckpointSaver]
+) -> None:
     beats: list[str] = []
     saver = make()
     saver._beat = beats.append
@@ -146,8 +152,13 @@ def test_a_failure_is_raised_once_and_the_next_save_goes_on(
     assert latest_complete(tmp_path) == finished.path
 
 
-def test_a_failure_waits_until_all_ranks_ask_for_it(tmp_path: Path, make: Callable[..., CheckpointSaver]) -> None:
-    """Ranks look at different moments: one that raised alone would leave the others in their next iteration."""
+def test_a_failure_waits_until_all_ranks_ask_for_it(
+    tmp_path: Path, make: Callable[..., CheckpointSaver]
+) -> None:
+    """Ranks look at different moments.
+
+    One that raised alone would leave the others in their next iteration.
+    """
     saver = make()
     with held_back(full_disk) as go_on:
         go_on.set()
@@ -174,7 +185,10 @@ def test_retention_follows_each_save(tmp_path: Path, make: Callable[..., Checkpo
 
 
 def test_close_leaves_a_save_that_does_not_come_further(
-    tmp_path: Path, make: Callable[..., CheckpointSaver], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tmp_path: Path,
+    make: Callable[..., CheckpointSaver],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     monkeypatch.setattr(background, "_PATIENCE", 0.1)
     with held_back():
@@ -188,8 +202,15 @@ def test_close_leaves_a_save_that_does_not_come_further(
     assert latest_complete(tmp_path) is not None, "what is left to itself may still end"
 
 
-MOMENTS = {"_open_staging": False, "_write_state": False, "_publish": True, "write_tracker": True, "exit": False}
-"""Functions of a save, around which a process dies, and whether the checkpoint is visible by then."""
+MOMENTS = {
+    "_open_staging": False,
+    "_write_state": False,
+    "_publish": True,
+    "write_tracker": True,
+    "exit": False,
+}
+"""Functions of a save, around which a process dies, and whether the checkpoint is visible by
+then."""
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -200,7 +221,8 @@ from megacore.checkpoint.background import CheckpointSaver
 torch.set_num_threads(1)
 
 def run(moment):
-    saver = CheckpointSaver(Path(sys.argv[1], moment), asynchronous=True, keep_last=1, keep_best=False)
+    place = Path(sys.argv[1], moment)
+    saver = CheckpointSaver(place, asynchronous=True, keep_last=1, keep_best=False)
     tensors = {"model.w": torch.ones(300_000)}
     saver.save(1, tensors, {}, validation_loss=None)
     saver.wait()
@@ -229,7 +251,10 @@ for moment in sys.argv[2:]:
 def test_a_process_that_dies_at_any_moment_leaves_nothing_half_done(tmp_path: Path) -> None:
     began = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), *MOMENTS], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", KILLED, str(tmp_path), *MOMENTS],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     codes = dict(line.split() for line in result.stdout.splitlines())
     assert codes == dict.fromkeys(MOMENTS, str(-signal.SIGKILL)) | {"exit": "5"}, result.stderr
@@ -237,19 +262,27 @@ def test_a_process_that_dies_at_any_moment_leaves_nothing_half_done(tmp_path: Pa
     for moment, published in MOMENTS.items():
         root = tmp_path / moment
         visible = {"iter_0000001": 1.0} | ({"iter_0000002": 2.0} if published else {})
-        found = {path.name: read_tensors(path)["model.w"].unique().tolist() for path in complete_checkpoints(root)}
+        found = {
+            path.name: read_tensors(path)["model.w"].unique().tolist()
+            for path in complete_checkpoints(root)
+        }
         assert found == {name: [value] for name, value in visible.items()}, moment
         assert [path.name for path in checkpoint_directories(root)] == list(visible), moment
         saver = CheckpointSaver(root, asynchronous=True, keep_last=1, keep_best=False)
         saver.save(3, {"model.w": torch.ones(3)}, {}, validation_loss=None)
         assert saver.wait() is not None
         saver.close()
-        assert sorted(path.name for path in root.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+        assert sorted(path.name for path in root.iterdir()) == [
+            "iter_0000003",
+            "latest_checkpointed_iteration.txt",
+        ]
 
 
 def half(whole: Tensor, rank: int) -> TensorShard:
     size = whole.numel() // 2
-    return TensorShard.of_runs([(rank * size, whole.flatten()[rank * size :][:size].clone())], whole.shape, whole.dtype)
+    return TensorShard.of_runs(
+        [(rank * size, whole.flatten()[rank * size :][:size].clone())], whole.shape, whole.dtype
+    )
 
 
 def ranks_case(root: str) -> dict[str, Any]:
@@ -264,12 +297,16 @@ def ranks_case(root: str) -> dict[str, Any]:
         f"model.own.{rank}": torch.full((10,), float(rank)),
     }
     for asynchronous in (True, False):
-        saver = CheckpointSaver(folder / str(asynchronous), asynchronous=asynchronous, keep_last=1, keep_best=False)
+        saver = CheckpointSaver(
+            folder / str(asynchronous), asynchronous=asynchronous, keep_last=1, keep_best=False
+        )
         saver.save(1, tensors, {"rank": rank}, validation_loss=None)
         started = saver.save(2, tensors, {"rank": rank}, validation_loss=None)
         finished = [saver.wait(), saver.wait()]
         results[f"bytes {asynchronous}"] = started.size_bytes
-        results[f"deleted {asynchronous}"] = [path.name for each in finished if each for path in each.deleted]
+        results[f"deleted {asynchronous}"] = [
+            path.name for each in finished if each for path in each.deleted
+        ]
         saver.close()
 
     saver = CheckpointSaver(folder / "full", asynchronous=True, keep_last=9)
@@ -336,7 +373,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "names iteration 7, which is not there; using" in tracker
     assert [result["chosen True"] for result in results] == [None, None]
     (flipped,) = results[0]["warnings True"]
-    assert f"{tmp_path}/True/iter_0000002/__1_0.distcp has another content than when it was written" in flipped
+    assert (
+        f"{tmp_path}/True/iter_0000002/__1_0.distcp has another content than when it was written"
+        in flipped
+    )
     assert [result["chosen False"] for result in results] == ["iter_0000002"] * 2
     assert results[0]["warnings False"] == []
     assert all(results[1][f"warnings {name}"] == [] for name in ("full", "True", "False"))

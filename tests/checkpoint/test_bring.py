@@ -1,4 +1,5 @@
-"""Ranks of several machines save together, each into a directory of its own, and the first has it all."""
+"""Ranks of several machines save together, each into a directory of its own, and the first has it
+all."""
 
 import errno
 import os
@@ -25,7 +26,10 @@ ROWS = 40_000
 
 
 def separate(own: Path) -> None:
-    """Give this rank a machine of its own: it does not see what the first makes, and writes below `own`."""
+    """Give this rank a machine of its own.
+
+    It does not see what the first makes, and writes below `own`.
+    """
 
     def elsewhere(first: Path, ranks: RankGroup) -> Path:
         if ranks.rank == 0:
@@ -42,7 +46,11 @@ def shard(rank: int, size: int, value: float = 0.0) -> dict[str, TensorShard]:
     """A tensor of which each rank holds some rows, every number its position."""
     rows = torch.arange(float(ROWS * size)).view(ROWS * size, 1) + value
     first = torch.Size((rank * ROWS, 0))
-    return {"model.rows": TensorShard(rows.shape, rows.dtype, {first: rows[rank * ROWS : (rank + 1) * ROWS].clone()})}
+    return {
+        "model.rows": TensorShard(
+            rows.shape, rows.dtype, {first: rows[rank * ROWS : (rank + 1) * ROWS].clone()}
+        )
+    }
 
 
 def save_twice(root: Path, machines: Path) -> list[str]:
@@ -52,7 +60,12 @@ def save_twice(root: Path, machines: Path) -> list[str]:
     separate(own)
     for iteration in (1, 2):
         saver = CheckpointSaver(root, asynchronous=iteration == 2, keep_last=2)
-        saver.save(iteration, shard(ranks.rank, ranks.size, iteration), {"n": iteration}, validation_loss=None)
+        saver.save(
+            iteration,
+            shard(ranks.rank, ranks.size, iteration),
+            {"n": iteration},
+            validation_loss=None,
+        )
         assert saver.wait() is not None
         saver.close()
     return [str(path) for path in own.rglob("*")]
@@ -63,13 +76,22 @@ def test_the_first_machine_has_every_file_and_the_others_none(tmp_path: Path) ->
     assert left == [[], [], []]
     for iteration in (1, 2):
         path = tmp_path / "root" / f"iter_000000{iteration}"
-        assert sorted(verify(path).files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "state.json"]
+        assert sorted(verify(path).files) == [
+            ".metadata",
+            "__0_0.distcp",
+            "__1_0.distcp",
+            "__2_0.distcp",
+            "state.json",
+        ]
         expected = torch.arange(float(ROWS * 3)).view(-1, 1) + iteration
         torch.testing.assert_close(read_tensors(path)["model.rows"], expected, rtol=0, atol=0)
 
 
-def save_with(root: Path, machines: Path, *breaks: Callable[[RankGroup], Callable[[], None]]) -> list[str]:
-    """The error of each save in which one of `breaks` has broken something, after one that went well."""
+def save_with(
+    root: Path, machines: Path, *breaks: Callable[[RankGroup], Callable[[], None]]
+) -> list[str]:
+    """The error of each save in which one of `breaks` has broken something, after one that went
+    well."""
     ranks = RankGroup(None)
     separate(machines / str(ranks.rank))
     saver = CheckpointSaver(root, asynchronous=True, keep_last=2)
@@ -155,7 +177,10 @@ def test_a_failure_on_either_side_is_everyones_and_leaves_nothing(tmp_path: Path
     newest = latest_complete(root)
     assert newest is not None
     assert newest.name == "iter_0000001"
-    assert [path.name for path in sorted(root.iterdir())] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert [path.name for path in sorted(root.iterdir())] == [
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert not list(machines.rglob("*.distcp"))
 
 
@@ -193,7 +218,10 @@ def test_any_files_are_brought(tmp_path: Path) -> None:
     for said in run_distributed(2, look_around, tmp_path / "root", tmp_path / "machines"):
         assert said == ["True"]
     assert (tmp_path / "root" / "rank_1.json").read_bytes() == b"x"
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["rank_0.json", "rank_1.json"]
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [
+        "rank_0.json",
+        "rank_1.json",
+    ]
 
 
 def resume_from(root: Path) -> str:

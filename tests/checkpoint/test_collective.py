@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from megacore.checkpoint import collective
-from megacore.checkpoint.collective import RankGroup, latest_complete_together, shares, verify_together
+from megacore.checkpoint.collective import (
+    RankGroup,
+    latest_complete_together,
+    shares,
+    verify_together,
+)
 from megacore.checkpoint.format import FileRecord, Marker, latest_complete, verify
 from megacore.checkpoint.save import save_checkpoint
 from megacore.errors import CheckpointError, LaunchError
@@ -35,8 +40,12 @@ def test_one_that_other_machines_lack_is_passed_over_only_where_it_is_damaged(
 ) -> None:
     good = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
     newest = save_checkpoint(tmp_path, 2, {"model.w": torch.ones(3)}, {})
-    monkeypatch.setattr(collective, "_without", lambda directory: None if directory == good else "b")
-    with pytest.raises(LaunchError, match=r"iter_0000002 is not on host b, though the first rank's host has it"):
+    monkeypatch.setattr(
+        collective, "_without", lambda directory: None if directory == good else "b"
+    )
+    with pytest.raises(
+        LaunchError, match=r"iter_0000002 is not on host b, though the first rank's host has it"
+    ):
         latest_complete_together(tmp_path, RankGroup(None))
     content = bytearray((newest / "__0_0.distcp").read_bytes())
     content[700] ^= 1

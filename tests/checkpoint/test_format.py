@@ -24,7 +24,9 @@ from megacore.errors import CheckpointError
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for iteration in (100, 200):
-        save_checkpoint(tmp_path, iteration, {"model.w": torch.full((8,), float(iteration))}, {"i": iteration})
+        save_checkpoint(
+            tmp_path, iteration, {"model.w": torch.full((8,), float(iteration))}, {"i": iteration}
+        )
     return tmp_path
 
 
@@ -45,7 +47,9 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "append", "delete", "empty"])
-def test_any_damage_to_any_file_passes_it_over_with_the_files_name(root: Path, name: str, damage: str) -> None:
+def test_any_damage_to_any_file_passes_it_over_with_the_files_name(
+    root: Path, name: str, damage: str
+) -> None:
     file = root / "iter_0000200" / name
     content = bytearray(file.read_bytes())
     if damage == "flip":
@@ -117,5 +121,8 @@ def test_temporaries_and_strangers_are_no_checkpoints(root: Path) -> None:
 
 
 def test_format_and_retention_import_no_torch() -> None:
-    script = "import sys, megacore.checkpoint.format, megacore.checkpoint.retain; assert 'torch' not in sys.modules"
+    script = (
+        "import sys, megacore.checkpoint.format, megacore.checkpoint.retain; assert 'torch' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])

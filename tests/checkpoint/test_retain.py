@@ -28,7 +28,9 @@ def make(root: Path, losses: dict[int, float | None]) -> None:
         directory = root / directory_name(iteration)
         directory.mkdir(parents=True)
         (directory / "state.json").write_text("{}")
-        Marker(iteration, loss, {"state.json": FileRecord.of(directory / "state.json")}).write(directory)
+        Marker(iteration, loss, {"state.json": FileRecord.of(directory / "state.json")}).write(
+            directory
+        )
 
 
 def left(root: Path) -> list[int | None]:
@@ -46,7 +48,10 @@ LOSSES = {100: 3.0, 200: 2.0, 300: 2.5, 400: 2.0, 500: None, 600: 4.0}
         ({"keep_last": 1, "keep_best": False, "keep_every": 300}, [300, 600]),
         ({"keep_last": 1, "keep_best": True, "keep_every": 200}, [200, 400, 600]),
         ({"keep_last": 9, "keep_best": False}, [100, 200, 300, 400, 500, 600]),
-        ({"keep_last": 1, "keep_best": False, "in_use": Path("elsewhere/iter_0000100")}, [100, 600]),
+        (
+            {"keep_last": 1, "keep_best": False, "in_use": Path("elsewhere/iter_0000100")},
+            [100, 600],
+        ),
     ],
 )
 def test_rules(tmp_path: Path, rules: dict[str, object], expected: list[int]) -> None:
@@ -80,10 +85,14 @@ with reading(Path(sys.argv[1])):
     sys.stdin.readline()
 """
     command = [sys.executable, "-c", script, str(tmp_path / directory_name(100))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "reads\n"
-        assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [directory_name(200)]
+        assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [
+            directory_name(200)
+        ]
         assert left(tmp_path) == [100, 300]
         reader.communicate("\n", timeout=30)
         assert reader.returncode == 0
@@ -110,10 +119,15 @@ def test_a_reader_is_told_that_its_checkpoint_vanished(tmp_path: Path) -> None:
             rename_away(directory)
             make(tmp_path, {100: 1.0})
 
-    with pytest.raises(CheckpointError, match="iter_0000100 was deleted or replaced while it was opened or read"):
+    with pytest.raises(
+        CheckpointError, match="iter_0000100 was deleted or replaced while it was opened or read"
+    ):
         replace()
     rename_away(directory)
-    with pytest.raises(CheckpointError, match=r"iter_0000100 has no complete\.json"), reading(directory):
+    with (
+        pytest.raises(CheckpointError, match=r"iter_0000100 has no complete\.json"),
+        reading(directory),
+    ):
         pass
 
 
@@ -153,7 +167,10 @@ def test_a_marker_that_went_stale_under_its_reader_counts_as_deleted(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", stale)
-        with pytest.raises(CheckpointError, match="deleted or replaced"), reading(tmp_path / directory_name(100)):
+        with (
+            pytest.raises(CheckpointError, match="deleted or replaced"),
+            reading(tmp_path / directory_name(100)),
+        ):
             pass
 
 
@@ -170,7 +187,9 @@ def test_a_file_system_without_locks_is_named(
     assert "file system without locks: it may be deleted while it is read" in caplog.text
 
 
-def test_deletion_that_is_interrupted_leaves_nothing_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_that_is_interrupted_leaves_nothing_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, {100: None, 200: None})
 
     def killed(path: Path) -> None:

@@ -112,9 +112,12 @@ def test_other_ways_to_call(checkpoint: Path, trap: Path, stream: bytes) -> None
 def test_a_pickle_cannot_change_torchs_classes(checkpoint: Path) -> None:
     # BUILD on a class itself sets attributes of the class.
     stream = (
-        b"\x80\x04\x8c\x29torch.distributed.checkpoint.metadata\x8c\x0dMetadataIndex\x93N}\x8c\x05owned\x8c\x01xs\x86b."
+        b"\x80\x04\x8c\x29torch.distributed.checkpoint."
+        b"metadata\x8c\x0dMetadataIndex\x93N}\x8c\x05owned\x8c\x01xs\x86b."
     )
-    stream = stream.replace(b"\x8c\x29", b"\x8c" + bytes([len("torch.distributed.checkpoint.metadata")]))
+    stream = stream.replace(
+        b"\x8c\x29", b"\x8c" + bytes([len("torch.distributed.checkpoint.metadata")])
+    )
     (checkpoint / ".metadata").write_bytes(stream)
     with pytest.raises(CheckpointError):
         read_metadata(checkpoint / ".metadata")
@@ -125,7 +128,11 @@ def test_entries_that_are_no_tensor_are_refused(checkpoint: Path, trap: Path) ->
     metadata = original(checkpoint)
     metadata.state_dict_metadata["extra"] = BytesStorageMetadata()
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    refuses(checkpoint, trap, r"it asks for torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata")
+    refuses(
+        checkpoint,
+        trap,
+        r"it asks for torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata",
+    )
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a/b", ".."])
@@ -168,8 +175,12 @@ def test_payload_hidden_in_a_shards_archive(checkpoint: Path, trap: Path) -> Non
     refuses(checkpoint, trap, "cannot be read")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"\x80\x04N.", b"\xff" * 40, pickle.dumps({"a": 1})])
-def test_damaged_metadata_is_a_checkpoint_error(checkpoint: Path, trap: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"\x80\x04N.", b"\xff" * 40, pickle.dumps({"a": 1})]
+)
+def test_damaged_metadata_is_a_checkpoint_error(
+    checkpoint: Path, trap: Path, content: bytes
+) -> None:
     (checkpoint / ".metadata").write_bytes(content)
     refuses(checkpoint, trap, r"\.metadata (is refused|cannot be read)")
 
@@ -181,12 +192,18 @@ def test_the_honest_metadata_survives_the_reader(checkpoint: Path) -> None:
         own = mine.state_dict_metadata[name]
         assert isinstance(own, TensorStorageMetadata)
         assert isinstance(entry, TensorStorageMetadata)
-        assert (own.size, own.chunks, own.properties.dtype) == (entry.size, entry.chunks, entry.properties.dtype)
+        assert (own.size, own.chunks, own.properties.dtype) == (
+            entry.size,
+            entry.chunks,
+            entry.properties.dtype,
+        )
     places = {index: SavedSlice(**vars(info)) for index, info in torchs.storage_data.items()}
     assert mine.storage_data == places
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/hostname", "..", "", "below/../../x", "below//x", "below/"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/hostname", "..", "", "below/../../x", "below//x", "below/"]
+)
 def test_marker_names_stay_inside(checkpoint: Path, name: str) -> None:
     text = (checkpoint / "complete.json").read_text()
     (checkpoint / "complete.json").write_text(text.replace("state.json", name))

@@ -81,7 +81,9 @@ def test_a_checkpoint_names_no_absolute_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, None])
-def test_a_loss_that_is_not_finite_counts_as_not_measured(tmp_path: Path, loss: float | None) -> None:
+def test_a_loss_that_is_not_finite_counts_as_not_measured(
+    tmp_path: Path, loss: float | None
+) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE, validation_loss=loss)
     assert Marker.read(path).validation_loss is None
 
@@ -90,7 +92,10 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, {"model.w": torch.zeros(3)}, {})
     path = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
     assert read_tensors(path)["model.w"].tolist() == [1, 1, 1]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_what_a_crash_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
@@ -119,7 +124,9 @@ def test_what_a_crash_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_another_model_is_refused_and_nothing_changed(tmp_path: Path, change: Any, message: str) -> None:
+def test_another_model_is_refused_and_nothing_changed(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE)
     target = blank(example())
     change(target)
@@ -139,7 +146,10 @@ def test_a_part_can_be_loaded_by_prefix(tmp_path: Path) -> None:
 def test_read_tensors_by_name_prefix_and_type(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE)
     assert_equal(read_tensors(path), example())
-    assert set(read_tensors(path, prefix="optimizer.")) == {"optimizer.exp_avg.weight", "optimizer.step"}
+    assert set(read_tensors(path, prefix="optimizer.")) == {
+        "optimizer.exp_avg.weight",
+        "optimizer.step",
+    }
     converted = read_tensors(path, ["model.half", "optimizer.step"], dtype=torch.float64)
     assert converted["model.half"].dtype == torch.float64
     assert converted["optimizer.step"].dtype == torch.int64
@@ -162,7 +172,9 @@ def full_disk(self: CheckpointWriter, *args: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
 
 
-def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_checkpoint(tmp_path, 1, example(), STATE)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(CheckpointWriter, "write_data", full_disk)
@@ -173,7 +185,8 @@ def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(tmp_path: Path, mon
 
 
 def test_torch_does_not_hide_the_cause_of_a_failed_write(tmp_path: Path) -> None:
-    # A limit on file sizes fails inside torch's zip writer, as a full disk does: it raises RuntimeError around it.
+    # A limit on file sizes fails inside torch's zip writer, as a full disk does: it raises
+    # RuntimeError around it.
     script = f"""
 import pathlib, resource, signal, torch
 from megacore.checkpoint.save import save_checkpoint
@@ -185,7 +198,9 @@ try:
 except WorkspaceError as error:
     print(error)
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert ": File too large: raise the limit on file sizes" in result.stdout, result.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -195,7 +210,9 @@ def ranks_case(root: str) -> dict[str, Any]:
     rank, folder = dist.get_rank(), Path(root)
     results: dict[str, Any] = {}
     tensors = example()
-    path = save_checkpoint(folder / "replicated", 3, tensors, {**STATE, "rank": rank}, validation_loss=1.0)
+    path = save_checkpoint(
+        folder / "replicated", 3, tensors, {**STATE, "rank": rank}, validation_loss=1.0
+    )
     target = blank(tensors)
     results["state"] = load_checkpoint(path, target)
     assert_equal(target, tensors)
@@ -223,8 +240,12 @@ def ranks_case(root: str) -> dict[str, Any]:
     load_checkpoint(path, swapped, expected=names_of_all(swapped))
     results["swapped"] = {name: list(rectangles(tensor)) for name, tensor in swapped.items()}
 
-    results["one rank's full disk"] = failing_save(folder / "full", full_disk if rank == 1 else None)
-    results["one rank's wrong type"] = failing_save(folder / "wrong", None, {"model.w": 3} if rank == 1 else None)
+    results["one rank's full disk"] = failing_save(
+        folder / "full", full_disk if rank == 1 else None
+    )
+    results["one rank's wrong type"] = failing_save(
+        folder / "wrong", None, {"model.w": 3} if rank == 1 else None
+    )
     results["root is a file"] = failing_save(folder / "file", None)
     return results
 
@@ -271,8 +292,15 @@ def test_two_ranks(tmp_path: Path) -> None:
     for rank, result in enumerate(results):
         swapped = result["swapped"]
         assert_equal(
-            {name: swapped[name][0][1] for name in ("model.rows", "model.pairs", f"model.own.{1 - rank}")},
-            {"model.rows": whole, "model.pairs": whole.view(20, 2), f"model.own.{1 - rank}": whole + (1 - rank)},
+            {
+                name: swapped[name][0][1]
+                for name in ("model.rows", "model.pairs", f"model.own.{1 - rank}")
+            },
+            {
+                "model.rows": whole,
+                "model.pairs": whole.view(20, 2),
+                f"model.own.{1 - rank}": whole + (1 - rank),
+            },
         )
         for name, half in (("model.whole", rank), ("model.plain", 1 - rank)):
             ((offsets, piece),) = swapped[name]

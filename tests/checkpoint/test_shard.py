@@ -1,4 +1,5 @@
-"""Rectangles of flat ranges, and checkpoints that any layout of ranks writes and any other reads."""
+"""Rectangles of flat ranges, and checkpoints that any layout of ranks writes and any other
+reads."""
 
 import math
 from pathlib import Path
@@ -28,7 +29,11 @@ def test_a_flat_range_is_a_few_rectangles_in_order(shape: list[int], data: st.Da
     found: list[int] = []
     boxes = list(rectangles(start, stop, shape))
     for offsets, sizes in boxes:
-        box = numbers[tuple(slice(first, first + length) for first, length in zip(offsets, sizes, strict=True))]
+        box = numbers[
+            tuple(
+                slice(first, first + length) for first, length in zip(offsets, sizes, strict=True)
+            )
+        ]
         assert box.shape == tuple(sizes)
         found += box.flatten().tolist()
     assert found == list(range(start, stop))
@@ -37,7 +42,9 @@ def test_a_flat_range_is_a_few_rectangles_in_order(shape: list[int], data: st.Da
 
 def test_runs_of_a_part_are_views_at_their_place_in_the_whole() -> None:
     flat = torch.arange(9.0)
-    shard = TensorShard.of_runs([(2, flat[:5]), (9, flat[5:])], (4, 4), torch.float32, Partition(dim=1, rank=1, size=2))
+    shard = TensorShard.of_runs(
+        [(2, flat[:5]), (9, flat[5:])], (4, 4), torch.float32, Partition(dim=1, rank=1, size=2)
+    )
     assert shard.shape == (4, 8)
     assert {tuple(offsets): piece.tolist() for offsets, piece in shard.pieces.items()} == {
         (0, 6): [[0, 1]],
@@ -69,15 +76,20 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     return root, run_distributed(4, _layouts.run, str(root))
 
 
-def test_every_layout_reads_what_every_other_wrote(written: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_every_layout_reads_what_every_other_wrote(
+    written: tuple[Path, list[dict[str, Any]]],
+) -> None:
     assert [result["wrong"] for result in written[1]] == [[]] * 4
-    # The flat ranges really were cut into several rectangles, and the stages really held different names.
+    # The flat ranges really were cut into several rectangles, and the stages really held different
+    # names.
     assert max(result["most"] for result in written[1]) > 2
     assert written[1][0]["names"] != written[1][3]["names"]
 
 
 @pytest.mark.parametrize("layout", _layouts.LAYOUTS)
-def test_checkpoints_are_whole_tensors_written_once(written: tuple[Path, list[dict[str, Any]]], layout: str) -> None:
+def test_checkpoints_are_whole_tensors_written_once(
+    written: tuple[Path, list[dict[str, Any]]], layout: str
+) -> None:
     path, wanted = written[0] / layout / "iter_0000001", _layouts.values()
     tensors = read_tensors(path)
     assert tensors.keys() == wanted.keys()
@@ -94,7 +106,12 @@ def test_a_checkpoint_of_another_model_is_refused_over_all_ranks(
 ) -> None:
     for result in written[1]:
         lacking, renamed = result["refused"]
-        assert "lacks none of the 12 tensors asked for, and has model.last.bias, optimizer.exp_avg.last.bias" in lacking
+        assert (
+            "lacks none of the 12 tensors asked for, and has model.last.bias, "
+            "optimizer.exp_avg.last.bias"
+        ) in lacking
         assert "among 15 that nobody asked for" in lacking
         # Rank 2, of the same stage, still has the old name.
-        assert "lacks model.last.scale of the 16 tensors asked for, and has none among 15" in renamed
+        assert (
+            "lacks model.last.scale of the 16 tensors asked for, and has none among 15" in renamed
+        )

@@ -26,7 +26,9 @@ def test_any_part_of_any_form_into_any_form(tmp_path: Path, threads: int) -> Non
         for name in ("rows", "turned"):
             for (row, column), (rows, columns) in corners.items():
                 for target in (torch.zeros(rows, columns), torch.zeros(columns, rows).t()):
-                    shard = TensorShard(whole.shape, whole.dtype, {torch.Size((row, column)): target})
+                    shard = TensorShard(
+                        whole.shape, whole.dtype, {torch.Size((row, column)): target}
+                    )
                     wanted = {name: shard, "scalar": torch.tensor(0.0)}
                     load_checkpoint(path, wanted, expected=tensors.keys())
                     assert torch.equal(target, whole[row : row + rows, column : column + columns])
@@ -35,11 +37,15 @@ def test_any_part_of_any_form_into_any_form(tmp_path: Path, threads: int) -> Non
         torch.set_num_threads(before)
 
 
-def test_a_large_share_is_divided_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_share_is_divided_into_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(save, "LEAST_FILE_BYTES", 4000)
     tensors = {f"model.{n}": torch.full((10 * n,), float(n)) for n in range(1, 31)}
     path = save_checkpoint(tmp_path, 1, tensors, {})
-    sizes = [record.size for name, record in Marker.read(path).files.items() if name.endswith(".distcp")]
+    sizes = [
+        record.size for name, record in Marker.read(path).files.items() if name.endswith(".distcp")
+    ]
     assert 5 <= len(sizes) <= save.MOST_FILES
     assert verify(path).iteration == 1
     read = read_tensors(path)
@@ -53,7 +59,9 @@ def damaged(tmp_path: Path, change: object) -> Path:
         torch.save(change, shard)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     length = shard.stat().st_size if change != "long" else 1 << 40
-    metadata.storage_data = {index: _StorageInfo(shard.name, 0, length) for index in metadata.storage_data}
+    metadata.storage_data = {
+        index: _StorageInfo(shard.name, 0, length) for index in metadata.storage_data
+    }
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     if change == "short":
         shard.write_bytes(shard.read_bytes()[:300])
@@ -63,7 +71,10 @@ def damaged(tmp_path: Path, change: object) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (torch.ones(40, 3, dtype=torch.float64), r"holds \[40, 3\] torch.float64 of model.w, and its metadata says"),
+        (
+            torch.ones(40, 3, dtype=torch.float64),
+            r"holds \[40, 3\] torch.float64 of model.w, and its metadata says",
+        ),
         (torch.ones(39, 3), r"cannot be read"),
         (torch.ones(40, 3).to_sparse(), r"cannot be read"),
         ("short", r"cannot be read"),

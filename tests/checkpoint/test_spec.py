@@ -12,12 +12,21 @@ from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import CheckpointError
 
-MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16}
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
 
 
-def spec(*, family: str = "gpt", vocab_size: int = 100, tokens: SpecialTokens | None = None, **model: Any) -> ModelSpec:
+def spec(
+    *, family: str = "gpt", vocab_size: int = 100, tokens: SpecialTokens | None = None, **model: Any
+) -> ModelSpec:
     own = ModelConfig(**MODEL | {"make_vocab_size_divisible_by": 8} | model)
-    return ModelSpec(family=family, model=own, vocab_size=vocab_size, special_tokens=tokens or SpecialTokens())
+    return ModelSpec(
+        family=family, model=own, vocab_size=vocab_size, special_tokens=tokens or SpecialTokens()
+    )
 
 
 def test_a_spec_survives_a_checkpoint(tmp_path: Path) -> None:
@@ -29,20 +38,39 @@ def test_a_spec_survives_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, r"state\.json does not say which model its weights are of: it was written by an earlier version"),
-        ({"model": {"family": "gpt"}}, r"holds no model that this version of megacore knows .model\.model: Field req"),
+        (
+            {},
+            (
+                r"state\.json does not say which model its weights are of: it was written by an "
+                r"earlier version"
+            ),
+        ),
+        (
+            {"model": {"family": "gpt"}},
+            r"holds no model that this version of megacore knows .model\.model: Field req",
+        ),
         ({"model": 3}, r"holds no model that this version of megacore knows .model: "),
     ],
 )
-def test_a_checkpoint_that_does_not_say_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+def test_a_checkpoint_that_does_not_say_is_refused(
+    tmp_path: Path, state: dict[str, Any], message: str
+) -> None:
     (tmp_path / "state.json").write_text(json.dumps(state), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         read_spec(tmp_path)
 
 
 SAME: dict[str, dict[str, Any]] = {
-    "what matters to training alone": {"hidden_dropout": 0.3, "attention_dropout": 0.0, "init_method_std": 0.1},
-    "values that follow from others": {"num_query_groups": 4, "kv_channels": 8, "ffn_hidden_size": 128},
+    "what matters to training alone": {
+        "hidden_dropout": 0.3,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.1,
+    },
+    "values that follow from others": {
+        "num_query_groups": 4,
+        "kv_channels": 8,
+        "ffn_hidden_size": 128,
+    },
     "another divisor with as many rows": {"make_vocab_size_divisible_by": 104},
     "another role of a token": {"tokens": SpecialTokens(eod=1)},
 }
@@ -63,21 +91,36 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_layers": 3}, r"model\.num_layers is 2 there and 3 here"),
     "groups": ({"num_query_groups": 2}, r"model\.num_query_groups is 4 there and 2 here"),
     "biases": ({"add_bias_linear": False}, r"model\.add_bias_linear is true there and false here"),
-    "positions": ({"max_position_embeddings": 32}, r"model\.max_position_embeddings is 16 there and 32 here"),
-    "norm": ({"layernorm_epsilon": 1e-6}, r"model\.layernorm_epsilon is 1e-05 there and 1e-06 here"),
+    "positions": (
+        {"max_position_embeddings": 32},
+        r"model\.max_position_embeddings is 16 there and 32 here",
+    ),
+    "norm": (
+        {"layernorm_epsilon": 1e-6},
+        r"model\.layernorm_epsilon is 1e-05 there and 1e-06 here",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_model_is_refused_with_both_sides(name: str) -> None:
     changes, message = OTHERS[name]
-    with pytest.raises(CheckpointError, match=f"^there is of another model: {message}: use a checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=f"^there is of another model: {message}: use a checkpoint"
+    ):
         check_same_model(Path("there"), spec(), spec(**changes))
 
 
 def test_everything_that_differs_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"num_layers is 2 there and 4 here, model\.hidden_size is 32 .* 64 here"):
-        check_same_model(Path("there"), spec(), spec(num_layers=4, hidden_size=64, kv_channels=8, ffn_hidden_size=128))
+    with pytest.raises(
+        CheckpointError,
+        match=r"num_layers is 2 there and 4 here, model\.hidden_size is 32 .* 64 here",
+    ):
+        check_same_model(
+            Path("there"),
+            spec(),
+            spec(num_layers=4, hidden_size=64, kv_channels=8, ffn_hidden_size=128),
+        )
 
 
 def test_a_model_without_a_position_table_may_be_trained_on_longer_sequences() -> None:

@@ -16,7 +16,8 @@ def test_buffers_are_reused_until_the_form_changes() -> None:
     def addresses() -> dict[str, int]:
         copied = buffers.copy(tensors)
         assert_equal(copied, tensors)  # type: ignore[arg-type]
-        # Torch saves the storage that a tensor lies in, and copies a tensor that has none of its own.
+        # Torch saves the storage that a tensor lies in, and copies a tensor that has none of its
+        # own.
         assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copied.values())  # type: ignore[union-attr]
         return {name: copy.data_ptr() for name, copy in copied.items()}  # type: ignore[union-attr]
 
@@ -34,7 +35,9 @@ def test_too_little_host_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr("mmap.mmap", refuse)
-    with pytest.raises(CheckpointError, match=r"no host memory for 3 MiB .*set checkpoint\.asynchronous to false"):
+    with pytest.raises(
+        CheckpointError, match=r"no host memory for 3 MiB .*set checkpoint\.asynchronous to false"
+    ):
         HostBuffers().copy({"model.large": torch.zeros(700_000)})
 
 

@@ -21,7 +21,9 @@ def defined(tree: ast.Module) -> set[str]:
     kinds = ast.FunctionDef | ast.ClassDef
     names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
     return names | {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
 
 
@@ -52,7 +54,9 @@ def test_a_moved_name_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch
     file, purpose = PRIVATE_NAMES[name]
     with pytest.raises(CheckpointError) as caught:
         private_name(name)
-    assert f"moved {name}, which megacore/checkpoint/{file} uses for {purpose}: " in str(caught.value)
+    assert f"moved {name}, which megacore/checkpoint/{file} uses for {purpose}: " in str(
+        caught.value
+    )
     text = next(path for path in FILES if path.name == file).read_text(encoding="utf-8")
     assert f'private_name("{name}")' in text
 

@@ -1,4 +1,5 @@
-"""What the commands on models are tested with: one tiny model as a checkpoint and as a transformers directory."""
+"""What the commands on models are tested with: one tiny model as a checkpoint and as a transformers
+directory."""
 
 import shutil
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class Files:
 
 
 def write_files(root: Path) -> Files:
-    """A GPT-NeoX whose export transformers itself has written, and the checkpoint that holds the same weights."""
+    """A GPT-NeoX whose export transformers itself has written, and the checkpoint that holds the
+    same weights."""
     import torch
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -55,7 +57,9 @@ def write_files(root: Path) -> Files:
         "max_position_embeddings": _tiny.POSITIONS,
     }
     roles = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPTNeoXConfig(**sizes, **roles, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3)
+    config = GPTNeoXConfig(
+        **sizes, **roles, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3
+    )
     torch.manual_seed(5)
     GPTNeoXForCausalLM(config).save_pretrained(root / "export")
     for path in (root / "tokenizer").iterdir():
@@ -67,7 +71,9 @@ def write_files(root: Path) -> Files:
     return Files(
         checkpoint=checkpoint,
         export=root / "export",
-        bert=_tiny.write_checkpoint(root / "bert", own.model_copy(update={"family": "bert"}), model),
+        bert=_tiny.write_checkpoint(
+            root / "bert", own.model_copy(update={"family": "bert"}), model
+        ),
         tokenizer=root / "tokenizer",
         other_tokenizer=root / "other",
         wikitext=_texts.write_wikitext(root / "wiki.txt"),

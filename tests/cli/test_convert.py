@@ -21,7 +21,9 @@ from tests.convert._models import their_model, tiny_spec
 
 def run(*arguments: object) -> str:
     """What the command prints. Raises what it raises."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 
@@ -37,12 +39,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_import_and_export_with_a_tokenizer(model: Path, tmp_path: Path) -> None:
-    assert "GPT2LMHeadModel, with its tokenizer" in run("import", "--from-hf", model, "--output", tmp_path / "in")
+    assert "GPT2LMHeadModel, with its tokenizer" in run(
+        "import", "--from-hf", model, "--output", tmp_path / "in"
+    )
     source = find_model(tmp_path / "in")
     assert source.directory == str(tmp_path / "in" / "iter_0000000")
     assert source.spec.tokenizer_directory == str(tmp_path / "in" / "tokenizer")
     assert source.spec.special_tokens.eod == 2  # config.json goes before the spelling
-    printed = run("export", "--checkpoint", tmp_path / "in", "--output", tmp_path / "out", "--dtype", "bfloat16")
+    printed = run(
+        "export",
+        "--checkpoint",
+        tmp_path / "in",
+        "--output",
+        tmp_path / "out",
+        "--dtype",
+        "bfloat16",
+    )
     assert f"with the tokenizer of {tmp_path / 'in' / 'tokenizer'}" in printed
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
@@ -59,7 +71,10 @@ def test_import_and_export_with_a_tokenizer(model: Path, tmp_path: Path) -> None
     text = "abd abc"
     tokenizers = (load_tokenizer(tmp_path / "out"), load_tokenizer(model))
     assert tokenizers[0].encode(text).tolist() == tokenizers[1].encode(text).tolist()
-    assert json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))["dtype"]
+        == "bfloat16"
+    )
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "push_to_hub" in card
     assert "without comparing it" in card
@@ -68,15 +83,34 @@ def test_import_and_export_with_a_tokenizer(model: Path, tmp_path: Path) -> None
 def test_megatrons_files_there_and_back(model: Path, tmp_path: Path) -> None:
     run("import", "--from-hf", model, "--output", tmp_path / "in")
     sizes = ("--tensor-model-parallel-size", 2)
-    run("export", "--checkpoint", tmp_path / "in", "--output", tmp_path / "out", "--format", "megatron", *sizes)
+    run(
+        "export",
+        "--checkpoint",
+        tmp_path / "in",
+        "--output",
+        tmp_path / "out",
+        "--format",
+        "megatron",
+        *sizes,
+    )
     ranks = sorted(path.name for path in (tmp_path / "out" / "iter_0000000").iterdir())
     assert ranks == ["mp_rank_00", "mp_rank_01"]
     record = json.loads((tmp_path / "out" / "export.json").read_text(encoding="utf-8"))
     assert (record["form"], record["tensor_model_parallel_size"]) == ("megatron", 2)
     printed = run("import", "--from-megatron", tmp_path / "out", "--output", tmp_path / "named")
     assert f"naming the tokenizer that its files name, {tmp_path / 'in' / 'tokenizer'}" in printed
-    assert find_model(tmp_path / "named").spec.tokenizer_directory == str(tmp_path / "in" / "tokenizer")
-    run("import", "--from-megatron", tmp_path / "out", "--output", tmp_path / "again", "--tokenizer", model)
+    assert find_model(tmp_path / "named").spec.tokenizer_directory == str(
+        tmp_path / "in" / "tokenizer"
+    )
+    run(
+        "import",
+        "--from-megatron",
+        tmp_path / "out",
+        "--output",
+        tmp_path / "again",
+        "--tokenizer",
+        model,
+    )
     spec = find_model(tmp_path / "again").spec
     assert (spec.family, spec.vocab_size) == ("gpt", 260)
     assert spec.tokenizer_directory == str(tmp_path / "again" / "tokenizer")
@@ -85,13 +119,31 @@ def test_megatrons_files_there_and_back(model: Path, tmp_path: Path) -> None:
 def test_deepspeeds_checkpoints_come_in_and_go_out_as_others(model: Path, tmp_path: Path) -> None:
     spec, tensors = written_zero1(tmp_path / "ds" / f"global_step{ITERATION}")
     (tmp_path / "ds" / "latest").write_text(f"global_step{ITERATION}")
-    printed = run("import", "--from-deepspeed", tmp_path / "ds", "--output", tmp_path / "in", "--tokenizer", model)
-    assert "DeepSpeed's sharded checkpoint of Megatron-DeepSpeed, gpt, with its tokenizer" in printed
+    printed = run(
+        "import",
+        "--from-deepspeed",
+        tmp_path / "ds",
+        "--output",
+        tmp_path / "in",
+        "--tokenizer",
+        model,
+    )
+    assert (
+        "DeepSpeed's sharded checkpoint of Megatron-DeepSpeed, gpt, with its tokenizer" in printed
+    )
     record = json.loads((tmp_path / "in" / "import.json").read_text(encoding="utf-8"))
     assert (record["form"], record["moments"]) == ("deepspeed", ["exp_avg", "exp_avg_sq"])
     assert len(record["files"]) == 6
     assert find_model(tmp_path / "in").spec.model == spec.model
-    run("export", "--checkpoint", tmp_path / "in", "--output", tmp_path / "out", "--format", "megatron")
+    run(
+        "export",
+        "--checkpoint",
+        tmp_path / "in",
+        "--output",
+        tmp_path / "out",
+        "--format",
+        "megatron",
+    )
     exported = read_megatron(tmp_path / "out")
     assert exported.iteration == ITERATION
     assert all(torch.equal(exported.tensors[name], value) for name, value in tensors.items())
@@ -100,13 +152,38 @@ def test_deepspeeds_checkpoints_come_in_and_go_out_as_others(model: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("import", "--output", "x"), "give one of --from-hf, --from-megatron and --from-deepspeed"),
-        (("import", "--output", "x", "--from-hf", "a", "--from-megatron", "b"), "give one of --from-hf"),
-        (("import", "--output", "x", "--from-megatron", "a", "--from-deepspeed", "b"), "give one of --from-hf"),
-        (("export", "--output", "x", "--checkpoint", "c", "--format", "onnx"), "--format is onnx: give hf or megatron"),
-        (("export", "--output", "x", "--checkpoint", "c", "--dtype", "int8"), "--dtype is int8: give float32 or"),
         (
-            ("export", "--output", "x", "--checkpoint", "c", "--format", "megatron", "--dtype", "bfloat16"),
+            ("import", "--output", "x"),
+            "give one of --from-hf, --from-megatron and --from-deepspeed",
+        ),
+        (
+            ("import", "--output", "x", "--from-hf", "a", "--from-megatron", "b"),
+            "give one of --from-hf",
+        ),
+        (
+            ("import", "--output", "x", "--from-megatron", "a", "--from-deepspeed", "b"),
+            "give one of --from-hf",
+        ),
+        (
+            ("export", "--output", "x", "--checkpoint", "c", "--format", "onnx"),
+            "--format is onnx: give hf or megatron",
+        ),
+        (
+            ("export", "--output", "x", "--checkpoint", "c", "--dtype", "int8"),
+            "--dtype is int8: give float32 or",
+        ),
+        (
+            (
+                "export",
+                "--output",
+                "x",
+                "--checkpoint",
+                "c",
+                "--format",
+                "megatron",
+                "--dtype",
+                "bfloat16",
+            ),
             "--dtype bfloat16 is for --format hf",
         ),
         (
@@ -121,5 +198,7 @@ def test_options_that_do_not_go_together(arguments: tuple[str, ...], message: st
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match=r"config\.json cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        ConversionError, match=r"config\.json cannot be read \(No such file or directory\)"
+    ):
         run("import", "--from-hf", tmp_path, "--output", tmp_path / "out")

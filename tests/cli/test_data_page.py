@@ -41,7 +41,9 @@ def plain(text: str) -> str:
     return " ".join(text.split()) if text.startswith("error: ") else text
 
 
-def test_examples_print_what_the_page_shows(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_print_what_the_page_shows(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("vocab.json", "merges.txt"):
         Path(name).symlink_to(shared_data / "data" / f"gpt2-{name}")
@@ -51,9 +53,14 @@ def test_examples_print_what_the_page_shows(shared_data: Path, tmp_path: Path, m
             Path(arguments[0]).write_text(shown)
             continue
         assert program == "megacore"
-        if "books_text_document" in arguments:  # as Megatron-DeepSpeed would have written the first example
-            Path("books_text_document.idx").write_bytes(Path("notes_text_document.idx").read_bytes())
-            Path("books_text_document.bin").write_bytes(Path("notes_text_document.bin").read_bytes() + bytes(6))
+        # as Megatron-DeepSpeed would have written the first example
+        if "books_text_document" in arguments:
+            Path("books_text_document.idx").write_bytes(
+                Path("notes_text_document.idx").read_bytes()
+            )
+            Path("books_text_document.bin").write_bytes(
+                Path("notes_text_document.bin").read_bytes() + bytes(6)
+            )
         ran.append(arguments[0])
         assert plain(run(arguments)).replace(f"{tmp_path}/", "/data/") == plain(shown), arguments
     assert ran == ["tokenize", "index", "inspect", "inspect", "verify", "verify", "verify"]
@@ -63,12 +70,20 @@ def test_examples_print_what_the_page_shows(shared_data: Path, tmp_path: Path, m
 def test_configurations_are_taken(block: str) -> None:
     values = yaml.safe_load(block)["data"]
     given = {"tokenizer": {"kind": "train-bpe"}, "seq_length": 8, **values}
-    DataConfig.model_validate(given if "blend" in values else {"source": {"kind": "source_tree"}, **given})
+    DataConfig.model_validate(
+        given if "blend" in values else {"source": {"kind": "source_tree"}, **given}
+    )
 
 
 def test_keys_of_the_page_are_those_of_the_configuration() -> None:
     named = set(re.findall(r"`data\.(\w+)", PAGE))
     assert named <= set(DataConfig.model_fields)
-    assert {"blend", "split_blends", "packing", "fim", "shard_mb", "dask_address", "on_bad_line"} <= (
-        named | set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
-    )
+    assert {
+        "blend",
+        "split_blends",
+        "packing",
+        "fim",
+        "shard_mb",
+        "dask_address",
+        "on_bad_line",
+    } <= (named | set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)))

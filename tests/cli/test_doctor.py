@@ -42,12 +42,17 @@ def test_json_for_programs_and_a_file(tmp_path: Path) -> None:
     report = json.loads(result.stdout)
     assert json.loads((tmp_path / "o.json").read_text()) == report
     assert report["checks"][0]["check"] == "tokens"
-    assert "holds the id 300 (at token 2), and the vocabulary has 300 entries" in report["checks"][0]["advice"]
+    assert (
+        "holds the id 300 (at token 2), and the vocabulary has 300 entries"
+        in report["checks"][0]["advice"]
+    )
 
 
 def test_a_table_for_people(tmp_path: Path) -> None:
     output = tmp_path / "o.json"
-    result = CliRunner().invoke(app, ["doctor", "--workspace", str(tmp_path), "--output", str(output)])
+    result = CliRunner().invoke(
+        app, ["doctor", "--workspace", str(tmp_path), "--output", str(output)]
+    )
     assert result.exit_code == 0, result.output
     for name in ("packages", "workspace", "kernels", "limits", "bandwidth"):
         assert name in result.output

@@ -1,4 +1,5 @@
-"""`megacore evaluate`: the same scores for every layout and form of the weights, and refusals in one sentence."""
+"""`megacore evaluate`: the same scores for every layout and form of the weights, and refusals in
+one sentence."""
 
 import json
 from pathlib import Path
@@ -39,9 +40,17 @@ def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({}, ConfigError, "there is nothing to score the model on: give --wikitext, --lambada or both"),
+        (
+            {},
+            ConfigError,
+            "there is nothing to score the model on: give --wikitext, --lambada or both",
+        ),
         ({"--wikitext": "nowhere"}, DataFormatError, "nowhere is no file: check the path"),
-        ({"--lambada": "LAMBADA", "--overlapping-eval": 8}, ConfigError, "--overlapping-eval is 8 without --wikitext"),
+        (
+            {"--lambada": "LAMBADA", "--overlapping-eval": 8},
+            ConfigError,
+            "--overlapping-eval is 8 without --wikitext",
+        ),
         (
             {"--wikitext": "WIKITEXT", "--overlapping-eval": 65},
             ConfigError,
@@ -52,16 +61,30 @@ def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Pat
             ConfigError,
             "seq_length is 65 and the model has 64 positions",
         ),
-        ({"--wikitext": "WIKITEXT", "--output": "nowhere/x"}, ConfigError, "nowhere is no directory: make it first"),
-        ({"--wikitext": "WIKITEXT", "--output": "/"}, ConfigError, "--output is /, which is a directory: give a file"),
-        ({"--lambada": "WIKITEXT"}, DataFormatError, "wiki.txt:2 is no JSON object with a text under the key text"),
+        (
+            {"--wikitext": "WIKITEXT", "--output": "nowhere/x"},
+            ConfigError,
+            "nowhere is no directory: make it first",
+        ),
+        (
+            {"--wikitext": "WIKITEXT", "--output": "/"},
+            ConfigError,
+            "--output is /, which is a directory: give a file",
+        ),
+        (
+            {"--lambada": "WIKITEXT"},
+            DataFormatError,
+            "wiki.txt:2 is no JSON object with a text under the key text",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(
     files: Files, arguments: dict[str, object], error: type[MegacoreError], message: str
 ) -> None:
     paths = {"WIKITEXT": files.wikitext, "LAMBADA": files.lambada}
-    given = [part for name, value in arguments.items() for part in (name, paths.get(str(value), value))]
+    given = [
+        part for name, value in arguments.items() for part in (name, paths.get(str(value), value))
+    ]
     result = run("evaluate", "--checkpoint", files.checkpoint, *given)
     assert isinstance(result.exception, error), result.output
     assert message in str(result.exception)

@@ -1,4 +1,5 @@
-"""`megacore generate`: the same text for every layout and form of the weights, and refusals in one sentence."""
+"""`megacore generate`: the same text for every layout and form of the weights, and refusals in one
+sentence."""
 
 import json
 import os
@@ -24,7 +25,9 @@ def test_every_layout_and_form_gives_the_same_tokens(files: Files) -> None:
     alone = json.loads(output("generate", "--checkpoint", files.checkpoint, *options))
     assert [row["prompt"] for row in alone] == [PROMPTS[1], PROMPTS[3]]
     assert [len(row["tokens"]) == 12 or row["ended"] for row in alone] == [True, True]
-    two = output("generate", "--checkpoint", files.checkpoint, *options, "--tensor-model-parallel-size", 2)
+    two = output(
+        "generate", "--checkpoint", files.checkpoint, *options, "--tensor-model-parallel-size", 2
+    )
     assert json.loads(two) == alone
     exported = output("generate", "--checkpoint", files.export, *options, "--batch-size", 1)
     assert json.loads(exported) == alone
@@ -33,7 +36,9 @@ def test_every_layout_and_form_gives_the_same_tokens(files: Files) -> None:
 def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("the value of\nthe sum\n", encoding="utf-8")
     given = ("--prompt", "step", "--prompt-file", tmp_path / "prompts", "--max-new-tokens", 4)
-    text = output("generate", "--checkpoint", files.checkpoint.parent, "--tokenizer", files.tokenizer, *given)
+    text = output(
+        "generate", "--checkpoint", files.checkpoint.parent, "--tokenizer", files.tokenizer, *given
+    )
     for number, prompt in enumerate(("step", "the value of", "the sum"), 1):
         assert f"== prompt {number} ==\n{prompt}" in text
 
@@ -43,8 +48,16 @@ def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_pa
     [
         ((), ConfigError, "there is no prompt: give --prompt or --prompt-file"),
         (("--prompt", ""), ConfigError, "prompt 1 is empty: give it at least one token"),
-        (("--prompt", "a", "--top-p", 1.5), ConfigError, "top_p is 1.5: give a probability above 0 and up to 1"),
-        (("--prompt", "a", "--max-new-tokens", 64), ConfigError, "max_new_tokens is 64, but prompt 1 has 1 of the"),
+        (
+            ("--prompt", "a", "--top-p", 1.5),
+            ConfigError,
+            "top_p is 1.5: give a probability above 0 and up to 1",
+        ),
+        (
+            ("--prompt", "a", "--max-new-tokens", 64),
+            ConfigError,
+            "max_new_tokens is 64, but prompt 1 has 1 of the",
+        ),
         (("--prompt", "zq" * 40), ConfigError, "prompt 1 has 80 tokens and the model 64 positions"),
         (("--prompt", "a", "--prompt-file", "nowhere"), DataFormatError, "nowhere cannot be read"),
         (
@@ -52,7 +65,11 @@ def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_pa
             ConfigError,
             "--precision is fp8: give one of auto, fp32, bf16, fp16",
         ),
-        (("--prompt", "a", "--tokenizer", "nowhere"), DataFormatError, "the tokenizer nowhere is no directory"),
+        (
+            ("--prompt", "a", "--tokenizer", "nowhere"),
+            DataFormatError,
+            "the tokenizer nowhere is no directory",
+        ),
         (
             ("--prompt", "a", "--tensor-model-parallel-size", 3),
             ConfigError,
@@ -77,16 +94,33 @@ def test_models_that_do_not_continue_text_are_refused(files: Files, tmp_path: Pa
     assert isinstance(result.exception, CheckpointError)
 
 
-def test_both_sizes_of_a_wrong_vocabulary_are_said_with_an_exit_code(files: Files, tmp_path: Path) -> None:
-    command = ["--checkpoint", files.checkpoint, "--prompt", "a", "--tokenizer", files.other_tokenizer]
+def test_both_sizes_of_a_wrong_vocabulary_are_said_with_an_exit_code(
+    files: Files, tmp_path: Path
+) -> None:
+    command = [
+        "--checkpoint",
+        files.checkpoint,
+        "--prompt",
+        "a",
+        "--tokenizer",
+        files.other_tokenizer,
+    ]
     result = subprocess.run(
-        [sys.executable, "-c", "from megacore.cli import main; main()", "generate", *map(str, command)],
+        [
+            sys.executable,
+            "-c",
+            "from megacore.cli import main; main()",
+            "generate",
+            *map(str, command),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert result.returncode == 2
-    assert result.stderr.startswith(f"error: the tokenizer in {files.other_tokenizer} has a vocabulary of 310 entries")
+    assert result.stderr.startswith(
+        f"error: the tokenizer in {files.other_tokenizer} has a vocabulary of 310 entries"
+    )
     assert "one of 300: give --tokenizer the one that the model was trained with" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,9 @@ from tests.data._files import write_tokens
 
 
 def run(output: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["index", "--seq-length", "10", "--output", str(output), *arguments])
+    return CliRunner().invoke(
+        app, ["index", "--seq-length", "10", "--output", str(output), *arguments]
+    )
 
 
 @pytest.fixture
@@ -30,15 +32,31 @@ def prefixes(tmp_path: Path) -> tuple[str, str]:
 def test_one_data_set_is_megatrons(shared_data: Path, tmp_path: Path) -> None:
     golden = shared_data / "golden" / "separate_final_epoch"
     samples = json.loads((golden / "params.json").read_text())["num_samples"]
-    wanted = [f"--{name}-samples={count}" for name, count in zip(("train", "valid", "test"), samples, strict=True)]
+    wanted = [
+        f"--{name}-samples={count}"
+        for name, count in zip(("train", "valid", "test"), samples, strict=True)
+    ]
     prefix = str(shared_data / "golden" / "C_merged")
-    result = run(tmp_path / "o", "--data-prefix", prefix, "--split", "949,50,1", "--seq-length", "64", *wanted)
+    result = run(
+        tmp_path / "o",
+        "--data-prefix",
+        prefix,
+        "--split",
+        "949,50,1",
+        "--seq-length",
+        "64",
+        *wanted,
+    )
     assert result.exit_code == 0, result.output
-    assert "train: 6,425 samples of 566 sequences with 137,076 tokens, 3 epochs, the last one shuffled" in result.output
+    assert (
+        "train: 6,425 samples of 566 sequences with 137,076 tokens, 3 epochs, the last one shuffled"
+        in result.output
+    )
     for name in ("train", "valid", "test"):
         for map_name in MAP_NAMES:
             assert (
-                map_path(tmp_path / "o", name, map_name).read_bytes() == map_path(golden, name, map_name).read_bytes()
+                map_path(tmp_path / "o", name, map_name).read_bytes()
+                == map_path(golden, name, map_name).read_bytes()
             )
 
 
@@ -77,16 +95,40 @@ def test_splits_of_their_own_and_every_option(tmp_path: Path, prefixes: tuple[st
 
 def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
     prefix = write_tokens(tmp_path / "s", [4] * 40)
-    result = run(tmp_path / "o", "--data-prefix", prefix, "--kind", "t5", "--train-samples", "60", "--split", "39,1")
+    result = run(
+        tmp_path / "o",
+        "--data-prefix",
+        prefix,
+        "--kind",
+        "t5",
+        "--train-samples",
+        "60",
+        "--split",
+        "39,1",
+    )
     assert result.exit_code == 0, result.output
     assert np.load(tmp_path / "o" / "train_sentence_index.npy").shape == (78, 3)
-    assert "train: 78 samples of 39 documents, 39 sequences with 156 tokens, 2 epochs" in result.output
+    assert (
+        "train: 78 samples of 39 documents, 39 sequences with 156 tokens, 2 epochs" in result.output
+    )
     assert read_description(tmp_path / "o").options.sentences == SentenceOptions("t5")
-    members = ["--train-data-prefix", "1", prefix, "3", prefixes[0], "--train-samples", "40", "--seq-length", "200"]
+    members = [
+        "--train-data-prefix",
+        "1",
+        prefix,
+        "3",
+        prefixes[0],
+        "--train-samples",
+        "40",
+        "--seq-length",
+        "200",
+    ]
     result = run(tmp_path / "b", *members, "--kind", "t5", "--short-seq-prob", "0.5")
     assert result.exit_code == 0, result.output
     assert "s: 10 drawn\n  a: 30 drawn" in result.output
-    assert read_description(tmp_path / "b").options.sentences == SentenceOptions("t5", short_seq_prob=0.5)
+    assert read_description(tmp_path / "b").options.sentences == SentenceOptions(
+        "t5", short_seq_prob=0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,27 +139,65 @@ def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
         (["--data-prefix", "0", "{a}", "0", "{b}"], ConfigError, "the weight 0.0"),
         (["--data-prefix", "nan", "{a}", "1", "{b}"], ConfigError, "the weight nan"),
         (["--data-prefix", "{a}x"], DataFormatError, "ax.idx does not exist"),
-        (["--data-prefix", "{a}", "--split", "1,0,0", "--valid-samples", "3"], DataFormatError, "the valid split of"),
-        (["--data-prefix", "{a}", "{b}", "--split", "1,1,1", "--train-samples", "99"], DataFormatError, "99 samples"),
+        (
+            ["--data-prefix", "{a}", "--split", "1,0,0", "--valid-samples", "3"],
+            DataFormatError,
+            "the valid split of",
+        ),
+        (
+            ["--data-prefix", "{a}", "{b}", "--split", "1,1,1", "--train-samples", "99"],
+            DataFormatError,
+            "99 samples",
+        ),
         (["--data-prefix", "{a}", "--split", "1,x"], ConfigError, "--split is '1,x'"),
         (["--data-prefix", "{a}", "--seed", "-1"], ConfigError, "the seed of the shuffles is -1"),
         (["--data-prefix", "{a}", "--train-data-prefix", "{b}"], ConfigError, "leave one out"),
         (["--train-data-prefix", "{b}", "--split", "1,1,1"], ConfigError, "leave --split out"),
         ([], ConfigError, "no token files are named"),
-        (["--data-prefix", "{a}", "--index-style", "neox", "--packing", "unpacked"], ConfigError, "packing unpacked"),
-        (["--data-prefix", "{a}", "--kind", "bert", "--packing", "unpacked"], ConfigError, "those of bert are not"),
-        (["--data-prefix", "{a}", "--kind", "t5", "--short-seq-prob", "2"], ConfigError, "short_seq_prob is 2.0"),
-        (["--data-prefix", "{a}", "--short-seq-prob", "0.1"], ConfigError, "--short-seq-prob is for"),
-        (["--data-prefix", "{a}", "--kind", "bert"], DataFormatError, "was the text split into sentences"),
-        (["--data-prefix", "{a}", "--kind", "t5"], DataFormatError, "the split has 0 of 20 documents"),
+        (
+            ["--data-prefix", "{a}", "--index-style", "neox", "--packing", "unpacked"],
+            ConfigError,
+            "packing unpacked",
+        ),
+        (
+            ["--data-prefix", "{a}", "--kind", "bert", "--packing", "unpacked"],
+            ConfigError,
+            "those of bert are not",
+        ),
+        (
+            ["--data-prefix", "{a}", "--kind", "t5", "--short-seq-prob", "2"],
+            ConfigError,
+            "short_seq_prob is 2.0",
+        ),
+        (
+            ["--data-prefix", "{a}", "--short-seq-prob", "0.1"],
+            ConfigError,
+            "--short-seq-prob is for",
+        ),
+        (
+            ["--data-prefix", "{a}", "--kind", "bert"],
+            DataFormatError,
+            "was the text split into sentences",
+        ),
+        (
+            ["--data-prefix", "{a}", "--kind", "t5"],
+            DataFormatError,
+            "the split has 0 of 20 documents",
+        ),
     ],
 )
 def test_bad_input_leaves_nothing(
-    tmp_path: Path, prefixes: tuple[str, str], arguments: list[str], error: type[MegacoreError], message: str
+    tmp_path: Path,
+    prefixes: tuple[str, str],
+    arguments: list[str],
+    error: type[MegacoreError],
+    message: str,
 ) -> None:
     a, b = prefixes
     before = sorted(tmp_path.iterdir())
-    result = run(tmp_path / "o", *(argument.replace("{a}", a).replace("{b}", b) for argument in arguments))
+    result = run(
+        tmp_path / "o", *(argument.replace("{a}", a).replace("{b}", b) for argument in arguments)
+    )
     assert isinstance(result.exception, error), result.output
     assert message in str(result.exception)
     assert sorted(tmp_path.iterdir()) == before
@@ -135,7 +215,9 @@ def test_what_is_there_stays(tmp_path: Path, prefixes: tuple[str, str]) -> None:
     assert [path.name for path in output.iterdir()] == ["kept"]
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path, prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing(
+    tmp_path: Path, prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: Path, values: np.ndarray) -> None:
         raise WorkspaceError(f"cannot write {path}: No space left on device")
 
@@ -163,8 +245,25 @@ def test_values_after_an_option_are_its_own() -> None:
 
 def test_weights_need_a_number_of_samples(tmp_path: Path) -> None:
     prefixes = [write_tokens(tmp_path / name, [40] * 20) for name in ("a", "b")]
-    arguments = ["index", "--data-prefix", "0.3", prefixes[0], "0.7", prefixes[1], "--seq-length", "16"]
-    command = [*arguments, "--split", "1,1,1", "--train-samples", "5", "--output", str(tmp_path / "maps")]
+    arguments = [
+        "index",
+        "--data-prefix",
+        "0.3",
+        prefixes[0],
+        "0.7",
+        prefixes[1],
+        "--seq-length",
+        "16",
+    ]
+    command = [
+        *arguments,
+        "--split",
+        "1,1,1",
+        "--train-samples",
+        "5",
+        "--output",
+        str(tmp_path / "maps"),
+    ]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ConfigError)
     assert "the valid split has weights but no --valid-samples" in str(result.exception)

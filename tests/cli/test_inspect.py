@@ -72,7 +72,9 @@ def test_ids_are_shown_without_a_tokenizer(tmp_path: Path) -> None:
     assert "document 1: 40 tokens\n  | 3 4 5 " in shown
     assert "26 …" in shown
     assert "give --tokenizer" in shown
-    assert values("inspect", tmp_path / "a")["files"][0]["first_documents"][1]["ids"] == list(range(3, 43))
+    assert values("inspect", tmp_path / "a")["files"][0]["first_documents"][1]["ids"] == list(
+        range(3, 43)
+    )
 
 
 def test_documents_are_decoded_and_placed(corpus: Corpus) -> None:
@@ -87,7 +89,14 @@ def test_documents_are_decoded_and_placed(corpus: Corpus) -> None:
         assert (Path(entry["source"]["path"]).name, entry["source"]["line"]) == (name, line)
     shown = output("inspect", corpus.prefix, "--documents", 1)
     assert f"  | {TEXTS[corpus.order[0]]}"[:100] in shown
-    given = output("inspect", corpus.prefix, "--documents", 1, "--tokenizer", corpus.tokenizer / "tokenizer.json")
+    given = output(
+        "inspect",
+        corpus.prefix,
+        "--documents",
+        1,
+        "--tokenizer",
+        corpus.tokenizer / "tokenizer.json",
+    )
     assert given == shown
 
 
@@ -190,15 +199,22 @@ def test_an_index_directory_in_words(corpus: Corpus, tmp_path: Path) -> None:
     options = IndexOptions(split="1", seq_length=SEQ_LENGTH, seed=5)
     build_index_maps(mixture, tmp_path / "blend", options, (20, 0, 0))
     shown = output("inspect", tmp_path / "blend")
-    assert "split 1, seq_length 64, seed 5, style megatron, packing packed, add_extra_token true" in shown
+    assert (
+        "split 1, seq_length 64, seed 5, style megatron, packing packed, add_extra_token true"
+        in shown
+    )
     assert f"data set 1: {other}: train (weight 1)" in shown
     assert "train: 20 samples" in shown
     assert values("inspect", tmp_path / "blend")["samples"]["train"] == 20
-    members = {values("inspect", tmp_path / "blend", "--sample", number)["member"] for number in range(20)}
+    members = {
+        values("inspect", tmp_path / "blend", "--sample", number)["member"] for number in range(20)
+    }
     assert members == {0, 1}
 
 
-def test_what_does_not_belong_together_is_refused(corpus: Corpus, index: Path, tmp_path: Path) -> None:
+def test_what_does_not_belong_together_is_refused(
+    corpus: Corpus, index: Path, tmp_path: Path
+) -> None:
     cases: list[tuple[type[Exception], tuple[object, ...]]] = [
         (ConfigError, ("inspect", corpus.prefix, "--sample", 1)),
         (ConfigError, ("inspect", index, "--histogram", tmp_path / "a.png")),

@@ -6,8 +6,13 @@ from megacore.errors import DataFormatError
 
 
 def test_keys_are_called_by_their_options() -> None:
-    assert with_options("set data.source.key, then check data.source") == "set --json-key, then check --input"
-    assert with_options("data.tokenizer.vocab_file of data.tokenizer") == "--vocab-file of --tokenizer"
+    assert (
+        with_options("set data.source.key, then check data.source")
+        == "set --json-key, then check --input"
+    )
+    assert (
+        with_options("data.tokenizer.vocab_file of data.tokenizer") == "--vocab-file of --tokenizer"
+    )
 
 
 def test_the_type_of_an_error_stays() -> None:

@@ -33,7 +33,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpt2(tokenizer: Path) -> list[str]:
-    return ["--vocab-file", str(tokenizer / "vocab.json"), "--merge-file", str(tokenizer / "merges.txt")]
+    return [
+        "--vocab-file",
+        str(tokenizer / "vocab.json"),
+        "--merge-file",
+        str(tokenizer / "merges.txt"),
+    ]
 
 
 def write_lines(path: Path, texts: list[str], key: str = "text") -> Path:
@@ -47,29 +52,42 @@ def run(*arguments: object) -> Result:
 
 def documents(prefix: Path) -> list[list[int]]:
     dataset = IndexedDataset(prefix)
-    return [dataset.token_range(a, b).tolist() for a, b in pairwise(dataset.document_indices.tolist())]
+    return [
+        dataset.token_range(a, b).tolist() for a, b in pairwise(dataset.document_indices.tolist())
+    ]
 
 
 def encoded(tokenizer: Tokenizer, texts: list[str], end: bool = False) -> list[list[int]]:
-    return [[*tokenizer.encode(text).tolist(), *([tokenizer.eod_id] * end)] if text else [] for text in texts]
+    return [
+        [*tokenizer.encode(text).tolist(), *([tokenizer.eod_id] * end)] if text else []
+        for text in texts
+    ]
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_files_and_their_manifest(tmp_path: Path, tokenizer: Path, gpt2: list[str], append_eod: bool) -> None:
+def test_files_and_their_manifest(
+    tmp_path: Path, tokenizer: Path, gpt2: list[str], append_eod: bool
+) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     flags = ["--append-eod"] if append_eod else []
     result = run("--input", source, "--output-prefix", tmp_path / "new" / "out", *gpt2, *flags)
     assert result.exit_code == 0, result.output
     prefix = tmp_path / "new" / "out_text_document"
     assert documents(prefix) == encoded(load_tokenizer(tokenizer), TEXTS, append_eod)
-    names = {f"out_text_document{suffix}" for suffix in (".bin", ".idx", ".documents.json", ".manifest.json")}
+    names = {
+        f"out_text_document{suffix}"
+        for suffix in (".bin", ".idx", ".documents.json", ".manifest.json")
+    }
     assert {path.name for path in prefix.parent.iterdir()} == names
     manifest = json.loads(Path(f"{prefix}.manifest.json").read_text())
     assert manifest["stage"] == "tokenize"
     assert set(manifest["files"]) == names - {"out_text_document.manifest.json"}
     for name, entry in manifest["files"].items():
         content = (prefix.parent / name).read_bytes()
-        assert (entry["size"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+        assert (entry["size"], entry["sha256"]) == (
+            len(content),
+            hashlib.sha256(content).hexdigest(),
+        )
         assert entry["mtime_ns"] == (prefix.parent / name).stat().st_mtime_ns
     files = json.loads(Path(f"{prefix}.documents.json").read_text())["files"]
     assert files == [
@@ -92,7 +110,9 @@ def test_several_inputs_keep_their_order(tmp_path: Path, tokenizer: Path, gpt2: 
     with gzip.open(tmp_path / "z.jsonl.gz", "wt") as file:
         file.write('{"content": "four"}\n')
     inputs = [tmp_path / "b.jsonl", tmp_path / "[ac].jsonl", "--input", tmp_path / "z.jsonl.gz"]
-    result = run("--json-key", "content", "--input", *inputs, "--output-prefix", tmp_path / "out", *gpt2)
+    result = run(
+        "--json-key", "content", "--input", *inputs, "--output-prefix", tmp_path / "out", *gpt2
+    )
     assert result.exit_code == 0, result.output
     expected = encoded(load_tokenizer(tokenizer), ["two", "one", "three", "four"])
     assert documents(tmp_path / "out_content_document") == expected
@@ -110,11 +130,18 @@ def test_one_flag_takes_several_values() -> None:
 def test_tokenizer_json(tmp_path: Path, tokenizer: Path, gpt2: list[str]) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     file = tokenizer / "tokenizer.json"
-    for name, arguments in (("hf", ["--tokenizer", "hf", "--tokenizer-file", file]), ("gpt2", gpt2)):
-        result = run("--input", source, "--output-prefix", tmp_path / name, "--append-eod", *arguments)
+    for name, arguments in (
+        ("hf", ["--tokenizer", "hf", "--tokenizer-file", file]),
+        ("gpt2", gpt2),
+    ):
+        result = run(
+            "--input", source, "--output-prefix", tmp_path / name, "--append-eod", *arguments
+        )
         assert result.exit_code == 0, result.output
     for suffix in (".bin", ".idx"):
-        one, other = (Path(f"{tmp_path / name}_text_document{suffix}").read_bytes() for name in ("hf", "gpt2"))
+        one, other = (
+            Path(f"{tmp_path / name}_text_document{suffix}").read_bytes() for name in ("hf", "gpt2")
+        )
         assert one == other
     record = json.loads((tmp_path / "hf_text_document.documents.json").read_text())
     assert record["tokenizer"]["directory"] == str(file)
@@ -122,7 +149,9 @@ def test_tokenizer_json(tmp_path: Path, tokenizer: Path, gpt2: list[str]) -> Non
 
 @pytest.mark.parametrize("splitter", ["rules", "punkt"])
 def test_sentences(tmp_path: Path, gpt2: list[str], splitter: str) -> None:
-    source = write_lines(tmp_path / "a.jsonl", ["Mr. Smith left. He was late.", "", "One. Two! Three?"])
+    source = write_lines(
+        tmp_path / "a.jsonl", ["Mr. Smith left. He was late.", "", "One. Two! Three?"]
+    )
     flags = ["--split-sentences", "--sentence-splitter", splitter, "--workers", 1]
     if splitter == "punkt":
         flags += ["--sentence-data", train_punkt(tmp_path / "punkt")]
@@ -152,16 +181,36 @@ def test_existing_files_are_kept_unless_asked(tmp_path: Path, gpt2: list[str]) -
         (["--vocab-file", "v"], "gpt2-bpe needs --merge-file"),
         ([], "gpt2-bpe needs --vocab-file and --merge-file"),
         (["--tokenizer", "hf"], "hf needs --tokenizer-file"),
-        (["--tokenizer", "sentencepiece", "--vocab-file", "v"], "sentencepiece needs --tokenizer-file"),
+        (
+            ["--tokenizer", "sentencepiece", "--vocab-file", "v"],
+            "sentencepiece needs --tokenizer-file",
+        ),
         (["--tokenizer", "bert-wordpiece"], "bert-wordpiece needs --vocab-file"),
-        (["--tokenizer", "hf", "--tokenizer-file", "x", "--merge-file", "m"], "hf does not use --merge-file"),
-        (["--vocab-file", "v", "--merge-file", "m", "--eod-token", "x"], "gpt2-bpe does not use --eod-token"),
-        (["--vocab-file", "v", "--merge-file", "m", "--lower-case"], "gpt2-bpe does not use --lower-case"),
-        (["--vocab-file", "v", "--merge-file", "m", "--keep-newlines"], "--keep-newlines without --split-sentences"),
-        (["--vocab-file", "v", "--merge-file", "m", "--lang", "german"], "--language without --split-sentences"),
+        (
+            ["--tokenizer", "hf", "--tokenizer-file", "x", "--merge-file", "m"],
+            "hf does not use --merge-file",
+        ),
+        (
+            ["--vocab-file", "v", "--merge-file", "m", "--eod-token", "x"],
+            "gpt2-bpe does not use --eod-token",
+        ),
+        (
+            ["--vocab-file", "v", "--merge-file", "m", "--lower-case"],
+            "gpt2-bpe does not use --lower-case",
+        ),
+        (
+            ["--vocab-file", "v", "--merge-file", "m", "--keep-newlines"],
+            "--keep-newlines without --split-sentences",
+        ),
+        (
+            ["--vocab-file", "v", "--merge-file", "m", "--lang", "german"],
+            "--language without --split-sentences",
+        ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     result = run("--input", tmp_path / "none", "--output-prefix", tmp_path / "out", *arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
@@ -180,7 +229,9 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, arguments: list[str
         ('{"text": "x"}\n{"text": "\\ud800"}\n', "a.jsonl:2 is not JSON"),
     ],
 )
-def test_bad_input_leaves_nothing(tmp_path: Path, gpt2: list[str], content: str | None, message: str) -> None:
+def test_bad_input_leaves_nothing(
+    tmp_path: Path, gpt2: list[str], content: str | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / "a.jsonl").write_text(content)
     out = tmp_path / "out"
@@ -193,7 +244,15 @@ def test_bad_input_leaves_nothing(tmp_path: Path, gpt2: list[str], content: str 
 
 def test_skipped_lines_are_counted(tmp_path: Path, gpt2: list[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{\n{"text": "y"}\n')
-    result = run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--on-bad-line", "skip", *gpt2)
+    result = run(
+        "--input",
+        tmp_path / "a.jsonl",
+        "--output-prefix",
+        tmp_path / "x",
+        "--on-bad-line",
+        "skip",
+        *gpt2,
+    )
     assert result.exit_code == 0, result.output
     assert ": 2 documents, 2 tokens, 2 lines skipped, " in result.output
 
@@ -208,35 +267,58 @@ def test_failed_run_keeps_what_was_there(tmp_path: Path, gpt2: list[str]) -> Non
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
-def test_killed_run_leaves_no_file_of_that_name(tmp_path: Path, tokenizer: Path, gpt2: list[str]) -> None:
+def test_killed_run_leaves_no_file_of_that_name(
+    tmp_path: Path, tokenizer: Path, gpt2: list[str]
+) -> None:
     source = tmp_path / "pipe.jsonl"
     write_lines(source, ["some words here"] * 400_000)
     command = [sys.executable, "-c", "from megacore.cli import main; main()"]
-    arguments = ["tokenize", "--input", str(source), "--output-prefix", str(tmp_path / "out"), *gpt2]
+    arguments = [
+        "tokenize",
+        "--input",
+        str(source),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        *gpt2,
+    ]
     process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("out_text_document.tmp-*/tokens.bin.tmp-*")) and time.monotonic() < deadline:
+    while (
+        not list(tmp_path.glob("out_text_document.tmp-*/tokens.bin.tmp-*"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait(30) == -signal.SIGKILL
     assert not [path for path in tmp_path.glob("out*") if ".tmp-" not in path.name]
 
 
-def test_it_starts_without_heavy_packages_and_ends_with_the_errors_code(tmp_path: Path, gpt2: list[str]) -> None:
+def test_it_starts_without_heavy_packages_and_ends_with_the_errors_code(
+    tmp_path: Path, gpt2: list[str]
+) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     script = (
         "import os, sys; os._exit = sys.exit; from megacore.cli import main\n"
         "try: main()\n"
-        "finally: print(sorted({'torch', 'transformers', 'datasets', 'nltk', 'pyarrow.parquet'} & set(sys.modules)))"
+        "finally: print(sorted({'torch', 'transformers', 'datasets', 'nltk', 'pyarrow.parquet'} & "
+        "set(sys.modules)))"
     )
     command = [sys.executable, "-c", script, "tokenize", "--input", str(source), *gpt2]
     good = subprocess.run(
-        [*command, "--output-prefix", str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
+        [*command, "--output-prefix", str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert (good.returncode, good.stderr) == (0, "")
     assert good.stdout.endswith("[]\n")
     source.write_text("[]\n")
-    bad = subprocess.run([*command, "--output-prefix", str(tmp_path / "bad")], cwd=ROOT, capture_output=True, text=True)
+    bad = subprocess.run(
+        [*command, "--output-prefix", str(tmp_path / "bad")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert bad.returncode == DataFormatError.exit_code
     assert bad.stderr == f"error: {source}:1 holds a JSON list, not an object with the key 'text'\n"
 
@@ -246,12 +328,25 @@ def test_it_starts_without_heavy_packages_and_ends_with_the_errors_code(tmp_path
     [
         (["--json-key", "a/b"], "--json-key is 'a/b'"),
         (["--output-prefix", ""], "--output-prefix is ''"),
-        (["--split-sentences", "--sentence-splitter", "rules", "--language", "german"], "--language with"),
+        (
+            ["--split-sentences", "--sentence-splitter", "rules", "--language", "german"],
+            "--language with",
+        ),
     ],
 )
-def test_options_that_cannot_work(tmp_path: Path, gpt2: list[str], arguments: list[str], message: str) -> None:
+def test_options_that_cannot_work(
+    tmp_path: Path, gpt2: list[str], arguments: list[str], message: str
+) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
-    command = ["tokenize", "--input", str(source), *gpt2, "--output-prefix", str(tmp_path / "out"), *arguments]
+    command = [
+        "tokenize",
+        "--input",
+        str(source),
+        *gpt2,
+        "--output-prefix",
+        str(tmp_path / "out"),
+        *arguments,
+    ]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
@@ -263,7 +358,9 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, gpt2: list[str]) -> None:
     (tmp_path / "out_text_document.bin").mkdir()
     command = ["tokenize", "--input", str(source), *gpt2, "--overwrite", "--output-prefix"]
     result = CliRunner().invoke(app, [*command, str(tmp_path / "out")])
-    assert "out_text_document.bin is a directory: give another --output-prefix" in str(result.exception)
+    assert "out_text_document.bin is a directory: give another --output-prefix" in str(
+        result.exception
+    )
     result = CliRunner().invoke(app, [*command, str(source / "out")])
     assert f"{source} is a file: give another --output-prefix" in str(result.exception)
 

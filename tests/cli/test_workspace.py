@@ -48,11 +48,16 @@ def test_error_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert result.returncode == WorkspaceError.exit_code
-    assert result.stderr == f"error: workspace {tmp_path / 'typo'} is no directory: correct --workspace\n"
+    assert (
+        result.stderr
+        == f"error: workspace {tmp_path / 'typo'} is no directory: correct --workspace\n"
+    )
 
 
 def test_plan_shows_stages_and_bubble() -> None:
-    result = CliRunner().invoke(app, ["plan", "gpt2-tiny", "-o", "parallel.pipeline_model_parallel_size=2"])
+    result = CliRunner().invoke(
+        app, ["plan", "gpt2-tiny", "-o", "parallel.pipeline_model_parallel_size=2"]
+    )
     assert result.exit_code == 0, result.output
     assert "tensor 1 x pipeline 2 x data 1 = 2 ranks; 2 micro batches of 8" in result.output
     assert "50.0% if all chunks cost the same" in result.output
@@ -67,7 +72,9 @@ def test_plan_draws_the_schedule(tmp_path: Path) -> None:
 
 
 def test_plan_refuses_another_kind_of_picture(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["plan", "gpt2-tiny", "--draw", str(tmp_path / "schedule.pdf")])
+    result = CliRunner().invoke(
+        app, ["plan", "gpt2-tiny", "--draw", str(tmp_path / "schedule.pdf")]
+    )
     assert isinstance(result.exception, ConfigError)
     assert list(tmp_path.iterdir()) == []
 
@@ -75,7 +82,9 @@ def test_plan_refuses_another_kind_of_picture(tmp_path: Path) -> None:
 def test_stop_asks_the_run_that_is_named(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "aaaa"
     directory.mkdir(parents=True)
-    (directory / "run.json").write_text(json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}}))
+    (directory / "run.json").write_text(
+        json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}})
+    )
     (directory / "events.jsonl").touch()
     refused = CliRunner().invoke(app, ["stop", "gpt2-test", "--workspace", str(tmp_path)])
     assert isinstance(refused.exception, ConfigError)
@@ -90,13 +99,20 @@ def test_stop_asks_the_run_that_is_named(tmp_path: Path) -> None:
         assert (directory / "stop").exists()
 
 
-def test_stop_leaves_no_file_where_nothing_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_leaves_no_file_where_nothing_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     other, idle = tmp_path / "some-name", tmp_path / "runs" / "aaaa"
     other.mkdir()
     idle.mkdir(parents=True)
-    (idle / "run.json").write_text(json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}}))
-    for name, said in [("some-name", "no run is running"), (str(idle), f"nothing trains in {idle}")]:
+    (idle / "run.json").write_text(
+        json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}})
+    )
+    for name, said in [
+        ("some-name", "no run is running"),
+        (str(idle), f"nothing trains in {idle}"),
+    ]:
         refused = CliRunner().invoke(app, ["stop", name, "--workspace", str(tmp_path)])
         assert isinstance(refused.exception, ConfigError)
         assert said in str(refused.exception)

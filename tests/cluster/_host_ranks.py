@@ -1,9 +1,11 @@
 """Ranks of one host without torch, and a head that starts them in torchrun's place.
 
 python _host_ranks.py ranks BEHAVIOUR DIRECTORY EXIT FIRST COUNT
-python _host_ranks.py head --plan FILE      (the plan's module says the behaviour, its job file the directory)
+python _host_ranks.py head --plan FILE      (the plan's module says the behaviour, its job file the
+                                            directory)
 
-Each rank writes its id as DIRECTORY/rank_N.pid and its variables as rank_N.json, and behaves as told.
+Each rank writes its id as DIRECTORY/rank_N.pid and its variables as rank_N.json, and behaves as
+told.
 """
 
 import json
@@ -20,7 +22,10 @@ LIFETIME = 40.0
 
 def launcher(behaviour: str, directory: Path, exit_directory: Path, first: int, count: int) -> int:
     words = [sys.executable, __file__, "rank", behaviour, str(directory), str(exit_directory)]
-    children = [subprocess.Popen([*words, str(rank)], start_new_session=True) for rank in range(first, first + count)]
+    children = [
+        subprocess.Popen([*words, str(rank)], start_new_session=True)
+        for rank in range(first, first + count)
+    ]
     return max(128 - code if (code := child.wait()) < 0 else code for child in children)
 
 
@@ -33,7 +38,9 @@ def rank_main(behaviour: str, directory: Path, exit_directory: Path, rank: int) 
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "saves":
-        signal.signal(signal.SIGTERM, lambda number, frame: (time.sleep(0.5), saved(directory, rank)))
+        signal.signal(
+            signal.SIGTERM, lambda number, frame: (time.sleep(0.5), saved(directory, rank))
+        )
     (directory / f"rank_{rank}.json").write_text(json.dumps(dict(os.environ)))
     temporary = directory / f"rank_{rank}.tmp"
     temporary.write_text(str(os.getpid()))
@@ -90,5 +97,7 @@ if __name__ == "__main__":
         sys.exit(head(rest))
     behaviour, *places = rest
     if kind == "ranks":
-        sys.exit(launcher(behaviour, Path(places[0]), Path(places[1]), int(places[2]), int(places[3])))
+        sys.exit(
+            launcher(behaviour, Path(places[0]), Path(places[1]), int(places[2]), int(places[3]))
+        )
     rank_main(behaviour, Path(places[0]), Path(places[1]), int(places[2]))

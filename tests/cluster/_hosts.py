@@ -1,4 +1,7 @@
-"""Stand-ins for other machines: a real sshd on 127.0.0.1, which runs commands apart from the job's own processes."""
+"""Stand-ins for other machines.
+
+A real sshd on 127.0.0.1, which runs commands apart from the job's own processes.
+"""
 
 import contextlib
 import os
@@ -38,25 +41,42 @@ class Hosts:
             other.bind(("127.0.0.1", 0))
             self.port, closed = probe.getsockname()[1], other.getsockname()[1]
         self.ssh_config = directory / "ssh_config"
-        lines = ["Host gone", f"  Port {closed}", "Host *", "  HostName 127.0.0.1", f"  Port {self.port}"]
-        lines += [f"  IdentityFile {directory / 'identity'}", "  IdentitiesOnly yes", "  StrictHostKeyChecking no"]
+        lines = [
+            "Host gone",
+            f"  Port {closed}",
+            "Host *",
+            "  HostName 127.0.0.1",
+            f"  Port {self.port}",
+        ]
+        lines += [
+            f"  IdentityFile {directory / 'identity'}",
+            "  IdentitiesOnly yes",
+            "  StrictHostKeyChecking no",
+        ]
         lines += [f"  UserKnownHostsFile {directory / 'known'}", "  LogLevel ERROR"]
         self.ssh_config.write_text("\n".join(lines) + "\n")
         (directory / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {directory / 'host_key'}\n"
-            f"AuthorizedKeysFile {directory / 'identity.pub'}\nPermitRootLogin yes\nPasswordAuthentication no\n"
-            "KbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\nUseDNS no\nPidFile none\nMaxStartups 100\n"
+            f"AuthorizedKeysFile {directory / 'identity.pub'}\nPermitRootLogin yes\n"
+            "PasswordAuthentication no\n"
+            "KbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\nUseDNS no\nPidFile none\n"
+            "MaxStartups 100\n"
         )
         self._log = open(directory / "sshd.log", "wb")  # noqa: SIM115  open for as long as it runs
         self._server = subprocess.Popen(
-            [str(SSHD), "-D", "-e", "-f", str(directory / "sshd_config")], stderr=self._log, start_new_session=True
+            [str(SSHD), "-D", "-e", "-f", str(directory / "sshd_config")],
+            stderr=self._log,
+            start_new_session=True,
         )
         self._wait()
 
     def _wait(self) -> None:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), timeout=1),
+            ):
                 return
             time.sleep(0.05)
         raise AssertionError((self.directory / "sshd.log").read_text())

@@ -1,4 +1,5 @@
-"""The real launchers under the real guard: DeepSpeed's on this machine, both on stand-ins for others."""
+"""The real launchers under the real guard: DeepSpeed's on this machine, both on stand-ins for
+others."""
 
 import json
 import os
@@ -33,7 +34,11 @@ def started_here() -> set[int]:
 def run(tmp_path: Path, behaviour: str) -> None:
     config = tmp_path / "run.json"
     exit_directory = tmp_path / "exit"
-    values = {"behaviour": behaviour, "directory": str(tmp_path), "exit_directory": str(exit_directory)}
+    values = {
+        "behaviour": behaviour,
+        "directory": str(tmp_path),
+        "exit_directory": str(exit_directory),
+    }
     config.write_text(json.dumps(values))
     supervise(
         deepspeed_alone("tests.launch._gloo_rank", config, 2),
@@ -46,10 +51,13 @@ def run(tmp_path: Path, behaviour: str) -> None:
     )
 
 
-def train(tmp_path: Path, data: Path, launch: dict[str, Any], on_poll: Any = stages.nothing, **values: Any) -> Path:
+def train(
+    tmp_path: Path, data: Path, launch: dict[str, Any], on_poll: Any = stages.nothing, **values: Any
+) -> Path:
     """Train on two ranks as the stage does; returns the run's directory."""
     changed = _runs.config(
-        launch={"kind": "deepspeed", "stop_grace": 2.0, "nproc_per_node": "auto", **launch}, **values
+        launch={"kind": "deepspeed", "stop_grace": 2.0, "nproc_per_node": "auto", **launch},
+        **values,
     )
     directory = tmp_path / "run"
     directory.mkdir()
@@ -69,14 +77,23 @@ def test_two_ranks_of_this_machine_train_and_write_nowhere_else(
     before = started_here()
     directory = train(tmp_path, data, {"hostfile": str(tmp_path / "hosts")})
     assert _runs.events(directory)[-1]["reason"] == "finished"
-    assert "iteration        6/       6" in stages.attempt_log(_runs.job(_runs.config(), data, directory)).read_text()
+    assert (
+        "iteration        6/       6"
+        in stages.attempt_log(_runs.job(_runs.config(), data, directory)).read_text()
+    )
     assert started_here() <= before
-    assert [str(path) for name in ("home", "tmp") for path in (tmp_path / name).rglob("*") if path.is_file()] == []
+    assert [
+        str(path)
+        for name in ("home", "tmp")
+        for path in (tmp_path / name).rglob("*")
+        if path.is_file()
+    ] == []
 
 
 def test_a_killed_rank_is_a_lost_rank_though_its_peer_complains_too(tmp_path: Path) -> None:
     before = started_here()
-    # The launcher looks once a second: when both have ended by then, it may report the one that only lost its peer.
+    # The launcher looks once a second: when both have ended by then, it may report the one that
+    # only lost its peer.
     lost = r"(rank 1 was ended by SIGKILL|rank 1 ended) without giving a reason.*retry resumes"
     with pytest.raises(RankLostError, match=lost):
         run(tmp_path, "killed")
@@ -91,7 +108,9 @@ def test_the_reason_of_a_rank_passes_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
 def test_two_hosts_train_as_one_does(kind: str, data: Path, tmp_path: Path, hosts: Hosts) -> None:
     listed = str(hosts.hostfile("one", "two"))
-    directory = train(tmp_path, data, {"kind": kind, "hostfile": listed, "ssh_config": str(hosts.ssh_config)})
+    directory = train(
+        tmp_path, data, {"kind": kind, "hostfile": listed, "ssh_config": str(hosts.ssh_config)}
+    )
     found = _runs.events(directory)
     assert found[-1]["reason"] == "finished"
     assert [event["lm_loss"] for event in found if event["kind"] == "step"][-1] < 4
@@ -104,7 +123,11 @@ def test_hidden_and_chosen_gpus_stay_so(monkeypatch: pytest.MonkeyPatch) -> None
     import base64
 
     def devices() -> Any:
-        (world,) = [word for word in deepspeed_alone("m", Path("c.json"), 2) if word.startswith("--world_info=")]
+        (world,) = [
+            word
+            for word in deepspeed_alone("m", Path("c.json"), 2)
+            if word.startswith("--world_info=")
+        ]
         return json.loads(base64.urlsafe_b64decode(world.partition("=")[2]))["localhost"]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

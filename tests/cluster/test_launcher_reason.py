@@ -1,4 +1,5 @@
-"""What a launcher that reaches other machines, or waits for them, says of a job's end, and what becomes of it."""
+"""What a launcher that reaches other machines, or waits for them, says of a job's end, and what
+becomes of it."""
 
 import sys
 import time
@@ -63,7 +64,11 @@ def test_the_first_reason_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [0, 1, 143])
 def test_the_launchers_reason_is_raised(tmp_path: Path, code: int) -> None:
     with pytest.raises(HostLostError, match="lost host b"):
-        run(tmp_path, f"write_launcher_reason(directory, errors.HostLostError('lost host b')); sys.exit({code})")
+        run(
+            tmp_path,
+            "write_launcher_reason(directory, errors.HostLostError('lost host b')); "
+            f"sys.exit({code})",
+        )
 
 
 def test_ranks_that_only_noticed_do_not_hide_it(tmp_path: Path) -> None:
@@ -78,8 +83,12 @@ sys.exit(1)
         )
 
 
-@pytest.mark.parametrize(("error", "kind"), [("DataFormatError", DataFormatError), ("PreemptedError", PreemptedError)])
-def test_what_a_rank_did_by_itself_goes_before_it(tmp_path: Path, error: str, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind"), [("DataFormatError", DataFormatError), ("PreemptedError", PreemptedError)]
+)
+def test_what_a_rank_did_by_itself_goes_before_it(
+    tmp_path: Path, error: str, kind: type[Exception]
+) -> None:
     with pytest.raises(kind, match="said by a rank"):
         run(
             tmp_path,
@@ -108,14 +117,19 @@ def test_a_job_that_is_queued_is_not_late(tmp_path: Path) -> None:
 
 def test_a_report_of_the_agents_ends_the_job_with_its_table(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(RankStalledError, match=r"rank 1 made no progress .*furthest behind is rank 1 on"):
+    with pytest.raises(
+        RankStalledError, match=r"rank 1 made no progress .*furthest behind is rank 1 on"
+    ):
         run(
             tmp_path,
             """
 from megacore.observe.heartbeat import Heartbeat, beat_path
 for rank, phase in enumerate(("data-parallel wait", "forward-compute")):
     Heartbeat(beat_path(directory, rank)).beat(phase, 3)
-states = {0: StateReport("running", 0.1, "File of rank 0"), 1: StateReport("stopped", 9.0, "no stack: it is stopped")}
+states = {
+    0: StateReport("running", 0.1, "File of rank 0"),
+    1: StateReport("stopped", 9.0, "no stack: it is stopped"),
+}
 write_report(directory, Report(Trouble(stalled=(1,)), states))
 """,
             hosts=("a", "b"),
@@ -129,7 +143,9 @@ write_report(directory, Report(Trouble(stalled=(1,)), states))
 
 
 def test_a_report_without_any_rank_is_told_too(tmp_path: Path) -> None:
-    with pytest.raises(RankStalledError, match=r"ranks 0, 1 made no progress .* which has not begun its work"):
+    with pytest.raises(
+        RankStalledError, match=r"ranks 0, 1 made no progress .* which has not begun its work"
+    ):
         run(
             tmp_path,
             "write_report(directory, Report(Trouble(stalled=(0, 1)), {}))",
@@ -147,10 +163,16 @@ def test_a_report_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_signal_on_one_machine_goes_before_codes_of_others(tmp_path: Path) -> None:
-    lines = ("Root Cause (first observed failure):", "[0]:", "  rank      : {rank} (local)", "  exitcode  : {code} (p)")
+    lines = (
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  rank      : {rank} (local)",
+        "  exitcode  : {code} (p)",
+    )
     cause = "\n{host}: ".join(lines)
     said = "\n".join(
-        f"{host}: {cause.format(host=host, rank=rank, code=code)}" for host, rank, code in (("a", 0, 8), ("b", 1, -9))
+        f"{host}: {cause.format(host=host, rank=rank, code=code)}"
+        for host, rank, code in (("a", 0, 8), ("b", 1, -9))
     )
     peer = "write_reason(directory, 0, ConnectionResetError('connection reset by peer'))"
     with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):

@@ -16,7 +16,9 @@ from tests.train import _runs
 
 def start(tmp_path: Path, ranks: int = 2, **launch: Any) -> Start:
     job = _runs.job(_runs.config(), tmp_path, tmp_path, ranks=ranks, threads_per_rank=3)
-    return start_ranks(_runs.config(launch=launch).launch, "megacore.ranks.pretrain", job, tmp_path / "run.json")
+    return start_ranks(
+        _runs.config(launch=launch).launch, "megacore.ranks.pretrain", job, tmp_path / "run.json"
+    )
 
 
 def shown(tmp_path: Path, ranks: int = 2, **launch: Any) -> list[str]:
@@ -31,7 +33,9 @@ def hostfile(tmp_path: Path, text: str = "worker-1 slots=2\nworker-2 slots=2\n")
 
 
 def test_this_machine_needs_no_agent(tmp_path: Path) -> None:
-    found = start(tmp_path, hostfile=hostfile(tmp_path, "localhost slots=2\n"), nproc_per_node="auto")
+    found = start(
+        tmp_path, hostfile=hostfile(tmp_path, "localhost slots=2\n"), nproc_per_node="auto"
+    )
     assert "torch.distributed.run" in found.command
     assert (found.hosts, found.stop_margin) == ((), 0.0)
     assert found.env["GLOO_SOCKET_IFNAME"] == "lo"
@@ -42,7 +46,9 @@ def test_this_machine_needs_no_agent(tmp_path: Path) -> None:
 def test_slots_by_number_are_the_gpus_of_this_machine(tmp_path: Path) -> None:
     listed = hostfile(tmp_path, "localhost slots=4\n")
     for kind in ("torchrun", "deepspeed"):
-        found = start(tmp_path, kind=kind, hostfile=listed, include=["localhost:1,3"], nproc_per_node="auto")
+        found = start(
+            tmp_path, kind=kind, hostfile=listed, include=["localhost:1,3"], nproc_per_node="auto"
+        )
         assert found.env["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
@@ -64,7 +70,9 @@ def test_a_file_of_variables_that_is_named_counts_on_this_machine_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\n")
-    assert "NCCL_DEBUG" not in start(tmp_path).env, "DeepSpeed's launcher does not read its file there either"
+    assert "NCCL_DEBUG" not in start(tmp_path).env, (
+        "DeepSpeed's launcher does not read its file there either"
+    )
     assert start(tmp_path, env_file=".deepspeed_env").env["NCCL_DEBUG"] == "INFO"
 
 
@@ -75,9 +83,18 @@ def test_a_single_rank_here_needs_no_launcher(tmp_path: Path) -> None:
 def test_several_machines_get_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     listed = hostfile(tmp_path)
-    values: dict[str, Any] = {"include": ["worker-1:1", "worker-2"], "nproc_per_node": "auto", "ssh_config": "mine"}
+    values: dict[str, Any] = {
+        "include": ["worker-1:1", "worker-2"],
+        "nproc_per_node": "auto",
+        "ssh_config": "mine",
+    }
     found = start(tmp_path, hostfile=listed, data_placement="node_local", **values)
-    assert found.command[1:] == ["-m", "megacore.cluster.hosts.fanout", "--plan", str(tmp_path / "hosts.json")]
+    assert found.command[1:] == [
+        "-m",
+        "megacore.cluster.hosts.fanout",
+        "--plan",
+        str(tmp_path / "hosts.json"),
+    ]
     assert found.hosts == ("worker-1", "worker-2")
     assert found.stop_margin > 0
     assert "GLOO_SOCKET_IFNAME" not in found.env, "loopback reaches no other machine"
@@ -92,7 +109,9 @@ def test_several_machines_get_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_hosts_of_the_job_go_before_those_of_the_file(tmp_path: Path) -> None:
     job = _runs.job(_runs.config(), tmp_path, tmp_path, ranks=2, hosts={"worker-2": 2}, attempt=3)
-    launch = _runs.config(launch={"hostfile": hostfile(tmp_path), "nnodes": "1:2", "nproc_per_node": "auto"}).launch
+    launch = _runs.config(
+        launch={"hostfile": hostfile(tmp_path), "nnodes": "1:2", "nproc_per_node": "auto"}
+    ).launch
     assert start_ranks(launch, "m", job, tmp_path / "run.json").hosts == ("worker-2",)
     plan = json.loads((tmp_path / "hosts.json").read_text())
     assert (plan["hosts"], plan["retried"]) == ({"worker-2": 2}, True)
@@ -112,7 +131,9 @@ def test_a_job_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert (found.config.launch.kind, found.hosts) == ("deepspeed", {})
 
 
-def test_what_is_missing_is_told_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check(**launch: Any) -> None:
         check_launcher(_runs.config(launch={"nproc_per_node": "auto", **launch}).launch)
 
@@ -125,7 +146,10 @@ def test_what_is_missing_is_told_before_anything_runs(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match=r"ssh_config .*absent is not there"):
         check(hostfile=listed, ssh_config=str(tmp_path / "absent"))
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.raises(LaunchError, match=r"worker-1, worker-2 are reached through ssh, which is not installed here"):
+    with pytest.raises(
+        LaunchError,
+        match=r"worker-1, worker-2 are reached through ssh, which is not installed here",
+    ):
         check(hostfile=listed)
     check(hostfile=hostfile(tmp_path, "localhost slots=2\n"))
 
@@ -145,12 +169,25 @@ def test_a_dry_run_shows_the_commands_of_each_host_and_no_value(
 ) -> None:
     monkeypatch.setenv("NCCL_SECRET", "hidden")
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "ssh").write_text("Host worker-1\n  HostName 10.9.8.7\nHost worker-2\n  HostName 10.9.8.6\n")
+    (tmp_path / "ssh").write_text(
+        "Host worker-1\n  HostName 10.9.8.7\nHost worker-2\n  HostName 10.9.8.6\n"
+    )
     listed = hostfile(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     values: dict[str, Any] = {"include": ["worker-1", "worker-2:1"], "nproc_per_node": "auto"}
-    lines = shown(tmp_path, hostfile=listed, ssh_config=str(tmp_path / "ssh"), rdzv_endpoint="10.9.8.7:29500", **values)
-    assert [line.partition(":")[0] for line in lines[:-1]] == ["worker-1", "worker-1", "worker-2", "worker-2"]
+    lines = shown(
+        tmp_path,
+        hostfile=listed,
+        ssh_config=str(tmp_path / "ssh"),
+        rdzv_endpoint="10.9.8.7:29500",
+        **values,
+    )
+    assert [line.partition(":")[0] for line in lines[:-1]] == [
+        "worker-1",
+        "worker-1",
+        "worker-2",
+        "worker-2",
+    ]
     assert lines[2].startswith("worker-2: ssh -F ")
     assert f"cd {os.getcwd()} && exec env" in lines[2]
     assert "megacore.cluster.hosts.agent" in lines[2]

@@ -17,7 +17,11 @@ from tests.launch._processes import environment
 def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
     config = tmp_path / "run.json"
     exit_directory = tmp_path / "exit"
-    values = {"behaviour": behaviour, "directory": str(tmp_path), "exit_directory": str(exit_directory)}
+    values = {
+        "behaviour": behaviour,
+        "directory": str(tmp_path),
+        "exit_directory": str(exit_directory),
+    }
     config.write_text(json.dumps(values))
     supervise(
         torchrun_alone("tests.launch._gloo_rank", config, ranks),
@@ -30,7 +34,13 @@ def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
 
 
 def test_one_rank_is_a_plain_process(tmp_path: Path) -> None:
-    assert torchrun_alone("m", Path("c.json"), 1) == [sys.executable, "-m", "m", "--config", "c.json"]
+    assert torchrun_alone("m", Path("c.json"), 1) == [
+        sys.executable,
+        "-m",
+        "m",
+        "--config",
+        "c.json",
+    ]
     run(tmp_path, "alone", ranks=1)
 
 
@@ -39,7 +49,9 @@ def test_a_killed_rank_is_named_though_its_peer_complains_too(tmp_path: Path) ->
     with pytest.raises(RankLostError, match=r"rank 1 was ended by SIGKILL.*retry resumes"):
         run(tmp_path, "killed")
     assert set(descendants(os.getpid())) <= before
-    assert (tmp_path / "torchrun").is_dir(), "torchrun's files are not left in the machine's temporary directory"
+    assert (tmp_path / "torchrun").is_dir(), (
+        "torchrun's files are not left in the machine's temporary directory"
+    )
 
 
 def test_the_reason_of_a_rank_is_not_hidden_by_its_peers(tmp_path: Path) -> None:

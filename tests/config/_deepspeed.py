@@ -1,4 +1,5 @@
-"""Configurations with the engine deepspeed, small ones and those that the public JSON files belong to."""
+"""Configurations with the engine deepspeed, small ones and those that the public JSON files belong
+to."""
 
 import json
 from pathlib import Path
@@ -47,21 +48,33 @@ def public(name: str) -> dict[str, Any]:
 
 
 def asking(content: Any = None, **sections: Any) -> RunConfig:
-    """A small run on two ranks with the engine deepspeed; each keyword replaces values of one section."""
+    """A small run on two ranks with the engine deepspeed; each keyword replaces values of one
+    section."""
     values: dict[str, Any] = {
         "name": "small",
         "engine": "deepspeed",
-        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe"}, "seq_length": 64},
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "train-bpe"},
+            "seq_length": 64,
+        },
         "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
         "optim": {"lr": 1e-3},
-        "train": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100, "precision": "fp32"},
+        "train": {
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "train_iters": 100,
+            "precision": "fp32",
+        },
         "checkpoint": {"save_interval": 5},
         "launch": {"nproc_per_node": 2},
     }
     if content is not None:
         values["deepspeed"] = {"config": content}
     for section, changes in sections.items():
-        values[section] = values.get(section, {}) | changes if isinstance(changes, dict) else changes
+        values[section] = (
+            values.get(section, {}) | changes if isinstance(changes, dict) else changes
+        )
     return parse_config(values, origin="test")
 
 

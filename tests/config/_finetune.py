@@ -40,18 +40,22 @@ class Files:
         """Load it beside these files; `a__b` in a keyword is the dotted name a.b."""
         named = {}
         if accelerate is not None:
-            (self.directory / "accelerate.yaml").write_text(yaml.safe_dump(accelerate), encoding="utf-8")
+            (self.directory / "accelerate.yaml").write_text(
+                yaml.safe_dump(accelerate), encoding="utf-8"
+            )
             named["launch.accelerate_config"] = "accelerate.yaml"
         if deepspeed is not None:
             (self.directory / "ds.json").write_text(json.dumps(deepspeed), encoding="utf-8")
             if "ds.json" not in str(accelerate):
                 named["launch.deepspeed_config"] = "ds.json"
         return load_finetune_config(
-            str(self.conf), named | {name.replace("__", "."): value for name, value in overrides.items()}
+            str(self.conf),
+            named | {name.replace("__", "."): value for name, value in overrides.items()},
         )
 
     def refusal(self, *files: dict[str, Any] | None, **overrides: Any) -> str:
-        """The sentence with which it is refused: one line that names the configuration, without this directory."""
+        """The sentence with which it is refused: one line that names the configuration, without
+        this directory."""
         with pytest.raises(ConfigError) as caught:
             self.load(*files, **overrides)
         message = str(caught.value)

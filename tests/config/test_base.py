@@ -16,5 +16,7 @@ class Switches(Section):
 
 def test_true_and_false_are_no_numbers() -> None:
     assert (Switches(maybe=True).maybe, Switches(maybe=None).maybe) == (True, None)
-    with pytest.raises(ValueError, match="count is true: give a value of its type, not true or false"):
+    with pytest.raises(
+        ValueError, match="count is true: give a value of its type, not true or false"
+    ):
         Switches(count=True)

@@ -22,7 +22,16 @@ def sizes(schedule: BatchSchedule, iterations: int) -> list[int]:
 
 
 def test_each_batch_size_lasts_for_an_equal_share_of_the_samples() -> None:
-    assert [RAMP.at(consumed) for consumed in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [8, 8, 16, 16, 24, 24, 32, 32]
+    assert [RAMP.at(consumed) for consumed in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [
+        8,
+        8,
+        16,
+        16,
+        24,
+        24,
+        32,
+        32,
+    ]
     # 8 until 104 are consumed, 16 until 200, 24 until 320.
     assert sizes(RAMP, 26) == [8] * 13 + [16] * 6 + [24] * 5 + [32] * 2
 
@@ -37,7 +46,10 @@ def test_without_a_ramp_up_every_batch_is_the_same() -> None:
 
 def test_a_configuration_describes_its_schedule() -> None:
     ramp = {"start": 8, "increment": 8, "samples": 300}
-    assert BatchSchedule.of(tiny_config(train={"global_batch_size": 32, "rampup_batch_size": ramp})) == RAMP
+    assert (
+        BatchSchedule.of(tiny_config(train={"global_batch_size": 32, "rampup_batch_size": ramp}))
+        == RAMP
+    )
 
 
 def test_a_ramp_up_shorter_than_a_batch_skips_sizes() -> None:
@@ -52,7 +64,9 @@ def test_a_ramp_up_shorter_than_a_batch_skips_sizes() -> None:
     samples=st.integers(1, 400),
     iterations=st.integers(0, 60),
 )
-def test_sums_are_those_of_the_batches(start: int, increment: int, steps: int, samples: int, iterations: int) -> None:
+def test_sums_are_those_of_the_batches(
+    start: int, increment: int, steps: int, samples: int, iterations: int
+) -> None:
     schedule = BatchSchedule(start + steps * increment, start, increment, samples)
     batches = sizes(schedule, iterations)
     assert all(first <= second <= schedule.global_batch_size for first, second in pairwise(batches))
@@ -66,7 +80,8 @@ def test_sums_are_those_of_the_batches(start: int, increment: int, steps: int, s
 
 @pytest.mark.parametrize("consumed", [0, 1, 57, 104, 299, 300, 301])
 def test_the_batch_is_megatrons(consumed: int) -> None:
-    """Its own formula: int(consumed / (samples / increments)) increments, and no more after `samples`."""
+    """Its own formula: int(consumed / (samples / increments)) increments, and no more after
+    `samples`."""
     increments = (32 - 8) // 8
     expected = 32 if consumed > 300 else 8 + int(consumed / (300 / increments)) * 8
     assert RAMP.at(consumed) == expected

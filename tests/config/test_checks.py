@@ -10,9 +10,14 @@ from megacore.errors import ConfigError
 
 
 def make(**sections: Any) -> RunConfig:
-    """Two layers of width 32, batches of 8, 100 iterations; each keyword replaces values of one section."""
+    """Two layers of width 32, batches of 8, 100 iterations; each keyword replaces values of one
+    section."""
     values: dict[str, Any] = {
-        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe"}, "seq_length": 64},
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "train-bpe"},
+            "seq_length": 64,
+        },
         "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
         "optim": {"lr": 1e-3},
         "train": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100},
@@ -37,37 +42,55 @@ RAMP = {"start": 2, "increment": 2, "samples": 60}
     [
         (
             {"lr_warmup_iters": 5, "lr_warmup_samples": 40, "lr_warmup_fraction": 0.1},
-            "optim.lr_warmup_iters 5 and optim.lr_warmup_samples 40 and optim.lr_warmup_fraction 0.1 are given "
-            "together: keep one of them",
+            (
+                "optim.lr_warmup_iters 5 and optim.lr_warmup_samples 40 and "
+                "optim.lr_warmup_fraction 0.1 are given together: keep one of them"
+            ),
         ),
         (
             {"lr_warmup_samples": 793},
-            "optim.lr_warmup_samples 793, which are 100 iterations, does not end before the decay does at 100: set it "
-            "below 793",
+            (
+                "optim.lr_warmup_samples 793, which are 100 iterations, does not end before the "
+                "decay does at 100: set it below 793"
+            ),
         ),
-        ({"lr_warmup_iters": 50, "lr_decay_iters": 50}, "does not end before the decay does at 50: set it below 50"),
+        (
+            {"lr_warmup_iters": 50, "lr_decay_iters": 50},
+            "does not end before the decay does at 50: set it below 50",
+        ),
         (
             {"lr_warmup_init": 2e-3, "lr_warmup_iters": 5},
             "optim.lr_warmup_init 0.002 is above optim.lr 0.001: lower it",
         ),
         ({"lr_warmup_style": "log"}, "optim.lr_warmup_style is log and there is no warm-up"),
         ({"lr_warmup_init": 1e-4}, "optim.lr_warmup_init is 0.0001 and there is no warm-up"),
-        ({"lr_decay_style": "inverse-square-root"}, "inverse-square-root counts from the end of the warm-up"),
+        (
+            {"lr_decay_style": "inverse-square-root"},
+            "inverse-square-root counts from the end of the warm-up",
+        ),
         ({"lr_decay_style": "inverse-square-root", "lr_warmup_fraction": 0.001}, "there is none"),
         ({"lr_decay_style": "WSD"}, "optim.lr_decay_style is WSD without optim.lr_wsd_decay_iters"),
         (
             {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 91, "lr_warmup_iters": 10},
-            "optim.lr_wsd_decay_iters 91 is longer than the 90 iterations between the end of the warm-up at 10 and the "
-            "end of the decay at 100: lower it to at most 90",
+            (
+                "optim.lr_wsd_decay_iters 91 is longer than the 90 iterations between the end of "
+                "the warm-up at 10 and the end of the decay at 100: lower it to at most 90"
+            ),
         ),
-        ({"lr_wsd_decay_iters": 9}, "optim.lr_wsd_decay_iters is 9 but optim.lr_decay_style is cosine"),
+        (
+            {"lr_wsd_decay_iters": 9},
+            "optim.lr_wsd_decay_iters is 9 but optim.lr_decay_style is cosine",
+        ),
         (
             {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
             "optim.start_weight_decay 0.1 and optim.end_weight_decay 0.2 are given but "
             "optim.weight_decay_incr_style is constant",
         ),
         ({"end_weight_decay": 0.0}, "optim.end_weight_decay 0.0 is given but"),
-        ({"weight_decay_incr_style": "linear"}, "but neither optim.start_weight_decay nor optim.end_weight_decay"),
+        (
+            {"weight_decay_incr_style": "linear"},
+            "but neither optim.start_weight_decay nor optim.end_weight_decay",
+        ),
     ],
 )
 def test_schedules_that_cannot_be(optim: dict[str, Any], sentence: str) -> None:
@@ -93,31 +116,55 @@ def test_warm_up_in_samples_counts_the_ramp_up() -> None:
     optim = {"lr": 1e-3, "lr_warmup_samples": 60}
     assert make(train=train, optim=optim).lr_warmup_iters == 8
     # Ten batches of 2, then five of 4 and four of 6, which end at 64.
-    assert make(train=train | {"rampup_batch_size": RAMP}, optim=optim).lr_warmup_iters == 10 + 5 + 4
+    assert (
+        make(train=train | {"rampup_batch_size": RAMP}, optim=optim).lr_warmup_iters == 10 + 5 + 4
+    )
     assert make(train=train, optim={"lr": 1e-3, "lr_warmup_fraction": 0.25}).lr_warmup_iters == 25
 
 
 @pytest.mark.parametrize(
     ("ramp", "sentence"),
     [
-        ({"start": 8}, "train.rampup_batch_size.start 8 is not below train.global_batch_size 8: lower it"),
+        (
+            {"start": 8},
+            "train.rampup_batch_size.start 8 is not below train.global_batch_size 8: lower it",
+        ),
         (
             {"increment": 4},
             "train.global_batch_size 8 - train.rampup_batch_size.start 2 = 6 is not a multiple of "
             "train.rampup_batch_size.increment 4: choose an increment that divides 6",
         ),
-        ({"start": 5, "increment": 3}, "train.rampup_batch_size.start 5 is not a multiple of train.micro_batch_size 2"),
-        ({"increment": 3}, "train.rampup_batch_size.increment 3 is not a multiple of train.micro_batch_size 2: use 4"),
+        (
+            {"start": 5, "increment": 3},
+            "train.rampup_batch_size.start 5 is not a multiple of train.micro_batch_size 2",
+        ),
+        (
+            {"increment": 3},
+            (
+                "train.rampup_batch_size.increment 3 is not a multiple of train.micro_batch_size "
+                "2: use 4"
+            ),
+        ),
         ({"samples": 0}, "train.rampup_batch_size.samples is 0"),
     ],
 )
 def test_ramp_ups_that_cannot_be(ramp: dict[str, int], sentence: str) -> None:
-    train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100, "rampup_batch_size": RAMP | ramp}
+    train = {
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "train_iters": 100,
+        "rampup_batch_size": RAMP | ramp,
+    }
     assert sentence in refusal(train=train)
 
 
 def test_layers_to_recompute_need_recomputation() -> None:
-    train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100, "recompute_num_layers": 1}
+    train = {
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "train_iters": 100,
+        "recompute_num_layers": 1,
+    }
     assert "train.recompute_num_layers is 1 but train.recompute is none" in refusal(train=train)
     assert make(train=train | {"recompute": "selective"}).train.recompute_num_layers == 1
 
@@ -125,7 +172,10 @@ def test_layers_to_recompute_need_recomputation() -> None:
 def test_heads_are_a_multiple_of_their_groups() -> None:
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     message = refusal(model=model | {"num_query_groups": 3})
-    assert "model.num_attention_heads 4 is not a multiple of model.num_query_groups 3: choose groups" in message
+    assert (
+        "model.num_attention_heads 4 is not a multiple of model.num_query_groups 3: choose groups"
+        in message
+    )
     assert make(model=model | {"num_query_groups": 2}).model.query_groups == 2
 
 
@@ -143,40 +193,71 @@ BLEND = [{"weight": 1, "source": SOURCE}, {"weight": 2, "source": OTHER}]
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ({"source": None}, "data.source is missing: give it a value, or give data.blend or data.split_blends instead"),
+        (
+            {"source": None},
+            (
+                "data.source is missing: give it a value, or give data.blend or data.split_blends "
+                "instead"
+            ),
+        ),
         ({"blend": BLEND}, "data.source and data.blend are given together: keep one of them"),
         (
             {"source": None, "blend": [*BLEND, BLEND[0]]},
-            "data.blend[2] names the source of data.blend[0] again: give it the sum of their weights once",
+            (
+                "data.blend[2] names the source of data.blend[0] again: give it the sum of their "
+                "weights once"
+            ),
         ),
         ({"source": None, "blend": [{"weight": 0, "source": SOURCE}]}, "data.blend.0.weight is 0"),
-        ({"source": None, "blend": [{"weight": 1, "source": {"kind": "s3"}}]}, "data.blend.0.source"),
+        (
+            {"source": None, "blend": [{"weight": 1, "source": {"kind": "s3"}}]},
+            "data.blend.0.source",
+        ),
         (
             {"source": None, "blend": [{"weight": 1, "source": {"kind": "jsonl", "fles": []}}]},
             "unknown key data.blend.0.source.fles (did you mean files?)",
         ),
         (
-            {"source": None, "split": "1,1,1", "split_blends": dict.fromkeys(("train", "valid", "test"), BLEND)},
-            "data.split is '1,1,1' but data.split_blends says what each split holds: remove one of them",
+            {
+                "source": None,
+                "split": "1,1,1",
+                "split_blends": dict.fromkeys(("train", "valid", "test"), BLEND),
+            },
+            (
+                "data.split is '1,1,1' but data.split_blends says what each split holds: remove "
+                "one of them"
+            ),
         ),
         (
             {"packing": "unpacked", "index_style": "neox"},
-            "data.packing is unpacked but data.index_style is neox, which is for samples cut from documents end to end",
+            (
+                "data.packing is unpacked but data.index_style is neox, which is for samples cut "
+                "from documents end to end"
+            ),
         ),
         (
             {"index_style": "neox", "add_extra_token": False},
-            "data.index_style is neox but data.add_extra_token is False, which GPT-NeoX does not have",
+            (
+                "data.index_style is neox but data.add_extra_token is False, which GPT-NeoX does "
+                "not have"
+            ),
         ),
         (
             {"append_eod": False, "reset_attention_mask": True},
-            "data.reset_attention_mask is true but data.append_eod is false, so that no document has an end",
+            (
+                "data.reset_attention_mask is true but data.append_eod is false, so that no "
+                "document has an end"
+            ),
         ),
         (
             {"fim": {"rate": 0.5}},
             "data.fim needs the tokens <fim_prefix>, <fim_middle>, <fim_suffix>: add them to "
             "data.tokenizer.special_tokens",
         ),
-        ({"dask_address": "tcp://a:8786"}, "data.dask_address is tcp://a:8786 but data.shard_runner is threads"),
+        (
+            {"dask_address": "tcp://a:8786"},
+            "data.dask_address is tcp://a:8786 but data.shard_runner is threads",
+        ),
         ({"keep_newlines": True}, "data.keep_newlines is True but data.split_sentences is false"),
         ({"language": "german"}, "data.language is german but data.split_sentences is false"),
     ],
@@ -189,13 +270,20 @@ def test_data_that_cannot_work(data: dict[str, Any], sentence: str) -> None:
 def test_positions_that_nothing_counts_cannot_be_reset(kind: str) -> None:
     model = {"position_embedding_type": kind}
     found = refusal(model=model, data={"reset_position_ids": True})
-    assert f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which counts no pos" in found
+    assert (
+        f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which "
+        "counts no pos"
+    ) in found
     make(model=model, data={"reset_attention_mask": True})
     make(model={"position_embedding_type": "rope"}, data={"reset_position_ids": True})
 
 
 def test_sources_are_known_once_in_the_order_in_which_they_are_named() -> None:
-    blends = {"train": BLEND, "valid": BLEND[1:], "test": [{"weight": 1, "source": {"kind": "prefix", "prefix": "p"}}]}
+    blends = {
+        "train": BLEND,
+        "valid": BLEND[1:],
+        "test": [{"weight": 1, "source": {"kind": "prefix", "prefix": "p"}}],
+    }
     config = make(data={"source": None, "split_blends": blends})
     assert [source.kind for source in config.data.sources] == ["source_tree", "jsonl", "prefix"]
     assert make(data={"source": None, "blend": BLEND}).data.sources == config.data.sources[:2]

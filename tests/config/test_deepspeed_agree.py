@@ -15,8 +15,18 @@ OURS = [key for key in definitions().keys if is_compared(key)]
 OURS = [key for key in definitions().keys if is_compared(key)]
 FP16 = {"train": {"precision": "fp16"}, "optim": {"loss_scale": {"initial": 65536.0}}}
 LINEAR = {"lr_decay_style": "linear", "lr_warmup_iters": 10}
-DECAY = {"warmup_max_lr": 1e-3, "warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 100}
-COSINE = {"warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 100, "cos_min_ratio": 0.1}
+DECAY = {
+    "warmup_max_lr": 1e-3,
+    "warmup_num_steps": 10,
+    "warmup_type": "linear",
+    "total_num_steps": 100,
+}
+COSINE = {
+    "warmup_num_steps": 10,
+    "warmup_type": "linear",
+    "total_num_steps": 100,
+    "cos_min_ratio": 0.1,
+}
 
 
 def adam(**params: Any) -> dict[str, Any]:
@@ -28,7 +38,11 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "train_batch_size": ({"train_batch_size": 16}, {}, "is 16 but train.global_batch_size is 8: change one of them"),
+    "train_batch_size": (
+        {"train_batch_size": 16},
+        {},
+        "is 16 but train.global_batch_size is 8: change one of them",
+    ),
     "train_micro_batch_size_per_gpu": (
         {"train_micro_batch_size_per_gpu": 4},
         {},
@@ -37,7 +51,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gradient_accumulation_steps": (
         {"gradient_accumulation_steps": 4},
         {},
-        "is 4, x train.micro_batch_size 2 x 2 data-parallel ranks = 16, but train.global_batch_size is 8",
+        (
+            "is 4, x train.micro_batch_size 2 x 2 data-parallel ranks = 16, but "
+            "train.global_batch_size is 8"
+        ),
     ),
     "gradient_clipping": ({"gradient_clipping": 0.5}, {}, "is 0.5 but optim.clip_grad is 1.0"),
     "communication_data_type": (
@@ -45,9 +62,21 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "is bf16 but parallel.grad_reduce_dtype is fp32",
     ),
-    "fp16.enabled": ({"fp16": {"enabled": True}}, {}, "is true but train.precision is fp32: set the latter to fp16"),
-    "bf16.enabled": ({"bf16": {"enabled": "true"}}, {}, "is true but train.precision is fp32: set the latter to bf16"),
-    "fp16.loss_scale": ({"fp16": {"loss_scale": 128}}, FP16, "is 128, one scale for the whole run, but optim.loss_sca"),
+    "fp16.enabled": (
+        {"fp16": {"enabled": True}},
+        {},
+        "is true but train.precision is fp32: set the latter to fp16",
+    ),
+    "bf16.enabled": (
+        {"bf16": {"enabled": "true"}},
+        {},
+        "is true but train.precision is fp32: set the latter to bf16",
+    ),
+    "fp16.loss_scale": (
+        {"fp16": {"loss_scale": 128}},
+        FP16,
+        "is 128, one scale for the whole run, but optim.loss_sca",
+    ),
     "fp16.initial_scale_power": (
         {"fp16": {"initial_scale_power": 12}},
         FP16,
@@ -58,8 +87,16 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         FP16,
         "is 500 but optim.loss_scale.window is 1000",
     ),
-    "fp16.hysteresis": ({"fp16": {"hysteresis": 4}}, FP16, "is 4 but optim.loss_scale.hysteresis is 2"),
-    "fp16.min_loss_scale": ({"fp16": {"min_loss_scale": 2}}, FP16, "is 2 but optim.loss_scale.minimum is 1.0"),
+    "fp16.hysteresis": (
+        {"fp16": {"hysteresis": 4}},
+        FP16,
+        "is 4 but optim.loss_scale.hysteresis is 2",
+    ),
+    "fp16.min_loss_scale": (
+        {"fp16": {"min_loss_scale": 2}},
+        FP16,
+        "is 2 but optim.loss_scale.minimum is 1.0",
+    ),
     "fp16.consecutive_hysteresis": (
         {"fp16": {"consecutive_hysteresis": True}},
         FP16,
@@ -67,8 +104,16 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "optimizer.params.lr": (adam(lr=2e-3), {}, "is 0.002 but optim.lr is 0.001"),
     "optimizer.params.eps": (adam(eps=1e-6), {}, "is 1e-06 but optim.adam_eps is 1e-08"),
-    "optimizer.params.weight_decay": (adam(weight_decay=0.1), {}, "is 0.1 but optim.weight_decay is 0.01"),
-    "optimizer.params.max_grad_norm": (adam(max_grad_norm=0.5), {}, "is 0.5 but optim.clip_grad is 1.0"),
+    "optimizer.params.weight_decay": (
+        adam(weight_decay=0.1),
+        {},
+        "is 0.1 but optim.weight_decay is 0.01",
+    ),
+    "optimizer.params.max_grad_norm": (
+        adam(max_grad_norm=0.5),
+        {},
+        "is 0.5 but optim.clip_grad is 1.0",
+    ),
     "optimizer.params.betas": (
         adam(betas=[0.9, 0.95]),
         {},
@@ -77,12 +122,19 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "optimizer.params.adam_w_mode": (
         adam(adam_w_mode=False),
         {"optim": {"weight_decay": 0.01}},
-        "is false, Adam with weight decay in the gradient, but optim.weight_decay 0.01 is decoupled",
+        (
+            "is false, Adam with weight decay in the gradient, but optim.weight_decay 0.01 is "
+            "decoupled"
+        ),
     ),
     "optimizer.params.torch_adam": (
-        adam(torch_adam=True) | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        adam(torch_adam=True)
+        | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
         {},
-        "is true and the optimizer is offloaded but deepspeed.cpu_adam is auto: set the latter to torch",
+        (
+            "is true and the optimizer is offloaded but deepspeed.cpu_adam is auto: set the latter "
+            "to torch"
+        ),
     ),
     "zero_force_ds_cpu_optimizer": (
         {
@@ -90,7 +142,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         },
         {"deepspeed": {"cpu_adam": "torch"}},
-        "is true and the optimizer is offloaded but deepspeed.cpu_adam is torch: set the latter to deepspeed",
+        (
+            "is true and the optimizer is offloaded but deepspeed.cpu_adam is torch: set the "
+            "latter to deepspeed"
+        ),
     ),
     "scheduler.type": (
         scheduler("WarmupDecayLR"),
@@ -167,29 +222,49 @@ def test_auto_adopts_the_configuration(key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"train": {"precision": "bf16"}}, "fp16.enabled of deepspeed.config is true but train.precision is bf16"),
-        ({"train": {"precision": "auto"}}, "fp16.enabled of deepspeed.config is true but train.precision is auto"),
+        (
+            {"train": {"precision": "bf16"}},
+            "fp16.enabled of deepspeed.config is true but train.precision is bf16",
+        ),
+        (
+            {"train": {"precision": "auto"}},
+            "fp16.enabled of deepspeed.config is true but train.precision is auto",
+        ),
         ({"optim": {"loss_scale": {}}}, "but optim.loss_scale.initial is 4.29497e+09"),
     ],
 )
 def test_the_public_files_beside_another_configuration_are_refused(
     name: str, change: dict[str, Any], sentence: str
 ) -> None:
-    sections = {section: PUBLIC[name][section] | change.get(section, {}) for section in PUBLIC[name]}
+    sections = {
+        section: PUBLIC[name][section] | change.get(section, {}) for section in PUBLIC[name]
+    }
     assert sentence in refusal(public(name), **sections)
 
 
 @pytest.mark.parametrize(
     ("enabled", "precision", "sentence"),
     [
-        ({"fp16": False}, "fp16", "fp16.enabled of deepspeed.config is false but train.precision is fp16: say fp32"),
-        ({"bf16": False}, "auto", "bf16.enabled of deepspeed.config is false but train.precision is auto: say fp32"),
+        (
+            {"fp16": False},
+            "fp16",
+            "fp16.enabled of deepspeed.config is false but train.precision is fp16: say fp32",
+        ),
+        (
+            {"bf16": False},
+            "auto",
+            "bf16.enabled of deepspeed.config is false but train.precision is auto: say fp32",
+        ),
         (
             {"bf16": True},
             "auto",
             "bf16.enabled of deepspeed.config is true but train.precision is auto: set",
         ),
-        ({"bf16": True, "fp16": True}, "fp16", "fp16.enabled and bf16.enabled of deepspeed.config are both true"),
+        (
+            {"bf16": True, "fp16": True},
+            "fp16",
+            "fp16.enabled and bf16.enabled of deepspeed.config are both true",
+        ),
     ],
 )
 def test_precision_has_one_home(enabled: dict[str, bool], precision: str, sentence: str) -> None:
@@ -199,7 +274,9 @@ def test_precision_has_one_home(enabled: dict[str, bool], precision: str, senten
 
 def test_precisions_that_agree_are_taken() -> None:
     for precision in ("fp32", "bf16", "fp16"):
-        content: dict[str, Any] = {name: {"enabled": name == precision} for name in ("fp16", "bf16")}
+        content: dict[str, Any] = {
+            name: {"enabled": name == precision} for name in ("fp16", "bf16")
+        }
         asking(content | {"zero_optimization": {"stage": 1}}, train={"precision": precision})
     asking({"fp16": {"enabled": False}}, train={"precision": "auto"})
 
@@ -221,26 +298,37 @@ def test_one_number_of_accumulation_steps_contradicts_a_batch_that_grows() -> No
     train = {"rampup_batch_size": {"start": 4, "increment": 4, "samples": 40}}
     asking({"train_batch_size": 8, "gradient_accumulation_steps": "auto"}, train=train)
     assert (
-        "gradient_accumulation_steps of deepspeed.config is 2 but train.rampup_batch_size lets the batch grow from 4 "
-        "to 8" in refusal({"gradient_accumulation_steps": 2}, train=train)
-    )
+        "gradient_accumulation_steps of deepspeed.config is 2 but train.rampup_batch_size lets "
+        "the batch grow from 4 to 8"
+    ) in refusal({"gradient_accumulation_steps": 2}, train=train)
 
 
 def test_a_weight_decay_that_changes_contradicts_one_number() -> None:
     optim = {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}
     asking(adam(weight_decay="auto"), optim=optim)
-    assert "is 0.01 but optim.weight_decay_incr_style is linear" in refusal(adam(weight_decay=0.01), optim=optim)
+    assert "is 0.01 but optim.weight_decay_incr_style is linear" in refusal(
+        adam(weight_decay=0.01), optim=optim
+    )
 
 
 def test_an_adam_of_either_name_is_ours() -> None:
     for kind in ("Adam", "adamw", "AdamW"):
-        asking({"optimizer": {"type": kind, "params": {"adam_w_mode": True, "torch_adam": True, "lr": "1e-3"}}})
+        asking(
+            {
+                "optimizer": {
+                    "type": kind,
+                    "params": {"adam_w_mode": True, "torch_adam": True, "lr": "1e-3"},
+                }
+            }
+        )
 
 
 def test_a_named_adam_of_the_cpu_is_taken() -> None:
     zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     asking(deepspeed={"config": zero | adam(torch_adam=True), "cpu_adam": "torch"})
-    asking(deepspeed={"config": zero | {"zero_force_ds_cpu_optimizer": True}, "cpu_adam": "deepspeed"})
+    asking(
+        deepspeed={"config": zero | {"zero_force_ds_cpu_optimizer": True}, "cpu_adam": "deepspeed"}
+    )
     asking({"zero_force_ds_cpu_optimizer": True})
 
 
@@ -248,9 +336,13 @@ def test_schedulers_that_describe_our_schedule_are_taken() -> None:
     asking(scheduler("WarmupDecayLR", **DECAY), optim=LINEAR)
     asking(scheduler("WarmupDecayLR", **dict.fromkeys(DECAY, "auto")), optim=LINEAR | {"lr": 3e-4})
     asking(
-        scheduler("WarmupDecayLR", **DECAY, warmup_min_lr=1e-4), optim=LINEAR | {"min_lr": 1e-4, "lr_warmup_init": 1e-4}
+        scheduler("WarmupDecayLR", **DECAY, warmup_min_lr=1e-4),
+        optim=LINEAR | {"min_lr": 1e-4, "lr_warmup_init": 1e-4},
     )
-    asking(scheduler("WarmupDecayLR", **DECAY | {"warmup_num_steps": 0}), optim={"lr_decay_style": "linear"})
+    asking(
+        scheduler("WarmupDecayLR", **DECAY | {"warmup_num_steps": 0}),
+        optim={"lr_decay_style": "linear"},
+    )
     asking(
         scheduler("WarmupLR", warmup_num_steps=10, warmup_type="linear"),
         optim={"lr_decay_style": "constant", "lr_warmup_iters": 10},
@@ -264,8 +356,10 @@ def test_schedulers_that_describe_our_schedule_are_taken() -> None:
         (
             scheduler("WarmupDecayLR", warmup_max_lr="auto", total_num_steps="auto"),
             LINEAR,
-            "scheduler.params.warmup_num_steps of deepspeed.config is 1000 by DeepSpeed's default but "
-            "optim.lr_warmup_iters is 10",
+            (
+                "scheduler.params.warmup_num_steps of deepspeed.config is 1000 by DeepSpeed's "
+                "default but optim.lr_warmup_iters is 10"
+            ),
         ),
         (
             scheduler("WarmupDecayLR", warmup_num_steps="auto"),
@@ -276,14 +370,24 @@ def test_schedulers_that_describe_our_schedule_are_taken() -> None:
         (
             scheduler("WarmupDecayLR", **DECAY, warmup_min_lr="auto"),
             LINEAR | {"min_lr": 1e-4},
-            "WarmupDecayLR, which starts and ends at one rate, but optim.lr_warmup_init is 0.0 and optim.min_lr 0.0001",
+            (
+                "WarmupDecayLR, which starts and ends at one rate, but optim.lr_warmup_init is 0.0 "
+                "and optim.min_lr 0.0001"
+            ),
         ),
         (
             scheduler("WarmupLR", warmup_num_steps=10, warmup_type="linear", warmup_min_lr=1e-5),
             {"lr_decay_style": "constant", "lr_warmup_iters": 10},
-            "scheduler.params.warmup_min_lr of deepspeed.config is 1e-05 but optim.lr_warmup_init is 0.0",
+            (
+                "scheduler.params.warmup_min_lr of deepspeed.config is 1e-05 but "
+                "optim.lr_warmup_init is 0.0"
+            ),
         ),
-        (scheduler("WarmupLR"), LINEAR, "is WarmupLR but optim.lr_decay_style is linear: set the latter to constant"),
+        (
+            scheduler("WarmupLR"),
+            LINEAR,
+            "is WarmupLR but optim.lr_decay_style is linear: set the latter to constant",
+        ),
         (
             scheduler("WarmupCosineLR"),
             LINEAR,

@@ -16,7 +16,10 @@ FP16 = {"precision": "fp16"}
     [
         (
             {"deepspeed": {"zero_stage": 0}, "parallel": {"use_distributed_optimizer": True}},
-            "deepspeed.zero_stage is 0 but parallel.use_distributed_optimizer is true, which is stage 1",
+            (
+                "deepspeed.zero_stage is 0 but parallel.use_distributed_optimizer is true, which "
+                "is stage 1"
+            ),
         ),
         (
             {"deepspeed": {"offload_param": "cpu", "zero_stage": 2}},
@@ -24,7 +27,10 @@ FP16 = {"precision": "fp16"}
         ),
         (
             {"deepspeed": {"offload_optimizer": "cpu"}},
-            "deepspeed.offload_optimizer is cpu but deepspeed.zero_stage is 0: it needs stage 1, 2 or 3",
+            (
+                "deepspeed.offload_optimizer is cpu but deepspeed.zero_stage is 0: it needs stage "
+                "1, 2 or 3"
+            ),
         ),
         (
             {"deepspeed": {"offload_optimizer": "nvme", "zero_stage": 2, "nvme_path": "/nvme"}},
@@ -32,16 +38,25 @@ FP16 = {"precision": "fp16"}
         ),
         (
             {"deepspeed": {"offload_param": "nvme", "zero_stage": 3}},
-            "deepspeed.offload_param is nvme but deepspeed.nvme_path is missing: name a directory on a local disk",
+            (
+                "deepspeed.offload_param is nvme but deepspeed.nvme_path is missing: name a "
+                "directory on a local disk"
+            ),
         ),
         (
             {"deepspeed": {"nvme_path": "/nvme", "zero_stage": 3}},
             "deepspeed.nvme_path is /nvme but nothing is offloaded to nvme",
         ),
-        ({"deepspeed": {"pin_memory": False}}, "deepspeed.pin_memory is false but nothing is offloaded: remove it"),
+        (
+            {"deepspeed": {"pin_memory": False}},
+            "deepspeed.pin_memory is false but nothing is offloaded: remove it",
+        ),
         (
             {"deepspeed": {"sub_group_size": 1000, "zero_stage": 2}},
-            "deepspeed.sub_group_size is 1000 but deepspeed.zero_stage is 2, and only stage 3 divides weights",
+            (
+                "deepspeed.sub_group_size is 1000 but deepspeed.zero_stage is 2, and only stage 3 "
+                "divides weights"
+            ),
         ),
         (
             {"deepspeed": {"stage3_max_live_parameters": 1000, "zero_stage": 1}},
@@ -49,15 +64,24 @@ FP16 = {"precision": "fp16"}
         ),
         (
             {"deepspeed": {"allgather_bucket_size": 1000, "zero_stage": 3}},
-            "deepspeed.allgather_bucket_size is 1000 but deepspeed.zero_stage is 3, where weights are gathered as they",
+            (
+                "deepspeed.allgather_bucket_size is 1000 but deepspeed.zero_stage is 3, where "
+                "weights are gathered as they"
+            ),
         ),
         (
             {"deepspeed": {"allgather_bucket_size": 1001, "zero_stage": 2}},
-            "deepspeed.allgather_bucket_size is 1001, which is odd: DeepSpeed takes elements in pairs, use 1002",
+            (
+                "deepspeed.allgather_bucket_size is 1001, which is odd: DeepSpeed takes elements "
+                "in pairs, use 1002"
+            ),
         ),
         (
             {"deepspeed": {"overlap_comm": True}},
-            "deepspeed.overlap_comm is true but deepspeed.zero_stage is 0, which has no such buckets",
+            (
+                "deepspeed.overlap_comm is true but deepspeed.zero_stage is 0, which has no such "
+                "buckets"
+            ),
         ),
         (
             {"deepspeed": {"cpu_adam": "torch", "zero_stage": 2}},
@@ -65,7 +89,10 @@ FP16 = {"precision": "fp16"}
         ),
         (
             {"deepspeed": {"cpu_checkpointing": True}},
-            "deepspeed.cpu_checkpointing is true but train.recompute is none: set the latter to full",
+            (
+                "deepspeed.cpu_checkpointing is true but train.recompute is none: set the latter "
+                "to full"
+            ),
         ),
         (
             {"deepspeed": {"partition_activations": True}, "train": FULL},
@@ -77,16 +104,24 @@ FP16 = {"precision": "fp16"}
         ),
         (
             {"train": FP16, "optim": {"loss_scale": {"initial": 60000}}},
-            "optim.loss_scale.initial is 60000 but engine is deepspeed, whose first loss scale is a power of two: use "
-            "65536",
+            (
+                "optim.loss_scale.initial is 60000 but engine is deepspeed, whose first loss scale "
+                "is a power of two: use 65536"
+            ),
         ),
         (
             {"train": FP16},
-            "train.precision is fp16 but deepspeed.zero_stage is 0, where DeepSpeed 0.19 divides gradients by a loss",
+            (
+                "train.precision is fp16 but deepspeed.zero_stage is 0, where DeepSpeed 0.19 "
+                "divides gradients by a loss"
+            ),
         ),
         (
             {"train": FP16, "optim": {"loss_scale": {"minimum": 0.5}}},
-            "optim.loss_scale.minimum is 0.5 but engine is deepspeed, whose least loss scale is an integer: use 1",
+            (
+                "optim.loss_scale.minimum is 0.5 but engine is deepspeed, whose least loss scale "
+                "is an integer: use 1"
+            ),
         ),
     ],
 )
@@ -101,13 +136,18 @@ def test_a_section_that_cannot_work_is_refused(sections: dict[str, Any], sentenc
         (
             {"zero_optimization": {"stage": 0}},
             {"parallel": {"use_distributed_optimizer": True}},
-            "zero_optimization.stage of deepspeed.config is 0 but parallel.use_distributed_optimizer is true",
+            (
+                "zero_optimization.stage of deepspeed.config is 0 but "
+                "parallel.use_distributed_optimizer is true"
+            ),
         ),
         (
             {"zero_optimization": {"stage": 2, "cpu_offload_param": True}},
             {},
-            "zero_optimization.offload_param.device of deepspeed.config is cpu but zero_optimization.stage of "
-            "deepspeed.config is 2: it needs stage 3",
+            (
+                "zero_optimization.offload_param.device of deepspeed.config is cpu but "
+                "zero_optimization.stage of deepspeed.config is 2: it needs stage 3"
+            ),
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
@@ -117,20 +157,34 @@ def test_a_section_that_cannot_work_is_refused(sections: dict[str, Any], sentenc
         (
             {"zero_optimization": {"stage": 2, "stage3_allgather_sequential": True}},
             {},
-            "zero_optimization.stage3_allgather_sequential of deepspeed.config is true but zero_optimization.stage",
+            (
+                "zero_optimization.stage3_allgather_sequential of deepspeed.config is true but "
+                "zero_optimization.stage"
+            ),
         ),
         (
             {"aio": {"queue_depth": 8}, "zero_optimization": {"stage": 3}},
             {},
-            "aio.queue_depth of deepspeed.config is 8 but nothing is offloaded to nvme: remove the block aio",
+            (
+                "aio.queue_depth of deepspeed.config is 8 but nothing is offloaded to nvme: remove "
+                "the block aio"
+            ),
         ),
         (
             {"activation_checkpointing": {"number_checkpoints": 4}},
             {"train": {"recompute": "selective"}},
-            "activation_checkpointing.number_checkpoints of deepspeed.config is 4 but train.recompute is selective",
+            (
+                "activation_checkpointing.number_checkpoints of deepspeed.config is 4 but "
+                "train.recompute is selective"
+            ),
         ),
         (
-            {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 4}},
+            {
+                "activation_checkpointing": {
+                    "contiguous_memory_optimization": True,
+                    "number_checkpoints": 4,
+                }
+            },
             {"train": FULL},
             "contiguous_memory_optimization of deepspeed.config is true without "
             "activation_checkpointing.partition_activations",
@@ -138,8 +192,10 @@ def test_a_section_that_cannot_work_is_refused(sections: dict[str, Any], sentenc
         (
             {"data_types": {"grad_accum_dtype": "fp32"}},
             {"train": {"precision": "bf16"}},
-            "data_types.grad_accum_dtype of deepspeed.config is fp32 but with ZeRO stage 0 and precision bf16 "
-            "gradients add up in bf16",
+            (
+                "data_types.grad_accum_dtype of deepspeed.config is fp32 but with ZeRO stage 0 and "
+                "precision bf16 gradients add up in bf16"
+            ),
         ),
         (
             {"data_types": {"grad_accum_dtype": "fp16"}, "zero_optimization": {"stage": 2}},
@@ -148,12 +204,21 @@ def test_a_section_that_cannot_work_is_refused(sections: dict[str, Any], sentenc
         ),
     ],
 )
-def test_a_json_that_cannot_work_is_refused(content: dict[str, Any], sections: dict[str, Any], sentence: str) -> None:
+def test_a_json_that_cannot_work_is_refused(
+    content: dict[str, Any], sections: dict[str, Any], sentence: str
+) -> None:
     assert sentence in refusal(content, **sections)
 
 
 def test_what_can_work_is_taken() -> None:
-    asking(deepspeed={"zero_stage": 1, "offload_optimizer": "cpu", "pin_memory": False, "cpu_adam": "torch"})
+    asking(
+        deepspeed={
+            "zero_stage": 1,
+            "offload_optimizer": "cpu",
+            "pin_memory": False,
+            "cpu_adam": "torch",
+        }
+    )
     asking(
         deepspeed={"partition_activations": True, "cpu_checkpointing": True},
         train=FULL,

@@ -1,4 +1,7 @@
-"""The deployments with the engine deepspeed: their layouts work, and their ranks fit the cards they are meant for."""
+"""The deployments with the engine deepspeed.
+
+Their layouts work, and their ranks fit the cards they are meant for.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -40,8 +43,12 @@ CONFS = {
     "gpt2-345m-zero1": Deployment(355e6, ZeroSettings(1), RankLayout(data=4), 1, 16, 5.5),
     "gpt2-345m-zero2": Deployment(355e6, ZeroSettings(2), RankLayout(data=4), 1, 16, 4.5),
     "gpt2-7b": Deployment(6.66e9, ZeroSettings(1), RankLayout(data=4), 1, 80, 64),
-    "gpt2-xl-zero3-offload": Deployment(1.558e9, ZeroSettings(3, "cpu", "cpu"), RankLayout(), 1, 24, 9),
-    "gpt2-13b-3d": Deployment(13e9, ZeroSettings(1), RankLayout(data=2, pipeline=2, tensor=2), 128, 80, 46),
+    "gpt2-xl-zero3-offload": Deployment(
+        1.558e9, ZeroSettings(3, "cpu", "cpu"), RankLayout(), 1, 24, 9
+    ),
+    "gpt2-13b-3d": Deployment(
+        13e9, ZeroSettings(1), RankLayout(data=2, pipeline=2, tensor=2), 128, 80, 46
+    ),
 }
 
 
@@ -61,7 +68,9 @@ def test_every_conf_with_deepspeed_is_here() -> None:
 
 
 def test_the_model_has_its_size(name: str) -> None:
-    assert parameter_count(conf(name), VOCAB_SIZE) == pytest.approx(CONFS[name].parameters, rel=0.02)
+    assert parameter_count(conf(name), VOCAB_SIZE) == pytest.approx(
+        CONFS[name].parameters, rel=0.02
+    )
 
 
 def test_the_layout_works(name: str) -> None:
@@ -95,7 +104,12 @@ def test_every_stage_builds_without_memory(name: str) -> None:
 
 def test_a_rank_fits_its_card(name: str) -> None:
     config, meant = conf(name), CONFS[name]
-    machine = Hardware(64, 256 * GIB, (Gpu("a card", meant.card * GIB),) * meant.layout.world_size, native_bf16=True)
+    machine = Hardware(
+        64,
+        256 * GIB,
+        (Gpu("a card", meant.card * GIB),) * meant.layout.world_size,
+        native_bf16=True,
+    )
     report = preflight(config, VOCAB_SIZE, machine)
     assert 0.85 * meant.room * GIB < report.memory.total <= meant.room * GIB
     assert report.memory.total < 0.9 * meant.card * GIB
@@ -105,7 +119,9 @@ def test_a_rank_fits_its_card(name: str) -> None:
 def test_gpt2_xl_needs_the_main_memory_that_its_file_says() -> None:
     (estimate,) = estimate_stages(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, "fp16", "cuda", 1)
     assert estimate.host / GIB == pytest.approx(32, abs=0.5)
-    assert "of which it takes 32 GiB" in (CONF_DIR / "gpt2-xl-zero3-offload.yaml").read_text(encoding="utf-8")
+    assert "of which it takes 32 GiB" in (CONF_DIR / "gpt2-xl-zero3-offload.yaml").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_zero1_and_zero2_are_the_same_run() -> None:

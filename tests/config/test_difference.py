@@ -45,15 +45,23 @@ def test_nothing_differs_from_itself() -> None:
         (changed(train={"train_iters": 9}), "train.train_iters", False),
         (changed(train={"log_interval": 2, "exit_interval": 3}), "train.log_interval", False),
         (changed(checkpoint={"save_interval": 2}), "checkpoint.save_interval", False),
-        (changed(parallel={"tensor_model_parallel_size": 2}, launch={"nproc_per_node": 2}), "parallel.", False),
+        (
+            changed(parallel={"tensor_model_parallel_size": 2}, launch={"nproc_per_node": 2}),
+            "parallel.",
+            False,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_each_change_is_found_and_only_keyed_ones_need_to_be_allowed(now: RunConfig, field: str, keyed: bool) -> None:
+def test_each_change_is_found_and_only_keyed_ones_need_to_be_allowed(
+    now: RunConfig, field: str, keyed: bool
+) -> None:
     found = [change for change in changes_of(BEFORE, now) if change.field.startswith(field)]
     assert [change.keyed for change in found] == [keyed]
     if keyed:
-        with pytest.raises(ConfigError, match=rf"iter_3 was written with .*{field}: .* -> .*override: \[{field}\]"):
+        with pytest.raises(
+            ConfigError, match=rf"iter_3 was written with .*{field}: .* -> .*override: \[{field}\]"
+        ):
             check_resume(found, (), "iter_3")
     check_resume(found, (field.rstrip("."),), "iter_3")
 
@@ -89,7 +97,11 @@ def test_what_makes_the_tokens_counts_as_what_is_declared() -> None:
 
 
 def test_a_field_that_came_later_counts_as_its_default() -> None:
-    train = {name: value for name, value in BEFORE["train"].items() if name not in ("z_loss", "skip_samples")}
+    train = {
+        name: value
+        for name, value in BEFORE["train"].items()
+        if name not in ("z_loss", "skip_samples")
+    }
     before = BEFORE | {"train": train}
     assert changes_of(before, _runs.config()) == []
     (change,) = changes_of(before, changed(train={"z_loss": 1e-4}))
@@ -109,7 +121,10 @@ def test_what_was_null_and_is_a_section_counts_as_keyed() -> None:
 @pytest.mark.parametrize(
     ("resume", "message"),
     [
-        ({"override": ["optim.lrr"]}, "resume.override has 'optim.lrr', which has no value 'lrr', did you mean lr"),
+        (
+            {"override": ["optim.lrr"]},
+            "resume.override has 'optim.lrr', which has no value 'lrr', did you mean lr",
+        ),
         ({"override": ["nothing"]}, "has no value 'nothing'"),
     ],
 )
@@ -120,7 +135,8 @@ def test_a_name_that_does_not_exist_is_refused(resume: dict[str, Any], message: 
 
 def test_two_ways_to_begin_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"resume.checkpoint is a and train.pretrained_checkpoint is b: give the first"
+        ValueError,
+        match=r"resume.checkpoint is a and train.pretrained_checkpoint is b: give the first",
     ):
         changed(resume={"checkpoint": "a"}, train={"pretrained_checkpoint": "b"})
 

@@ -26,28 +26,83 @@ def test_the_defaults_of_each_family_can_be_built() -> None:
 @pytest.mark.parametrize(
     ("family", "values", "sentence"),
     [
-        ("gpt", {"norm_position": "post"}, "norm_position is post but family is gpt: it is for BERT alone; remove it"),
-        ("gpt", {"num_decoder_layers": 3}, "num_decoder_layers is 3 but family is gpt: it is for T5 alone"),
-        ("gpt", {"bert_binary_head": False}, "bert_binary_head is false but family is gpt: it is for BERT alone"),
-        ("gpt", T5, "position_embedding_type is relative but family is gpt: GPT takes learned_absolute or rope"),
+        (
+            "gpt",
+            {"norm_position": "post"},
+            "norm_position is post but family is gpt: it is for BERT alone; remove it",
+        ),
+        (
+            "gpt",
+            {"num_decoder_layers": 3},
+            "num_decoder_layers is 3 but family is gpt: it is for T5 alone",
+        ),
+        (
+            "gpt",
+            {"bert_binary_head": False},
+            "bert_binary_head is false but family is gpt: it is for BERT alone",
+        ),
+        (
+            "gpt",
+            T5,
+            (
+                "position_embedding_type is relative but family is gpt: GPT takes learned_absolute "
+                "or rope"
+            ),
+        ),
         ("bert", {"position_embedding_type": "rope"}, "BERT takes learned_absolute"),
-        ("bert", {"parallel_residual": True}, "parallel_residual is true but family is bert: it is for GPT alone"),
-        ("bert", {"sliding_window": 8}, "sliding_window is 8 but family is bert: it is for GPT alone"),
-        ("bert", {"add_bias_linear": False}, "add_bias_linear is false but family is bert, whose layers are those"),
+        (
+            "bert",
+            {"parallel_residual": True},
+            "parallel_residual is true but family is bert: it is for GPT alone",
+        ),
+        (
+            "bert",
+            {"sliding_window": 8},
+            "sliding_window is 8 but family is bert: it is for GPT alone",
+        ),
+        (
+            "bert",
+            {"add_bias_linear": False},
+            "add_bias_linear is false but family is bert, whose layers are those",
+        ),
         ("bert", {"normalization": "rmsnorm"}, "normalization is rmsnorm but family is bert"),
-        ("t5", {}, "position_embedding_type is learned_absolute but family is t5: T5 takes relative"),
-        ("t5", T5 | {"num_query_groups": 2}, "num_query_groups is 2 but family is t5: it is for GPT alone"),
-        ("t5", T5 | {"init_method_std": 0.1}, "init_method_std is 0.1 but family is t5, whose initial weights follow"),
+        (
+            "t5",
+            {},
+            "position_embedding_type is learned_absolute but family is t5: T5 takes relative",
+        ),
+        (
+            "t5",
+            T5 | {"num_query_groups": 2},
+            "num_query_groups is 2 but family is t5: it is for GPT alone",
+        ),
+        (
+            "t5",
+            T5 | {"init_method_std": 0.1},
+            "init_method_std is 0.1 but family is t5, whose initial weights follow",
+        ),
         ("t5", T5 | {"relative_attention_num_buckets": 6}, "relative_attention_num_buckets 6 and"),
         ("t5", T5 | {"relative_attention_max_distance": 16}, "the second more than half of it"),
-        ("gpt", {"rotary_percent": 0.5}, "rotary_percent is 0.5 but model.position_embedding_type is learned_absolute"),
+        (
+            "gpt",
+            {"rotary_percent": 0.5},
+            "rotary_percent is 0.5 but model.position_embedding_type is learned_absolute",
+        ),
         (
             "gpt",
             {"position_embedding_type": "rope", "rotary_percent": 0.1},
             "rotary_percent 0.1 of a head of 8 leaves no even number of elements to rotate",
         ),
-        ("gpt", {"num_attention_heads": 5}, "hidden_size 32 is not a multiple of model.num_attention_heads 5"),
-        ("gpt", {"num_query_groups": 3}, "num_attention_heads 4 is not a multiple of model.num_query_groups 3"),
+        (
+            "gpt",
+            {"num_attention_heads": 5},
+            "hidden_size 32 is not a multiple of model.num_attention_heads 5",
+        ),
+        (
+            "gpt",
+            {"num_query_groups": 3},
+            "num_attention_heads 4 is not a multiple of model.num_query_groups 3",
+        ),
         ("gpt", {"max_position_embeddings": 63}, "raise the latter to at least 64"),
     ],
 )

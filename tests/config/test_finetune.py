@@ -1,4 +1,5 @@
-"""The configuration of a fine-tuning: defaults, error sentences, and checks that cross its sections."""
+"""The configuration of a fine-tuning: defaults, error sentences, and checks that cross its
+sections."""
 
 import re
 from pathlib import Path
@@ -26,14 +27,20 @@ def files(tmp_path: Path) -> Files:
 
 def test_defaults(files: Files) -> None:
     config = files.load()
-    assert (config.launch.distributed, config.launch.nproc_per_node, config.seed) == ("ddp", "auto", 42)
+    assert (config.launch.distributed, config.launch.nproc_per_node, config.seed) == (
+        "ddp",
+        "auto",
+        42,
+    )
     assert config.tracking.experiment == "finetune"
     assert config.registered_model == "small"
     assert reread(config) == config
 
 
 @pytest.mark.parametrize("conf", CONFS)
-def test_every_conf_loads_and_reads_back_alike(conf: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_conf_loads_and_reads_back_alike(
+    conf: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)  # the files that it names are found from anywhere
     config = load_finetune_config(conf, conf_dir=CONF_DIR / "finetune")
     assert reread(config) == config
@@ -42,17 +49,31 @@ def test_every_conf_loads_and_reads_back_alike(conf: str, monkeypatch: pytest.Mo
 
 def test_the_tutorials_settings() -> None:
     mrpc, seq2seq, gpt2 = (
-        load_finetune_config(name, conf_dir=CONF_DIR / "finetune") for name in ("mrpc", "seq2seq", "gpt2-xl")
+        load_finetune_config(name, conf_dir=CONF_DIR / "finetune")
+        for name in ("mrpc", "seq2seq", "gpt2-xl")
     )
     assert mrpc.launch.distributed == "zero2"
-    assert (mrpc.train.precision, mrpc.train.micro_batch_size, mrpc.train.num_epochs) == ("fp16", 40, 3)
+    assert (mrpc.train.precision, mrpc.train.micro_batch_size, mrpc.train.num_epochs) == (
+        "fp16",
+        40,
+        3,
+    )
     assert (mrpc.optim.lr, mrpc.task.max_length, mrpc.task.glue) == (2e-5, 128, "mrpc")  # type: ignore[union-attr]
-    assert (seq2seq.launch.distributed, seq2seq.train.precision, seq2seq.seed) == ("zero2", "fp16", 25)
+    assert (seq2seq.launch.distributed, seq2seq.train.precision, seq2seq.seed) == (
+        "zero2",
+        "fp16",
+        25,
+    )
     assert (seq2seq.train.micro_batch_size, seq2seq.train.eval_batch_size) == (200, 100)
-    assert (seq2seq.optim.lr, seq2seq.optim.warmup_steps, seq2seq.optim.lr_scheduler) == (1e-6, 100, "linear")
+    assert (seq2seq.optim.lr, seq2seq.optim.warmup_steps, seq2seq.optim.lr_scheduler) == (
+        1e-6,
+        100,
+        "linear",
+    )
     task = seq2seq.task.model_dump()
     assert {
-        name: task[name] for name in ("max_source_length", "max_target_length", "min_target_length", "num_beams")
+        name: task[name]
+        for name in ("max_source_length", "max_target_length", "min_target_length", "num_beams")
     } == {
         "max_source_length": 128,
         "max_target_length": 64,
@@ -76,11 +97,17 @@ def test_the_tutorials_settings() -> None:
         ({"task.blocksize": 8}, "unknown key task.blocksize (did you mean block_size?)"),
         (
             {"task.num_beams": 4},
-            "unknown key task.num_beams (it belongs to task.kind seq2seq, and task.kind is causal_lm)",
+            (
+                "unknown key task.num_beams (it belongs to task.kind seq2seq, and task.kind is "
+                "causal_lm)"
+            ),
         ),
         (
             {"data.source.dataset": "glue"},
-            "unknown key data.source.dataset (it belongs to data.source.kind hub, and data.source.kind is files)",
+            (
+                "unknown key data.source.dataset (it belongs to data.source.kind hub, and "
+                "data.source.kind is files)"
+            ),
         ),
         ({"data.source.trian": ["a"]}, "unknown key data.source.trian (did you mean train?)"),
         ({"data.workers": 0}, "data.workers is 0: give an integer above 0 or auto"),
@@ -89,10 +116,22 @@ def test_the_tutorials_settings() -> None:
         ({"task.block_size": 1}, "task.block_size is 1"),
         ({"data.source.kind": "hub"}, "data.source.dataset is missing: give it a value"),
         ({"launch.distributed": "zero1"}, "launch.distributed is 'zero1'"),
-        ({"launch.nproc_per_node": [1]}, "launch.nproc_per_node is [1]: give an integer above 0 or auto"),
-        ({"launch.nnodes": [1]}, "launch.nnodes is [1]: give a number of machines, as 2, or a range"),
-        ({"launch.nproc_per_node": 0}, "launch.nproc_per_node is 0: a fine-tuning needs at least one rank"),
-        ({"launch.accelerate_config": 3}, "launch.accelerate_config is 3: give a path, or the content of Accelerate's"),
+        (
+            {"launch.nproc_per_node": [1]},
+            "launch.nproc_per_node is [1]: give an integer above 0 or auto",
+        ),
+        (
+            {"launch.nnodes": [1]},
+            "launch.nnodes is [1]: give a number of machines, as 2, or a range",
+        ),
+        (
+            {"launch.nproc_per_node": 0},
+            "launch.nproc_per_node is 0: a fine-tuning needs at least one rank",
+        ),
+        (
+            {"launch.accelerate_config": 3},
+            "launch.accelerate_config is 3: give a path, or the content of Accelerate's",
+        ),
         (
             {"launch.deepspeed_config": [3]},
             "launch.deepspeed_config is [3]: give a path, or the content of DeepSpeed's",
@@ -101,8 +140,12 @@ def test_the_tutorials_settings() -> None:
         ({"optim": None}, "optim is None: give a mapping of its fields"),
     ],
 )
-def test_wrong_keys_and_values_are_named(files: Files, overrides: dict[str, Any], sentence: str) -> None:
-    assert sentence in files.refusal(**{name.replace(".", "__"): value for name, value in overrides.items()})
+def test_wrong_keys_and_values_are_named(
+    files: Files, overrides: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in files.refusal(
+        **{name.replace(".", "__"): value for name, value in overrides.items()}
+    )
 
 
 def test_a_wrong_element_is_one_clause(files: Files) -> None:
@@ -119,17 +162,29 @@ def test_a_wrong_element_is_one_clause(files: Files) -> None:
             {"optim.lr_scheduler": "constant", "optim.warmup_steps": 5},
             "optim.warmup_steps is 5 but optim.lr_scheduler is constant",
         ),
-        ({"optim.warmup_steps": 5, "train.max_steps": 5}, "warmup_steps 5 does not end before train.max_steps 5"),
+        (
+            {"optim.warmup_steps": 5, "train.max_steps": 5},
+            "warmup_steps 5 does not end before train.max_steps 5",
+        ),
         ({"tracking.tensorboard": True}, "tracking.tensorboard is true"),
         ({"launch.hostfile": "hosts", "launch.nnodes": "1:2"}, "launch.nnodes is 1:2, a range"),
-        ({"launch.hostfile": "hosts", "launch.data_placement": "node_local"}, "launch.data_placement is node_local"),
-        ({"data.max_test_samples": 3}, "data.max_test_samples is 3 but data.source.test names no test split"),
+        (
+            {"launch.hostfile": "hosts", "launch.data_placement": "node_local"},
+            "launch.data_placement is node_local",
+        ),
+        (
+            {"data.max_test_samples": 3},
+            "data.max_test_samples is 3 but data.source.test names no test split",
+        ),
         (
             {"model.path": "models:/a@candidate", "model.revision": "x"},
             "model.revision is x but model.path is models:/a@candidate",
         ),
         ({"model.new_head": True}, "model.new_head is true but task.kind is causal_lm"),
-        ({"model.new_head": True, "model.random_weights": True}, "model.new_head and model.random_weights are both"),
+        (
+            {"model.new_head": True, "model.random_weights": True},
+            "model.new_head and model.random_weights are both",
+        ),
         (
             {"model.path": "models:/small/3"},
             "would be registered as small, the name of model.path models:/small/3",
@@ -140,9 +195,15 @@ def test_a_wrong_element_is_one_clause(files: Files) -> None:
         ({"task": PAIRS | {"metrics": ["pearson"]}}, "task.metrics has pearson"),
         ({"task": PAIRS | {"metrics": ["f1", "f1"]}}, "task.metrics names f1 2 times"),
         ({"task": PAIRS | {"labels": ["yes", "yes"]}}, "task.labels names yes 2 times"),
-        ({"task": PAIRS | {"glue": "mnli", "labels": ["yes", "no"]}}, "task.labels names 2 classes (yes, no)"),
+        (
+            {"task": PAIRS | {"glue": "mnli", "labels": ["yes", "no"]}},
+            "task.labels names 2 classes (yes, no)",
+        ),
         ({"task": PAIRS, "train.best_metric": "pearson"}, "train.best_metric is 'pearson'"),
-        ({"task": TEXTS | {"sentence_splitter": "punkt"}}, "task.sentence_splitter is punkt but task.metrics bleu"),
+        (
+            {"task": TEXTS | {"sentence_splitter": "punkt"}},
+            "task.sentence_splitter is punkt but task.metrics bleu",
+        ),
         ({"task": TEXTS, "train.best_metric": "rouge1"}, "train.best_metric is 'rouge1'"),
     ],
 )
@@ -157,8 +218,15 @@ def test_sections_that_contradict_each_other_are_named_with_both_sides(
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"optim.lr_scheduler": "constant_with_warmup", "optim.warmup_steps": 5, "train.max_steps": 6},
-        {"task": PAIRS | {"regression": True, "metrics": ["pearson"]}, "train.best_metric": "pearson"},
+        {
+            "optim.lr_scheduler": "constant_with_warmup",
+            "optim.warmup_steps": 5,
+            "train.max_steps": 6,
+        },
+        {
+            "task": PAIRS | {"regression": True, "metrics": ["pearson"]},
+            "train.best_metric": "pearson",
+        },
         {"task": {"kind": "classification", "glue": "stsb"}, "train.best_metric": "spearmanr"},
         {"task": TEXTS | {"sentence_splitter": "punkt", "metrics": ["rougeLsum"]}},
         {"train.best_metric": "loss"},
@@ -182,24 +250,32 @@ def test_a_file_that_is_missing_is_refused_with_every_place(files: Files, name: 
     assert f"launch.{name} is 'nope': there is no file nope or " in message
 
 
-@pytest.mark.parametrize(("content", "sentence"), [("a: [", "cannot be read as YAML"), ("- a\n", "holds list, not a")])
-def test_a_file_that_is_no_accelerate_yaml_is_refused(files: Files, content: str, sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "sentence"), [("a: [", "cannot be read as YAML"), ("- a\n", "holds list, not a")]
+)
+def test_a_file_that_is_no_accelerate_yaml_is_refused(
+    files: Files, content: str, sentence: str
+) -> None:
     (files.directory / "accelerate.yaml").write_text(content)
     assert sentence in files.refusal(launch__accelerate_config="accelerate.yaml")
 
 
 def test_a_file_that_is_no_json_is_refused(files: Files) -> None:
     (files.directory / "ds.json").write_text("{,}")
-    assert "launch.deepspeed_config ds.json is not JSON" in files.refusal(launch__deepspeed_config="ds.json")
+    assert "launch.deepspeed_config ds.json is not JSON" in files.refusal(
+        launch__deepspeed_config="ds.json"
+    )
 
 
 def test_a_name_of_the_other_flow_leads_there() -> None:
     with pytest.raises(
-        ConfigError, match=r"no configuration named 'mrpc'.*finetune/mrpc.yaml is one of the flow finet"
+        ConfigError,
+        match=r"no configuration named 'mrpc'.*finetune/mrpc.yaml is one of the flow finet",
     ):
         load_config("mrpc", conf_dir=CONF_DIR)
     with pytest.raises(
-        ConfigError, match=r"no configuration named 'gpt2-345m'.*conf/gpt2-345m.yaml is one of the flow p"
+        ConfigError,
+        match=r"no configuration named 'gpt2-345m'.*conf/gpt2-345m.yaml is one of the flow p",
     ):
         load_finetune_config("gpt2-345m", conf_dir=CONF_DIR / "finetune")
     with pytest.raises(ConfigError, match=r"no configuration named 'mrcp'.*did you mean mrpc\?"):
@@ -209,17 +285,22 @@ def test_a_name_of_the_other_flow_leads_there() -> None:
 def test_a_file_of_the_other_flow_is_refused_in_one_sentence() -> None:
     pretraining, fine_tuning = CONF_DIR / "bert-tiny.yaml", CONF_DIR / "finetune" / "bert-tiny.yaml"
     with pytest.raises(
-        ConfigError, match=re.escape(f"{fine_tuning} has task, a value of the flow finetune, not of pre")
+        ConfigError,
+        match=re.escape(f"{fine_tuning} has task, a value of the flow finetune, not of pre"),
     ):
         load_config(str(fine_tuning))
     with pytest.raises(
-        ConfigError, match=re.escape(f"{pretraining} has model.num_layers, a value of the flow pretrain")
+        ConfigError,
+        match=re.escape(f"{pretraining} has model.num_layers, a value of the flow pretrain"),
     ):
         load_finetune_config(str(pretraining))
 
 
 def test_no_fine_tuned_model_takes_the_name_of_a_pretrained_one() -> None:
     taken = {yaml.safe_load(path.read_text())["name"] for path in CONF_DIR.glob("*.yaml")}
-    names = [load_finetune_config(conf, conf_dir=CONF_DIR / "finetune").registered_model for conf in CONFS]
+    names = [
+        load_finetune_config(conf, conf_dir=CONF_DIR / "finetune").registered_model
+        for conf in CONFS
+    ]
     assert len(set(names)) == len(names)
     assert not taken & set(names)

@@ -1,4 +1,7 @@
-"""Accelerate's YAML and DeepSpeed's JSON together: what one leaves open the other says, and they must agree."""
+"""Accelerate's YAML and DeepSpeed's JSON together.
+
+What one leaves open the other says, and they must agree.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,23 +22,34 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
         (
             {"zero_stage": 2},
             {"zero_optimization": {"stage": 3}},
-            "zero_optimization.stage of ds.json is 3 but deepspeed_config.zero_stage of accelerate.yaml is 2",
+            (
+                "zero_optimization.stage of ds.json is 3 but deepspeed_config.zero_stage of "
+                "accelerate.yaml is 2"
+            ),
         ),
         (
             {"zero_stage": 3, "offload_param_device": "cpu"},
             {"zero_optimization": {"stage": 3}},
-            "zero_optimization.offload_param.device of ds.json is none but deepspeed_config.offload_param_device of "
-            "accelerate.yaml is cpu",
+            (
+                "zero_optimization.offload_param.device of ds.json is none but "
+                "deepspeed_config.offload_param_device of accelerate.yaml is cpu"
+            ),
         ),
         (
             {"gradient_clipping": 1.0},
             {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5},
-            "gradient_clipping of ds.json is 0.5 but deepspeed_config.gradient_clipping of accelerate.yaml is 1.0",
+            (
+                "gradient_clipping of ds.json is 0.5 but deepspeed_config.gradient_clipping of "
+                "accelerate.yaml is 1.0"
+            ),
         ),
         (
             {"gradient_accumulation_steps": 4},
             {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2},
-            "gradient_accumulation_steps of ds.json is 2 but deepspeed_config.gradient_accumulation_steps of acc",
+            (
+                "gradient_accumulation_steps of ds.json is 2 but "
+                "deepspeed_config.gradient_accumulation_steps of acc"
+            ),
         ),
         (
             {},
@@ -45,14 +59,21 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
         (
             None,
             {"zero_optimization": {"stage": 3}},
-            "of ds.json is 3 without offload of both parts but distributed_type of accelerate.yaml is MULTI_GPU",
+            (
+                "of ds.json is 3 without offload of both parts but distributed_type of "
+                "accelerate.yaml is MULTI_GPU"
+            ),
         ),
     ],
 )
 def test_a_json_that_contradicts_accelerates_yaml_is_refused_with_both_files(
     tmp_path: Path, accelerate: dict[str, Any] | None, deepspeed: dict[str, Any], sentence: str
 ) -> None:
-    written: dict[str, Any] = {"mixed_precision": "fp16", "num_processes": 2, "distributed_type": "MULTI_GPU"}
+    written: dict[str, Any] = {
+        "mixed_precision": "fp16",
+        "num_processes": 2,
+        "distributed_type": "MULTI_GPU",
+    }
     if accelerate is not None:
         written |= {"distributed_type": "DEEPSPEED", "deepspeed_config": accelerate}
     message = Files(tmp_path).refusal(written, deepspeed)
@@ -66,7 +87,11 @@ def test_auto_of_the_json_is_what_accelerates_yaml_says(tmp_path: Path) -> None:
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3},
     }
-    content = {"zero_optimization": {"stage": 3}, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    content = {
+        "zero_optimization": {"stage": 3},
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
     config = Files(tmp_path).load(written, content)
     assert (config.launch.distributed, config.train.precision) == ("zero3", "bf16")
     assert (config.optim.clip_grad, config.train.gradient_accumulation_steps) == (0.5, 3)
@@ -75,6 +100,9 @@ def test_auto_of_the_json_is_what_accelerates_yaml_says(tmp_path: Path) -> None:
 
 def test_a_value_that_must_be_given_may_come_from_a_file(tmp_path: Path) -> None:
     files = Files(tmp_path)
-    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}}
+    content = {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    }
     assert files.load(None, content, optim={}).optim.lr == 3e-4
     assert "optim.lr is missing: give it a value" in files.refusal(optim={})

@@ -109,7 +109,9 @@ def test_a_field_declares_its_stages_or_takes_its_sections(
 
 
 def test_a_field_must_declare_whether_it_enters_a_key() -> None:
-    message = r"Silent\.value is neither keyed\(\) nor unkeyed\(\): declare it as keyed\(key=\.\.\.\)"
+    message = (
+        r"Silent\.value is neither keyed\(\) nor unkeyed\(\): declare it as keyed\(key=\.\.\.\)"
+    )
     with pytest.raises(TypeError, match=message):
         key_parameters(Silent(), "run")
     assert declaration(Inner, "width", None) is None  # neither it nor its section names a stage

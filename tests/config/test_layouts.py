@@ -16,7 +16,11 @@ def values(**changes: Any) -> dict[str, Any]:
     """12 layers of 12 heads, batches of 48; changes are `section__key`."""
     sections: dict[str, Any] = {
         "name": "small",
-        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe"}, "seq_length": 64},
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "train-bpe"},
+            "seq_length": 64,
+        },
         "model": {"num_layers": 12, "hidden_size": 48, "num_attention_heads": 12},
         "optim": {"lr": 1e-3},
         "train": {"micro_batch_size": 1, "global_batch_size": 48, "train_iters": 10},
@@ -31,7 +35,9 @@ def values(**changes: Any) -> dict[str, Any]:
     return sections
 
 
-def make(tp: int = 1, pp: int = 1, v: int = 1, ranks: int | str = "auto", **changes: Any) -> RunConfig:
+def make(
+    tp: int = 1, pp: int = 1, v: int = 1, ranks: int | str = "auto", **changes: Any
+) -> RunConfig:
     sizes = {
         "parallel__tensor_model_parallel_size": tp,
         "parallel__pipeline_model_parallel_size": pp,
@@ -57,13 +63,18 @@ T5: dict[str, Any] = {
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "heads": (
         {"tp": 8, "ranks": 8},
-        "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size 8: use "
-        "tensor 4 x pipeline 2 x data 1, tensor 4 x pipeline 1 x data 2 or tensor 2 x pipeline 4 x data 1",
+        (
+            "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size "
+            "8: use tensor 4 x pipeline 2 x data 1, tensor 4 x pipeline 1 x data 2 or tensor 2 x "
+            "pipeline 4 x data 1"
+        ),
     ),
     "heads of an unknown number of ranks": (
         {"tp": 8},
-        "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size 8: use "
-        "tensor 4 x pipeline 2, tensor 2 x pipeline 4 or tensor 1 x pipeline 8",
+        (
+            "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size "
+            "8: use tensor 4 x pipeline 2, tensor 2 x pipeline 4 or tensor 1 x pipeline 8"
+        ),
     ),
     "nothing fits": (
         {"tp": 5, "ranks": 5, "model__num_layers": 3},
@@ -71,8 +82,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "groups": (
         {"tp": 4, "model__num_query_groups": 6},
-        "model.num_query_groups 6 is neither a multiple nor a divisor of parallel.tensor_model_parallel_size 4: use "
-        "tensor 2 x pipeline 2",
+        (
+            "model.num_query_groups 6 is neither a multiple nor a divisor of "
+            "parallel.tensor_model_parallel_size 4: use tensor 2 x pipeline 2"
+        ),
     ),
     "ffn": (
         {"tp": 4, "model__ffn_hidden_size": 90},
@@ -81,66 +94,97 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sequence parallel alone": (
         {"ranks": 2, "parallel__sequence_parallel": True},
-        "parallel.sequence_parallel is true but parallel.tensor_model_parallel_size is 1, so that no ranks share a "
-        "sequence: set parallel.sequence_parallel to false, or use tensor 2 x pipeline 1 x data 1",
+        (
+            "parallel.sequence_parallel is true but parallel.tensor_model_parallel_size is 1, so "
+            "that no ranks share a sequence: set parallel.sequence_parallel to false, or use "
+            "tensor 2 x pipeline 1 x data 1"
+        ),
     ),
     "sequence": (
         {"tp": 4, "parallel__sequence_parallel": True, "data__seq_length": 66},
-        "data.seq_length 66 is not a multiple of parallel.tensor_model_parallel_size 4, which "
-        "parallel.sequence_parallel divides it by: set parallel.sequence_parallel to false, or use tensor 2",
+        (
+            "data.seq_length 66 is not a multiple of parallel.tensor_model_parallel_size 4, which "
+            "parallel.sequence_parallel divides it by: set parallel.sequence_parallel to false, or "
+            "use tensor 2"
+        ),
     ),
     "uniform": (
         {"pp": 8, "parallel__pipeline_partition": "uniform"},
-        "model.num_layers 12 is not a multiple of parallel.pipeline_model_parallel_size 8, which "
-        "parallel.pipeline_partition uniform needs: set parallel.pipeline_partition to balanced, or use "
-        "tensor 2 x pipeline 4",
+        (
+            "model.num_layers 12 is not a multiple of parallel.pipeline_model_parallel_size 8, "
+            "which parallel.pipeline_partition uniform needs: set parallel.pipeline_partition to "
+            "balanced, or use tensor 2 x pipeline 4"
+        ),
     ),
     "uniform chunks": (
         {"pp": 2, "v": 4, "parallel__pipeline_partition": "uniform"},
-        "model.num_layers 12 is not a multiple of parallel.pipeline_model_parallel_size 2 x "
-        "parallel.virtual_pipeline_model_parallel_size 4 = 8 chunks, which parallel.pipeline_partition uniform needs: "
-        "set parallel.pipeline_partition to balanced, or use tensor 1 x pipeline 2 x virtual 3, ",
+        (
+            "model.num_layers 12 is not a multiple of parallel.pipeline_model_parallel_size 2 x "
+            "parallel.virtual_pipeline_model_parallel_size 4 = 8 chunks, which "
+            "parallel.pipeline_partition uniform needs: set parallel.pipeline_partition to "
+            "balanced, or use tensor 1 x pipeline 2 x virtual 3, "
+        ),
     ),
     "fewer layers than stages": (
         {"pp": 16},
-        "model.num_layers 12 is less than parallel.pipeline_model_parallel_size 16, and each chunk needs a layer: use "
-        "tensor 2 x pipeline 8 or tensor 4 x pipeline 4",
+        (
+            "model.num_layers 12 is less than parallel.pipeline_model_parallel_size 16, and each "
+            "chunk needs a layer: use tensor 2 x pipeline 8 or tensor 4 x pipeline 4"
+        ),
     ),
     "fewer layers than chunks": (
         {"pp": 4, "v": 4},
-        "model.num_layers 12 is less than parallel.pipeline_model_parallel_size 4 x "
-        "parallel.virtual_pipeline_model_parallel_size 4 = 16 chunks, and each chunk needs a layer: use "
-        "tensor 1 x pipeline 4 x virtual 3",
+        (
+            "model.num_layers 12 is less than parallel.pipeline_model_parallel_size 4 x "
+            "parallel.virtual_pipeline_model_parallel_size 4 = 16 chunks, and each chunk needs a "
+            "layer: use tensor 1 x pipeline 4 x virtual 3"
+        ),
     ),
     "list too short": (
         {"pp": 4, "parallel__pipeline_partition": [6, 6]},
-        "parallel.pipeline_partition [6, 6] has 2 entries for parallel.pipeline_model_parallel_size 4: give it 4, or "
-        "use tensor 2 x pipeline 2",
+        (
+            "parallel.pipeline_partition [6, 6] has 2 entries for "
+            "parallel.pipeline_model_parallel_size 4: give it 4, or use tensor 2 x pipeline 2"
+        ),
     ),
     "list with another sum": (
         {"pp": 2, "parallel__pipeline_partition": [6, 5]},
-        "parallel.pipeline_partition [6, 5] adds up to 11 layers and model.num_layers is 12: make it add up to 12",
+        (
+            "parallel.pipeline_partition [6, 5] adds up to 11 layers and model.num_layers is 12: "
+            "make it add up to 12"
+        ),
     ),
     "list with an empty chunk": (
         {"pp": 2, "parallel__pipeline_partition": [0, 12]},
-        "parallel.pipeline_partition [0, 12] has a chunk of 0 layers: give each at least 1, or 0 to the last",
+        (
+            "parallel.pipeline_partition [0, 12] has a chunk of 0 layers: give each at least 1, or "
+            "0 to the last"
+        ),
     ),
     "virtual without stages": (
         {"v": 2, "ranks": 2},
-        "parallel.virtual_pipeline_model_parallel_size is 2 but parallel.pipeline_model_parallel_size is 1, so that "
-        "there are no stages: set parallel.virtual_pipeline_model_parallel_size to 1, or use "
-        "tensor 1 x pipeline 1 x data 2, tensor 1 x pipeline 2 x virtual 2 x data 1 or ",
+        (
+            "parallel.virtual_pipeline_model_parallel_size is 2 but "
+            "parallel.pipeline_model_parallel_size is 1, so that there are no stages: set "
+            "parallel.virtual_pipeline_model_parallel_size to 1, or use tensor 1 x pipeline 1 x "
+            "data 2, tensor 1 x pipeline 2 x virtual 2 x data 1 or "
+        ),
     ),
     "gpipe with chunks": (
         {"pp": 2, "v": 2, "parallel__pipeline_schedule": "gpipe"},
-        "parallel.virtual_pipeline_model_parallel_size is 2 but parallel.pipeline_schedule gpipe has one chunk per "
-        "stage: set it to 1f1b, or set parallel.virtual_pipeline_model_parallel_size to 1, or use "
-        "tensor 1 x pipeline 2 or tensor 2 x pipeline 1",
+        (
+            "parallel.virtual_pipeline_model_parallel_size is 2 but parallel.pipeline_schedule "
+            "gpipe has one chunk per stage: set it to 1f1b, or set "
+            "parallel.virtual_pipeline_model_parallel_size to 1, or use tensor 1 x pipeline 2 or "
+            "tensor 2 x pipeline 1"
+        ),
     ),
     "batch": (
         {"tp": 2, "ranks": 10},
-        "train.global_batch_size 48 is not a multiple of train.micro_batch_size 1 x 5 data-parallel ranks = 5: use 50, "
-        "or use tensor 2 x pipeline 5 x data 1",
+        (
+            "train.global_batch_size 48 is not a multiple of train.micro_batch_size 1 x 5 "
+            "data-parallel ranks = 5: use 50, or use tensor 2 x pipeline 5 x data 1"
+        ),
     ),
     "batch of one rank": (
         {"train__micro_batch_size": 5},
@@ -148,59 +192,89 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "interleaving": (
         {"pp": 4, "v": 2, "ranks": 8, "train__global_batch_size": 12},
-        "train.global_batch_size 12 / (train.micro_batch_size 1 x 2 data-parallel ranks = 2) = 6 micro batches, which "
-        "is not a multiple of parallel.pipeline_model_parallel_size 4 as parallel.virtual_pipeline_model_parallel_size "
-        "2 needs it: use 16, or use ",
+        (
+            "train.global_batch_size 12 / (train.micro_batch_size 1 x 2 data-parallel ranks = 2) = "
+            "6 micro batches, which is not a multiple of parallel.pipeline_model_parallel_size 4 "
+            "as parallel.virtual_pipeline_model_parallel_size 2 needs it: use 16, or use "
+        ),
     ),
     "interleaving of a ramp-up": (
         {"pp": 2, "v": 2, "train__rampup_batch_size": {"start": 6, "increment": 3, "samples": 100}},
-        "train.rampup_batch_size.increment 3 / (train.micro_batch_size 1) = 3 micro batches, which is not a "
-        "multiple of parallel.pipeline_model_parallel_size 2",
+        (
+            "train.rampup_batch_size.increment 3 / (train.micro_batch_size 1) = 3 micro batches, "
+            "which is not a multiple of parallel.pipeline_model_parallel_size 2"
+        ),
     ),
     "ramp-up": (
         {"ranks": 4, "train__rampup_batch_size": {"start": 6, "increment": 6, "samples": 100}},
-        "train.rampup_batch_size.start 6 is not a multiple of train.micro_batch_size 1 x 4 data-parallel ranks = 4: "
-        "use 8, or use ",
+        (
+            "train.rampup_batch_size.start 6 is not a multiple of train.micro_batch_size 1 x 4 "
+            "data-parallel ranks = 4: use 8, or use "
+        ),
     ),
     "ramp-up's increment": (
         {"ranks": 8, "train__rampup_batch_size": {"start": 8, "increment": 20, "samples": 100}},
-        "train.rampup_batch_size.increment 20 is not a multiple of train.micro_batch_size 1 x 8 data-parallel ranks = "
-        "8: use 24, or use ",
+        (
+            "train.rampup_batch_size.increment 20 is not a multiple of train.micro_batch_size 1 x "
+            "8 data-parallel ranks = 8: use 24, or use "
+        ),
     ),
     "ZeRO stage 2 in a pipeline": (
         {**DEEPSPEED, "pp": 2, "ranks": 4, "deepspeed__zero_stage": 2},
-        "deepspeed.zero_stage is 2 but parallel.pipeline_model_parallel_size is 2, and DeepSpeed's pipeline keeps the "
-        "gradients of all micro batches until the step, so that replicas can divide the optimizer's state alone: set "
-        "deepspeed.zero_stage to 1, or use tensor 2 x pipeline 1 x data 2, tensor 1 x pipeline 1 x data 4 or "
-        "tensor 4 x pipeline 1 x data 1",
+        (
+            "deepspeed.zero_stage is 2 but parallel.pipeline_model_parallel_size is 2, and "
+            "DeepSpeed's pipeline keeps the gradients of all micro batches until the step, so that "
+            "replicas can divide the optimizer's state alone: set deepspeed.zero_stage to 1, or "
+            "use tensor 2 x pipeline 1 x data 2, tensor 1 x pipeline 1 x data 4 or tensor 4 x "
+            "pipeline 1 x data 1"
+        ),
     ),
     "ZeRO stage 3 of a file in a pipeline": (
         {**DEEPSPEED, "pp": 4, "deepspeed__config": {"zero_optimization": {"stage": 3}}},
-        "zero_optimization.stage of deepspeed.config is 3 but parallel.pipeline_model_parallel_size is 4, and "
-        "DeepSpeed's pipeline keeps the gradients of all micro batches until the step, so that replicas can divide the "
-        "optimizer's state alone: set zero_optimization.stage of deepspeed.config to 1, or use tensor 4 x pipeline 1",
+        (
+            "zero_optimization.stage of deepspeed.config is 3 but "
+            "parallel.pipeline_model_parallel_size is 4, and DeepSpeed's pipeline keeps the "
+            "gradients of all micro batches until the step, so that replicas can divide the "
+            "optimizer's state alone: set zero_optimization.stage of deepspeed.config to 1, or use "
+            "tensor 4 x pipeline 1"
+        ),
     ),
     "chunks in DeepSpeed's pipeline": (
         {**DEEPSPEED, "pp": 2, "v": 2},
-        "parallel.virtual_pipeline_model_parallel_size is 2 but engine is deepspeed, whose stages have one chunk each: "
-        "set it to 1, or set engine to native, or use tensor 1 x pipeline 2 or tensor 2 x pipeline 1",
+        (
+            "parallel.virtual_pipeline_model_parallel_size is 2 but engine is deepspeed, whose "
+            "stages have one chunk each: set it to 1, or set engine to native, or use tensor 1 x "
+            "pipeline 2 or tensor 2 x pipeline 1"
+        ),
     ),
     "gpipe in DeepSpeed's pipeline": (
         {**DEEPSPEED, "pp": 2, "ranks": 2, "parallel__pipeline_schedule": "gpipe"},
-        "parallel.pipeline_schedule is gpipe but engine is deepspeed, whose pipeline has 1F1B alone: set it to 1f1b, "
-        "or set engine to native, or use tensor 2 x pipeline 1 x data 1 or tensor 1 x pipeline 1 x data 2",
+        (
+            "parallel.pipeline_schedule is gpipe but engine is deepspeed, whose pipeline has 1F1B "
+            "alone: set it to 1f1b, or set engine to native, or use tensor 2 x pipeline 1 x data 1 "
+            "or tensor 1 x pipeline 1 x data 2"
+        ),
     ),
     "heads with ZeRO stage 3": (
         {**DEEPSPEED, "tp": 8, "ranks": 8, "deepspeed__zero_stage": 3},
-        "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size 8: use "
-        "tensor 4 x pipeline 1 x data 2, tensor 2 x pipeline 1 x data 4 or tensor 1 x pipeline 1 x data 8",
+        (
+            "model.num_attention_heads 12 is not a multiple of parallel.tensor_model_parallel_size "
+            "8: use tensor 4 x pipeline 1 x data 2, tensor 2 x pipeline 1 x data 4 or tensor 1 x "
+            "pipeline 1 x data 8"
+        ),
     ),
     "ranks": (
         {"tp": 2, "pp": 2, "ranks": 6},
-        "6 ranks are not a multiple of parallel.tensor_model_parallel_size 2 x parallel.pipeline_model_parallel_size 2 "
-        "= 4 ranks per replica: set launch.nproc_per_node to 4, or use ",
+        (
+            "6 ranks are not a multiple of parallel.tensor_model_parallel_size 2 x "
+            "parallel.pipeline_model_parallel_size 2 = 4 ranks per replica: set "
+            "launch.nproc_per_node to 4, or use "
+        ),
     ),
-    "too few ranks": ({"tp": 4, "ranks": 1}, "1 rank is not a multiple of parallel.tensor_model_parallel_size 4"),
+    "too few ranks": (
+        {"tp": 4, "ranks": 1},
+        "1 rank is not a multiple of parallel.tensor_model_parallel_size 4",
+    ),
     "no rank": ({"ranks": 0}, "launch.nproc_per_node is 0: at least one rank is needed"),
 }
 
@@ -219,7 +293,9 @@ def test_a_layout_that_cannot_work_is_refused_with_what_does(case: str) -> None:
 
 def proposals(message: str) -> list[tuple[int, int, int, int]]:
     """The layouts that a message names."""
-    found = re.findall(r"tensor (\d+) x pipeline (\d+)(?: x virtual (\d+))?(?: x data (\d+))?", message)
+    found = re.findall(
+        r"tensor (\d+) x pipeline (\d+)(?: x virtual (\d+))?(?: x data (\d+))?", message
+    )
     return [(int(tp), int(pp), int(v or 1), int(dp or 1)) for tp, pp, v, dp in found]
 
 
@@ -236,13 +312,48 @@ def proposals(message: str) -> list[tuple[int, int, int, int]]:
         {"pp": 2, "v": 2, "parallel__pipeline_partition": [3, 3, 3, 3]},
         {"pp": 2, "parallel__pipeline_schedule": "gpipe"},
         {"ranks": 1, "parallel__use_distributed_optimizer": True},
-        {"pp": 2, "v": 2, "ranks": 4, "train__rampup_batch_size": {"start": 4, "increment": 4, "samples": 100}},
+        {
+            "pp": 2,
+            "v": 2,
+            "ranks": 4,
+            "train__rampup_batch_size": {"start": 4, "increment": 4, "samples": 100},
+        },
         {"tp": 2, "pp": 2, "ranks": 16},
-        {**DEEPSPEED, "tp": 2, "pp": 2, "ranks": 8, "deepspeed__zero_stage": 1, "parallel__sequence_parallel": True},
-        {**DEEPSPEED, "pp": 2, "ranks": 2, "parallel__pipeline_partition": [5, 7], "deepspeed__zero_stage": 0},
-        {**DEEPSPEED, "pp": 2, "ranks": 4, "deepspeed__zero_stage": 1, "deepspeed__offload_optimizer": "cpu"},
-        {**DEEPSPEED, "tp": 2, "ranks": 4, "deepspeed__zero_stage": 3, "deepspeed__offload_param": "cpu"},
-        {**DEEPSPEED, "ranks": 2, "parallel__pipeline_schedule": "gpipe", "deepspeed__zero_stage": 2},
+        {
+            **DEEPSPEED,
+            "tp": 2,
+            "pp": 2,
+            "ranks": 8,
+            "deepspeed__zero_stage": 1,
+            "parallel__sequence_parallel": True,
+        },
+        {
+            **DEEPSPEED,
+            "pp": 2,
+            "ranks": 2,
+            "parallel__pipeline_partition": [5, 7],
+            "deepspeed__zero_stage": 0,
+        },
+        {
+            **DEEPSPEED,
+            "pp": 2,
+            "ranks": 4,
+            "deepspeed__zero_stage": 1,
+            "deepspeed__offload_optimizer": "cpu",
+        },
+        {
+            **DEEPSPEED,
+            "tp": 2,
+            "ranks": 4,
+            "deepspeed__zero_stage": 3,
+            "deepspeed__offload_param": "cpu",
+        },
+        {
+            **DEEPSPEED,
+            "ranks": 2,
+            "parallel__pipeline_schedule": "gpipe",
+            "deepspeed__zero_stage": 2,
+        },
         {**DEEPSPEED, **T5, "tp": 2, "ranks": 4, "deepspeed__zero_stage": 2},
         {**DEEPSPEED, **T5, "pp": 2, "ranks": 4, "deepspeed__zero_stage": 1},
         {"pp": 2, "v": 2, "deepspeed__zero_stage": 3},
@@ -257,9 +368,9 @@ def test_the_vocabulary_is_checked_where_it_is_known() -> None:
     assert check_layout(config, 3) == Layout(3, 1, 1, 1)
     assert check_layout(config, 3, padded_vocab_size=384) == Layout(3, 1, 1, 1)
     message = (
-        r"the padded vocabulary of 512 entries is not a multiple of parallel\.tensor_model_parallel_size 3: "
-        r"set model\.make_vocab_size_divisible_by \(now 128\) to 384, or use tensor 1 x pipeline 3 x data 1 or "
-        r"tensor 1 x pipeline 1 x data 3$"
+        r"the padded vocabulary of 512 entries is not a multiple of "
+        r"parallel\.tensor_model_parallel_size 3: set model\.make_vocab_size_divisible_by \(now "
+        r"128\) to 384, or use tensor 1 x pipeline 3 x data 1 or tensor 1 x pipeline 1 x data 3$"
     )
     with pytest.raises(ValueError, match=message):
         check_layout(config, 3, padded_vocab_size=512)
@@ -277,6 +388,9 @@ def test_nearest_layouts_are_the_nearest_of_all_that_work() -> None:
         near = nearest_layouts(config, asked, 24)
         assert len(near) == 3
         assert set(near) <= set(working)
-        assert max(layout.distance(asked) for layout in near) <= sorted(each.distance(asked) for each in working)[2]
+        assert (
+            max(layout.distance(asked) for layout in near)
+            <= sorted(each.distance(asked) for each in working)[2]
+        )
         assert near[0].distance(asked) == min(each.distance(asked) for each in working)
     assert nearest_layouts(config, Layout(2, 2, 1, 6), 24)[0] == Layout(2, 2, 1, 6)

@@ -21,7 +21,11 @@ CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 def minimal() -> dict[str, Any]:
     return {
         "name": "small",
-        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe"}, "seq_length": 64},
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "train-bpe"},
+            "seq_length": 64,
+        },
         "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
         "optim": {"lr": 1e-3},
         "train": {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 10},
@@ -31,7 +35,10 @@ def minimal() -> dict[str, Any]:
 
 @pytest.fixture
 def conf(tmp_path: Path) -> Callable[..., str]:
-    """Writes the minimal configuration with changes at dotted keys; a value of None removes the key."""
+    """Writes the minimal configuration with changes at dotted keys.
+
+    A value of None removes the key.
+    """
 
     def write(**changes: Any) -> str:
         values = minimal()
@@ -52,7 +59,10 @@ def conf(tmp_path: Path) -> Callable[..., str]:
 
 
 def refusal(path: str, overrides: dict[str, Any] | None = None) -> str:
-    """The sentence with which a configuration is refused; it names the file and stays on one line."""
+    """The sentence with which a configuration is refused.
+
+    It names the file and stays on one line.
+    """
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     message = str(caught.value)
@@ -79,7 +89,10 @@ def test_configuration_is_frozen(conf: Callable[..., str]) -> None:
 
 def test_overrides_reach_nested_values_and_leave_the_rest(conf: Callable[..., str]) -> None:
     path = conf()
-    config = load_config(path, {"train.train_iters": 50, "data.tokenizer.vocab_size": 512, "launch.nproc_per_node": 2})
+    config = load_config(
+        path,
+        {"train.train_iters": 50, "data.tokenizer.vocab_size": 512, "launch.nproc_per_node": 2},
+    )
     assert config.train.train_iters == 50
     assert config.data.tokenizer.vocab_size == 512  # type: ignore[union-attr]
     assert config.launch.nproc_per_node == 2
@@ -87,12 +100,16 @@ def test_overrides_reach_nested_values_and_leave_the_rest(conf: Callable[..., st
 
 
 def test_an_override_may_replace_a_whole_section(conf: Callable[..., str]) -> None:
-    config = load_config(conf(), {"data.source": {"kind": "prefix", "prefix": "corpus_text_document"}})
+    config = load_config(
+        conf(), {"data.source": {"kind": "prefix", "prefix": "corpus_text_document"}}
+    )
     assert config.data.source.kind == "prefix"
 
 
 def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) -> None:
-    with pytest.raises(ConfigError, match=r"override 'name\.first': name holds 'small', not a section"):
+    with pytest.raises(
+        ConfigError, match=r"override 'name\.first': name holds 'small', not a section"
+    ):
         load_config(conf(), {"name.first": 1})
 
 
@@ -101,9 +118,15 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
     [
         ({"train.trian_iters": 5}, "unknown key train.trian_iters (did you mean train_iters?)"),
         ({"modle.num_layers": 5}, "unknown key modle (did you mean model?)"),
-        ({"optim.loss_scale.windows": 5}, "unknown key optim.loss_scale.windows (did you mean window?)"),
+        (
+            {"optim.loss_scale.windows": 5},
+            "unknown key optim.loss_scale.windows (did you mean window?)",
+        ),
         ({"data.source.patern": "*.c"}, "unknown key data.source.patern (did you mean pattern?)"),
-        ({"data.tokenizer.vocab": 512}, "unknown key data.tokenizer.vocab (did you mean vocab_size?)"),
+        (
+            {"data.tokenizer.vocab": 512},
+            "unknown key data.tokenizer.vocab (did you mean vocab_size?)",
+        ),
         ({"data.source.kind": "s3"}, "'s3'"),
         ({"train.train_iters": "many"}, "train.train_iters is 'many'"),
         ({"train.train_iters": 0}, "train.train_iters is 0"),
@@ -114,22 +137,32 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
         ({"train.precision": "fp8"}, "train.precision is 'fp8'"),
         ({"name": "Has Capitals"}, "name is 'Has Capitals'"),
         ({"launch.nproc_per_node": "all"}, "'all'"),
-        ({"parallel.pipeline_partition": "even"}, "is 'even': give balanced, uniform or a list of integers"),
+        (
+            {"parallel.pipeline_partition": "even"},
+            "is 'even': give balanced, uniform or a list of integers",
+        ),
         (
             {"parallel.pipeline_partition": [1, "b"]},
             "parallel.pipeline_partition is [1, 'b']: give balanced, uniform or a",
         ),
         ({"parallel.tensor_parallel": 2}, "(did you mean tensor_model_parallel_size?)"),
-        ({"train.rampup_batch_size": {"start": 2}}, "train.rampup_batch_size.increment is missing: give it a value"),
+        (
+            {"train.rampup_batch_size": {"start": 2}},
+            "train.rampup_batch_size.increment is missing: give it a value",
+        ),
         ({"data.source": {"kind": "jsonl", "files": []}}, "data.source.files is []"),
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_wrong_keys_and_values_are_named(conf: Callable[..., str], override: dict[str, Any], sentence: str) -> None:
+def test_wrong_keys_and_values_are_named(
+    conf: Callable[..., str], override: dict[str, Any], sentence: str
+) -> None:
     assert sentence in refusal(conf(), override)
 
 
-@pytest.mark.parametrize("key", ["data__source", "model__hidden_size", "train__train_iters", "optim__lr", "name"])
+@pytest.mark.parametrize(
+    "key", ["data__source", "model__hidden_size", "train__train_iters", "optim__lr", "name"]
+)
 def test_missing_values_are_named(conf: Callable[..., str], key: str) -> None:
     assert f"{key.replace('__', '.')} is missing: give it a value" in refusal(conf(**{key: None}))
 
@@ -149,7 +182,11 @@ def test_every_wrong_value_is_named_at_once(conf: Callable[..., str]) -> None:
         ({"model.num_attention_heads": 5}, ("32", "5"), "choose heads that divide it"),
         ({"model.max_position_embeddings": 32}, ("64", "32"), "at least 64"),
         ({"optim.min_lr": 0.1}, ("0.1", "0.001"), "lower it"),
-        ({"optim.lr_warmup_iters": 2, "optim.lr_warmup_fraction": 0.1}, ("2", "0.1"), "keep one of them"),
+        (
+            {"optim.lr_warmup_iters": 2, "optim.lr_warmup_fraction": 0.1},
+            ("2", "0.1"),
+            "keep one of them",
+        ),
         ({"optim.lr_warmup_iters": 10}, ("10",), "set it below 10"),
     ],
 )
@@ -163,7 +200,9 @@ def test_impossible_combinations_name_every_number_and_what_to_do(
 
 
 @given(micro=st.integers(1, 64), ranks=st.integers(1, 16), total=st.integers(1, 2048))
-def test_a_batch_is_taken_exactly_when_ranks_can_share_it(micro: int, ranks: int, total: int) -> None:
+def test_a_batch_is_taken_exactly_when_ranks_can_share_it(
+    micro: int, ranks: int, total: int
+) -> None:
     from megacore.config.load import parse_config
 
     values = minimal()
@@ -200,7 +239,9 @@ def test_a_binary_file_is_no_configuration(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_gets_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match=r"no configuration named 'gpt2-tyni'.*did you mean gpt2-tiny\?"):
+    with pytest.raises(
+        ConfigError, match=r"no configuration named 'gpt2-tyni'.*did you mean gpt2-tiny\?"
+    ):
         conf_path("gpt2-tyni", CONF_DIR)
 
 
@@ -211,7 +252,13 @@ def test_an_unknown_name_far_from_all_gets_the_list(tmp_path: Path) -> None:
 
 
 def test_overrides_are_read_as_yaml() -> None:
-    pairs = ["train.train_iters=50", "optim.lr=1.0e-3", "name=a=b", "tracking.tensorboard=true", "launch.x=null"]
+    pairs = [
+        "train.train_iters=50",
+        "optim.lr=1.0e-3",
+        "name=a=b",
+        "tracking.tensorboard=true",
+        "launch.x=null",
+    ]
     assert parse_overrides(pairs) == {
         "train.train_iters": 50,
         "optim.lr": 1e-3,
@@ -227,16 +274,22 @@ def test_numbers_with_colons_are_text_and_not_to_the_base_of_60(conf: Callable[.
         "launch.nproc_per_node": 10,
     }
     path = Path(conf())
-    path.write_text(path.read_text() + "launch: {kind: slurm, nnodes: 2:4, slurm: {time_limit: 12:00:00}}\n")
+    path.write_text(
+        path.read_text() + "launch: {kind: slurm, nnodes: 2:4, slurm: {time_limit: 12:00:00}}\n"
+    )
     launch = load_config(str(path)).launch
     assert (launch.node_range, launch.slurm.time_limit) == ((2, 4), "12:00:00")
 
 
-@pytest.mark.parametrize(("written", "wanted"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
+@pytest.mark.parametrize(
+    ("written", "wanted"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")]
+)
 def test_on_and_off_are_what_they_say_though_yaml_reads_booleans(
     conf: Callable[..., str], written: str, wanted: str
 ) -> None:
-    assert load_config(conf(), parse_overrides([f"train.compile={written}"])).train.compile == wanted
+    assert (
+        load_config(conf(), parse_overrides([f"train.compile={written}"])).train.compile == wanted
+    )
 
 
 @pytest.mark.parametrize("pair", ["train.train_iters", "=5", "a=[", ""])
@@ -267,13 +320,19 @@ def test_a_missing_written_configuration_is_named(tmp_path: Path) -> None:
 
 def test_a_key_of_another_kind_of_source_is_told_apart(conf: Callable[..., str]) -> None:
     message = refusal(conf(), {"data.source.dataset": "wikitext"})
-    assert "data.source.dataset (it belongs to data.source.kind hub, and data.source.kind is source_tree)" in message
+    assert (
+        "data.source.dataset (it belongs to data.source.kind hub, and data.source.kind is "
+        "source_tree)"
+    ) in message
 
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ({"launch.nnodes": [1]}, "launch.nnodes is [1]: give a number of machines, as 2, or a range, as 2:4"),
+        (
+            {"launch.nnodes": [1]},
+            "launch.nnodes is [1]: give a number of machines, as 2, or a range, as 2:4",
+        ),
         (
             {"launch.slurm.gpus_per_node": "x"},
             "launch.slurm.gpus_per_node is 'x': give an integer that is not negative",

@@ -80,7 +80,8 @@ TINY = {
 ZERO2 = json.loads((CONF_DIR / "ds" / "zero2.json").read_text(encoding="utf-8"))
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "gpt2-345m": GPT2_345M | {"train.micro_batch_size": 4, "train.global_batch_size": 8, "launch.nproc_per_node": 1},
+    "gpt2-345m": GPT2_345M
+    | {"train.micro_batch_size": 4, "train.global_batch_size": 8, "launch.nproc_per_node": 1},
     "gpt2-345m-8gpu": GPT2_345M
     | {"train.micro_batch_size": 8, "train.global_batch_size": 64, "launch.nproc_per_node": 8},
     "codeparrot-small": {
@@ -320,7 +321,10 @@ def value_at(config: RunConfig, key: str) -> Any:
 
 
 def test_13b_sees_the_papers_tokens() -> None:
-    """Brown et al. 2020, appendix B: a warm-up of 375 M tokens, a decay over 260 B, and 300 B in all."""
+    """Brown et al.
+
+    2020, appendix B: a warm-up of 375 M tokens, a decay over 260 B, and 300 B in all.
+    """
     config = load_config("gpt2-13b-3d", conf_dir=CONF_DIR)
     batch = config.train.global_batch_size * config.data.seq_length
     assert batch == pytest.approx(2e6, rel=0.05)
@@ -354,5 +358,8 @@ def test_conf_survives_a_round_trip(name: str, tmp_path: Any) -> None:
 def test_a_ready_made_prefix_can_take_the_place_of_the_data(name: str) -> None:
     overrides = {"data.source": {"kind": "prefix", "prefix": "my-corpus_text_document"}}
     config = load_config(name, overrides, conf_dir=CONF_DIR)
-    assert config.data.source.model_dump() == {"kind": "prefix", "prefix": "my-corpus_text_document"}
+    assert config.data.source.model_dump() == {
+        "kind": "prefix",
+        "prefix": "my-corpus_text_document",
+    }
     assert config.train == load_config(name, conf_dir=CONF_DIR).train

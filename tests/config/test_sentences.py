@@ -1,4 +1,5 @@
-"""Data that BERT's and T5's samples cannot be made of, and options of another family, are refused in one sentence."""
+"""Data that BERT's and T5's samples cannot be made of, and options of another family, are refused
+in one sentence."""
 
 from typing import Any
 
@@ -48,21 +49,48 @@ def test_what_fits_is_taken(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "data", "sentence"),
     [
-        ("gpt", {"masked_lm": {"masked_lm_prob": 0.2}}, "data.masked_lm is given but family is gpt"),
+        (
+            "gpt",
+            {"masked_lm": {"masked_lm_prob": 0.2}},
+            "data.masked_lm is given but family is gpt",
+        ),
         ("t5", {"masked_lm": {"masked_lm_prob": 0.2}}, "data.masked_lm is given but family is t5"),
-        ("bert", {"span_corruption": {"noise_density": 0.2}}, "data.span_corruption is given but family is bert"),
-        ("bert", {"split_sentences": False}, "data.split_sentences is false but family bert reads sentences"),
-        ("t5", {"append_eod": True}, "data.append_eod is true but samples of family t5 have special tokens of their"),
+        (
+            "bert",
+            {"span_corruption": {"noise_density": 0.2}},
+            "data.span_corruption is given but family is bert",
+        ),
+        (
+            "bert",
+            {"split_sentences": False},
+            "data.split_sentences is false but family bert reads sentences",
+        ),
+        (
+            "t5",
+            {"append_eod": True},
+            "data.append_eod is true but samples of family t5 have special tokens of their",
+        ),
         ("bert", {"add_extra_token": False}, "data.add_extra_token is given but family is bert"),
         ("t5", {"reset_attention_mask": True}, "data.reset_attention_mask is"),
         ("bert", {"fim": {}}, "data.fim is given but family is bert"),
         ("bert", {"index_style": "neox"}, "data.index_style is given but family is bert"),
-        ("bert", {"seq_length": 7}, "data.seq_length is 7: a sample of family bert takes 8 tokens or more"),
-        ("bert", {"masked_lm": {"short_seq_prob": 1e-7}}, "short_seq_prob is 1e-07: give 0, or at least 0.000001"),
+        (
+            "bert",
+            {"seq_length": 7},
+            "data.seq_length is 7: a sample of family bert takes 8 tokens or more",
+        ),
+        (
+            "bert",
+            {"masked_lm": {"short_seq_prob": 1e-7}},
+            "short_seq_prob is 1e-07: give 0, or at least 0.000001",
+        ),
         (
             "bert",
             {"tokenizer": {"kind": "gpt2-bpe", "vocab_file": "a", "merge_file": "b"}},
-            "data.tokenizer.kind is gpt2-bpe, whose vocabularies have no [CLS], [SEP], [MASK], [PAD]: take",
+            (
+                "data.tokenizer.kind is gpt2-bpe, whose vocabularies have no [CLS], [SEP], [MASK], "
+                "[PAD]: take"
+            ),
         ),
         (
             "bert",
@@ -82,14 +110,19 @@ def test_what_fits_is_taken(family: str) -> None:
         (
             "t5",
             {"tokenizer": {"kind": "train-wordpiece", "vocab_extra_ids": 2}},
-            "data.tokenizer.vocab_extra_ids is 2, but a sample of data.seq_length 64 may have 3 spans, each with a "
-            "sentinel: raise it to at least 3",
+            (
+                "data.tokenizer.vocab_extra_ids is 2, but a sample of data.seq_length 64 may have "
+                "3 spans, each with a sentinel: raise it to at least 3"
+            ),
         ),
         (
             "t5",
             {"span_corruption": {"decoder_seq_length": 12}},
-            "data.span_corruption.decoder_seq_length is 12, but the 9 tokens of the spans of a sample of "
-            "data.seq_length 64, with their sentinels and an end, take 13: raise it to at least 13",
+            (
+                "data.span_corruption.decoder_seq_length is 12, but the 9 tokens of the spans of a "
+                "sample of data.seq_length 64, with their sentinels and an end, take 13: raise it "
+                "to at least 13"
+            ),
         ),
     ],
 )
@@ -100,14 +133,20 @@ def test_what_does_not_fit_is_refused(family: str, data: dict[str, Any], sentenc
 
 
 def test_a_task_for_a_head_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"sentence_task is nsp but model\.bert_binary_head is false"):
+    with pytest.raises(
+        ConfigError, match=r"sentence_task is nsp but model\.bert_binary_head is false"
+    ):
         make("bert", {"bert_binary_head": False}, masked_lm={"sentence_task": "nsp"})
     assert make("bert", {"bert_binary_head": False}).data.masked_lm.sentence_task == "sop"
 
 
 @pytest.mark.parametrize(
     ("corruption", "noise", "spans"),
-    [({}, 76, 25), ({"mean_span_length": None}, 76, 63), ({"mean_span_length": None, "noise_density": 0.05}, 26, 26)],
+    [
+        ({}, 76, 25),
+        ({"mean_span_length": None}, 76, 63),
+        ({"mean_span_length": None, "noise_density": 0.05}, 26, 26),
+    ],
 )
 def test_how_many_spans_there_may_be(corruption: dict[str, Any], noise: int, spans: int) -> None:
     data = DataConfig.model_validate(

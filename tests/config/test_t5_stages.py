@@ -20,18 +20,48 @@ def test_the_split_can_be_wherever_both_stacks_have_layers_enough() -> None:
 
 
 REFUSED: dict[str, tuple[T5Stages, str]] = {
-    "beyond the stages": (T5Stages(12, 12, 4, split=4), "is 4 and .*size 4 has the stages 0 to 3: use 1 to 3, or null"),
-    "of one stage": (T5Stages(12, 12, 1, split=1), "is 1 but .*size 1 has no second stage: set it to null"),
-    "few layers": (T5Stages(1, 2, 4), "num_layers 1 and .*num_decoder_layers 2 cannot be divided over .*size 4: each"),
-    "few layers before the split": (T5Stages(1, 6, 4, split=2), "1 and .* 6 cannot be divided over .*4, split at 2:"),
-    "uneven": (T5Stages(5, 5, 4, style="uniform"), "5 and .* 5 cannot be divided evenly over .*size 4, .*balanced"),
-    "a list of another length": (T5Stages(4, 4, 2, style=(4, 2, 2)), r"\[4, 2, 2\] has 3 entries for .*2: give it 2"),
-    "an empty stage": (T5Stages(4, 4, 3, style=(4, 4, 0)), r"\[4, 4, 0\] has a stage of 0 layers: give each"),
-    "another sum": (T5Stages(4, 4, 2, style=(4, 3)), "adds up to 7 layers and .*4 and .*4 to 8: make it add up to 8"),
-    "a mixed stage": (T5Stages(4, 4, 3, style=(3, 3, 2)), "both stacks: its stages end after 3, 6, 8 .* is 4: let the"),
+    "beyond the stages": (
+        T5Stages(12, 12, 4, split=4),
+        "is 4 and .*size 4 has the stages 0 to 3: use 1 to 3, or null",
+    ),
+    "of one stage": (
+        T5Stages(12, 12, 1, split=1),
+        "is 1 but .*size 1 has no second stage: set it to null",
+    ),
+    "few layers": (
+        T5Stages(1, 2, 4),
+        "num_layers 1 and .*num_decoder_layers 2 cannot be divided over .*size 4: each",
+    ),
+    "few layers before the split": (
+        T5Stages(1, 6, 4, split=2),
+        "1 and .* 6 cannot be divided over .*4, split at 2:",
+    ),
+    "uneven": (
+        T5Stages(5, 5, 4, style="uniform"),
+        "5 and .* 5 cannot be divided evenly over .*size 4, .*balanced",
+    ),
+    "a list of another length": (
+        T5Stages(4, 4, 2, style=(4, 2, 2)),
+        r"\[4, 2, 2\] has 3 entries for .*2: give it 2",
+    ),
+    "an empty stage": (
+        T5Stages(4, 4, 3, style=(4, 4, 0)),
+        r"\[4, 4, 0\] has a stage of 0 layers: give each",
+    ),
+    "another sum": (
+        T5Stages(4, 4, 2, style=(4, 3)),
+        "adds up to 7 layers and .*4 and .*4 to 8: make it add up to 8",
+    ),
+    "a mixed stage": (
+        T5Stages(4, 4, 3, style=(3, 3, 2)),
+        "both stacks: its stages end after 3, 6, 8 .* is 4: let the",
+    ),
     "a list that ends elsewhere": (
         T5Stages(4, 4, 3, split=1, style=(2, 2, 4)),
-        r"has 2 layers before .*split_rank 1 and model\.num_layers is 4: let the stages before it add up to 4",
+        (
+            r"has 2 layers before .*split_rank 1 and model\.num_layers is 4: let the stages before "
+            r"it add up to 4"
+        ),
     ),
 }
 
@@ -48,7 +78,10 @@ def test_what_cannot_work_is_refused_with_the_numbers(name: str) -> None:
 def config(family: str, **parallel: Any) -> None:
     sentences = {} if family == "gpt" else {"split_sentences": True, "append_eod": False}
     relative = {"position_embedding_type": "relative"} if family == "t5" else {}
-    tensor, pipeline = parallel.get("tensor_model_parallel_size", 1), parallel.get("pipeline_model_parallel_size", 1)
+    tensor, pipeline = (
+        parallel.get("tensor_model_parallel_size", 1),
+        parallel.get("pipeline_model_parallel_size", 1),
+    )
     parse_config(
         {
             "name": "tiny",
@@ -73,13 +106,27 @@ def config(family: str, **parallel: Any) -> None:
 
 def test_a_configuration_says_what_its_stages_cannot_be() -> None:
     config("t5", pipeline_model_parallel_size=4, pipeline_model_parallel_split_rank=2)
-    with pytest.raises(ConfigError, match=r"split_rank is 4 and .*size 4 has the stages 0 to 3: use 1 to 3, or null"):
+    with pytest.raises(
+        ConfigError,
+        match=r"split_rank is 4 and .*size 4 has the stages 0 to 3: use 1 to 3, or null",
+    ):
         config("t5", pipeline_model_parallel_size=4, pipeline_model_parallel_split_rank=4)
-    with pytest.raises(ConfigError, match="split_rank is 1 but family is gpt, which has no decoder beside an encoder"):
+    with pytest.raises(
+        ConfigError,
+        match="split_rank is 1 but family is gpt, which has no decoder beside an encoder",
+    ):
         config("gpt", pipeline_model_parallel_size=2, pipeline_model_parallel_split_rank=1)
-    with pytest.raises(ConfigError, match="virtual_pipeline_model_parallel_size is 2 but family is t5, whose stages"):
+    with pytest.raises(
+        ConfigError,
+        match="virtual_pipeline_model_parallel_size is 2 but family is t5, whose stages",
+    ):
         config("t5", pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"decoder_seq_length 33 is not a multiple of .*tensor_model_parallel_size 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"decoder_seq_length 33 is not a multiple of .*tensor_model_parallel_size 2",
+    ):
         config("t5", tensor_model_parallel_size=2, sequence_parallel=True)
-    with pytest.raises(ConfigError, match=r"4 and .*num_decoder_layers 4 cannot be divided over .*size 16: each"):
+    with pytest.raises(
+        ConfigError, match=r"4 and .*num_decoder_layers 4 cannot be divided over .*size 16: each"
+    ):
         config("t5", pipeline_model_parallel_size=16)

@@ -1,4 +1,5 @@
-"""Checkpoints that DeepSpeed itself writes on two ranks, of a tiny model of ours, and what it says they hold."""
+"""Checkpoints that DeepSpeed itself writes on two ranks, of a tiny model of ours, and what it says
+they hold."""
 
 import argparse
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from megacore.pipeline_parallel.partition import shared_stages
 from tests._dist import still_alive
 from tests._tiny import tiny_config
 
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
 VOCAB_SIZE = 61
 """Padded to 64; sizes of what two ranks share are odd enough for padding."""
 CASES = {
@@ -91,19 +94,27 @@ def _write(directory: Path, stage: int, half: str | None) -> Held:
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 1000},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 1000,
+        },
         "zero_allow_untested_optimizer": True,
         **({half: {"enabled": True}} if half else {}),
     }
     model = Wrapper(config)
     optimizer = torch.optim.AdamW(_groups(model, named=(stage, half) == (0, None)), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         loss = engine(torch.randint(0, VOCAB_SIZE, (2, 17), generator=generator))
         engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(str(directory), tag=TAG, client_state={"universal_checkpoint_info": {}, "iteration": STEPS})
+    engine.save_checkpoint(
+        str(directory), tag=TAG, client_state={"universal_checkpoint_info": {}, "iteration": STEPS}
+    )
     held = _held(engine, stage)
     dist.barrier()
     return held
@@ -123,7 +134,11 @@ def _make_universal(source: Path, target: Path) -> None:
 
     folders = {"input_folder": str(source), "output_folder": str(target)}
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
-    main(argparse.Namespace(**folders, **workers, keep_temp_folder=False, strict=True, inject_missing_state=False))
+    main(
+        argparse.Namespace(
+            **folders, **workers, keep_temp_folder=False, strict=True, inject_missing_state=False
+        )
+    )
 
 
 def _held(engine: Any, stage: int) -> Held:
@@ -133,24 +148,30 @@ def _held(engine: Any, stage: int) -> Held:
     if stage == 0:
         return _held_whole(engine, named)
     if stage < 3:
-        # It links the moments of all groups after the step of the first, when the others have none yet.
+        # It links the moments of all groups after the step of the first, when the others have none
+        # yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     held = Held({}, {}, {})
     for name, parameter in named.items():
         held.weights[name] = safe_get_full_fp32_param(parameter).detach().clone()
         held.exp_avg[name] = safe_get_full_optimizer_state(parameter, "exp_avg").detach().clone()
-        held.exp_avg_sq[name] = safe_get_full_optimizer_state(parameter, "exp_avg_sq").detach().clone()
+        held.exp_avg_sq[name] = (
+            safe_get_full_optimizer_state(parameter, "exp_avg_sq").detach().clone()
+        )
     return held
 
 
 def _held_whole(engine: Any, named: dict[str, nn.Parameter]) -> Held:
-    """Without ZeRO there are no fragments, and the accessors know nothing: what the optimizer itself steps."""
+    """Without ZeRO there are no fragments, and the accessors know nothing: what the optimizer
+    itself steps."""
     optimizer = engine.optimizer
     masters: dict[nn.Parameter, Tensor] = {value: value for value in named.values()}
     if hasattr(optimizer, "fp32_groups"):
         pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        masters = {half: full for ours, theirs in pairs for half, full in zip(ours, theirs, strict=True)}
+        masters = {
+            half: full for ours, theirs in pairs for half, full in zip(ours, theirs, strict=True)
+        }
     state = getattr(optimizer, "optimizer", optimizer).state
     held = Held({}, {}, {})
     for name, parameter in named.items():
@@ -167,7 +188,8 @@ LAYOUTS = {
     "pipeline-bf16": (RankLayout(pipeline=2), 1, "bf16"),
     "pipeline-zero0": (RankLayout(pipeline=2), 0, "fp32"),
 }
-"""Layout, ZeRO stage and precision of what our own engine trains on DeepSpeed, and DeepSpeed saves in its own form."""
+"""Layout, ZeRO stage and precision of what our own engine trains on DeepSpeed, and DeepSpeed saves
+in its own form."""
 
 
 def write_divided(root: str) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""What the stage needs of a BERT, a T5 and a Llama: tokenizer, sentences, index maps and a checkpoint."""
+"""What the stage needs of a BERT, a T5 and a Llama: tokenizer, sentences, index maps and a
+checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,28 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 _FIRST = ("", "re", "un", "pre", "over", "sub", "mis", "out", "in", "under", "inter", "trans")
-_SECOND = ("step", "value", "three", "load", "write", "count", "format", "start", "turn", "view", "plan", "mark")
+_SECOND = (
+    "step",
+    "value",
+    "three",
+    "load",
+    "write",
+    "count",
+    "format",
+    "start",
+    "turn",
+    "view",
+    "plan",
+    "mark",
+)
 _TOKENIZERS: dict[str, dict[str, Any]] = {
     "bert": {"kind": "train-wordpiece", "vocab_size": 257},
-    "t5": {"kind": "train-bpe", "vocab_size": 300, "special_tokens": ["<pad>"], "vocab_extra_ids": 12},
+    "t5": {
+        "kind": "train-bpe",
+        "vocab_size": 300,
+        "special_tokens": ["<pad>"],
+        "vocab_extra_ids": 12,
+    },
 }
 
 
@@ -64,7 +83,12 @@ def family_config(family: str, **export: Any) -> RunConfig:
         "optim": {"lr": 1e-3},
         "train": {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 5},
         "checkpoint": {"save_interval": 5},
-        "export": {"parity_samples": 3, "sample_tokens": 12, "sample_prompt": "step three", **export},
+        "export": {
+            "parity_samples": 3,
+            "sample_tokens": 12,
+            "sample_prompt": "step three",
+            **export,
+        },
     }
     return parse_config(values, origin="family_config")
 
@@ -73,7 +97,10 @@ def sentences(document: int) -> list[str]:
     """A text of a few short sentences."""
     words = [first + second for first in _FIRST for second in _SECOND]
     return [
-        " ".join(words[(document * 7 + sentence * 3 + place * 5) % len(words)] for place in range(3 + sentence % 4))
+        " ".join(
+            words[(document * 7 + sentence * 3 + place * 5) % len(words)]
+            for place in range(3 + sentence % 4)
+        )
         + "."
         for sentence in range(4 + document % 5)
     ]
@@ -81,7 +108,10 @@ def sentences(document: int) -> list[str]:
 
 def family_job(root: Path, config: RunConfig) -> ConvertJob:
     """Everything below `root`, and the job that exports it to `root/export`."""
-    folders = {name: root / name for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")}
+    folders = {
+        name: root / name
+        for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")
+    }
     for folder in folders.values():
         folder.mkdir(parents=True)
     documents = [sentences(number) for number in range(60)]
@@ -100,13 +130,18 @@ def family_job(root: Path, config: RunConfig) -> ConvertJob:
     build_sentence_maps(
         Mixture.single(str(prefix)),
         folders["index"],
-        IndexOptions(split=config.data.split_weights, seq_length=SEQ_LENGTH, seed=1, sentences=options),
+        IndexOptions(
+            split=config.data.split_weights, seq_length=SEQ_LENGTH, seed=1, sentences=options
+        ),
         (40, 9, 9),
     )
     spec = ModelSpec.of(config, counts["vocab_size"])
     model = our_model(spec)
     checkpoint = save_checkpoint(
-        folders["checkpoints"], 5, {f"model.{name}": value.detach() for name, value in model.named_parameters()}, {}
+        folders["checkpoints"],
+        5,
+        {f"model.{name}": value.detach() for name, value in model.named_parameters()},
+        {},
     )
     return ConvertJob(
         config=config,

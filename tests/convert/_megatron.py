@@ -1,4 +1,5 @@
-"""Models whose weights say where they stand, and files of Megatron-LM that are changed afterwards."""
+"""Models whose weights say where they stand, and files of Megatron-LM that are changed
+afterwards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +29,16 @@ LLAMA = {
 """Everything that the form holds beyond GPT-2."""
 MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
     "gpt": ("gpt", {}),
-    "gpt-sizes": ("gpt", {"ffn_hidden_size": 40, "kv_channels": 16, "activation": "gelu", "layernorm_epsilon": 1e-6}),
+    "gpt-sizes": (
+        "gpt",
+        {"ffn_hidden_size": 40, "kv_channels": 16, "activation": "gelu", "layernorm_epsilon": 1e-6},
+    ),
     "gpt-gated": ("gpt", {"activation": "swiglu", "num_query_groups": 2}),
     "llama": ("gpt", LLAMA),
-    "no-positions": ("gpt", {"position_embedding_type": "none", "num_query_groups": 2, "hidden_dropout": 0.0}),
+    "no-positions": (
+        "gpt",
+        {"position_embedding_type": "none", "num_query_groups": 2, "hidden_dropout": 0.0},
+    ),
     "bert": ("bert", {"activation": "gelu"}),
     "bert-no-binary-head": ("bert", {"bert_binary_head": False}),
 }
@@ -40,7 +47,12 @@ MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
 def megatron_spec(name: str, **model: Any) -> ModelSpec:
     """Four layers of 32 with 4 heads; the vocabulary of 300 is padded to 304."""
     family, options = MODELS[name]
-    values = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+    values = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+    }
     return ModelSpec(
         family=family,
         model=ModelConfig(**{**values, "make_vocab_size_divisible_by": 16, **options, **model}),
@@ -54,7 +66,9 @@ def weights(spec: ModelSpec) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     begin = 0
     for name, parameter in build_bare(spec, ProcessMesh.serial()).named_parameters():
-        tensors[name] = torch.arange(begin, begin + parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        tensors[name] = torch.arange(begin, begin + parameter.numel(), dtype=torch.float32).view(
+            parameter.shape
+        )
         begin += parameter.numel()
     assert begin < 2**24  # beyond, float32 skips numbers
     return tensors

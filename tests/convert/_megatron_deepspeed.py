@@ -26,7 +26,10 @@ FACTORS = {"fp32": 1.0, "exp_avg": 2.0, "exp_avg_sq": 4.0}
 
 @dataclass
 class fragment_address:  # noqa: N801 - its name in the files
-    """Where in a replica's stretch a parameter lies; DeepSpeed's class of this name is what files ask for."""
+    """Where in a replica's stretch a parameter lies.
+
+    DeepSpeed's class of this name is what files ask for.
+    """
 
     numel: int
     start: int
@@ -53,7 +56,8 @@ def as_deepspeeds() -> Iterator[None]:
 
 
 def theirs(spec: ModelSpec, tensors: dict[str, Tensor], tensor: int) -> list[dict[str, Tensor]]:
-    """What each tensor-parallel rank of Megatron-DeepSpeed holds of a whole model, by dotted name."""
+    """What each tensor-parallel rank of Megatron-DeepSpeed holds of a whole model, by dotted
+    name."""
     table = [slot for slot in slots(spec) if slot.place != "head copy"]
     return [
         {slot.name: slot.part([tensors[o] for o in slot.ours], rank, tensor) for slot in table}
@@ -62,7 +66,8 @@ def theirs(spec: ModelSpec, tensors: dict[str, Tensor], tensor: int) -> list[dic
 
 
 def of_pipeline(name: str, layers: int) -> str:
-    """What a GPTModelPipe calls a tensor: an embedding, something without weights, layers, the same, a final norm."""
+    """What a GPTModelPipe calls a tensor: an embedding, something without weights, layers, the
+    same, a final norm."""
     if ".embedding." in name:
         return f"tied_modules.embed.{name.rpartition('embedding.')[2]}"
     if ".layers." in name:
@@ -98,19 +103,28 @@ def common(spec: ModelSpec, *, tensor: int, pipeline: int = 1) -> dict[str, Any]
     }
 
 
-def write_zero1(folder: Path, rank: int, held: dict[str, Tensor], state: dict[str, Any], module: Any) -> None:
-    """One model rank's files of ZeRO stage 1: two groups, each cut in the middle of a tensor, the rest padding."""
+def write_zero1(
+    folder: Path, rank: int, held: dict[str, Tensor], state: dict[str, Any], module: Any
+) -> None:
+    """One model rank's files of ZeRO stage 1: two groups, each cut in the middle of a tensor, the
+    rest padding."""
     names = sorted(held)
     split = [n for n in names if held[n].dim() > 1], [n for n in names if held[n].dim() == 1]
     groups = [group for group in split if group]
     shapes = [{name: held[name].shape for name in group} for group in groups]
-    torch.save({**state, "module": module, "param_shapes": shapes}, folder / f"mp_rank_{rank:02d}_model_states.pt")
+    torch.save(
+        {**state, "module": module, "param_shapes": shapes},
+        folder / f"mp_rank_{rank:02d}_model_states.pt",
+    )
     for replica in range(REPLICAS):
         cuts = [_stretch({name: held[name] for name in group}, replica) for group in groups]
         optimizer = {
             "base_optimizer_state": {
                 "state": {
-                    i: {"step": torch.tensor(float(ITERATION)), **{k: flat * f for k, f in list(FACTORS.items())[1:]}}
+                    i: {
+                        "step": torch.tensor(float(ITERATION)),
+                        **{k: flat * f for k, f in list(FACTORS.items())[1:]},
+                    }
                     for i, (flat, _) in enumerate(cuts)
                 },
                 "param_groups": [],
@@ -146,7 +160,9 @@ def nested(held: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def written_zero1(folder: Path, *, tensor: int = 2, **model: Any) -> tuple[ModelSpec, dict[str, Tensor]]:
+def written_zero1(
+    folder: Path, *, tensor: int = 2, **model: Any
+) -> tuple[ModelSpec, dict[str, Tensor]]:
     """A checkpoint of a GPT without pipeline, and the model's own weights."""
     folder.mkdir(parents=True, exist_ok=True)
     spec = megatron_spec("gpt", **model)
@@ -174,13 +190,25 @@ def written_pipeline(
         for number, layer in files.items():
             torch.save(layer, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
         for stage in range(pipeline):
-            own = {name: value for name, value in named.items() if stage in stage_of(name, count, pipeline)}
-            if stage:  # the tied module of the last stage is built whole, and only its table of tokens is tied
-                own |= {name: torch.zeros_like(value) for name, value in own.items() if "position_emb" in name}
+            own = {
+                name: value
+                for name, value in named.items()
+                if stage in stage_of(name, count, pipeline)
+            }
+            # the tied module of the last stage is built whole, and only its table of tokens is tied
+            if stage:
+                own |= {
+                    name: torch.zeros_like(value)
+                    for name, value in own.items()
+                    if "position_emb" in name
+                }
             if zero:
                 write_zero1(folder, stage * tensor + rank, own, state, None)
             else:
-                torch.save({**state, "module": None}, folder / f"mp_rank_{stage * tensor + rank:02d}_model_states.pt")
+                torch.save(
+                    {**state, "module": None},
+                    folder / f"mp_rank_{stage * tensor + rank:02d}_model_states.pt",
+                )
     return spec, tensors
 
 
@@ -195,7 +223,9 @@ def written_universal(folder: Path, **model: Any) -> tuple[ModelSpec, dict[str, 
         for kind, factor in FACTORS.items():
             tables = {"vocab_tensor": True} if "word_embeddings" in name else {}
             rows = spec.vocab_size if tables else len(value)
-            torch.save({"param": value[:rows] * factor, "cat_dim": 0, **tables}, place / f"{kind}.pt")
+            torch.save(
+                {"param": value[:rows] * factor, "cat_dim": 0, **tables}, place / f"{kind}.pt"
+            )
         torch.save(torch.tensor(float(ITERATION)), place / "step.pt")
     state = common(spec, tensor=2, pipeline=2)
     for rank in range(4):

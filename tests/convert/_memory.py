@@ -1,4 +1,5 @@
-"""Prints by how many bytes an export grew its process: `python -m tests.convert._memory CHECKPOINT OUTPUT DTYPE`."""
+"""Prints by how many bytes an export grew its process: `python -m tests.convert._memory CHECKPOINT
+OUTPUT DTYPE`."""
 
 import sys
 from collections.abc import Callable
@@ -14,7 +15,9 @@ def peak(operation: Callable[[], object]) -> int:
 
 
 def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return 1024 * int(line.split()[1])
 
 

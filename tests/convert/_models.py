@@ -1,4 +1,5 @@
-"""Tiny models of every class of transformers that models are converted to, with weights that are not all alike."""
+"""Tiny models of every class of transformers that models are converted to, with weights that are
+not all alike."""
 
 from typing import Any
 
@@ -57,37 +58,79 @@ _BERT: dict[str, Any] = {"activation": "gelu", "layernorm_epsilon": 1e-12}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt", "GPT2LMHeadModel", {}),
-    "gpt2-untied": ("gpt", "GPT2LMHeadModel", {"untie_embeddings_and_output_weights": True, "activation": "relu"}),
+    "gpt2-untied": (
+        "gpt",
+        "GPT2LMHeadModel",
+        {"untie_embeddings_and_output_weights": True, "activation": "relu"},
+    ),
     "llama": ("gpt", "LlamaForCausalLM", _LLAMA),
-    "llama-grouped": ("gpt", "LlamaForCausalLM", _LLAMA | {"num_query_groups": 2, "rotary_base": 5e5}),
+    "llama-grouped": (
+        "gpt",
+        "LlamaForCausalLM",
+        _LLAMA | {"num_query_groups": 2, "rotary_base": 5e5},
+    ),
     "llama-biases": (
         "gpt",
         "LlamaForCausalLM",
-        _LLAMA | {"add_bias_linear": True, "num_query_groups": 1, "untie_embeddings_and_output_weights": False},
+        _LLAMA
+        | {
+            "add_bias_linear": True,
+            "num_query_groups": 1,
+            "untie_embeddings_and_output_weights": False,
+        },
     ),
-    "llama-heads": ("gpt", "LlamaForCausalLM", _LLAMA | {"kv_channels": 12, "activation": "geglu_tanh"}),
+    "llama-heads": (
+        "gpt",
+        "LlamaForCausalLM",
+        _LLAMA | {"kv_channels": 12, "activation": "geglu_tanh"},
+    ),
     "mistral": ("gpt", "MistralForCausalLM", _LLAMA | {"sliding_window": 7, "num_query_groups": 2}),
-    "qwen3": ("gpt", "Qwen3ForCausalLM", _LLAMA | {"qk_layernorm": True, "num_query_groups": 2, "kv_channels": 16}),
-    "qwen3-window": ("gpt", "Qwen3ForCausalLM", _LLAMA | {"qk_layernorm": True, "sliding_window": 5}),
+    "qwen3": (
+        "gpt",
+        "Qwen3ForCausalLM",
+        _LLAMA | {"qk_layernorm": True, "num_query_groups": 2, "kv_channels": 16},
+    ),
+    "qwen3-window": (
+        "gpt",
+        "Qwen3ForCausalLM",
+        _LLAMA | {"qk_layernorm": True, "sliding_window": 5},
+    ),
     "neox": ("gpt", "GPTNeoXForCausalLM", _NEOX),
     "neox-serial": (
         "gpt",
         "GPTNeoXForCausalLM",
         _NEOX
-        | {"parallel_residual": False, "rotary_percent": 1.0, "activation": "gelu_tanh", "rotary_base": 500.0}
+        | {
+            "parallel_residual": False,
+            "rotary_percent": 1.0,
+            "activation": "gelu_tanh",
+            "rotary_base": 500.0,
+        }
         | {"untie_embeddings_and_output_weights": False},
     ),
     "bert": ("bert", "BertForPreTraining", _BERT | {"norm_position": "post"}),
     "megatron-bert": ("bert", "MegatronBertForPreTraining", _BERT | {"activation": "gelu_tanh"}),
-    "bert-masked": ("bert", "BertForMaskedLM", _BERT | {"norm_position": "post", "bert_binary_head": False}),
-    "megatron-bert-masked": ("bert", "MegatronBertForMaskedLM", _BERT | {"bert_binary_head": False}),
+    "bert-masked": (
+        "bert",
+        "BertForMaskedLM",
+        _BERT | {"norm_position": "post", "bert_binary_head": False},
+    ),
+    "megatron-bert-masked": (
+        "bert",
+        "MegatronBertForMaskedLM",
+        _BERT | {"bert_binary_head": False},
+    ),
     "t5": ("t5", "T5ForConditionalGeneration", _T5),
     "t5-v1.1": (
         "t5",
         "T5ForConditionalGeneration",
         _T5 | {"activation": "geglu_tanh", "untie_embeddings_and_output_weights": True},
     ),
-    "t5-silu": ("t5", "T5ForConditionalGeneration", _T5 | {"activation": "swiglu", "num_decoder_layers": 3}),
+    "t5-silu": (
+        "t5",
+        "T5ForConditionalGeneration",
+        _T5 | {"activation": "swiglu", "num_decoder_layers": 3},
+    ),
 }
 """Family, class of transformers and architecture, by a name for tests."""
 
@@ -154,7 +197,13 @@ def samples(spec: ModelSpec, count: int = 3) -> ModelInput:
         return torch.randint(5, VOCAB_SIZE, (count, length), generator=generator)
 
     if spec.family == "gpt":
-        rules = MaskRules(None, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, padded=False)
+        rules = MaskRules(
+            None,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            padded=False,
+        )
         return rules.read(ids(SEQ_LENGTH + 1))
     tokens = ids(SEQ_LENGTH)
     tokens[1, 15:] = -1

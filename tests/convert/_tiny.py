@@ -49,7 +49,10 @@ def tiny_config(**model: Any) -> RunConfig:
 
 
 def random_model(config: RunConfig, vocab_size: int = VOCAB_SIZE) -> GPTModel:
-    """Our model with every parameter drawn, biases and norms included: zeros and ones would hide a wrong place."""
+    """Our model with every parameter drawn, biases and norms included.
+
+    Zeros and ones would hide a wrong place.
+    """
     model = build_model(config, vocab_size, ProcessMesh.serial()).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -61,13 +64,21 @@ def random_model(config: RunConfig, vocab_size: int = VOCAB_SIZE) -> GPTModel:
 
 def documents() -> list[str]:
     """Texts with something for a BPE to merge, one of them beyond ASCII."""
-    functions = [f"def step_{i}(value):\n    return value * {i} + offset_{i % 7}\n" for i in range(120)]
-    return ["".join(functions[i : i + 4]) for i in range(0, 120, 2)] + ["größe = 'ναι 💡'\n" * 5] * 4
+    functions = [
+        f"def step_{i}(value):\n    return value * {i} + offset_{i % 7}\n" for i in range(120)
+    ]
+    return ["".join(functions[i : i + 4]) for i in range(0, 120, 2)] + [
+        "größe = 'ναι 💡'\n" * 5
+    ] * 4
 
 
 def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
-    """A tokenizer, tokens, index maps and a checkpoint below `root`, and the job that exports it to `root/export`."""
-    folders = {name: root / name for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")}
+    """A tokenizer, tokens, index maps and a checkpoint below `root`, and the job that exports it to
+    `root/export`."""
+    folders = {
+        name: root / name
+        for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")
+    }
     for folder in folders.values():
         folder.mkdir(parents=True)
     with CorpusWriter(folders["corpus"]) as corpus:
@@ -87,7 +98,10 @@ def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
     )
     model = random_model(config, counts["vocab_size"])
     checkpoint = save_checkpoint(
-        folders["checkpoints"], 5, {f"model.{name}": value.detach() for name, value in model.named_parameters()}, {}
+        folders["checkpoints"],
+        5,
+        {f"model.{name}": value.detach() for name, value in model.named_parameters()},
+        {},
     )
     job = ConvertJob(
         config=config,

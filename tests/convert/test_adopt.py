@@ -36,7 +36,9 @@ def test_what_transformers_saves_is_taken(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     ours = byte_level()
-    saved = PreTrainedTokenizerFast(tokenizer_object=ours.backend, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=ours.backend, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
     saved.save_pretrained(tmp_path / "hf")
     loaded = adopted(tmp_path / "hf", tmp_path / "own")
     assert loaded.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
@@ -53,7 +55,9 @@ def test_an_eos_token_with_properties_and_no_eos_token(tmp_path: Path) -> None:
     path.write_text(json.dumps({"sep_token": "q"}))
     assert adopted(tmp_path, tmp_path / "sep").eod_token == "q"
     path.write_text("{}")
-    with pytest.raises(ConversionError, match=r"nothing beside .* says which token ends a document"):
+    with pytest.raises(
+        ConversionError, match=r"nothing beside .* says which token ends a document"
+    ):
         adopt_tokenizer(tmp_path, tmp_path, tiny_spec("gpt2"))
     path.write_text("{torn")
     with pytest.raises(ConversionError, match=r"tokenizer_config\.json cannot be read"):
@@ -90,5 +94,7 @@ def test_config_json_goes_before_the_spelling(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="has 270 entries and the model's vocabulary 100"):
         with_special_tokens(tiny_spec("gpt2"), tokenizer, tmp_path)
     roles = spec.special_tokens.model_copy(update={"eod": 290})
-    with pytest.raises(ConversionError, match="has 270 entries, and the model ends a text with token 290"):
+    with pytest.raises(
+        ConversionError, match="has 270 entries, and the model ends a text with token 290"
+    ):
         with_special_tokens(spec.model_copy(update={"special_tokens": roles}), tokenizer, tmp_path)

@@ -1,4 +1,5 @@
-"""Files of DeepSpeed that do not make one model are refused in one sentence, and nothing in them is run."""
+"""Files of DeepSpeed that do not make one model are refused in one sentence, and nothing in them is
+run."""
 
 import os
 import shutil
@@ -11,7 +12,12 @@ import torch
 
 from megacore.convert.deepspeed.read import read_deepspeed
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
-from tests.convert._megatron_deepspeed import as_deepspeeds, written_pipeline, written_universal, written_zero1
+from tests.convert._megatron_deepspeed import (
+    as_deepspeeds,
+    written_pipeline,
+    written_universal,
+    written_zero1,
+)
 
 MODEL = "mp_rank_00_model_states.pt"
 OPTIMIZER = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -48,8 +54,9 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path, name: str) -> Non
     written_zero1(tmp_path, tensor=1)
     target = tmp_path / "was-here"
     change(tmp_path / name, lambda state: state.update(lr_scheduler=Malicious(target)))
-    assert f"{name} asks for posix.system, which no checkpoint of a model needs: nothing of it was run" in refusal(
-        tmp_path
+    assert (
+        f"{name} asks for posix.system, which no checkpoint of a model needs: nothing of it was run"
+        in refusal(tmp_path)
     )
     assert not target.exists()
     with as_deepspeeds():
@@ -80,7 +87,10 @@ def test_a_missing_replica_is_named(tmp_path: Path) -> None:
     first = tmp_path / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
     first.rename(tmp_path / "elsewhere")
     message = refusal(tmp_path)
-    assert "lacks zero_pp_rank_0_mp_rank_01_optim_states.pt: 2 model ranks and 2 data-parallel ranks" in message
+    assert (
+        "lacks zero_pp_rank_0_mp_rank_01_optim_states.pt: 2 model ranks and 2 data-parallel ranks"
+        in message
+    )
     assert "make 4 files, and 3 are there" in message
 
 
@@ -93,7 +103,9 @@ def test_a_replica_that_all_ranks_lack_is_noticed(tmp_path: Path) -> None:
 def test_a_missing_model_rank_is_named(tmp_path: Path) -> None:
     written_zero1(tmp_path)
     (tmp_path / MODEL).unlink()
-    assert "lacks *mp_rank_00_model_states.pt, and has such files of 1 model ranks" in refusal(tmp_path)
+    assert "lacks *mp_rank_00_model_states.pt, and has such files of 1 model ranks" in refusal(
+        tmp_path
+    )
     written_zero1(tmp_path)
     for path in tmp_path.glob("*mp_rank_01*"):
         path.unlink()
@@ -135,8 +147,19 @@ def shorten(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "edit", "sentence"),
     [
-        (MODEL, shorten, "holds 32 elements of language_model.encoder.final_layernorm.bias (fp32), whose shape (33,)"),
-        (MODEL, lambda state: state.pop("param_shapes"), f"{MODEL} is not as DeepSpeed writes it (KeyError: "),
+        (
+            MODEL,
+            shorten,
+            (
+                "holds 32 elements of language_model.encoder.final_layernorm.bias (fp32), whose "
+                "shape (33,)"
+            ),
+        ),
+        (
+            MODEL,
+            lambda state: state.pop("param_shapes"),
+            f"{MODEL} is not as DeepSpeed writes it (KeyError: ",
+        ),
         (OPTIMIZER, lambda state: state.clear(), f"{OPTIMIZER} has no optimizer_state_dict"),
         (
             OPTIMIZER,
@@ -160,12 +183,18 @@ def test_content_of_another_form_is_named(
 
 def test_what_has_no_counterpart_is_refused(tmp_path: Path) -> None:
     written_zero1(tmp_path, tensor=1)
-    change(tmp_path / OPTIMIZER, lambda state: state["optimizer_state_dict"].pop("param_slice_mappings"))
-    assert "does not say where its parameters lie (param_slice_mappings), as DeepSpeed None" in refusal(
-        tmp_path, ConversionError
+    change(
+        tmp_path / OPTIMIZER,
+        lambda state: state["optimizer_state_dict"].pop("param_slice_mappings"),
+    )
+    assert (
+        "does not say where its parameters lie (param_slice_mappings), as DeepSpeed None"
+        in refusal(tmp_path, ConversionError)
     )
     shutil.copy(tmp_path / MODEL, tmp_path / "layer_0_expert_0_mp_rank_00_model_states.pt")
-    assert "holds experts, for which there is no model of ours" in refusal(tmp_path, ConversionError)
+    assert "holds experts, for which there is no model of ours" in refusal(
+        tmp_path, ConversionError
+    )
 
 
 def test_directories_without_a_checkpoint(tmp_path: Path) -> None:
@@ -190,7 +219,8 @@ def test_moments_without_a_number_of_steps_are_left_out(tmp_path: Path) -> None:
         change(
             path,
             lambda state: [
-                own.pop("step") for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
+                own.pop("step")
+                for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
             ],
         )
     read = read_deepspeed(tmp_path)
@@ -207,4 +237,6 @@ def test_stretches_in_another_order_than_the_shapes_are_refused(tmp_path: Path) 
         state["param_shapes"][0] = dict([*rest, first])
 
     change(tmp_path / MODEL, shuffle)
-    assert "with round_robin_gradients DeepSpeed takes one for another" in refusal(tmp_path, ConversionError)
+    assert "with round_robin_gradients DeepSpeed takes one for another" in refusal(
+        tmp_path, ConversionError
+    )

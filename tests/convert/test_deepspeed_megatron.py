@@ -1,4 +1,5 @@
-"""Megatron-DeepSpeed's files, of tensor-parallel ranks and pipelines, are the model that Megatron-LM's own are."""
+"""Megatron-DeepSpeed's files, of tensor-parallel ranks and pipelines, are the model that
+Megatron-LM's own are."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from megacore.convert.deepspeed.read import read_deepspeed
 from megacore.convert.megatron.checkpoint import read_megatron, write_megatron
 from megacore.errors import CheckpointError, ConversionError
 from tests.convert._megatron import ITERATION
-from tests.convert._megatron_deepspeed import as_deepspeeds, written_pipeline, written_universal, written_zero1
+from tests.convert._megatron_deepspeed import (
+    as_deepspeeds,
+    written_pipeline,
+    written_universal,
+    written_zero1,
+)
 
 LLAMA: dict[str, Any] = {
     "num_query_groups": 2,
@@ -23,7 +29,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def assert_read(directory: Path, spec: ModelSpec, tensors: dict[str, Tensor], *, moments: bool = True) -> None:
+def assert_read(
+    directory: Path, spec: ModelSpec, tensors: dict[str, Tensor], *, moments: bool = True
+) -> None:
     read = read_deepspeed(directory)
     assert read.iteration == ITERATION
     assert read.tensors.keys() == tensors.keys()
@@ -33,13 +41,18 @@ def assert_read(directory: Path, spec: ModelSpec, tensors: dict[str, Tensor], *,
         assert read.optimizer_steps == ITERATION
         for kind, factor in (("exp_avg", 2.0), ("exp_avg_sq", 4.0)):
             assert read.moments[kind].keys() == tensors.keys()
-            assert all(torch.equal(read.moments[kind][name], factor * value) for name, value in tensors.items())
+            assert all(
+                torch.equal(read.moments[kind][name], factor * value)
+                for name, value in tensors.items()
+            )
     assert read.spec.model == spec.model
     assert read.spec.vocab_size == spec.vocab_size
 
 
 @pytest.mark.parametrize(
-    "model", [{}, LLAMA, {"untie_embeddings_and_output_weights": True}], ids=["gpt", "llama", "untied"]
+    "model",
+    [{}, LLAMA, {"untie_embeddings_and_output_weights": True}],
+    ids=["gpt", "llama", "untied"],
 )
 def test_tensor_parallel_ranks_with_zero1(tmp_path: Path, model: dict[str, Any]) -> None:
     spec, tensors = written_zero1(tmp_path, **model)
@@ -56,7 +69,9 @@ def test_it_is_the_model_that_megatrons_own_files_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize("model", [{}, {**LLAMA, "untie_embeddings_and_output_weights": True}], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model", [{}, {**LLAMA, "untie_embeddings_and_output_weights": True}], ids=["gpt", "llama"]
+)
 def test_pipelines(tmp_path: Path, model: dict[str, Any], zero: bool) -> None:
     spec, tensors = written_pipeline(tmp_path, zero=zero, **model)
     assert_read(tmp_path, spec, tensors, moments=zero)
@@ -75,14 +90,18 @@ def test_a_file_without_args_is_refused(tmp_path: Path) -> None:
     state = torch.load(path, weights_only=False)
     del state["args"]
     torch.save(state, path)
-    with pytest.raises(ConversionError, match=r"mp_rank_00_model_states\.pt has no args, which nothing else says"):
+    with pytest.raises(
+        ConversionError, match=r"mp_rank_00_model_states\.pt has no args, which nothing else says"
+    ):
         read_deepspeed(tmp_path)
 
 
 def test_names_of_another_program_are_refused(tmp_path: Path) -> None:
     state = {"module": {"transformer.wte.weight": torch.ones(2, 2)}, "global_steps": 1}
     torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
-    with pytest.raises(ConversionError, match=r"has parameters transformer\.wte\.weight, which are neither"):
+    with pytest.raises(
+        ConversionError, match=r"has parameters transformer\.wte\.weight, which are neither"
+    ):
         read_deepspeed(tmp_path)
 
 
@@ -92,9 +111,13 @@ def test_tied_tables_that_differ_are_refused(tmp_path: Path) -> None:
     with as_deepspeeds():
         state = torch.load(path, weights_only=False)
     flat = state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
-    address = state["optimizer_state_dict"]["param_slice_mappings"][0]["tied_modules.embed.word_embeddings.weight"]
+    address = state["optimizer_state_dict"]["param_slice_mappings"][0][
+        "tied_modules.embed.word_embeddings.weight"
+    ]
     flat[address.start] += 1
     with as_deepspeeds():
         torch.save(state, path)
-    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight differs between pipeline stages"):
+    with pytest.raises(
+        CheckpointError, match=r"word_embeddings\.weight differs between pipeline stages"
+    ):
         read_deepspeed(tmp_path)

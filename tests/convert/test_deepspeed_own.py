@@ -43,7 +43,11 @@ def state(ranks: int) -> dict[str, object]:
 def assert_read(directory: Path, tensors: dict[str, Tensor]) -> None:
     read = read_deepspeed(directory)
     assert (read.iteration, read.optimizer_steps) == (ITERATION, ITERATION)
-    for held, factor in ((read.tensors, 1.0), (read.moments["exp_avg"], 2.0), (read.moments["exp_avg_sq"], 4.0)):
+    for held, factor in (
+        (read.tensors, 1.0),
+        (read.moments["exp_avg"], 2.0),
+        (read.moments["exp_avg_sq"], 4.0),
+    ):
         assert held.keys() == tensors.keys()
         assert all(torch.equal(held[name], factor * value) for name, value in tensors.items())
 
@@ -70,11 +74,25 @@ def test_a_pipeline_of_stages_with_a_tied_table(tmp_path: Path) -> None:
     describe(tmp_path, spec)
     torch.save({"weight": tensors[WORD_EMBEDDINGS]}, tmp_path / "layer_00-model_00-model_states.pt")
     for stage, layers in enumerate(((0, 1), (2, 3))):
-        first = {name for name in tensors if name.startswith("embedding.position")} if not stage else set()
+        first = (
+            {name for name in tensors if name.startswith("embedding.position")}
+            if not stage
+            else set()
+        )
         last = {name for name in tensors if name.startswith("encoder.final")} if stage else set()
-        own = {n for n in tensors if any(n.startswith(f"encoder.layers.{layer}.") for layer in layers)} | first | last
+        own = (
+            {
+                n
+                for n in tensors
+                if any(n.startswith(f"encoder.layers.{layer}.") for layer in layers)
+            }
+            | first
+            | last
+        )
         named = {f"{2 * stage + 1}.chunk.{name}": tensors[name] for name in own}
-        write_zero1(tmp_path, stage, {TIED: tensors[WORD_EMBEDDINGS], **named}, state(2) | DIMENSIONS, None)
+        write_zero1(
+            tmp_path, stage, {TIED: tensors[WORD_EMBEDDINGS], **named}, state(2) | DIMENSIONS, None
+        )
     assert_read(tmp_path, tensors)
 
 
@@ -87,7 +105,9 @@ def test_ranks_that_differ_in_what_all_hold_are_refused(tmp_path: Path) -> None:
     norm = "encoder.final_layernorm.bias"
     for rank, held in enumerate(parts(spec, weights(spec), 2)):
         write_zero1(tmp_path, rank, held | {norm: held[norm] + rank}, state(2), held)
-    with pytest.raises(CheckpointError, match=r"final_layernorm\.bias of tensor rank 1 differs from that of"):
+    with pytest.raises(
+        CheckpointError, match=r"final_layernorm\.bias of tensor rank 1 differs from that of"
+    ):
         read_deepspeed(tmp_path)
 
 
@@ -97,7 +117,9 @@ def test_a_model_that_cannot_be_divided_so_is_refused(tmp_path: Path) -> None:
     tensors = weights(spec)
     for rank in range(3):
         write_zero1(tmp_path, rank, tensors, state(3), None)
-    with pytest.raises(ParallelLayoutError, match="is not a multiple of the tensor parallel size 3"):
+    with pytest.raises(
+        ParallelLayoutError, match="is not a multiple of the tensor parallel size 3"
+    ):
         read_deepspeed(tmp_path)
 
 
@@ -106,18 +128,30 @@ def test_flat_main_weights_without_zero_are_found(tmp_path: Path) -> None:
     tensors = {name: value + 0.001 for name, value in weights(spec).items()}
     describe(tmp_path, spec)
     module = {f"model.{name}": value.bfloat16() for name, value in tensors.items()}
-    groups = [[name for name, value in tensors.items() if (value.dim() > 1) == matrices] for matrices in (True, False)]
-    flats = [torch.cat([tensors[name].reshape(-1) for name in group] + [torch.zeros(3)]) for group in groups]
+    groups = [
+        [name for name, value in tensors.items() if (value.dim() > 1) == matrices]
+        for matrices in (True, False)
+    ]
+    flats = [
+        torch.cat([tensors[name].reshape(-1) for name in group] + [torch.zeros(3)])
+        for group in groups
+    ]
     moments = {
-        number: {"step": ITERATION, "exp_avg": 2 * flat, "exp_avg_sq": 4 * flat} for number, flat in enumerate(flats)
+        number: {"step": ITERATION, "exp_avg": 2 * flat, "exp_avg_sq": 4 * flat}
+        for number, flat in enumerate(flats)
     }
-    optimizer = {"fp32_groups_flat": flats, "optimizer_state_dict": {"state": moments, "param_groups": []}}
+    optimizer = {
+        "fp32_groups_flat": flats,
+        "optimizer_state_dict": {"state": moments, "param_groups": []},
+    }
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({**state(1), "module": module, "optimizer": optimizer}, path)
     assert_read(tmp_path, tensors)
     flats[1][-4] *= 2
     torch.save({**state(1), "module": module, "optimizer": optimizer}, path)
-    with pytest.raises(CheckpointError, match=r"main weights in fp32 that are not those of its 52 parameters"):
+    with pytest.raises(
+        CheckpointError, match=r"main weights in fp32 that are not those of its 52 parameters"
+    ):
         read_deepspeed(tmp_path)
 
 
@@ -164,7 +198,9 @@ def test_frozen_parameters_come_from_where_each_stage_keeps_them(tmp_path: Path)
         assert "Adam's moments of every parameter" in read.remarks[0]
 
 
-def _write_frozen_stage3(folder: Path, name: str, trained: Tensor, frozen: dict[str, Tensor]) -> None:
+def _write_frozen_stage3(
+    folder: Path, name: str, trained: Tensor, frozen: dict[str, Tensor]
+) -> None:
     """Two replicas with a half of one trained parameter and of each frozen one."""
     folder.mkdir()
     for replica in range(REPLICAS):
@@ -175,8 +211,18 @@ def _write_frozen_stage3(folder: Path, name: str, trained: Tensor, frozen: dict[
                 key: value.reshape(-1).chunk(2)[replica].clone() for key, value in frozen.items()
             },
         }
-        torch.save({**state(1), **model}, folder / f"zero_pp_rank_{replica}_mp_rank_00_model_states.pt")
+        torch.save(
+            {**state(1), **model}, folder / f"zero_pp_rank_{replica}_mp_rank_00_model_states.pt"
+        )
         half = trained.chunk(2)[replica].clone()
         inner = {"state": {0: {"step": 3, "exp_avg": half, "exp_avg_sq": half}}, "param_groups": []}
-        optimizer = {"zero_stage": 3, "partition_count": 2, "fp32_flat_groups": [half], "optimizer_state_dict": inner}
-        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{replica}_mp_rank_00_optim_states.pt")
+        optimizer = {
+            "zero_stage": 3,
+            "partition_count": 2,
+            "fp32_flat_groups": [half],
+            "optimizer_state_dict": inner,
+        }
+        torch.save(
+            {"optimizer_state_dict": optimizer},
+            folder / f"zero_pp_rank_{replica}_mp_rank_00_optim_states.pt",
+        )

@@ -32,7 +32,8 @@ pytestmark = needs_deepspeed
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Held]]:
-    """A directory for each case, below one with the description of the model, and what the engines held."""
+    """A directory for each case, below one with the description of the model, and what the engines
+    held."""
     root = tmp_path_factory.mktemp("deepspeed")
     held = run_distributed(2, write_all, str(root), timeout=120)
     assert held[0].keys() == CASES.keys()
@@ -56,29 +57,39 @@ def assert_read(directory: Path, held: Held) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_stage_and_precision_is_read_exactly(saved: tuple[Path, dict[str, Held]], name: str) -> None:
+def test_every_stage_and_precision_is_read_exactly(
+    saved: tuple[Path, dict[str, Held]], name: str
+) -> None:
     root, held = saved
     assert_read(root / name, held[name])  # by its file `latest`
     assert_read(root / name / TAG, held[name])
 
 
 @pytest.mark.parametrize("name", UNIVERSAL)
-def test_universal_checkpoints_are_read_exactly(saved: tuple[Path, dict[str, Held]], name: str) -> None:
+def test_universal_checkpoints_are_read_exactly(
+    saved: tuple[Path, dict[str, Held]], name: str
+) -> None:
     root, held = saved
     directory = root / name / f"{TAG}_universal"
     assert_read(directory, held[name])
     assert read_deepspeed(directory).optimizer_steps == STEPS
 
 
-def test_a_half_precision_model_is_not_its_main_weights(saved: tuple[Path, dict[str, Held]]) -> None:
+def test_a_half_precision_model_is_not_its_main_weights(
+    saved: tuple[Path, dict[str, Held]],
+) -> None:
     root, held = saved
     state = torch.load(root / "zero1-bf16" / TAG / "mp_rank_00_model_states.pt", weights_only=True)
     name = "embedding.word_embeddings.weight"
     assert state["module"][f"model.{name}"].dtype == torch.bfloat16
-    assert not torch.equal(state["module"][f"model.{name}"].float(), held["zero1-bf16"].weights[name])
+    assert not torch.equal(
+        state["module"][f"model.{name}"].float(), held["zero1-bf16"].weights[name]
+    )
 
 
-def test_an_import_is_a_checkpoint_with_moments(saved: tuple[Path, dict[str, Held]], tmp_path: Path) -> None:
+def test_an_import_is_a_checkpoint_with_moments(
+    saved: tuple[Path, dict[str, Held]], tmp_path: Path
+) -> None:
     root, held = saved
     source = root / "zero2-bf16"
     checkpoint = import_model(open_from_deepspeed(source), source, tmp_path / "out")
@@ -88,20 +99,32 @@ def test_an_import_is_a_checkpoint_with_moments(saved: tuple[Path, dict[str, Hel
     tensors = read_tensors(checkpoint)
     expected = {f"model.{name}": value for name, value in held["zero2-bf16"].weights.items()}
     for kind in ("exp_avg", "exp_avg_sq"):
-        expected |= {f"optimizer.{kind}.{name}": value for name, value in getattr(held["zero2-bf16"], kind).items()}
+        expected |= {
+            f"optimizer.{kind}.{name}": value
+            for name, value in getattr(held["zero2-bf16"], kind).items()
+        }
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
     # Weights alone can be taken, as a run that begins with them does.
-    weights = {name: torch.zeros_like(value) for name, value in expected.items() if name.startswith("model.")}
+    weights = {
+        name: torch.zeros_like(value)
+        for name, value in expected.items()
+        if name.startswith("model.")
+    }
     state = load_checkpoint(checkpoint, weights, prefix="model.")
     assert state["engine"] == {"optimizer_steps": STEPS, "loss_scaler": None}
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
-def test_the_runs_own_description_is_found(saved: tuple[Path, dict[str, Held]], tmp_path: Path) -> None:
+def test_the_runs_own_description_is_found(
+    saved: tuple[Path, dict[str, Held]], tmp_path: Path
+) -> None:
     root, held = saved
     shutil.copytree(root / "zero1", tmp_path / "run" / "ds")
-    with pytest.raises(ConversionError, match=r"does not say which: put the run\.json of its run, or the state\.json"):
+    with pytest.raises(
+        ConversionError,
+        match=r"does not say which: put the run\.json of its run, or the state\.json",
+    ):
         read_deepspeed(tmp_path / "run" / "ds")
     spec, config = spec_and_config()
     TrainJob(
@@ -121,11 +144,15 @@ def test_the_runs_own_description_is_found(saved: tuple[Path, dict[str, Held]], 
     assert read.tensors.keys() == held["zero1"].weights.keys()
 
 
-def test_another_models_description_is_refused(saved: tuple[Path, dict[str, Held]], tmp_path: Path) -> None:
+def test_another_models_description_is_refused(
+    saved: tuple[Path, dict[str, Held]], tmp_path: Path
+) -> None:
     root, _ = saved
     shutil.copytree(root / "zero3" / TAG, tmp_path / TAG)
     spec, _ = spec_and_config()
     other = spec.model_copy(update={"model": spec.model.model_copy(update={"num_layers": 4})})
     write_json(tmp_path / "state.json", {"model": other.model_dump(mode="json")})
-    with pytest.raises(CheckpointError, match=r"it lacks encoder\.layers\.3\.input_layernorm\.bias.* \(12 missing"):
+    with pytest.raises(
+        CheckpointError, match=r"it lacks encoder\.layers\.3\.input_layernorm\.bias.* \(12 missing"
+    ):
         read_deepspeed(tmp_path / TAG)

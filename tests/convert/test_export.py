@@ -56,7 +56,9 @@ def test_weights_are_float32_and_the_head_is_not_written_twice(original: Exporte
 
 
 def test_report_is_written(original: Exported) -> None:
-    report = json.loads((Path(original.job.output_directory) / "parity.json").read_text(encoding="utf-8"))
+    report = json.loads(
+        (Path(original.job.output_directory) / "parity.json").read_text(encoding="utf-8")
+    )
     assert report == original.report.to_json()
     assert report["passed"] is True
     assert report["samples"] == 3
@@ -75,15 +77,23 @@ def test_perplexity_is_that_of_our_loss(original: Exported) -> None:
             losses.append(original.model.loss(given.tokens, given.labels).flatten())
     total = torch.cat(losses)
     assert original.report.perplexity_split == "test"
-    assert original.report.perplexity_tokens == len(total) == 48 * original.report.perplexity_samples
+    assert (
+        original.report.perplexity_tokens == len(total) == 48 * original.report.perplexity_samples
+    )
     assert original.report.perplexity_samples > 3
-    assert original.report.perplexity_with_padding == pytest.approx(float(total.mean().exp()), rel=1e-5)
+    assert original.report.perplexity_with_padding == pytest.approx(
+        float(total.mean().exp()), rel=1e-5
+    )
 
 
 def test_fewer_test_samples_can_be_scored(original: Exported, tmp_path: Path) -> None:
     config = original.job.config
-    capped = config.model_copy(update={"export": config.export.model_copy(update={"max_test_samples": 2})})
-    job = original.job.model_copy(update={"config": capped, "output_directory": str(tmp_path / "export")})
+    capped = config.model_copy(
+        update={"export": config.export.model_copy(update={"max_test_samples": 2})}
+    )
+    job = original.job.model_copy(
+        update={"config": capped, "output_directory": str(tmp_path / "export")}
+    )
     assert export(job).perplexity_samples == 2
 
 
@@ -119,9 +129,13 @@ def test_a_checkpoint_of_another_model_is_refused(original: Exported, tmp_path: 
     job = original.job.model_copy(
         update={"config": tiny_config(num_layers=4), "output_directory": str(tmp_path / "export")}
     )
-    with pytest.raises(ConversionError, match=r"it lacks encoder\.layers\.3\.input_layernorm\.weight"):
+    with pytest.raises(
+        ConversionError, match=r"it lacks encoder\.layers\.3\.input_layernorm\.weight"
+    ):
         export(job)
-    model = build_model(tiny_config(hidden_size=16), VOCAB_SIZE, ProcessMesh.serial(), device="meta")
+    model = build_model(
+        tiny_config(hidden_size=16), VOCAB_SIZE, ProcessMesh.serial(), device="meta"
+    )
     with pytest.raises(ConversionError, match="of another model"):
         take_weights(model, CheckpointTensors(Path(original.job.checkpoint)))
 
@@ -139,12 +153,20 @@ def test_no_checkpoint_no_tokenizer_no_samples(original: Exported, tmp_path: Pat
 def test_padding_is_compared_as_a_token(original: Exported, tmp_path: Path) -> None:
     config = original.job.config
     options = IndexOptions(
-        split=config.data.split_weights, seq_length=config.data.seq_length, seed=1, add_extra_token=False
+        split=config.data.split_weights,
+        seq_length=config.data.seq_length,
+        seed=1,
+        add_extra_token=False,
     )
-    build_index_maps(Mixture.single(original.job.token_prefixes[0]), tmp_path, options, (None, None, None))
+    build_index_maps(
+        Mixture.single(original.job.token_prefixes[0]), tmp_path, options, (None, None, None)
+    )
     data = config.data.model_copy(update={"add_extra_token": False})
     job = original.job.model_copy(
-        update={"config": config.model_copy(update={"data": data}), "index_directory": str(tmp_path)}
+        update={
+            "config": config.model_copy(update={"data": data}),
+            "index_directory": str(tmp_path),
+        }
     )
     rows = validation_rows(job)
     assert rows.shape[1] == config.data.seq_length + 1
@@ -156,15 +178,21 @@ def test_padding_is_compared_as_a_token(original: Exported, tmp_path: Path) -> N
     assert given.loss_mask[:, :-1].all()
 
 
-def test_an_output_directory_that_is_a_file_is_a_workspace_error(original: Exported, tmp_path: Path) -> None:
+def test_an_output_directory_that_is_a_file_is_a_workspace_error(
+    original: Exported, tmp_path: Path
+) -> None:
     (tmp_path / "export").write_text("in the way")
     with pytest.raises(WorkspaceError, match="Not a directory"):
         export(original.job.model_copy(update={"output_directory": str(tmp_path / "export")}))
 
 
-def test_a_failing_gate_publishes_nothing(original: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_gate_publishes_nothing(
+    original: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = write.model_config
-    monkeypatch.setattr(write, "model_config", lambda *values: {**real(*values), "activation_function": "relu"})
+    monkeypatch.setattr(
+        write, "model_config", lambda *values: {**real(*values), "activation_function": "relu"}
+    )
     exits = tmp_path / "exit"
 
     def build(directory: Path) -> dict[str, object]:

@@ -29,7 +29,10 @@ def test_a_family_without_counterpart_is_refused() -> None:
 def test_grouped_query_attention_is_refused() -> None:
     with pytest.raises(
         ConversionError,
-        match=r"nearest, GPT2LMHeadModel, has no model\.num_query_groups 2: set model\.num_query_groups to 4, or train",
+        match=(
+            r"nearest, GPT2LMHeadModel, has no model\.num_query_groups 2: set "
+            r"model\.num_query_groups to 4, or train"
+        ),
     ):
         counterparts(tiny_config(num_query_groups=2))
     counterparts(tiny_config(num_query_groups=4))
@@ -67,20 +70,31 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (LLAMA | {"position_embedding_type": "alibi"}, r"LlamaForCausalLM, has no .* alibi: set .* to rope"),
-        (LLAMA | {"activation": "relu"}, r"LlamaForCausalLM, has no model\.activation relu: set .* to swiglu or geglu"),
+        (
+            LLAMA | {"position_embedding_type": "alibi"},
+            r"LlamaForCausalLM, has no .* alibi: set .* to rope",
+        ),
+        (
+            LLAMA | {"activation": "relu"},
+            r"LlamaForCausalLM, has no model\.activation relu: set .* to swiglu or geglu",
+        ),
         (
             LLAMA | {"sliding_window": 8, "add_bias_linear": True},
             r"has no model\.sliding_window 8: set model\.sliding_window to null",
         ),
         (
             {"position_embedding_type": "none", "add_bias_linear": False},
-            r"GPT2LMHeadModel, has no model\.position_embedding_type none, model\.add_bias_linear false: set "
-            r"model\.position_embedding_type to learned_absolute, model\.add_bias_linear to true",
+            (
+                r"GPT2LMHeadModel, has no model\.position_embedding_type none, "
+                r"model\.add_bias_linear false: set model\.position_embedding_type to "
+                r"learned_absolute, model\.add_bias_linear to true"
+            ),
         ),
         ({"kv_channels": 4}, r"has no model\.kv_channels 4: set model\.kv_channels to 8"),
     ],
 )
-def test_every_option_without_counterpart_is_named_with_what_to_set(model: dict[str, object], message: str) -> None:
+def test_every_option_without_counterpart_is_named_with_what_to_set(
+    model: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConversionError, match=message):
         counterparts(tiny_config(**model))

@@ -22,7 +22,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> ConvertJob:
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory: pytest.TempPathFactory) -> ConvertJob:
-    job = family_job(tmp_path_factory.mktemp("t5"), family_config("t5", dtype="bfloat16", max_test_samples=5))
+    job = family_job(
+        tmp_path_factory.mktemp("t5"), family_config("t5", dtype="bfloat16", max_test_samples=5)
+    )
     export(job)
     return job
 
@@ -102,7 +104,9 @@ def test_another_tokenizer_is_found(family: str, tmp_path: Path) -> None:
     values = json.loads(settings.read_text(encoding="utf-8"))
     export(job)
     other = tmp_path / "other"
-    changed = {**values, "pad_token": "three"} if family == "t5" else {**values, "mask_token": "[UNK]"}
+    changed = (
+        {**values, "pad_token": "three"} if family == "t5" else {**values, "mask_token": "[UNK]"}
+    )
     settings.write_text(json.dumps(changed), encoding="utf-8")
     with pytest.raises(ConversionError, match=r"its tokenizer has id \d+ for (pad|mask), ours \d+"):
         export(job.model_copy(update={"output_directory": str(other)}))

@@ -1,4 +1,7 @@
-"""The gate of every class: it passes what is the same, and names where anything else begins to differ."""
+"""The gate of every class.
+
+It passes what is the same, and names where anything else begins to differ.
+"""
 
 import json
 from collections.abc import Callable
@@ -53,7 +56,11 @@ CHANGES = [
     ("llama", "lm_head.weight", "output_layer"),
     ("mistral", "model.layers.2.self_attn.k_proj.weight", "encoder.layers.2.self_attention"),
     ("qwen3", "model.layers.0.self_attn.q_norm.weight", "encoder.layers.0.self_attention"),
-    ("neox", "gpt_neox.layers.1.post_attention_layernorm.bias", "encoder.layers.1.post_attention_layernorm"),
+    (
+        "neox",
+        "gpt_neox.layers.1.post_attention_layernorm.bias",
+        "encoder.layers.1.post_attention_layernorm",
+    ),
     ("neox", "embed_out.weight", "output_layer"),
     ("bert", "bert.embeddings.LayerNorm.bias", "embedding"),
     ("bert", "bert.encoder.layer.1.output.dense.weight", "encoder.layers.1.mlp"),
@@ -61,7 +68,11 @@ CHANGES = [
     ("bert", "cls.seq_relationship.bias", "binary_head"),
     ("bert", "cls.predictions.transform.dense.weight", "lm_head.layernorm"),
     ("bert", "cls.predictions.bias", "output_layer"),
-    ("megatron-bert", "bert.encoder.layer.2.attention.ln.weight", "encoder.layers.2.input_layernorm"),
+    (
+        "megatron-bert",
+        "bert.encoder.layer.2.attention.ln.weight",
+        "encoder.layers.2.input_layernorm",
+    ),
     ("megatron-bert", "bert.encoder.ln.bias", "encoder.final_layernorm"),
     ("t5", "encoder.block.1.layer.1.DenseReluDense.wi.weight", "encoder.layers.1.mlp"),
     ("t5", "decoder.block.0.layer.1.EncDecAttention.v.weight", "decoder.layers.0.inter_attention"),
@@ -75,8 +86,12 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "weight", "layer"), CHANGES, ids=[f"{name}-{layer}" for name, _, layer in CHANGES])
-def test_a_changed_weight_is_found_and_its_layer_named(name: str, weight: str, layer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "weight", "layer"), CHANGES, ids=[f"{name}-{layer}" for name, _, layer in CHANGES]
+)
+def test_a_changed_weight_is_found_and_its_layer_named(
+    name: str, weight: str, layer: str, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     exported(name, tmp_path)
@@ -100,7 +115,11 @@ def test_a_changed_weight_is_found_and_its_layer_named(name: str, weight: str, l
     ("name", "values", "layer"),
     [
         ("llama", {"rms_norm_eps": 1e-2}, "encoder.layers.0.input_layernorm"),
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, "encoder.layers.0.self_attention"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+            "encoder.layers.0.self_attention",
+        ),
         ("llama-grouped", {"hidden_act": "gelu"}, "encoder.layers.0.mlp"),
         ("mistral", {"sliding_window": 6}, "encoder.layers.0.self_attention"),
         ("neox", {"use_parallel_residual": False}, "encoder.layers.0.post_attention_layernorm"),
@@ -110,10 +129,14 @@ def test_a_changed_weight_is_found_and_its_layer_named(name: str, weight: str, l
         ("t5-v1.1", {"tie_word_embeddings": True}, "output_layer"),
     ],
 )
-def test_a_wrong_configuration_is_found(name: str, values: dict[str, Any], layer: str, tmp_path: Path) -> None:
+def test_a_wrong_configuration_is_found(
+    name: str, values: dict[str, Any], layer: str, tmp_path: Path
+) -> None:
     exported(name, tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8"
+    )
     spec = tiny_spec(name)
     report = reported(Pair(spec, form_of(spec)[1], our_model(spec), load_exported(tmp_path)))
     assert report.differing_weights == []
@@ -124,8 +147,16 @@ def test_a_wrong_configuration_is_found(name: str, values: dict[str, Any], layer
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
-        ("llama", "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"),
-        ("bert", "bert.encoder.layer.1.attention.self.query.weight", "bert.encoder.layer.1.attention.self.key.weight"),
+        (
+            "llama",
+            "model.layers.1.self_attn.q_proj.weight",
+            "model.layers.1.self_attn.k_proj.weight",
+        ),
+        (
+            "bert",
+            "bert.encoder.layer.1.attention.self.query.weight",
+            "bert.encoder.layer.1.attention.self.key.weight",
+        ),
         (
             "t5",
             "encoder.block.1.layer.0.SelfAttention.q.weight",
@@ -133,7 +164,9 @@ def test_a_wrong_configuration_is_found(name: str, values: dict[str, Any], layer
         ),
     ],
 )
-def test_swapped_query_and_key_are_found(name: str, first: str, second: str, tmp_path: Path) -> None:
+def test_swapped_query_and_key_are_found(
+    name: str, first: str, second: str, tmp_path: Path
+) -> None:
     pair = exported(name, tmp_path)
     held = pair.theirs.state_dict()
     held[first], held[second] = held[second].clone(), held[first].clone()

@@ -52,7 +52,8 @@ def test_ours_in_transformers(name: str, pair: tuple[Any, Any]) -> None:
     assert difference(name, *pair) > 0.01
     _, form = form_of(spec)
     state = {
-        form.name_when_loaded(key): value for key, value in form.key_map(spec).forward(dict(ours.named_parameters()))
+        form.name_when_loaded(key): value
+        for key, value in form.key_map(spec).forward(dict(ours.named_parameters()))
     }
     _, unexpected = theirs.load_state_dict(state, strict=False)
     assert unexpected == []
@@ -88,7 +89,9 @@ def test_every_parameter_of_both_models_is_in_the_table(name: str, pair: tuple[A
     spec = tiny_spec(name)
     _, form = form_of(spec)
     table = form.key_map(spec)
-    assert {key: tuple(value.shape) for key, value in pair[0].named_parameters()} == table.our_shapes
+    assert {
+        key: tuple(value.shape) for key, value in pair[0].named_parameters()
+    } == table.our_shapes
     held = {key: tuple(value.shape) for key, value in pair[1].named_parameters()}
     wanted = {form.name_when_loaded(key): shape for key, shape in table.their_shapes.items()}
     assert held == wanted
@@ -111,12 +114,16 @@ def test_paired_modules_give_the_same_hidden_states(name: str, pair: tuple[Any, 
     layers = spec.model.num_layers + (spec.model.decoder_layers if spec.family == "t5" else 0)
     assert len(pairs) >= 4 * layers + 1
     for our_name, their_name in pairs:
-        torch.testing.assert_close(own[our_name], others[their_name], atol=2e-5, rtol=1e-5, msg=our_name)
+        torch.testing.assert_close(
+            own[our_name], others[their_name], atol=2e-5, rtol=1e-5, msg=our_name
+        )
 
 
 def whole(given: ModelInput) -> ModelInput:
     """The first sample, which has no padding."""
-    return ModelInput(**{field: None if value is None else value[:1] for field, value in vars(given).items()})
+    return ModelInput(
+        **{field: None if value is None else value[:1] for field, value in vars(given).items()}
+    )
 
 
 def test_configuration_comes_back(name: str) -> None:
@@ -130,7 +137,9 @@ def test_configuration_comes_back(name: str) -> None:
         "num_decoder_layers": "decoder_layers",
     }
     # How far the vocabulary is padded is ours alone, and T5's initial weights follow from widths.
-    unknown = {"make_vocab_size_divisible_by"} | ({"init_method_std"} if spec.family == "t5" else set())
+    unknown = {"make_vocab_size_divisible_by"} | (
+        {"init_method_std"} if spec.family == "t5" else set()
+    )
     for field in type(spec.model).model_fields.keys() - unknown:
         name_of_value = derived.get(field, field)
         assert getattr(again.model, name_of_value) == getattr(spec.model, name_of_value), field

@@ -60,7 +60,9 @@ def test_logits_equal_those_of_transformers(model: dict[str, Any]) -> None:
 
 def test_round_trip_is_bitwise() -> None:
     ours, theirs, table = transformers_model()
-    state = {name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+    state = {
+        name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"
+    }
     back = dict(table.reverse(state))
     parameters = dict(ours.named_parameters())
     assert back.keys() == parameters.keys()
@@ -92,15 +94,25 @@ def test_paired_modules_give_the_same_hidden_states() -> None:
         theirs(tokens)
     assert len(pairs) == 1 + 3 * 5 + 1
     for our_name, their_name in pairs:
-        torch.testing.assert_close(our_outputs[our_name], their_outputs[their_name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            our_outputs[our_name], their_outputs[their_name], atol=1e-5, rtol=0
+        )
 
 
 def test_configurations_are_what_transformers_reads_back(tmp_path: Path) -> None:
     from transformers import GenerationConfig, GPT2Config
 
-    config = tiny_config(hidden_dropout=0.3, attention_dropout=0.2, layernorm_epsilon=1e-6, ffn_hidden_size=48)
+    config = tiny_config(
+        hidden_dropout=0.3, attention_dropout=0.2, layernorm_epsilon=1e-6, ffn_hidden_size=48
+    )
     read = GPT2Config(**model_config(spec_of(config), "float32"))
-    assert (read.n_layer, read.n_embd, read.n_head, read.n_inner, read.n_positions) == (3, 32, 4, 48, SEQ_LENGTH)
+    assert (read.n_layer, read.n_embd, read.n_head, read.n_inner, read.n_positions) == (
+        3,
+        32,
+        4,
+        48,
+        SEQ_LENGTH,
+    )
     assert (read.resid_pdrop, read.embd_pdrop, read.attn_pdrop) == (0.3, 0.3, 0.2)
     assert (read.layer_norm_epsilon, read.activation_function) == (1e-6, "gelu_new")
     assert (read.vocab_size, read.bos_token_id, read.eos_token_id) == (VOCAB_SIZE, EOD, EOD)

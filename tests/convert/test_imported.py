@@ -17,14 +17,31 @@ from megacore.convert.imported import import_model, open_from_hf
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import load_exported
 from megacore.convert.source import CheckpointTensors
-from megacore.errors import CheckpointError, ConfigError, ConversionError, MegacoreError, WorkspaceError
+from megacore.errors import (
+    CheckpointError,
+    ConfigError,
+    ConversionError,
+    MegacoreError,
+    WorkspaceError,
+)
 from tests.convert._models import MODELS, on_disk, samples, their_model, tiny_spec
 
-CLASSES = ("gpt2-untied", "llama-grouped", "mistral", "neox", "bert", "megatron-bert-masked", "t5", "t5-v1.1")
+CLASSES = (
+    "gpt2-untied",
+    "llama-grouped",
+    "mistral",
+    "neox",
+    "bert",
+    "megatron-bert-masked",
+    "t5",
+    "t5-v1.1",
+)
 """One for each way of naming and tying."""
 
 
-def saved(name: str, directory: Path, *, shard: str = "40KB", dtype: torch.dtype = torch.float32) -> Any:
+def saved(
+    name: str, directory: Path, *, shard: str = "40KB", dtype: torch.dtype = torch.float32
+) -> Any:
     """A model of transformers, saved by itself, in several files."""
     model = their_model(tiny_spec(name)).to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
@@ -63,7 +80,9 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert record["class"] == MODELS[name][1]
     assert record["tokenizer"] is None
     assert record["gate"] is None
-    assert set(record["files"]) == {path.name for path in source.iterdir() if path.name != "generation_config.json"}
+    assert set(record["files"]) == {
+        path.name for path in source.iterdir() if path.name != "generation_config.json"
+    }
 
     export_hf(open_source(tmp_path / "imported"), tmp_path / "again")
     record = json.loads((tmp_path / "again" / "export.json").read_text(encoding="utf-8"))
@@ -89,7 +108,9 @@ def test_bfloat16_comes_back_bitwise(tmp_path: Path) -> None:
     assert config["dtype"] == "bfloat16"
     again = load_exported(tmp_path / "again", torch.bfloat16)
     wanted = on_disk(tiny_spec("llama"), theirs)
-    assert all(torch.equal(value, wanted[key]) for key, value in on_disk(tiny_spec("llama"), again).items())
+    assert all(
+        torch.equal(value, wanted[key]) for key, value in on_disk(tiny_spec("llama"), again).items()
+    )
 
 
 def test_padding_is_zero_and_shapes_are_those_of_the_spec(gpt2: Path, tmp_path: Path) -> None:
@@ -100,13 +121,22 @@ def test_padding_is_zero_and_shapes_are_those_of_the_spec(gpt2: Path, tmp_path: 
     assert not table[100:].any()
 
 
-def test_names_without_the_base_models_prefix_masks_and_a_copy_of_the_head(copied: Path, tmp_path: Path) -> None:
+def test_names_without_the_base_models_prefix_masks_and_a_copy_of_the_head(
+    copied: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
-    _, spec, tensors = open_from_hf(copied).kind, open_from_hf(copied).spec, open_from_hf(copied).tensors
+    _, spec, tensors = (
+        open_from_hf(copied).kind,
+        open_from_hf(copied).spec,
+        open_from_hf(copied).tensors,
+    )
     theirs = on_disk(tiny_spec("gpt2"), their_model(tiny_spec("gpt2")))
     bare = {key.removeprefix("transformer."): value.contiguous() for key, value in theirs.items()}
-    bare |= {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "lm_head.weight": theirs["transformer.wte.weight"].clone()}
+    bare |= {
+        "h.0.attn.bias": torch.ones(1, 1, 32, 32),
+        "lm_head.weight": theirs["transformer.wte.weight"].clone(),
+    }
     for path in copied.glob("*.safetensors*"):
         path.unlink()
     save_file(bare, copied / "model.safetensors")
@@ -115,7 +145,9 @@ def test_names_without_the_base_models_prefix_masks_and_a_copy_of_the_head(copie
     assert all(torch.equal(again.tensors[name], tensors[name]) for name in tensors)
     bare["lm_head.weight"][3] += 1
     save_file(bare, copied / "model.safetensors")
-    with pytest.raises(ConversionError, match=r"lm_head\.weight and transformer\.wte\.weight with different values"):
+    with pytest.raises(
+        ConversionError, match=r"lm_head\.weight and transformer\.wte\.weight with different values"
+    ):
         open_from_hf(copied)
 
 
@@ -126,14 +158,21 @@ def test_a_pickle_of_tensors_is_read_and_any_other_refused(copied: Path, gpt2: P
     torch.save(theirs.state_dict(), copied / "pytorch_model.bin")
     opened, wanted = open_from_hf(copied), open_from_hf(gpt2)
     assert all(torch.equal(opened.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
-    torch.save(theirs.state_dict(), copied / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    torch.save(
+        theirs.state_dict(), copied / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
     opened = open_from_hf(copied)
     assert all(torch.equal(opened.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
     torch.save({"model": Path("/")}, copied / "pytorch_model.bin")
-    with pytest.raises(ConversionError, match=r"asks for pathlib\.\w+, which is no tensor: nothing of it was run"):
+    with pytest.raises(
+        ConversionError, match=r"asks for pathlib\.\w+, which is no tensor: nothing of it was run"
+    ):
         open_from_hf(copied)
     (copied / "pytorch_model.bin").write_bytes(b"hello")
-    with pytest.raises(ConversionError, match=r"\(5 bytes\) cannot be read as tensors alone .* damaged or cut short"):
+    with pytest.raises(
+        ConversionError,
+        match=r"\(5 bytes\) cannot be read as tensors alone .* damaged or cut short",
+    ):
         open_from_hf(copied)
 
 
@@ -161,7 +200,9 @@ def escape(directory: Path) -> None:
 def config(**values: Any) -> Callable[[Path], None]:
     def change(directory: Path) -> None:
         path = directory / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+        path.write_text(
+            json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8"
+        )
 
     return change
 
@@ -169,20 +210,41 @@ def config(**values: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lose_a_shard, r"index\.json names \d+ files, of which 1 are missing, model-00001-of-\d+\.safetensors first"),
+        (
+            lose_a_shard,
+            (
+                r"index\.json names \d+ files, of which 1 are missing, "
+                r"model-00001-of-\d+\.safetensors first"
+            ),
+        ),
         (cut_a_shard, r"model-00002-of-\d+\.safetensors \([\d,]+ bytes\) is damaged or cut short"),
         (lose_all, r"has no weights: none of model\.safetensors, .*pytorch_model\.bin"),
         (escape, r"names files outside of"),
         (config(n_embd=64), r"has shape \(100, 32\) where the configuration says \(100, 64\)"),
-        (config(vocab_size=99), r"wte\.weight has shape \(100, 32\) where the configuration says \(99, 32\)"),
+        (
+            config(vocab_size=99),
+            r"wte\.weight has shape \(100, 32\) where the configuration says \(99, 32\)",
+        ),
         (config(n_layer=4), r"it lacks transformer\.h\.3\.ln_1\.weight"),
         (config(n_layer=2), r"it has no place for transformer\.h\.2\."),
-        (config(activation_function="silu"), r"has activation_function 'silu', which models here lack: only gelu_new"),
-        (config(scale_attn_by_inverse_layer_idx=True), r"has scale_attn_by_inverse_layer_idx True, which models"),
+        (
+            config(activation_function="silu"),
+            r"has activation_function 'silu', which models here lack: only gelu_new",
+        ),
+        (
+            config(scale_attn_by_inverse_layer_idx=True),
+            r"has scale_attn_by_inverse_layer_idx True, which models",
+        ),
         (config(n_head="4"), r"has n_head '4' where a value of type int belongs"),
         (config(n_layer=None), r"config\.json has no n_layer"),
-        (config(architectures=["RwkvForCausalLM"], model_type="rwkv"), r"architectures \['RwkvForCausalLM'\]"),
-        (config(architectures=["GPT2ForSequenceClassification"]), r"only GPT2LMHeadModel, LlamaForCausalLM, "),
+        (
+            config(architectures=["RwkvForCausalLM"], model_type="rwkv"),
+            r"architectures \['RwkvForCausalLM'\]",
+        ),
+        (
+            config(architectures=["GPT2ForSequenceClassification"]),
+            r"only GPT2LMHeadModel, LlamaForCausalLM, ",
+        ),
     ],
 )
 def test_damage_is_told_in_one_sentence(
@@ -198,14 +260,26 @@ def test_damage_is_told_in_one_sentence(
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters of type 'llama3'"),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_parameters of type 'llama3'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear"}},
+            "rope_scaling of type 'linear'",
+        ),
         ("llama", {"mlp_bias": True}, "mlp_bias True"),
         ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
         ("qwen3-window", {"max_window_layers": 1}, "max_window_layers 1"),
         ("neox", {"attention_bias": False}, "attention_bias False"),
         ("bert", {"type_vocab_size": 3}, "type_vocab_size 3"),
-        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+        (
+            "bert",
+            {"position_embedding_type": "relative_key"},
+            "position_embedding_type 'relative_key'",
+        ),
         ("t5", {"feed_forward_proj": "gated-relu"}, "feed_forward_proj 'relu'"),
     ],
 )
@@ -214,7 +288,9 @@ def test_what_models_here_lack_is_refused_by_key_and_value(
 ) -> None:
     from megacore.convert.hf.forms import model_config
 
-    (tmp_path / "config.json").write_text(json.dumps(model_config(tiny_spec(name), "float32") | values))
+    (tmp_path / "config.json").write_text(
+        json.dumps(model_config(tiny_spec(name), "float32") | values)
+    )
     with pytest.raises(ConversionError, match=message):
         open_from_hf(tmp_path)
 
@@ -237,7 +313,11 @@ def test_an_output_that_holds_something_is_refused(gpt2: Path, tmp_path: Path) -
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    for output, message in (("full", "is not empty"), ("file", "is a file"), ("file/below", "is a file")):
+    for output, message in (
+        ("full", "is not empty"),
+        ("file", "is a file"),
+        ("file/below", "is a file"),
+    ):
         with pytest.raises(ConfigError, match=message):
             import_model(foreign, gpt2, tmp_path / output)
     (tmp_path / "empty").mkdir()
@@ -253,12 +333,17 @@ def test_a_tokenizer_that_is_not_there_or_of_another_vocabulary(gpt2: Path, tmp_
         import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "none")
     (tmp_path / "large").mkdir()
     JsonTokenizer(train_bpe(["a b c"], 257), "<|endoftext|>").save(tmp_path / "large")
-    with pytest.raises(ConversionError, match=r"tokenizer in .*large has 257 entries and the model's vocabulary 100"):
+    with pytest.raises(
+        ConversionError,
+        match=r"tokenizer in .*large has 257 entries and the model's vocabulary 100",
+    ):
         import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported", tmp_path / "large")
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_file_that_may_not_be_read_is_not_called_damaged(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    gpt2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -266,13 +351,18 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(gpt2: Path, monkeypat
     index = json.loads((gpt2 / "model.safetensors.index.json").read_text(encoding="utf-8"))
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: json.dumps(index))
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ConversionError, match=r"safetensors cannot be read \(Permission denied\): make it readable"):
+    with pytest.raises(
+        ConversionError, match=r"safetensors cannot be read \(Permission denied\): make it readable"
+    ):
         HfTensors(gpt2, FORMS["gpt2"], key_map)
 
 
 def test_an_output_that_the_system_refuses_is_one_sentence(gpt2: Path) -> None:
     foreign = open_from_hf(gpt2)
-    with pytest.raises(WorkspaceError, match=r"--output /proc/new/output cannot be made \(No such file or directory\)"):
+    with pytest.raises(
+        WorkspaceError,
+        match=r"--output /proc/new/output cannot be made \(No such file or directory\)",
+    ):
         import_model(foreign, gpt2, Path("/proc/new/output"))
 
 
@@ -283,7 +373,9 @@ def test_an_export_takes_no_tokenizer_of_another_vocabulary(gpt2: Path, tmp_path
     checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
     (tmp_path / "large").mkdir()
     JsonTokenizer(train_bpe(["a b c"], 257), "<|endoftext|>").save(tmp_path / "large")
-    with pytest.raises(ConfigError, match=r"a vocabulary of 257 entries and the model in .* one of 100"):
+    with pytest.raises(
+        ConfigError, match=r"a vocabulary of 257 entries and the model in .* one of 100"
+    ):
         open_source(checkpoint, tmp_path / "large")
 
 
@@ -308,10 +400,14 @@ def test_a_model_without_counterpart_leaves_nothing(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(
         tmp_path / "run", 7, {"model.x": torch.zeros(1)}, {"model": spec.model_dump(mode="json")}
     )
-    with pytest.raises(ConversionError, match=r"LlamaForCausalLM, has no model\.position_embedding_type alibi: set"):
+    with pytest.raises(
+        ConversionError, match=r"LlamaForCausalLM, has no model\.position_embedding_type alibi: set"
+    ):
         export_hf(open_source(checkpoint), tmp_path / "exported")
     rope = tiny_spec("llama")
-    save_checkpoint(tmp_path / "run", 8, {"model.x": torch.zeros(1)}, {"model": rope.model_dump(mode="json")})
+    save_checkpoint(
+        tmp_path / "run", 8, {"model.x": torch.zeros(1)}, {"model": rope.model_dump(mode="json")}
+    )
     with pytest.raises(ConversionError, match="it lacks embedding"):
         export_hf(open_source(tmp_path / "run"), tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

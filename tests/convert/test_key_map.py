@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from megacore.convert.key_map import SAME, TRANSPOSED, Entry, KeyMap, Layout, padded_rows, qkv_blocks
+from megacore.convert.key_map import (
+    SAME,
+    TRANSPOSED,
+    Entry,
+    KeyMap,
+    Layout,
+    padded_rows,
+    qkv_blocks,
+)
 from megacore.errors import ConversionError
 
 
@@ -14,9 +22,13 @@ def encoded(shape: tuple[int, ...]) -> torch.Tensor:
 
 def test_qkv_blocks_moves_each_head_to_its_block() -> None:
     heads, head_dim = 3, 2
-    ours = torch.tensor([[head, kind, d] for head in range(heads) for kind in range(3) for d in range(head_dim)])
+    ours = torch.tensor(
+        [[head, kind, d] for head in range(heads) for kind in range(3) for d in range(head_dim)]
+    )
     (theirs,) = qkv_blocks(heads, head_dim).split(ours)
-    expected = [[head, kind, d] for kind in range(3) for head in range(heads) for d in range(head_dim)]
+    expected = [
+        [head, kind, d] for kind in range(3) for head in range(heads) for d in range(head_dim)
+    ]
     assert theirs.tolist() == expected
 
 
@@ -86,7 +98,9 @@ def test_missing_and_unknown_names_and_wrong_shapes_are_named(direction: str) ->
         list(convert({name: tensor for name, tensor in tensors.items() if name != first}))
     with pytest.raises(ConversionError, match=r"no place for stray\.bias"):
         list(convert({**tensors, "stray.bias": torch.zeros(1)}))
-    with pytest.raises(ConversionError, match=rf"{first} has shape \(9, 9\) where the configuration says"):
+    with pytest.raises(
+        ConversionError, match=rf"{first} has shape \(9, 9\) where the configuration says"
+    ):
         list(convert({**tensors, first: torch.zeros(9, 9)}))
 
 

@@ -17,7 +17,9 @@ def stack() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10))
 
 
-def compare(ours: nn.Module, theirs: nn.Module, samples: torch.Tensor) -> tuple[dict[str, float], str | None]:
+def compare(
+    ours: nn.Module, theirs: nn.Module, samples: torch.Tensor
+) -> tuple[dict[str, float], str | None]:
     runs = [(partial(ours, sample[None]), partial(theirs, sample[None])) for sample in samples]
     return layer_differences(ours, theirs, PAIRS, runs, 1e-4)
 

@@ -22,13 +22,19 @@ _LAYER_KEY = re.compile(r"layers\.(\d+)\.([a-z0-9_.]+)\.([a-z]+)")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_names_every_parameter_of_the_model(name: str) -> None:
     spec = megatron_spec(name)
-    named = {ours: shape for slot in slots(spec) for ours, shape in zip(slot.ours, slot.shapes, strict=True)}
+    named = {
+        ours: shape
+        for slot in slots(spec)
+        for ours, shape in zip(slot.ours, slot.shapes, strict=True)
+    }
     assert named == {name: tuple(tensor.shape) for name, tensor in weights(spec).items()}
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_round_trip_is_bitwise_and_keeps_the_spec(tmp_path: Path, name: str, tensor: int, pipeline: int) -> None:
+def test_round_trip_is_bitwise_and_keeps_the_spec(
+    tmp_path: Path, name: str, tensor: int, pipeline: int
+) -> None:
     _, tensors = written(tmp_path / "out", name, tensor=tensor, pipeline=pipeline)
     read = read_megatron(tmp_path / "out")
     assert (read.spec, read.iteration, read.remarks) == (megatron_spec(name), ITERATION, ())
@@ -37,12 +43,21 @@ def test_round_trip_is_bitwise_and_keeps_the_spec(tmp_path: Path, name: str, ten
     assert all(torch.equal(read.tensors[key], value) for key, value in tensors.items())
 
 
-def walked(iteration: Path, tensor: int, pipeline: int, layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Our names and whole tensors, found as the public converters find them: by order, ends of names, and sizes."""
+def walked(
+    iteration: Path, tensor: int, pipeline: int, layers: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Our names and whole tensors, found as the public converters find them.
+
+    By order, ends of names, and sizes.
+    """
     for stage in range(pipeline):
         suffix = f"_{stage:03d}" if pipeline > 1 else ""
-        models = [load(iteration / f"mp_rank_{rank:02d}{suffix}")["model"] for rank in range(tensor)]
-        encoders: list[Mapping[str, Tensor]] = [model["language_model"]["encoder"] for model in models]
+        models = [
+            load(iteration / f"mp_rank_{rank:02d}{suffix}")["model"] for rank in range(tensor)
+        ]
+        encoders: list[Mapping[str, Tensor]] = [
+            model["language_model"]["encoder"] for model in models
+        ]
         for key in encoders[0]:
             match = _LAYER_KEY.match(key)
             if match is None:
@@ -58,14 +73,22 @@ def walked(iteration: Path, tensor: int, pipeline: int, layers: int) -> Iterator
             yield f"encoder.layers.{layer}.{name}.{kind}", whole
         if stage == 0:
             embedding = [model["language_model"]["embedding"] for model in models]
-            yield "embedding.word_embeddings.weight", torch.cat([e["word_embeddings"]["weight"] for e in embedding])
-            yield "embedding.position_embeddings.weight", embedding[0]["position_embeddings"]["weight"]
+            yield (
+                "embedding.word_embeddings.weight",
+                torch.cat([e["word_embeddings"]["weight"] for e in embedding]),
+            )
+            yield (
+                "embedding.position_embeddings.weight",
+                embedding[0]["position_embeddings"]["weight"],
+            )
     for kind in ("weight", "bias"):
         yield f"encoder.final_layernorm.{kind}", encoders[0][f"final_layernorm.{kind}"]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
-def test_gpt_is_found_as_the_public_converters_walk_it(tmp_path: Path, tensor: int, pipeline: int) -> None:
+def test_gpt_is_found_as_the_public_converters_walk_it(
+    tmp_path: Path, tensor: int, pipeline: int
+) -> None:
     iteration, tensors = written(tmp_path / "out", tensor=tensor, pipeline=pipeline)
     found = dict(walked(iteration, tensor, pipeline, 4))
     assert found.keys() == tensors.keys()
@@ -76,7 +99,9 @@ def keys(model: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Paths of the tensors, in their order."""
     found = []
     for key, value in model.items():
-        found += keys(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        found += (
+            keys(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        )
     return found
 
 
@@ -135,7 +160,9 @@ def test_pipeline_stages_begin_at_layer_0_and_hold_what_is_theirs(tmp_path: Path
 def test_grouped_queries_and_gated_halves_are_joined_per_rank(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path / "out", "llama", tensor=2)
     prefix = "encoder.layers.2"
-    query, key_value = (tensors[f"{prefix}.self_attention.{name}.weight"] for name in ("query", "key_value"))
+    query, key_value = (
+        tensors[f"{prefix}.self_attention.{name}.weight"] for name in ("query", "key_value")
+    )
     gate, up = (tensors[f"{prefix}.mlp.dense_h_to_4h{end}.weight"] for end in ("_gate", ""))
     for rank in (0, 1):
         model = load(iteration / f"mp_rank_{rank:02d}")["model"]["language_model"]
@@ -145,7 +172,9 @@ def test_grouped_queries_and_gated_halves_are_joined_per_rank(tmp_path: Path) ->
         assert torch.equal(encoder["layers.2.self_attention.query_key_value.weight"], rows)
         halves = torch.cat([gate[64 * rank : 64 * rank + 64], up[64 * rank : 64 * rank + 64]])
         assert torch.equal(encoder["layers.2.mlp.dense_h_to_4h.weight"], halves)
-        assert torch.equal(model["output_layer"]["weight"], tensors["output_layer.weight"][152 * rank :][:152])
+        assert torch.equal(
+            model["output_layer"]["weight"], tensors["output_layer.weight"][152 * rank :][:152]
+        )
         assert model["embedding"].keys() == {"word_embeddings"}
 
 
@@ -157,10 +186,23 @@ def test_files_are_read_with_weights_only_and_have_args_in_both_forms(tmp_path: 
     assert vars(args) == dict(args)
     assert "ffn_hidden_size" in args
     assert (state["checkpoint_version"], state["iteration"]) == (3.0, ITERATION)
-    assert (args.num_layers, args.hidden_size, args.num_attention_heads, args.ffn_hidden_size) == (4, 32, 4, 128)
-    assert (args.orig_vocab_size, args.padded_vocab_size, args.max_position_embeddings) == (300, 304, 24)
+    assert (args.num_layers, args.hidden_size, args.num_attention_heads, args.ffn_hidden_size) == (
+        4,
+        32,
+        4,
+        128,
+    )
+    assert (args.orig_vocab_size, args.padded_vocab_size, args.max_position_embeddings) == (
+        300,
+        304,
+        24,
+    )
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
-    assert (args.bias_gelu_fusion, args.openai_gelu, args.params_dtype) == (False, False, torch.float32)
+    assert (args.bias_gelu_fusion, args.openai_gelu, args.params_dtype) == (
+        False,
+        False,
+        torch.float32,
+    )
     assert (args.tokenizer_type, args.tokenizer_name_or_path) == ("NullTokenizer", None)
     # Megatron-LM pads 300 to a multiple of this times 2.
     assert args.make_vocab_size_divisible_by == 152
@@ -172,14 +214,20 @@ def test_args_name_the_tokenizer_and_the_approximate_gelu(tmp_path: Path) -> Non
     write_megatron(spec, weights(spec), tmp_path / "out", iteration=5)
     args = load(tmp_path / "out" / "iter_0000005" / "mp_rank_00")["args"]
     assert (args.tokenizer_type, args.tokenizer_name_or_path) == ("PretrainedFromHF", str(tmp_path))
-    assert (args.openai_gelu, args.bias_gelu_fusion, args.make_vocab_size_divisible_by) == (True, False, 16)
+    assert (args.openai_gelu, args.bias_gelu_fusion, args.make_vocab_size_divisible_by) == (
+        True,
+        False,
+        16,
+    )
     assert read_megatron(tmp_path / "out").spec == spec
 
 
 def test_a_file_holds_its_parts_alone(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path / "out", "bert", tensor=2, pipeline=2)
     total = sum(path.stat().st_size for path in iteration.glob("*/*"))
-    assert total < 4 * 2**16 + 4 * (sum(tensor.numel() for tensor in tensors.values()) * 1.2 + 304 * 32)
+    assert total < 4 * 2**16 + 4 * (
+        sum(tensor.numel() for tensor in tensors.values()) * 1.2 + 304 * 32
+    )
 
 
 def test_weights_of_other_dtypes_are_written_in_float32(tmp_path: Path) -> None:
@@ -195,10 +243,25 @@ def test_weights_of_other_dtypes_are_written_in_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "tensor", "pipeline", "sentence"),
     [
-        ({}, 3, 1, r"model\.num_attention_heads 4 cannot be divided over a tensor parallel size of 3"),
-        ({"num_query_groups": 1}, 2, 1, r"model\.num_query_groups 1 cannot .* tensor parallel size of 2"),
+        (
+            {},
+            3,
+            1,
+            r"model\.num_attention_heads 4 cannot be divided over a tensor parallel size of 3",
+        ),
+        (
+            {"num_query_groups": 1},
+            2,
+            1,
+            r"model\.num_query_groups 1 cannot .* tensor parallel size of 2",
+        ),
         ({"ffn_hidden_size": 41}, 2, 1, r"model\.ffn_hidden_size 41 cannot"),
-        ({"make_vocab_size_divisible_by": 1, "num_attention_heads": 8}, 8, 1, "padded vocabulary of 300 cannot"),
+        (
+            {"make_vocab_size_divisible_by": 1, "num_attention_heads": 8},
+            8,
+            1,
+            "padded vocabulary of 300 cannot",
+        ),
         ({}, 1, 3, r"model\.num_layers 4 cannot be divided over a pipeline parallel size of 3"),
         ({}, 0, 1, "tensor parallel size of 0"),
     ],
@@ -215,19 +278,37 @@ def test_sizes_that_do_not_divide_are_told_with_their_numbers(
 @pytest.mark.parametrize(
     ("name", "model", "sentence"),
     [
-        ("gpt", {"parallel_residual": True}, r"of gpt has no place for model\.parallel_residual True: "),
+        (
+            "gpt",
+            {"parallel_residual": True},
+            r"of gpt has no place for model\.parallel_residual True: ",
+        ),
         ("gpt", {"position_embedding_type": "alibi"}, r"model\.position_embedding_type 'alibi'"),
-        ("gpt", {"activation": "relu", "sliding_window": 8}, r"activation 'relu', model\.sliding_window 8"),
+        (
+            "gpt",
+            {"activation": "relu", "sliding_window": 8},
+            r"activation 'relu', model\.sliding_window 8",
+        ),
         ("gpt", {"activation": "geglu_tanh"}, "'geglu_tanh'"),
         ("gpt", {"qk_layernorm": True}, "qk_layernorm True"),
         ("llama", {"rotary_percent": 0.4}, r"rotary_percent 0\.4"),
-        ("bert", {"norm_position": "post"}, r"of bert has no place for model\.norm_position 'post'"),
-        ("bert", {"normalization": "rmsnorm", "add_bias_linear": False}, "normalization 'rmsnorm', .*_linear False"),
+        (
+            "bert",
+            {"norm_position": "post"},
+            r"of bert has no place for model\.norm_position 'post'",
+        ),
+        (
+            "bert",
+            {"normalization": "rmsnorm", "add_bias_linear": False},
+            "normalization 'rmsnorm', .*_linear False",
+        ),
         ("bert", {"activation": "swiglu"}, "'swiglu'"),
         ("bert", {"num_query_groups": 2}, "num_query_groups 2"),
     ],
 )
-def test_options_without_a_place_are_named(tmp_path: Path, name: str, model: dict[str, Any], sentence: str) -> None:
+def test_options_without_a_place_are_named(
+    tmp_path: Path, name: str, model: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConversionError, match=sentence):
         write_megatron(megatron_spec(name, **model), {}, tmp_path / "out", iteration=5)
     assert not (tmp_path / "out").exists()
@@ -235,7 +316,9 @@ def test_options_without_a_place_are_named(tmp_path: Path, name: str, model: dic
 
 def test_t5_is_refused_by_name(tmp_path: Path) -> None:
     spec = megatron_spec("gpt").model_copy(update={"family": "t5"})
-    with pytest.raises(ConversionError, match="family 't5' has no counterpart in Megatron's file form"):
+    with pytest.raises(
+        ConversionError, match="family 't5' has no counterpart in Megatron's file form"
+    ):
         write_megatron(spec, {}, tmp_path / "out", iteration=5)
 
 
@@ -243,10 +326,14 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_pat
     spec = megatron_spec("gpt")
     tensors = weights(spec)
     short = {name: tensor for name, tensor in tensors.items() if "final" not in name}
-    with pytest.raises(ConversionError, match=r"lacks encoder\.final_layernorm\.bias, .*\(2 missing, 0 unknown\)"):
+    with pytest.raises(
+        ConversionError, match=r"lacks encoder\.final_layernorm\.bias, .*\(2 missing, 0 unknown\)"
+    ):
         write_megatron(spec, short, tmp_path / "out", iteration=5)
     with pytest.raises(ConversionError, match=r"no place for stray\.bias \(0 missing, 1 unknown\)"):
-        write_megatron(spec, {**tensors, "stray.bias": torch.zeros(1)}, tmp_path / "out", iteration=5)
+        write_megatron(
+            spec, {**tensors, "stray.bias": torch.zeros(1)}, tmp_path / "out", iteration=5
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -268,7 +355,10 @@ def test_a_failure_leaves_nothing_and_the_tracker_as_it_was(tmp_path: Path) -> N
         with pytest.raises(WorkspaceError, match="No space left on device"):
             write_megatron(spec, Failing(tensors), root, iteration=6, tensor=2, pipeline=2)
     assert not (tmp_path / "a").exists()
-    assert sorted(path.name for path in used.iterdir()) == ["iter_0000005", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in used.iterdir()) == [
+        "iter_0000005",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert (used / "latest_checkpointed_iteration.txt").read_text() == "5\n"
 
 
@@ -287,6 +377,8 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
 def test_a_wrong_shape_is_told_with_both_sides(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     tensors = {**weights(spec), "encoder.final_layernorm.bias": torch.zeros(31)}
-    with pytest.raises(ConversionError, match=r"final_layernorm\.bias has shape \(31,\) where .* says \(32,\)"):
+    with pytest.raises(
+        ConversionError, match=r"final_layernorm\.bias has shape \(31,\) where .* says \(32,\)"
+    ):
         write_megatron(spec, tensors, tmp_path / "out", iteration=5)
     assert not (tmp_path / "out").exists()

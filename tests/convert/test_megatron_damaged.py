@@ -27,7 +27,10 @@ def refusal(directory: Path, kind: type[MegacoreError] = CheckpointError) -> str
 def test_a_missing_rank_is_named_with_the_sizes(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, tensor=2, pipeline=2)
     shutil.rmtree(iteration / "mp_rank_01_001")
-    assert "lacks mp_rank_01_001/model_optim_rng.pt: a tensor parallel size of 2 and a pipeline" in refusal(tmp_path)
+    assert (
+        "lacks mp_rank_01_001/model_optim_rng.pt: a tensor parallel size of 2 and a pipeline"
+        in refusal(tmp_path)
+    )
     assert "make 4 files, and 3 are there" in refusal(tmp_path)
 
 
@@ -79,7 +82,10 @@ def test_ranks_that_disagree_in_what_both_hold_are_told(tmp_path: Path) -> None:
         encoder_of(state)["layers.2.input_layernorm.weight"][3] += 2
 
     change(iteration / "mp_rank_01", drift)
-    sentence = "layers.2.input_layernorm.weight of tensor rank 1 differs from that of tensor rank 0 by up to 2"
+    sentence = (
+        "layers.2.input_layernorm.weight of tensor rank 1 differs from that of tensor rank 0 by up "
+        "to 2"
+    )
     assert sentence in refusal(tmp_path)
 
 
@@ -96,14 +102,32 @@ def without_layer(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "sentence"),
     [
-        (shortened, "mlp.dense_h_to_4h.bias of shape (127,) on tensor rank 0, where its args say (128,)"),
+        (
+            shortened,
+            "mlp.dense_h_to_4h.bias of shape (127,) on tensor rank 0, where its args say (128,)",
+        ),
         (without_layer, "holds 3 layers where its args say num_layers 4"),
         (setting(num_layers=10**12), "holds 4 layers where its args say num_layers 1000000000000"),
-        (lambda state: encoder_of(state).pop("final_layernorm.bias"), "lacks language_model.encoder.final_layernorm.b"),
-        (lambda state: encoder_of(state).update(extra=torch.ones(1)), "has language_model.encoder.extra, for which"),
-        (lambda state: encoder_of(state).update({"final_layernorm.bias": 3}), "holds int as language_model.encoder"),
-        (lambda state: state["model"]["language_model"].pop("embedding"), "no language_model.embedding.word_emb"),
-        (lambda state: state.pop("args"), "does not say num_layers, hidden_size, num_attention_heads, max_position"),
+        (
+            lambda state: encoder_of(state).pop("final_layernorm.bias"),
+            "lacks language_model.encoder.final_layernorm.b",
+        ),
+        (
+            lambda state: encoder_of(state).update(extra=torch.ones(1)),
+            "has language_model.encoder.extra, for which",
+        ),
+        (
+            lambda state: encoder_of(state).update({"final_layernorm.bias": 3}),
+            "holds int as language_model.encoder",
+        ),
+        (
+            lambda state: state["model"]["language_model"].pop("embedding"),
+            "no language_model.embedding.word_emb",
+        ),
+        (
+            lambda state: state.pop("args"),
+            "does not say num_layers, hidden_size, num_attention_heads, max_position",
+        ),
         (setting(num_attention_heads=0), "describe no model"),
         (setting(hidden_size="32"), "describe no model"),
         (
@@ -116,17 +140,24 @@ def without_layer(state: dict[str, Any]) -> None:
             setting(orig_vocab_size=400),
             "table of 304 tokens where its args say padded_vocab_size 304 and orig_vocab_si",
         ),
-        (setting(padded_vocab_size=320), "table of 304 tokens where its args say padded_vocab_size 320"),
+        (
+            setting(padded_vocab_size=320),
+            "table of 304 tokens where its args say padded_vocab_size 320",
+        ),
     ],
 )
-def test_tensors_that_do_not_fit_the_args_are_told(tmp_path: Path, edit: Edit, sentence: str) -> None:
+def test_tensors_that_do_not_fit_the_args_are_told(
+    tmp_path: Path, edit: Edit, sentence: str
+) -> None:
     iteration, _ = written(tmp_path)
     change(iteration / "mp_rank_00", edit)
     assert sentence in refusal(tmp_path)
 
 
 def as_t5(state: dict[str, Any]) -> None:
-    state["model"]["language_model"]["decoder"] = {"layers.0.input_layernorm.weight": torch.ones(32)}
+    state["model"]["language_model"]["decoder"] = {
+        "layers.0.input_layernorm.weight": torch.ones(32)
+    }
 
 
 def as_core(state: dict[str, Any]) -> None:
@@ -137,9 +168,15 @@ def as_core(state: dict[str, Any]) -> None:
     ("edit", "sentence"),
     [
         (as_t5, "holds a model with a decoder after an encoder, as T5's"),
-        (as_core, "has no model.language_model, but decoder.layers.0.self_attention.linear_qkv.weight"),
+        (
+            as_core,
+            "has no model.language_model, but decoder.layers.0.self_attention.linear_qkv.weight",
+        ),
         (setting(num_experts=8), "was trained with num_experts 8, which no model of ours has"),
-        (setting(apply_layernorm_1p=True, squared_relu=True), "with squared_relu True, apply_layernorm_1p True"),
+        (
+            setting(apply_layernorm_1p=True, squared_relu=True),
+            "with squared_relu True, apply_layernorm_1p True",
+        ),
         (setting(ds_sequence_parallel_fpdt=False), "rows of query_key_value are in another order"),
     ],
 )
@@ -169,12 +206,17 @@ def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
     iteration.mkdir()
     (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     for directory in (tmp_path, iteration):
-        assert "in Megatron core's distributed form (torch_dist)" in refusal(directory, ConversionError)
+        assert "in Megatron core's distributed form (torch_dist)" in refusal(
+            directory, ConversionError
+        )
 
 
 def test_directories_that_are_no_checkpoint_are_told(tmp_path: Path) -> None:
     assert "is no directory" in refusal(tmp_path / "nowhere")
-    assert "is no checkpoint of Megatron-LM: it has neither latest_checkpointed_iteration.txt" in refusal(tmp_path)
+    assert (
+        "is no checkpoint of Megatron-LM: it has neither latest_checkpointed_iteration.txt"
+        in refusal(tmp_path)
+    )
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("12\n")
     assert "names iter_0000012, which is not there" in refusal(tmp_path)

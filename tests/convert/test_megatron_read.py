@@ -1,4 +1,7 @@
-"""What Megatron-LM of any version wrote is read, whatever else the files hold; nothing in them is executed."""
+"""What Megatron-LM of any version wrote is read, whatever else the files hold.
+
+Nothing in them is executed.
+"""
 
 import argparse
 import enum
@@ -48,7 +51,8 @@ def setting(**values: Any) -> Edit:
 
 
 def in_order(version: float | None) -> Edit:
-    """Rows of query_key_value as files of `checkpoint_version` have them; None: of files without the entry."""
+    """Rows of query_key_value as files of `checkpoint_version` have them; None: of files without
+    the entry."""
 
     def edit(state: dict[str, Any]) -> None:
         state.pop("checkpoint_version")
@@ -68,7 +72,9 @@ def in_order(version: float | None) -> Edit:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("version", [None, 0, 1.0, 2.0, 3.0])
-def test_every_order_of_query_key_value_is_read(tmp_path: Path, version: float | None, tensor: int) -> None:
+def test_every_order_of_query_key_value_is_read(
+    tmp_path: Path, version: float | None, tensor: int
+) -> None:
     iteration, tensors = written(tmp_path, tensor=tensor)
     for folder in iteration.iterdir():
         change(folder, in_order(version))
@@ -78,13 +84,16 @@ def test_every_order_of_query_key_value_is_read(tmp_path: Path, version: float |
 def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path)
     change(iteration / "mp_rank_00", lambda state: state.update(checkpoint_version=4.0))
-    with pytest.raises(ConversionError, match=r"checkpoint_version 4\.0, known are 0\.0, 1\.0, 2\.0, 3\.0"):
+    with pytest.raises(
+        ConversionError, match=r"checkpoint_version 4\.0, known are 0\.0, 1\.0, 2\.0, 3\.0"
+    ):
         read_megatron(tmp_path)
 
 
 @pytest.fixture
 def megatron_enum(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A member of an enumeration that pickles as `megatron.core.enums.ModelType` and cannot be imported."""
+    """A member of an enumeration that pickles as `megatron.core.enums.ModelType` and cannot be
+    imported."""
     module = types.ModuleType("megatron.core.enums")
     kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=module.__name__)
     module.ModelType = kind  # type: ignore[attr-defined]
@@ -97,17 +106,29 @@ def megatron_enum(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before-1.6"])
 @pytest.mark.parametrize("container", [argparse.Namespace, types.SimpleNamespace])
 def test_all_that_training_saves_is_passed_over(
-    tmp_path: Path, megatron_enum: Any, container: Any, zipped: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    megatron_enum: Any,
+    container: Any,
+    zipped: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     iteration, tensors = written(tmp_path, "bert", tensor=2)
 
     def as_in_training(state: dict[str, Any]) -> None:
-        extra = {"model_type": megatron_enum, "lr": 1e-4, "data_path": ["a"], "rank": 0} if zipped else {}
+        extra = (
+            {"model_type": megatron_enum, "lr": 1e-4, "data_path": ["a"], "rank": 0}
+            if zipped
+            else {}
+        )
         extra["params_dtype"] = torch.float32
-        # Of torch's old form no list of names can be had before reading: it is older than the enumerations.
+        # Of torch's old form no list of names can be had before reading: it is older than the
+        # enumerations.
         state["args"] = container(**{**vars(state["args"]), **extra})
         parameters = [torch.nn.Parameter(torch.ones(3))]
-        state["optimizer"] = {"fp32_from_fp16": [parameters], "optimizer": torch.optim.Adam(parameters).state_dict()}
+        state["optimizer"] = {
+            "fp32_from_fp16": [parameters],
+            "optimizer": torch.optim.Adam(parameters).state_dict(),
+        }
         state["rng_state"] = [
             {
                 "random_rng_state": random.getstate(),
@@ -144,7 +165,9 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> 
         lambda state: state.update(rng_state=Malicious(target)),
         _use_new_zipfile_serialization=zipped,
     )
-    with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt asks for posix\.mkdir, which") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"model_optim_rng\.pt asks for posix\.mkdir, which"
+    ) as caught:
         read_megatron(tmp_path)
     assert "\n" not in str(caught.value)
     assert not target.exists()
@@ -154,7 +177,11 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> 
 
 def test_names_of_other_versions_are_known(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path, "bert")
-    swaps = {"self_attention": "attention", "input_layernorm": "input_norm", "final_layernorm": "final_norm"}
+    swaps = {
+        "self_attention": "attention",
+        "input_layernorm": "input_norm",
+        "final_layernorm": "final_norm",
+    }
     swaps["post_attention_layernorm"] = "post_attention_norm"
 
     def old(state: dict[str, Any]) -> None:
@@ -165,12 +192,19 @@ def test_names_of_other_versions_are_known(tmp_path: Path) -> None:
         language_model["transformer"] = encoder
         encoder["layers.0.input_norm._extra_state"] = None
         embedding = language_model["embedding"]
-        language_model["embedding"] = {f"{name}.weight": table["weight"] for name, table in embedding.items()}
+        language_model["embedding"] = {
+            f"{name}.weight": table["weight"] for name, table in embedding.items()
+        }
         head = state["model"]["lm_head"]
-        state["model"]["lm_head"] = {key.replace("layernorm", "norm"): value for key, value in head.items()}
+        state["model"]["lm_head"] = {
+            key.replace("layernorm", "norm"): value for key, value in head.items()
+        }
 
     change(iteration / "mp_rank_00", old)
-    assert "layers.1.attention.dense.bias" in load(iteration / "mp_rank_00")["model"]["language_model"]["transformer"]
+    assert (
+        "layers.1.attention.dense.bias"
+        in load(iteration / "mp_rank_00")["model"]["language_model"]["transformer"]
+    )
     assert_read(tmp_path, tensors)
 
 
@@ -179,14 +213,20 @@ def test_args_of_old_versions_are_known(tmp_path: Path) -> None:
 
     def old(state: dict[str, Any]) -> None:
         kept = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-        state["args"] = argparse.Namespace(**{name: state["args"][name] for name in kept}, model_parallel_size=2)
+        state["args"] = argparse.Namespace(
+            **{name: state["args"][name] for name in kept}, model_parallel_size=2
+        )
         state.pop("iteration")
 
     for folder in iteration.iterdir():
         change(folder, old)
     assert_read(tmp_path, tensors)
     read = read_megatron(tmp_path)
-    assert (read.spec.vocab_size, read.spec.padded_vocab_size, read.spec.model.activation) == (304, 304, "gelu_tanh")
+    assert (read.spec.vocab_size, read.spec.padded_vocab_size, read.spec.model.activation) == (
+        304,
+        304,
+        "gelu_tanh",
+    )
     assert read.iteration == ITERATION
     assert len(read.remarks) == 1
     assert "how many rows of the padded vocabulary" in read.remarks[0]
@@ -249,12 +289,16 @@ def test_root_iteration_and_release_directories_are_opened(tmp_path: Path) -> No
 def test_a_copy_of_the_table_in_the_only_stage_is_taken_if_it_is_one(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path)
     table = tensors["embedding.word_embeddings.weight"]
-    change(iteration / "mp_rank_00", lambda state: state["model"].update(word_embeddings_for_head={"weight": table}))
+    change(
+        iteration / "mp_rank_00",
+        lambda state: state["model"].update(word_embeddings_for_head={"weight": table}),
+    )
     assert_read(tmp_path, tensors)
     other = {"word_embeddings_for_head": {"weight": table + 2}}
     change(iteration / "mp_rank_00", lambda state: state["model"].update(other))
     with pytest.raises(
-        CheckpointError, match=r"word_embeddings_for_head\.weight of tensor rank 0 differs .* by up to 2"
+        CheckpointError,
+        match=r"word_embeddings_for_head\.weight of tensor rank 0 differs .* by up to 2",
     ):
         read_megatron(tmp_path)
 

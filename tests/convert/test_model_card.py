@@ -19,7 +19,9 @@ def test_card() -> None:
         parameters=1234567,
         iterations=40,
         facts={"data": "a | b\nc", "test PPL": "12.34"},
-        report=ParityReport(tolerance=1e-4, samples=3, greedy_tokens=96, max_abs_logit_difference=2e-6),
+        report=ParityReport(
+            tolerance=1e-4, samples=3, greedy_tokens=96, max_abs_logit_difference=2e-6
+        ),
     )
     _, header, body = card.split("---\n", 2)
     assert yaml.safe_load(header) == {
@@ -29,7 +31,10 @@ def test_card() -> None:
         "tags": ["gpt2", "megacore", "pretraining"],
     }
     assert "# tiny" in body
-    assert "1,234,567 parameters (3 layers, hidden size 32, 4 heads, 48 positions, vocabulary 300)" in body
+    assert (
+        "1,234,567 parameters (3 layers, hidden size 32, 4 heads, 48 positions, vocabulary 300)"
+        in body
+    )
     assert "| data | a \\| b c |\n| test PPL | 12.34 |" in body
     assert "40 iterations of 4 sequences of 48 tokens" in body
     assert "largest logit difference is 2e-06 (allowed 0.0001)" in body

@@ -29,11 +29,17 @@ def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
     path = directory / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )
 
 
 def change_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8"
+    )
 
 
 def gate(exported: Exported) -> ParityReport:
@@ -62,22 +68,42 @@ def test_an_unchanged_export_passes(exported: Exported) -> None:
     ("name", "index", "ours", "layer"),
     [
         ("transformer.wpe.weight", (2, 3), "embedding.position_embeddings.weight", "embedding"),
-        ("transformer.h.0.ln_1.weight", (5,), "encoder.layers.0.input_layernorm.weight", "input_layernorm"),
+        (
+            "transformer.h.0.ln_1.weight",
+            (5,),
+            "encoder.layers.0.input_layernorm.weight",
+            "input_layernorm",
+        ),
         (
             "transformer.h.1.attn.c_attn.weight",
             (3, 70),
             "encoder.layers.1.self_attention.query_key_value.weight",
             "self_attention",
         ),
-        ("transformer.h.1.attn.c_proj.bias", (3,), "encoder.layers.1.self_attention.dense.bias", "self_attention"),
+        (
+            "transformer.h.1.attn.c_proj.bias",
+            (3,),
+            "encoder.layers.1.self_attention.dense.bias",
+            "self_attention",
+        ),
         (
             "transformer.h.2.ln_2.bias",
             (9,),
             "encoder.layers.2.post_attention_layernorm.bias",
             "post_attention_layernorm",
         ),
-        ("transformer.h.1.mlp.c_fc.weight", (3, 70), "encoder.layers.1.mlp.dense_h_to_4h.weight", "mlp"),
-        ("transformer.h.2.mlp.c_proj.weight", (70, 3), "encoder.layers.2.mlp.dense_4h_to_h.weight", "mlp"),
+        (
+            "transformer.h.1.mlp.c_fc.weight",
+            (3, 70),
+            "encoder.layers.1.mlp.dense_h_to_4h.weight",
+            "mlp",
+        ),
+        (
+            "transformer.h.2.mlp.c_proj.weight",
+            (70, 3),
+            "encoder.layers.2.mlp.dense_4h_to_h.weight",
+            "mlp",
+        ),
         ("transformer.ln_f.bias", (0,), "encoder.final_layernorm.bias", "encoder.final_layernorm"),
     ],
 )
@@ -96,7 +122,10 @@ def test_one_changed_weight_is_named_with_its_layer(
     assert report["first_differing_layer"] == expected
     assert f"first differing layer: {expected};" in message
     assert report["max_abs_logit_difference"] > 1e-4
-    assert f"the largest logit difference is {report['max_abs_logit_difference']:.3g} (allowed 0.0001)" in message
+    assert (
+        f"the largest logit difference is {report['max_abs_logit_difference']:.3g} (allowed 0.0001)"
+        in message
+    )
 
 
 @pytest.mark.parametrize(("used", "layer"), [(True, "embedding"), (False, "output_layer")])
@@ -142,14 +171,24 @@ def test_a_wrong_table_is_found_though_it_agrees_with_itself(
         return Entry(entry.ours, entry.shape, entry.theirs, entry.layout.then(swapped, swapped))
 
     table = KeyMap(tuple(wrong(entry) for entry in exported.table.entries))
-    write_model(exported.directory, exported.job.spec, CheckpointTensors(Path(exported.job.checkpoint)), table=table)
+    write_model(
+        exported.directory,
+        exported.job.spec,
+        CheckpointTensors(Path(exported.job.checkpoint)),
+        table=table,
+    )
     found, form = form_of(exported.job.spec)
-    monkeypatch.setattr(export_module, "form_of", lambda spec: (found, replace(form, key_map=lambda spec: table)))
+    monkeypatch.setattr(
+        export_module, "form_of", lambda spec: (found, replace(form, key_map=lambda spec: table))
+    )
     with pytest.raises(
-        ConversionError, match=r"logits differ.*first differing layer: encoder\.layers\.0\.self_attention"
+        ConversionError,
+        match=r"logits differ.*first differing layer: encoder\.layers\.0\.self_attention",
     ):
         gate(exported)
-    report = json.loads((Path(exported.job.exit_directory) / "parity.json").read_text(encoding="utf-8"))
+    report = json.loads(
+        (Path(exported.job.exit_directory) / "parity.json").read_text(encoding="utf-8")
+    )
     assert report["differing_weights"] == []
 
 
@@ -162,7 +201,9 @@ def test_a_wrong_table_is_found_though_it_agrees_with_itself(
         ({"scale_attn_by_inverse_layer_idx": True}, "encoder.layers.1.self_attention"),
     ],
 )
-def test_a_wrong_configuration_is_found(exported: Exported, values: dict[str, Any], layer: str) -> None:
+def test_a_wrong_configuration_is_found(
+    exported: Exported, values: dict[str, Any], layer: str
+) -> None:
     change_json(exported.directory / "config.json", **values)
     message, report = failure(exported)
     assert report["differing_weights"] == []
@@ -197,7 +238,11 @@ def test_a_wrong_tokenizer_is_found(exported: Exported, tmp_path: Path) -> None:
     for name in ("corpus", "tokenizer"):
         (other / name).mkdir(parents=True)
     with CorpusWriter(other / "corpus") as corpus:
-        corpus.add("the quick brown fox jumps over the lazy dog, lorem ipsum dolor sit amet consectetur " * 9, "fox")
+        corpus.add(
+            "the quick brown fox jumps over the lazy dog, lorem ipsum dolor sit amet consectetur "
+            * 9,
+            "fox",
+        )
     build_tokenizer(exported.job.config.data.tokenizer, other / "corpus", other / "tokenizer")
     copy_tokenizer(other / "tokenizer", exported.directory, 64)
     message, report = failure(exported)
@@ -241,9 +286,12 @@ class OtherWords:
         return continued
 
 
-def test_another_greedy_continuation_is_found(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_greedy_continuation_is_found(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_exported(exported.directory)
-    liar = OtherWords(model, position=49 - 24)  # the first generated token: half of a sample is its prompt
+    # the first generated token: half of a sample is its prompt
+    liar = OtherWords(model, position=49 - 24)
     monkeypatch.setattr(export_module, "load_exported", lambda directory: liar)
     with pytest.raises(ConversionError, match="its greedy continuation differs on 1 of 3 samples"):
         gate(exported)
@@ -251,7 +299,9 @@ def test_another_greedy_continuation_is_found(exported: Exported, monkeypatch: p
 
 def test_choices_closer_than_twice_the_tolerance_are_undecided(exported: Exported) -> None:
     config = exported.job.config
-    loose = config.model_copy(update={"export": config.export.model_copy(update={"parity_tolerance": 1e3})})
+    loose = config.model_copy(
+        update={"export": config.export.model_copy(update={"parity_tolerance": 1e3})}
+    )
     job = exported.job.model_copy(update={"config": loose})
     report, _ = pass_gate(job, exported.model)
     assert report.passed
@@ -259,7 +309,9 @@ def test_choices_closer_than_twice_the_tolerance_are_undecided(exported: Exporte
 
 
 def test_what_transformers_would_fill_in_or_drop_is_refused(exported: Exported) -> None:
-    change_weights(exported.directory, lambda tensors: tensors.__delitem__("transformer.h.1.mlp.c_fc.bias"))
+    change_weights(
+        exported.directory, lambda tensors: tensors.__delitem__("transformer.h.1.mlp.c_fc.bias")
+    )
     with pytest.raises(ConversionError, match=r"missing_keys.*transformer\.h\.1\.mlp\.c_fc\.bias"):
         load_exported(exported.directory)
     change_weights(
@@ -273,7 +325,9 @@ def test_what_transformers_would_fill_in_or_drop_is_refused(exported: Exported) 
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_directory_that_transformers_cannot_load_is_refused(exported: Exported, name: str) -> None:
+def test_a_directory_that_transformers_cannot_load_is_refused(
+    exported: Exported, name: str
+) -> None:
     (exported.directory / name).write_bytes(b"{torn")
     load = load_exported_tokenizer if name == "tokenizer.json" else load_exported
     with pytest.raises(ConversionError, match="transformers cannot load the export"):

@@ -35,7 +35,9 @@ def test_a_report_passes_when_nothing_is_wrong() -> None:
 
 
 def test_a_failing_report_names_problems_numbers_and_layer() -> None:
-    report = ParityReport(tolerance=1e-4, samples=2, max_abs_logit_difference=math.nan, problems=["its logits differ"])
+    report = ParityReport(
+        tolerance=1e-4, samples=2, max_abs_logit_difference=math.nan, problems=["its logits differ"]
+    )
     report.first_differing_layer = "encoder.layers.1.mlp"
     report.layer_differences = {"encoder.layers.1.mlp": math.inf}
     written = json.dumps(report.to_json(), allow_nan=False)

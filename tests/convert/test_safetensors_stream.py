@@ -15,9 +15,15 @@ def test_file_is_read_back_bitwise(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    tensors = {"b": torch.randn(3, 5), "a.weight": torch.randn(7).to(torch.bfloat16), "scalar": torch.tensor(2.5)}
+    tensors = {
+        "b": torch.randn(3, 5),
+        "a.weight": torch.randn(7).to(torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+    }
     path = tmp_path / "model.safetensors"
-    size = write_safetensors(tmp_path, {name: tuple(value.shape) for name, value in tensors.items()}, tensors.items())
+    size = write_safetensors(
+        tmp_path, {name: tuple(value.shape) for name, value in tensors.items()}, tensors.items()
+    )
     assert size == path.stat().st_size
     read = load_file(path)
     assert read.keys() == tensors.keys()
@@ -74,7 +80,10 @@ def test_several_files_are_read_by_transformers_rules(tmp_path: Path, dtype: Any
     assert len(files) > 2
     assert {path.name for path in files} == set(index["weight_map"].values())
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    assert index["metadata"]["total_size"] == sum(value.numel() for value in tensors.values()) * kind.itemsize
+    assert (
+        index["metadata"]["total_size"]
+        == sum(value.numel() for value in tensors.values()) * kind.itemsize
+    )
     for name, value in tensors.items():
         assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value.to(kind))
     for path in files:
@@ -87,6 +96,8 @@ def test_views_are_written_in_their_own_order(tmp_path: Path) -> None:
 
     whole = torch.randn(700, 900)
     views = {"turned": whole.t(), "part": whole[:, 3:5], "empty": whole[:0]}
-    write_safetensors(tmp_path, {name: tuple(value.shape) for name, value in views.items()}, views.items())
+    write_safetensors(
+        tmp_path, {name: tuple(value.shape) for name, value in views.items()}, views.items()
+    )
     read = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(read[name], value) for name, value in views.items())

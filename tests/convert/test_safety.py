@@ -1,4 +1,7 @@
-"""No file that the package reads can execute anything: a malicious one of each kind is planted, and refused."""
+"""No file that the package reads can execute anything.
+
+A malicious one of each kind is planted, and refused.
+"""
 
 import io
 import json
@@ -96,7 +99,11 @@ CASES: list[tuple[str, Plant, Read]] = [
     ("model.safetensors.index.json", pickled, hf),
     ("model_optim_rng.pt", pickled, lambda directory: load_inert(directory / "model_optim_rng.pt")),
     ("model_optim_rng.pt", zipped, lambda directory: load_inert(directory / "model_optim_rng.pt")),
-    ("mp_rank_00_model_states.pt", legacy, lambda directory: load_inert(directory / "mp_rank_00_model_states.pt")),
+    (
+        "mp_rank_00_model_states.pt",
+        legacy,
+        lambda directory: load_inert(directory / "mp_rank_00_model_states.pt"),
+    ),
     ("document_index.npy", pickled, lambda directory: load_map(directory / "document_index.npy")),
     ("document_index.npy", array, lambda directory: load_map(directory / "document_index.npy")),
     ("tokens.idx", pickled, lambda directory: IndexedDataset(directory / "tokens")),
@@ -109,8 +116,12 @@ CASES: list[tuple[str, Plant, Read]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plant", "read"), CASES, ids=[f"{case[0]}-{case[1].__name__}" for case in CASES])
-def test_a_planted_file_is_refused_and_not_run(tmp_path: Path, name: str, plant: Plant, read: Read) -> None:
+@pytest.mark.parametrize(
+    ("name", "plant", "read"), CASES, ids=[f"{case[0]}-{case[1].__name__}" for case in CASES]
+)
+def test_a_planted_file_is_refused_and_not_run(
+    tmp_path: Path, name: str, plant: Plant, read: Read
+) -> None:
     trap = tmp_path / "executed"
     directory = tmp_path / "files"
     directory.mkdir()
@@ -143,7 +154,10 @@ def test_a_checkpoint_that_is_converted(tmp_path: Path) -> None:
     with zipfile.ZipFile(shard) as old, zipfile.ZipFile(buffer, "w") as new:
         for item in old.infolist():
             is_pickle = item.filename.endswith("data.pkl")
-            new.writestr(item.filename, pickle.dumps(Payload(trap), 2) if is_pickle else old.read(item.filename))
+            new.writestr(
+                item.filename,
+                pickle.dumps(Payload(trap), 2) if is_pickle else old.read(item.filename),
+            )
     shard.write_bytes(buffer.getvalue())
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     whole = _StorageInfo(shard.name, 0, shard.stat().st_size)

@@ -10,7 +10,10 @@ from tests.convert.conftest import Exported
 def test_same_seed_same_text(original: Exported, tmp_path: Path) -> None:
     loaded = load_exported(original.directory), load_exported_tokenizer(original.directory)
     path = tmp_path / "sample.txt"
-    texts = [write_sample(path, "gpt", *loaded, prompt="def ", new_tokens=20, seed=seed) for seed in (1, 1, 2)]
+    texts = [
+        write_sample(path, "gpt", *loaded, prompt="def ", new_tokens=20, seed=seed)
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == texts[2] + "\n"
@@ -19,7 +22,10 @@ def test_same_seed_same_text(original: Exported, tmp_path: Path) -> None:
 def test_length_does_not_depend_on_positions_and_an_empty_prompt_is_a_new_document(
     original: Exported, tmp_path: Path
 ) -> None:
-    model, tokenizer = load_exported(original.directory), load_exported_tokenizer(original.directory)
+    model, tokenizer = (
+        load_exported(original.directory),
+        load_exported_tokenizer(original.directory),
+    )
     lengths = []
 
     class Counting:
@@ -35,5 +41,13 @@ def test_length_does_not_depend_on_positions_and_an_empty_prompt_is_a_new_docume
 
     for text, new_tokens in (("", 3), ("", 80), ("x" * 200, 40)):
         prompt = max(1, len(tokenizer(text)["input_ids"]))
-        write_sample(tmp_path / "sample.txt", "gpt", model, Counting(), prompt=text, new_tokens=new_tokens, seed=1)
+        write_sample(
+            tmp_path / "sample.txt",
+            "gpt",
+            model,
+            Counting(),
+            prompt=text,
+            new_tokens=new_tokens,
+            seed=1,
+        )
         assert lengths.pop() == prompt + new_tokens

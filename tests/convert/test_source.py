@@ -28,7 +28,10 @@ FLAT = (
 
 def shard(whole: Tensor, *corners: tuple[slice, ...]) -> TensorShard:
     """The rectangles of a tensor, as the ranks of a layout hold them."""
-    pieces = {torch.Size([part.start or 0 for part in corner]): whole[corner].contiguous() for corner in corners}
+    pieces = {
+        torch.Size([part.start or 0 for part in corner]): whole[corner].contiguous()
+        for corner in corners
+    }
     return TensorShard(whole.shape, whole.dtype, pieces)
 
 
@@ -37,7 +40,9 @@ def test_every_layout_is_read_in_place(tmp_path: Path, monkeypatch: pytest.Monke
     whole, columns, flat = torch.randn(40, 30), torch.randn(7, 1 << 18), torch.randn(9, 4)
     tensors = {
         "model.whole": whole,
-        "model.columns": shard(columns, (slice(7), slice(1 << 17)), (slice(7), slice(1 << 17, None))),
+        "model.columns": shard(
+            columns, (slice(7), slice(1 << 17)), (slice(7), slice(1 << 17, None))
+        ),
         "model.flat": shard(flat, *FLAT),
         "model.scalar": torch.tensor(2.5),
         "model.small": whole[:3].to(torch.bfloat16),
@@ -71,7 +76,9 @@ def test_values_in_another_order_are_read(tmp_path: Path) -> None:
 
 
 def test_only_the_files_of_a_tensor_are_read(tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path, 1, {"model.first": torch.ones(3), "model.last": torch.ones(5)}, {})
+    checkpoint = save_checkpoint(
+        tmp_path, 1, {"model.first": torch.ones(3), "model.last": torch.ones(5)}, {}
+    )
     read = CheckpointTensors(checkpoint)
     (path,) = checkpoint.glob("*.distcp")
     content = path.read_bytes()
@@ -85,15 +92,26 @@ def test_only_the_files_of_a_tensor_are_read(tmp_path: Path) -> None:
     assert sorted(readable) == [False, True]
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory"
+)
 def test_an_export_takes_the_memory_of_its_largest_tensor(tmp_path: Path) -> None:
     spec = tiny_spec("llama", hidden_size=512, ffn_hidden_size=1024)
     spec = spec.model_copy(update={"vocab_size": 32_000})
     named = {f"model.{name}": value.detach() for name, value in our_model(spec).named_parameters()}
-    checkpoint = save_checkpoint(tmp_path / "checkpoints", 1, named, {"model": spec.model_dump(mode="json")})
+    checkpoint = save_checkpoint(
+        tmp_path / "checkpoints", 1, named, {"model": spec.model_dump(mode="json")}
+    )
     largest = 4 * max(value.numel() for value in named.values())
     total = 4 * sum(value.numel() for value in named.values())
-    command = [sys.executable, "-m", "tests.convert._memory", str(checkpoint), str(tmp_path / "out"), "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.convert._memory",
+        str(checkpoint),
+        str(tmp_path / "out"),
+        "float32",
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert total > 2 * largest

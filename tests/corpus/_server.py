@@ -15,7 +15,8 @@ class Site:
 
     files: dict[str, bytes] = field(default_factory=dict)
     breaks: list[int] = field(default_factory=list)
-    """For each of the next answers with a body: after how many bytes of it the connection is cut."""
+    """For each of the next answers with a body: after how many bytes of it the connection is
+    cut."""
     statuses: list[int] = field(default_factory=list)
     """What the next answers are instead of a file."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -69,7 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
         else:
             part = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-            self._answer(206, content[start:], part | ({"ETag": etag(content)} if site.validators else {}))
+            self._answer(
+                206, content[start:], part | ({"ETag": etag(content)} if site.validators else {})
+            )
 
     def _start(self, asked: dict[str, str], content: bytes) -> int | None:
         found = re.fullmatch(r"bytes=(\d+)-", asked.get("range", ""))
@@ -88,7 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         if chunked:
             self.send_header("Transfer-Encoding", "chunked")
         elif status != 304:
-            self.send_header("Content-Length", str(len(body) + (site.length_error if status in (200, 206) else 0)))
+            self.send_header(
+                "Content-Length",
+                str(len(body) + (site.length_error if status in (200, 206) else 0)),
+            )
         self.end_headers()
         cut = site.breaks.pop(0) if body and status in (200, 206) and site.breaks else None
         body = body if cut is None else body[:cut]

@@ -34,7 +34,9 @@ def read(path: Path, block_bytes: int = 64, key: str = "text") -> tuple[list[str
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("block_bytes", BLOCK_BYTES)
-def test_every_form_yields_its_documents_in_order(tmp_path: Path, suffix: str, block_bytes: int) -> None:
+def test_every_form_yields_its_documents_in_order(
+    tmp_path: Path, suffix: str, block_bytes: int
+) -> None:
     path = write_form(tmp_path / f"a{suffix}", TEXTS)
     assert read(path, block_bytes) == (TEXTS, [])
 
@@ -64,7 +66,9 @@ def test_blocks_are_of_the_size_that_was_asked_for(tmp_path: Path, suffix: str) 
         b'{"text": "a", "title": "\\ud800"}\n{"n": 123456789012345678901234567890, "text": "b"}\n',
     ],
 )
-def test_line_ends_and_what_python_writes_beyond_json_are_taken(tmp_path: Path, suffix: str, content: bytes) -> None:
+def test_line_ends_and_what_python_writes_beyond_json_are_taken(
+    tmp_path: Path, suffix: str, content: bytes
+) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content))
     for block_bytes in BLOCK_BYTES:
@@ -96,11 +100,16 @@ BAD = {
 def test_bad_line_is_named_and_the_others_are_read(tmp_path: Path, bad: bytes, suffix: str) -> None:
     content = lines(["a", "b"]) + bad + b"\n" + lines(["c"]) + bad + b"\n" + lines(["d"])
     path = tmp_path / f"x{suffix}"
-    path.write_bytes({".jsonl": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[path.suffix](content))
+    path.write_bytes(
+        {".jsonl": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[path.suffix](content)
+    )
     for block_bytes in BLOCK_BYTES:
         texts, problems = read(path, block_bytes)
         assert texts == ["a", "b", "c", "d"]
-        assert [(problem.path, problem.line) for problem in problems] == [(str(path), 3), (str(path), 5)]
+        assert [(problem.path, problem.line) for problem in problems] == [
+            (str(path), 3),
+            (str(path), 5),
+        ]
         assert problems[0].reason.startswith(f"{path}:3 {BAD[bad]}")
     assert [problem.position for problem in read(path, 1 << 20)[1]] == [2, 3]
 
@@ -118,21 +127,30 @@ def test_line_numbers_of_a_segment_that_starts_later_are_those_of_the_file(tmp_p
 
 def test_rows_without_text_are_bad_rows(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
-    broken = pa.StringArray.from_buffers(5, pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0,
-                                                               2, 0, 0, 0, 3, 0, 0, 0])), pa.py_buffer(b"a\xffc"),
-                                         pa.py_buffer(bytes([0b10111])))  # fmt: skip
+    broken = pa.StringArray.from_buffers(
+        5,
+        pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0,
+                            2, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])),
+        pa.py_buffer(b"a\xffc"),
+        pa.py_buffer(bytes([0b10111])),
+    )  # fmt: skip
     pq.write_table(pa.table({"text": broken}), path, row_group_size=2)
     for block_bytes in (1, 1 << 20):
         texts, bad = read(path, block_bytes)
         assert texts == ["a", "", "c"]
         assert [problem.reason for problem in bad] == [
-            f"{path} row 3 is not UTF-8 under 'text' (invalid start byte): repair or remove the row",
+            (
+                f"{path} row 3 is not UTF-8 under 'text' (invalid start byte): repair or remove "
+                "the row"
+            ),
             f"{path} row 4 is null under 'text': repair or remove the row",
         ]
 
 
 def test_parquet_types_of_text_are_read_and_others_refused(tmp_path: Path) -> None:
-    for number, kind in enumerate((pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))):
+    for number, kind in enumerate(
+        (pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))
+    ):
         path = tmp_path / f"{number}.parquet"
         pq.write_table(pa.table({"text": pa.array(["a", "b", "a"]).cast(kind)}), path)
         assert read(path) == (["a", "b", "a"], [])
@@ -151,13 +169,17 @@ def test_several_frames_follow_each_other(tmp_path: Path, suffix: str) -> None:
     compress = {".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix]
     content = lines(TEXTS)
     path = tmp_path / f"a{suffix}"
-    path.write_bytes(b"".join(compress(content[start : start + 5]) for start in range(0, len(content), 5)))
+    path.write_bytes(
+        b"".join(compress(content[start : start + 5]) for start in range(0, len(content), 5))
+    )
     assert read(path) == (TEXTS, [])
 
 
 def test_padding_and_skippable_frames_are_passed_over(tmp_path: Path) -> None:
     content = lines(TEXTS)
-    (tmp_path / "a.gz").write_bytes(gzip.compress(content) + bytes(100_000) + gzip.compress(content) + bytes(10))
+    (tmp_path / "a.gz").write_bytes(
+        gzip.compress(content) + bytes(100_000) + gzip.compress(content) + bytes(10)
+    )
     assert read(tmp_path / "a.gz") == (2 * TEXTS, [])
     skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
     (tmp_path / "a.zst").write_bytes(skippable + zstandard.compress(content) + skippable)
@@ -166,11 +188,15 @@ def test_padding_and_skippable_frames_are_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
 def test_truncated_and_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
-    path = write_form(tmp_path / f"a{suffix}", [f"text {number * 7919 % 1000}" for number in range(5000)])
+    path = write_form(
+        tmp_path / f"a{suffix}", [f"text {number * 7919 % 1000}" for number in range(5000)]
+    )
     whole = path.read_bytes()
     for size in (0, 1, 5, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(DataFormatError, match=rf"a{suffix} (ends in the middle|is a damaged|does not begin)"):
+        with pytest.raises(
+            DataFormatError, match=rf"a{suffix} (ends in the middle|is a damaged|does not begin)"
+        ):
             read(path)
     for place in range(40, len(whole) - 100, len(whole) // 7):
         path.write_bytes(whole[:place] + bytes(90) + whole[place + 90 :])
@@ -203,7 +229,9 @@ def test_the_form_is_told_from_the_content(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"b\.gz does not begin as a gzip file does"):
         read(tmp_path / "b.gz")
     (tmp_path / "a.jsonl.xz").write_bytes(b"\xfd7zXZ\x00")
-    with pytest.raises(DataFormatError, match=r"compressed in a way that is not read: repack it as \.gz or \.zst"):
+    with pytest.raises(
+        DataFormatError, match=r"compressed in a way that is not read: repack it as \.gz or \.zst"
+    ):
         read(tmp_path / "a.jsonl.xz")
 
 
@@ -237,7 +265,11 @@ def test_memory_does_not_grow_with_what_a_file_expands_to(tmp_path: Path) -> Non
 
 def test_blocks_are_parsed_in_any_thread(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"".join(lines([str(number)]) + (b"\n" if number % 3 == 0 else b"") for number in range(999)))
+    path.write_bytes(
+        b"".join(
+            lines([str(number)]) + (b"\n" if number % 3 == 0 else b"") for number in range(999)
+        )
+    )
     blocks = list(read_blocks(jsonl_segments([path], "text"), 100))
     found: dict[int, int] = {}
 
@@ -283,5 +315,7 @@ def test_bad_lines_found_out_of_order_cost_one_pass_over_the_file(
     shuffled = list(enumerate(read))
     random.Random(1).shuffle(shuffled)
     found = {number: [line.line for line in block.texts()[1]] for number, block in shuffled}
-    assert [line for number in range(len(read)) for line in found[number]] == list(range(2, 4001, 2))
+    assert [line for number in range(len(read)) for line in found[number]] == list(
+        range(2, 4001, 2)
+    )
     assert sum(counted) < 10 * path.stat().st_size

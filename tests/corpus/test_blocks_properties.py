@@ -1,4 +1,7 @@
-"""Whatever the documents, the ends of lines, the blocks and the shards: each document comes once, in order."""
+"""Whatever the documents, the ends of lines, the blocks and the shards.
+
+Each document comes once, in order.
+"""
 
 import gzip
 import itertools
@@ -19,7 +22,17 @@ from megacore.corpus.segments import Segment, divide, first_line, jsonl_segments
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 BAD = st.sampled_from(
-    [b"", b"  ", b"{", b"[]", b'{"body": "x"}', b'{"text": 1}', b'{"text": "\\udc00"}', b"\x00", b"\xff"]
+    [
+        b"",
+        b"  ",
+        b"{",
+        b"[]",
+        b'{"body": "x"}',
+        b'{"text": 1}',
+        b'{"text": "\\udc00"}',
+        b"\x00",
+        b"\xff",
+    ]
 )
 END = st.sampled_from([b"\n", b"\r\n"])
 LINE = st.tuples(st.one_of(TEXT, TEXT, BAD), END)
@@ -29,10 +42,14 @@ COMPRESS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard
 Found = tuple[list[str], list[tuple[str, int]]]
 
 
-def encode(lines: Sequence[tuple[str | bytes, bytes]], ended: bool, bom: bool, escape: bool) -> tuple[bytes, list]:
+def encode(
+    lines: Sequence[tuple[str | bytes, bytes]], ended: bool, bom: bool, escape: bool
+) -> tuple[bytes, list]:
     """A file's content, and its lines as they must be found."""
     raw = [
-        value if isinstance(value, bytes) else json.dumps({"text": value}, ensure_ascii=escape).encode()
+        value
+        if isinstance(value, bytes)
+        else json.dumps({"text": value}, ensure_ascii=escape).encode()
         for value, _ in lines
     ]
     content = b"".join(line + end for line, (_, end) in zip(raw, lines, strict=True))
@@ -49,8 +66,12 @@ def read(parts: Sequence[Segment], block_bytes: int) -> Found:
     bad: list[tuple[str, int]] = []
     for block in read_blocks(parts, block_bytes):
         good, problems = block.texts()
-        assert [problem.position for problem in problems] == sorted(problem.position for problem in problems)
-        assert all(problem.reason.startswith(f"{problem.path}:{problem.line} ") for problem in problems)
+        assert [problem.position for problem in problems] == sorted(
+            problem.position for problem in problems
+        )
+        assert all(
+            problem.reason.startswith(f"{problem.path}:{problem.line} ") for problem in problems
+        )
         texts += good
         bad += [(problem.path, problem.line) for problem in problems]
     return texts, bad
@@ -79,7 +100,10 @@ def test_lines_of_any_kind(files: list, escape: bool, block_bytes: int, shard_by
         shards = divide(whole, shard_bytes)
         assert read([part for shard in shards for part in shard], block_bytes) == expected
         parts = [read(shard, block_bytes) for shard in shards]
-        assert ([text for texts, _ in parts for text in texts], [line for _, bad in parts for line in bad]) == expected
+        assert (
+            [text for texts, _ in parts for text in texts],
+            [line for _, bad in parts for line in bad],
+        ) == expected
         assert_contiguous(whole, [part for shard in shards for part in shard])
 
 
@@ -103,7 +127,9 @@ def assert_contiguous(whole: Sequence[Segment], parts: Sequence[Segment]) -> Non
     block_bytes=st.integers(1, 300),
     shard_bytes=st.integers(1, 300),
 )
-def test_rows_of_any_kind(rows: list[str | None], group: int, block_bytes: int, shard_bytes: int) -> None:
+def test_rows_of_any_kind(
+    rows: list[str | None], group: int, block_bytes: int, shard_bytes: int
+) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.parquet")
         pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), path, row_group_size=group)
@@ -118,4 +144,6 @@ def test_rows_of_any_kind(rows: list[str | None], group: int, block_bytes: int, 
             assert texts == [row for row in rows if row is not None]
             assert bad == [number for number, row in enumerate(rows, 1) if row is None]
         starts = [part.start for shard in shards for part in shard]
-        assert [first_line(part) for shard in shards for part in shard] == [1 + start * group for start in starts]
+        assert [first_line(part) for shard in shards for part in shard] == [
+            1 + start * group for start in starts
+        ]

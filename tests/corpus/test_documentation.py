@@ -12,7 +12,10 @@ from megacore.config.data import Source
 from megacore.corpus.remote import TEXT_SUFFIXES, fingerprint
 
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
-EXAMPLES = [yaml.safe_load(block)["source"] for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
+EXAMPLES = [
+    yaml.safe_load(block)["source"]
+    for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example["kind"])
@@ -31,4 +34,6 @@ def test_every_kind_has_an_example() -> None:
 
 def test_suffixes_are_all_named() -> None:
     text = PAGE.read_text()
-    assert all(f"`.{part}`" in text for suffix in TEXT_SUFFIXES for part in suffix.strip(".").split("."))
+    assert all(
+        f"`.{part}`" in text for suffix in TEXT_SUFFIXES for part in suffix.strip(".").split(".")
+    )

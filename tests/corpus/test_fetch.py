@@ -61,7 +61,10 @@ def test_broken_download_goes_on_where_it_was(site: Site, target: Path) -> None:
     assert target.read_bytes() == CONTENT
     assert site.ranges_asked() == [
         None,
-        *(f"bytes={start}-" for start in (3 << 20, 4 << 20, (4 << 20) + 100_000, (4 << 20) + 100_005)),
+        *(
+            f"bytes={start}-"
+            for start in (3 << 20, 4 << 20, (4 << 20) + 100_000, (4 << 20) + 100_005)
+        ),
     ]
     assert site.requests[1]["if-range"] == etag(CONTENT)
 
@@ -71,7 +74,8 @@ def test_next_process_goes_on_where_the_last_was_killed(site: Site, target: Path
     site.breaks = [2 << 20]
     script = (
         "import sys, time; from pathlib import Path; from megacore.corpus import fetch\n"
-        "fetch.time.sleep = lambda seconds: (print('broke off', flush=True), time.sleep.__class__, sys.stdin.read())\n"
+        "fetch.time.sleep = lambda seconds: (print('broke off', flush=True), time.sleep.__class__, "
+        "sys.stdin.read())\n"
         "fetch.fetch(sys.argv[1], None, Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", script, f"{site.url}/a.jsonl", str(target)]
@@ -87,7 +91,9 @@ def test_next_process_goes_on_where_the_last_was_killed(site: Site, target: Path
 
 
 @pytest.mark.parametrize("values", [{"ranges": False}, {"validators": False}, {"chunked": True}])
-def test_server_that_cannot_go_on_sends_all_again(site: Site, target: Path, values: dict[str, bool]) -> None:
+def test_server_that_cannot_go_on_sends_all_again(
+    site: Site, target: Path, values: dict[str, bool]
+) -> None:
     for name, value in values.items():
         setattr(site, name, value)
     site.breaks = [3 << 20, 10]
@@ -97,7 +103,9 @@ def test_server_that_cannot_go_on_sends_all_again(site: Site, target: Path, valu
 
 @pytest.mark.parametrize("if_range", [True, False])
 @pytest.mark.parametrize("sha256", [True, False])
-def test_content_that_changed_meanwhile_is_never_mixed(site: Site, target: Path, if_range: bool, sha256: bool) -> None:
+def test_content_that_changed_meanwhile_is_never_mixed(
+    site: Site, target: Path, if_range: bool, sha256: bool
+) -> None:
     site.breaks, site.if_range = [1 << 20, 10, 10, 10], if_range
     with pytest.raises(DownloadError, match=r"failed 3 times in a row .* 1048606 bytes are there"):
         get(site, target)
@@ -118,7 +126,10 @@ def test_content_that_became_shorter_is_fetched_anew(site: Site, target: Path) -
 
 def test_wrong_digest_names_both_and_leaves_nothing(site: Site, target: Path) -> None:
     wrong = "0" * 64
-    with pytest.raises(DataFormatError, match=rf"/a\.jsonl has the sha256 {SHA256}, not {wrong} as data\.source says"):
+    with pytest.raises(
+        DataFormatError,
+        match=rf"/a\.jsonl has the sha256 {SHA256}, not {wrong} as data\.source says",
+    ):
         get(site, target, wrong)
     assert names(target) == set()
     assert len(site.requests) == 1
@@ -135,7 +146,9 @@ def test_file_with_the_right_digest_is_not_asked_for_again(site: Site, target: P
     assert len(site.requests) == 2
 
 
-def test_file_without_a_digest_is_taken_as_long_as_the_server_has_it(site: Site, target: Path) -> None:
+def test_file_without_a_digest_is_taken_as_long_as_the_server_has_it(
+    site: Site, target: Path
+) -> None:
     get(site, target, None)
     before = target.stat().st_ino
     assert get(site, target, None).sha256 == SHA256
@@ -157,7 +170,9 @@ def test_passing_trouble_of_the_server_is_waited_for(site: Site, target: Path, s
     assert 0.1 <= time.monotonic() - started < 5  # longest_wait, twice
     site.statuses = [status] * 3
     shutil.rmtree(target.parent)
-    with pytest.raises(DownloadError, match=rf"failed 3 times in a row \(the server answered {status}") as caught:
+    with pytest.raises(
+        DownloadError, match=rf"failed 3 times in a row \(the server answered {status}"
+    ) as caught:
         get(site, target)
     assert caught.value.retryable
 
@@ -166,7 +181,8 @@ def test_passing_trouble_of_the_server_is_waited_for(site: Site, target: Path, s
 def test_refusal_is_final(site: Site, target: Path, status: int) -> None:
     site.statuses = [status]
     with pytest.raises(
-        DataFormatError, match=rf"/a\.jsonl answered {status} \w.* instead of a file: check data\.source"
+        DataFormatError,
+        match=rf"/a\.jsonl answered {status} \w.* instead of a file: check data\.source",
     ):
         get(site, target)
     assert len(site.requests) == 1
@@ -177,10 +193,14 @@ def test_redirection_is_followed_and_a_circle_refused(site: Site, target: Path) 
     site.statuses, site.headers = [302], {"Location": f"{site.url}/a.jsonl"}
     assert get(site, target).sha256 == SHA256
     site.statuses = [302] * 50
-    with pytest.raises(DataFormatError, match="cannot be downloaded: Exceeded maximum allowed redirects"):
+    with pytest.raises(
+        DataFormatError, match="cannot be downloaded: Exceeded maximum allowed redirects"
+    ):
         fetch(f"{site.url}/b.jsonl", None, target.with_name("b"), QUICK)
     site.statuses, site.headers = [302], {"Location": "ftp://127.0.0.1/a.jsonl"}
-    with pytest.raises(DataFormatError, match="cannot be downloaded: Request URL has an unsupported protocol"):
+    with pytest.raises(
+        DataFormatError, match="cannot be downloaded: Request URL has an unsupported protocol"
+    ):
         fetch(f"{site.url}/c.jsonl", None, target.with_name("c"), QUICK)
 
 
@@ -196,7 +216,9 @@ def test_server_that_is_not_there_is_given_up_soon(target: Path) -> None:
 def test_server_that_falls_silent_is_given_up(site: Site, target: Path) -> None:
     site.length_error, site.silence = 10, threading.Event()
     site.files["/a.jsonl"] = b"x" * 1000
-    with pytest.raises(DownloadError, match=r"failed 3 times in a row \(timed out\); 1000 bytes are there"):
+    with pytest.raises(
+        DownloadError, match=r"failed 3 times in a row \(timed out\); 1000 bytes are there"
+    ):
         fetch(f"{site.url}/a.jsonl", None, target, replace(QUICK, read_timeout=0.2))
     site.silence.set()
     assert not target.exists()
@@ -220,7 +242,9 @@ def test_full_disk_is_refused_before_and_while_it_happens(
 ) -> None:
     usage = shutil._ntuple_diskusage(10**9, 10**9, 1 << 20)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(WorkspaceError, match=r"a\.jsonl\.part: 5242880 bytes are to come and 1048576 are free"):
+    with pytest.raises(
+        WorkspaceError, match=r"a\.jsonl\.part: 5242880 bytes are to come and 1048576 are free"
+    ):
         get(site, target)
     monkeypatch.undo()
 
@@ -248,7 +272,8 @@ def test_full_disk_keeps_a_part_only_of_what_is_known_to_fit(
     monkeypatch.setattr(module, "open", lambda path, mode, **_: Full(path, mode), raising=False)
     site.chunked = chunked
     with pytest.raises(
-        WorkspaceError, match=r"cannot write .*a\.jsonl\.part: No space left on device: free some space"
+        WorkspaceError,
+        match=r"cannot write .*a\.jsonl\.part: No space left on device: free some space",
     ):
         get(site, target)
     assert target.with_name("a.jsonl.part").exists() != chunked
@@ -272,7 +297,9 @@ def test_what_is_no_address_is_refused(target: Path, url: str) -> None:
         fetch(url, None, target, QUICK)
 
 
-def test_password_is_not_written_anywhere(site: Site, target: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_password_is_not_written_anywhere(
+    site: Site, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = site.url.replace("//", "//me:a@secret@") + "/a.jsonl"
     with caplog.at_level(logging.DEBUG):
         fetch(url, None, target, QUICK)
@@ -293,7 +320,12 @@ def test_empty_file_comes(site: Site, target: Path) -> None:
 
 def test_damaged_notes_are_no_obstacle(site: Site, target: Path) -> None:
     target.parent.mkdir(parents=True)
-    for about in ("", "[]", '{"url": 1}', json.dumps({"url": f"{site.url}/a.jsonl", "etag": "x", "size": 3})):
+    for about in (
+        "",
+        "[]",
+        '{"url": 1}',
+        json.dumps({"url": f"{site.url}/a.jsonl", "etag": "x", "size": 3}),
+    ):
         (target.parent / "a.jsonl.part").write_bytes(b"garbage")
         (target.parent / "a.jsonl.part.json").write_text(about)
         (target.parent / "a.jsonl.json").write_text(about)
@@ -310,7 +342,9 @@ def test_progress_is_logged_where_there_is_no_terminal(
     assert len(caplog.messages) > 2
 
 
-def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress.download_progress("a[b].jsonl") as report:
         report(10, None)

@@ -28,7 +28,9 @@ def source(dataset: Path, **values: str | bool) -> HubSource:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_rows_of_local_parquet_become_documents(dataset: Path, tmp_path: Path, streaming: bool) -> None:
+def test_rows_of_local_parquet_become_documents(
+    dataset: Path, tmp_path: Path, streaming: bool
+) -> None:
     counts = collect(source(dataset, streaming=streaming), tmp_path / "out")
     assert counts == {"documents": 4, "files": 0, "skipped_files": 0, "bytes": 15}
     lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
@@ -71,7 +73,9 @@ def test_lost_connection_is_retryable_and_the_cache_stays_in_place(
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     (tmp_path / "out").mkdir()
-    with pytest.raises(DownloadError, match="cannot be loaded: Couldn't reach the Hub: check the network") as caught:
+    with pytest.raises(
+        DownloadError, match="cannot be loaded: Couldn't reach the Hub: check the network"
+    ) as caught:
         collect(source(Path("owner/name")), tmp_path / "out")
     assert caught.value.retryable
     assert seen == {name: str(tmp_path / ".huggingface" / name) for name in ("datasets", "hub")}
@@ -99,8 +103,13 @@ def test_full_disk_is_told_from_a_damaged_data_set(
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+            raise DatasetGenerationError(
+                "An error occurred while generating the dataset"
+            ) from error
 
     monkeypatch.setattr(datasets, "load_dataset", full)
-    with pytest.raises(WorkspaceError, match=r"cannot write .*\.huggingface: No space left on device: free some space"):
+    with pytest.raises(
+        WorkspaceError,
+        match=r"cannot write .*\.huggingface: No space left on device: free some space",
+    ):
         collect(source(dataset, streaming=False), tmp_path / "out")

@@ -32,7 +32,12 @@ def files(tmp_path: Path) -> Path:
 
 def test_files_are_referred_to_in_the_given_order(files: Path, tmp_path: Path) -> None:
     given = source(files / "b.jsonl", files / "[ac].jsonl")
-    assert collect(given, tmp_path / "out") == {"documents": 3, "files": 3, "skipped_files": 0, "bytes": 60}
+    assert collect(given, tmp_path / "out") == {
+        "documents": 3,
+        "files": 3,
+        "skipped_files": 0,
+        "bytes": 60,
+    }
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sources.json"]
     assert list(iterate_texts(tmp_path / "out")) == ["one", "two\n", "three"]
 
@@ -103,13 +108,23 @@ def test_compressed_files_are_counted_and_referred_to(tmp_path: Path, suffix: st
     }  # fmt: skip
     assert list(iterate_texts(tmp_path / "out")) == texts
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataFormatError, match=rf"a\.jsonl{suffix} ends in the middle of its \w+ data"):
+    with pytest.raises(
+        DataFormatError, match=rf"a\.jsonl{suffix} ends in the middle of its \w+ data"
+    ):
         collect(source(path), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("content", "documents"),
-    [(b"\n", 1), (b"a", 1), (b"a\n", 1), (b"a\n\n", 2), (b"a\nb", 2), (b"\xef\xbb\xbf", 0), (b"\xef\xbb\xbfa\r\n", 1)],
+    [
+        (b"\n", 1),
+        (b"a", 1),
+        (b"a\n", 1),
+        (b"a\n\n", 2),
+        (b"a\nb", 2),
+        (b"\xef\xbb\xbf", 0),
+        (b"\xef\xbb\xbfa\r\n", 1),
+    ],
 )
 def test_every_line_counts(tmp_path: Path, content: bytes, documents: int) -> None:
     for suffix, compress in {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}.items():

@@ -30,7 +30,12 @@ def source(*files: Path | str, key: str = "text") -> ParquetSource:
 def test_rows_of_the_files_are_documents(files: Path, tmp_path: Path) -> None:
     given = source(files / "b.parquet", files / "[an]*.parquet")
     size = sum(path.stat().st_size for path in files.iterdir())
-    assert collect(given, tmp_path / "out") == {"documents": 4, "files": 3, "skipped_files": 0, "bytes": size}
+    assert collect(given, tmp_path / "out") == {
+        "documents": 4,
+        "files": 3,
+        "skipped_files": 0,
+        "bytes": size,
+    }
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sources.json"]
     assert list(iterate_texts(tmp_path / "out")) == ["four", "one", "two", "three"]
 
@@ -46,15 +51,21 @@ def test_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_pa
         list(iterate_texts(tmp_path / "out"))
 
 
-def test_wrong_files_and_columns_are_refused_when_they_are_collected(files: Path, tmp_path: Path) -> None:
+def test_wrong_files_and_columns_are_refused_when_they_are_collected(
+    files: Path, tmp_path: Path
+) -> None:
     (files / "x.jsonl").write_text('{"text": "a"}\n')
     (files / "broken.parquet").write_bytes((files / "a.parquet").read_bytes()[:-20])
     for given, message in {
         source(
             files / "a.parquet", key="body"
         ): r"a\.parquet has no column 'body', only id, text: set data\.source\.key",
-        source(files / "a.parquet", key="id"): r"a\.parquet has int64 in column 'id' instead of text",
-        source(files / "x.jsonl"): r"x\.jsonl is no parquet file: give it to a source of kind jsonl",
+        source(
+            files / "a.parquet", key="id"
+        ): r"a\.parquet has int64 in column 'id' instead of text",
+        source(
+            files / "x.jsonl"
+        ): r"x\.jsonl is no parquet file: give it to a source of kind jsonl",
         JsonlSource(
             kind="jsonl", files=(str(files / "a.parquet"),)
         ): r"a\.parquet is no jsonl file: give it to a source of kind parquet",
@@ -71,7 +82,9 @@ def test_wrong_files_and_columns_are_refused_when_they_are_collected(files: Path
 def test_null_row_is_named(files: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", None]}), files / "a.parquet")
     assert collect(source(files / "a.parquet"), tmp_path / "out")["documents"] == 2
-    with pytest.raises(DataFormatError, match=r"a\.parquet row 2 is null under 'text': repair or remove the row"):
+    with pytest.raises(
+        DataFormatError, match=r"a\.parquet row 2 is null under 'text': repair or remove the row"
+    ):
         list(iterate_texts(tmp_path / "out"))
     assert list(iterate_texts(tmp_path / "out", skip_bad_lines=True)) == ["a"]
 

@@ -12,7 +12,12 @@ from tests.data._files import write_tokens
 def test_files_are_checked_and_referred_to(tmp_path: Path) -> None:
     source = PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3, 0, 4]))
     (tmp_path / "out").mkdir()
-    assert collect(source, tmp_path / "out") == {"documents": 3, "files": 2, "skipped_files": 0, "bytes": 14 + 90}
+    assert collect(source, tmp_path / "out") == {
+        "documents": 3,
+        "files": 2,
+        "skipped_files": 0,
+        "bytes": 14 + 90,
+    }
     before = fingerprint(source)
     write_tokens(tmp_path / "a", [4, 0, 3])
     assert fingerprint(source)["idx_sha256"] != before["idx_sha256"]
@@ -23,7 +28,9 @@ def test_files_are_checked_and_referred_to(tmp_path: Path) -> None:
 def test_there_is_no_text_to_read(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3])), tmp_path / "out")
-    with pytest.raises(DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"):
+    with pytest.raises(
+        DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"
+    ):
         segments(tmp_path / "out")
 
 
@@ -45,7 +52,10 @@ def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
 def test_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(DataFormatError, match="the corpus is empty"):
-        collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [0, 0])), tmp_path / "out")
+        collect(
+            PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [0, 0])),
+            tmp_path / "out",
+        )
     prefix = write_tokens(tmp_path / "b", [3])
     Path(f"{prefix}.bin").write_bytes(b"\x00")
     with pytest.raises(DataFormatError, match="do not belong together"):

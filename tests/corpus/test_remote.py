@@ -34,18 +34,25 @@ def site(tmp_path: Path) -> Iterator[Site]:
     (tmp_path / "out").mkdir()
     with serve() as site:
         for path, texts in TEXTS.items():
-            site.files[path] = write_form(tmp_path / "in" / path.rsplit("/")[-1], texts).read_bytes()
+            site.files[path] = write_form(
+                tmp_path / "in" / path.rsplit("/")[-1], texts
+            ).read_bytes()
         yield site
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "fetch", lambda *args: fetch.fetch(*args, Patience(attempts=2, backoff=0.01)))
+    monkeypatch.setattr(
+        remote, "fetch", lambda *args: fetch.fetch(*args, Patience(attempts=2, backoff=0.01))
+    )
 
 
 def source(site: Site, *paths: str, key: str = "text", sha256: bool = False) -> HttpSource:
     files = [
-        {"url": site.url + path, "sha256": hashlib.sha256(site.files[path]).hexdigest() if sha256 else None}
+        {
+            "url": site.url + path,
+            "sha256": hashlib.sha256(site.files[path]).hexdigest() if sha256 else None,
+        }
         for path in paths
     ]
     return HttpSource.model_validate({"kind": "http", "files": files, "key": key})
@@ -54,16 +61,23 @@ def source(site: Site, *paths: str, key: str = "text", sha256: bool = False) -> 
 def test_files_of_every_form_land_in_the_corpus(site: Site, tmp_path: Path) -> None:
     given = source(site, *TEXTS)
     size = sum(map(len, site.files.values()))
-    assert collect(given, tmp_path / "out") == {"documents": 7, "files": 5, "skipped_files": 0, "bytes": size}
+    assert collect(given, tmp_path / "out") == {
+        "documents": 7,
+        "files": 5,
+        "skipped_files": 0,
+        "bytes": size,
+    }
     moved = (tmp_path / "out").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / ".downloads")
     assert list(iterate_texts(moved)) == [text for texts in TEXTS.values() for text in texts]
     assert {path.name for path in moved.iterdir()} == {
-        "00000-a.jsonl", "00001-a.jsonl", "00002-b.jsonl.gz", "00003-c.jsonl.zst", "00004-d.parquet", "sources.json",
+        "00000-a.jsonl", "00001-a.jsonl", "00002-b.jsonl.gz", "00003-c.jsonl.zst",
+        "00004-d.parquet", "sources.json",
     }  # fmt: skip
     facts = json.loads((moved / "sources.json").read_text())
     assert facts["downloads"] == [
-        {"url": site.url + path, "sha256": hashlib.sha256(site.files[path]).hexdigest()} for path in TEXTS
+        {"url": site.url + path, "sha256": hashlib.sha256(site.files[path]).hexdigest()}
+        for path in TEXTS
     ]
 
 
@@ -107,7 +121,9 @@ def test_pair_of_token_files_becomes_a_prefix(site: Site, tmp_path: Path) -> Non
         (("/a%00.jsonl",), "whose form is unknown"),
     ],
 )
-def test_odd_names_are_refused_before_anything_is_asked(site: Site, paths: tuple[str, ...], message: str) -> None:
+def test_odd_names_are_refused_before_anything_is_asked(
+    site: Site, paths: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(DataFormatError, match=message):
         fingerprint(source(site, *paths))
     assert site.requests == []
@@ -118,7 +134,9 @@ def test_failed_attempt_leaves_what_came_for_the_next(site: Site, tmp_path: Path
     given = source(site, "/x/a.jsonl", "/b.jsonl.gz", sha256=True)
     content = site.files["/b.jsonl.gz"]
     site.files["/b.jsonl.gz"], site.breaks = content, [len(site.files["/x/a.jsonl"]), 10, 5]
-    with pytest.raises(DownloadError, match=r"b\.jsonl\.gz failed 2 times in a row .* 15 bytes are there"):
+    with pytest.raises(
+        DownloadError, match=r"b\.jsonl\.gz failed 2 times in a row .* 15 bytes are there"
+    ):
         collect(given, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
     assert collect(given, tmp_path / "out")["documents"] == 3
@@ -146,7 +164,9 @@ def test_damaged_file_without_a_digest_is_asked_for_again(site: Site, tmp_path: 
     assert "if-none-match" not in site.requests[-1]
 
 
-def test_file_system_without_links_gets_copies(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_links_gets_copies(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
@@ -163,12 +183,16 @@ def test_identity_is_addresses_digests_and_key(site: Site) -> None:
         fingerprint(source(site, "/x/a.jsonl", "/b.jsonl.gz")),
     ]
     assert len({json.dumps(value) for value in prints}) == 5
-    secret = HttpSource.model_validate({"kind": "http", "files": [{"url": "https://me:secret@host/a.jsonl"}]})
+    secret = HttpSource.model_validate(
+        {"kind": "http", "files": [{"url": "https://me:secret@host/a.jsonl"}]}
+    )
     assert "secret" not in json.dumps(fingerprint(secret))
     assert site.requests == []
 
 
 def test_empty_files_are_an_empty_corpus(site: Site, tmp_path: Path) -> None:
     site.files["/x/a.jsonl"] = b""
-    with pytest.raises(DataFormatError, match=rf"the corpus is empty: {site.url}/x/a\.jsonl has no document"):
+    with pytest.raises(
+        DataFormatError, match=rf"the corpus is empty: {site.url}/x/a\.jsonl has no document"
+    ):
         collect(source(site, "/x/a.jsonl"), tmp_path / "out")

@@ -25,7 +25,14 @@ def test_shards_hold_every_document_once_in_order(tmp_path: Path, size: int) -> 
     assert [text for shard in shards for text in texts_of(shard)] == texts_of(whole)
     assert all(shards)
     if size == 1:
-        lines_and_groups = len(TEXTS) + (len(TEXTS) - 7 + 1) // 2 + len(TEXTS) - 14 + 2 + (len(TEXTS) - 35 + 1) // 2
+        lines_and_groups = (
+            len(TEXTS)
+            + (len(TEXTS) - 7 + 1) // 2
+            + len(TEXTS)
+            - 14
+            + 2
+            + (len(TEXTS) - 35 + 1) // 2
+        )
         assert len(shards) == lines_and_groups + 1
     if size == 10**9:
         assert shards == [tuple(whole)]
@@ -47,7 +54,14 @@ def test_shards_are_of_about_the_size(tmp_path: Path) -> None:
 def test_division_happens_exactly_at_a_line_that_starts_there(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"aa\nbb\ncc\n")
-    for size, cuts in {1: [3, 6, None], 3: [3, 6, None], 4: [6, None], 6: [6, None], 7: [None], 9: [None]}.items():
+    for size, cuts in {
+        1: [3, 6, None],
+        3: [3, 6, None],
+        4: [6, None],
+        6: [6, None],
+        7: [None],
+        9: [None],
+    }.items():
         assert [shard[0].stop for shard in divide(jsonl_segments([path], "text"), size)] == cuts
 
 
@@ -77,7 +91,9 @@ def test_files_in_the_corpus_are_found_wherever_it_lies(tmp_path: Path) -> None:
 def test_token_files_have_no_segments(tmp_path: Path) -> None:
     path = write_form(tmp_path / "a.bin", ["x"])
     write_sources(tmp_path, "prefix", [SourceFile.of(path)], prefix=str(tmp_path / "a"))
-    with pytest.raises(DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"):
+    with pytest.raises(
+        DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"
+    ):
         segments(tmp_path)
 
 

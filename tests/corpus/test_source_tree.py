@@ -64,8 +64,12 @@ def test_missing_and_empty_trees_are_refused(tree: Path, tmp_path: Path) -> None
     with pytest.raises(DataFormatError, match="which is not a directory"):
         fingerprint(SourceTreeSource(kind="source_tree", path=str(tmp_path / "none")))
     (tmp_path / "out").mkdir()
-    with pytest.raises(DataFormatError, match=r"the corpus is empty: .* with pattern \*\.rs has no document"):
-        collect(SourceTreeSource(kind="source_tree", path=str(tree), pattern="*.rs"), tmp_path / "out")
+    with pytest.raises(
+        DataFormatError, match=r"the corpus is empty: .* with pattern \*\.rs has no document"
+    ):
+        collect(
+            SourceTreeSource(kind="source_tree", path=str(tree), pattern="*.rs"), tmp_path / "out"
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,9 @@ def test_missing_and_empty_trees_are_refused(tree: Path, tmp_path: Path) -> None
         ("**/site-packages/*.py", []),
     ],
 )
-def test_pattern_with_a_slash_is_one_for_the_path(tree: Path, pattern: str, names: list[str]) -> None:
+def test_pattern_with_a_slash_is_one_for_the_path(
+    tree: Path, pattern: str, names: list[str]
+) -> None:
     assert list_files(tree, pattern) == names
 
 

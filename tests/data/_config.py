@@ -9,11 +9,17 @@ from tests._tiny import tiny_config
 
 def data_config(**values: Any) -> DataConfig:
     """One that reads token files; each keyword replaces a value."""
-    given = {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "train-bpe", "vocab_size": 300}, "seq_length": 8}
+    given = {
+        "source": {"kind": "source_tree"},
+        "tokenizer": {"kind": "train-bpe", "vocab_size": 300},
+        "seq_length": 8,
+    }
     return DataConfig.model_validate(given | values)
 
 
-def run_config(*, family: str = "gpt", seed: int = 1, binary_head: bool = True, **data: Any) -> RunConfig:
+def run_config(
+    *, family: str = "gpt", seed: int = 1, binary_head: bool = True, **data: Any
+) -> RunConfig:
     """A run with such data; it is not checked as a whole."""
     run = tiny_config(seed=seed)
     model = run.model.model_copy(update={"bert_binary_head": binary_head})

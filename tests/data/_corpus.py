@@ -1,4 +1,5 @@
-"""A corpus with everything that tokenizing leaves behind, written by hand: text, tokens, documents.json, tokenizer."""
+"""A corpus with everything that tokenizing leaves behind, written by hand: text, tokens,
+documents.json, tokenizer."""
 
 import gzip
 import json
@@ -20,7 +21,9 @@ END_OF_TEXT = "<|endoftext|>"
 def byte_tokenizer() -> JsonTokenizer:
     """A token for each byte, and <|endoftext|> (id 256)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    backend = tokenizers.Tokenizer(
+        models.BPE({letter: number for number, letter in enumerate(alphabet)}, [])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END_OF_TEXT])
@@ -47,17 +50,32 @@ def write_lines(path: Path, texts: Sequence[str], key: str = "text", **fields: s
 
 def write_documents(path: Path, files: Sequence[dict[str, Any]], **facts: Any) -> None:
     """A documents.json."""
-    values = {"format": 1, "shuffle_seed": None, "append_eod": True, "split_sentences": False, "tokenizer": {}}
+    values = {
+        "format": 1,
+        "shuffle_seed": None,
+        "append_eod": True,
+        "split_sentences": False,
+        "tokenizer": {},
+    }
     path.write_text(json.dumps(values | {"files": list(files)} | facts))
 
 
 def entry(path: Path | str, documents: int, **facts: Any) -> dict[str, Any]:
     """A file of a documents.json."""
-    return {"path": str(path), "key": "text", "documents": documents, "skipped_lines": [], "first_line": 1} | facts
+    return {
+        "path": str(path),
+        "key": "text",
+        "documents": documents,
+        "skipped_lines": [],
+        "first_line": 1,
+    } | facts
 
 
 def write_corpus(directory: Path, texts: Sequence[str], *, seed: int | None = None) -> Corpus:
-    """Two files with the texts, as token files with all that belongs to them; an empty text is an empty document."""
+    """Two files with the texts, as token files with all that belongs to them.
+
+    An empty text is an empty document.
+    """
     tokenizer, place = byte_tokenizer(), directory / "tokenizer"
     place.mkdir(parents=True)
     tokenizer.save(place)
@@ -76,6 +94,10 @@ def write_corpus(directory: Path, texts: Sequence[str], *, seed: int | None = No
         Path(f"{prefix}.documents.json"),
         [entry(directory / "a.jsonl", half), entry(directory / "b.jsonl.gz", len(texts) - half)],
         shuffle_seed=seed,
-        tokenizer={"directory": str(place), "eod_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size},
+        tokenizer={
+            "directory": str(place),
+            "eod_id": tokenizer.eod_id,
+            "vocab_size": tokenizer.vocab_size,
+        },
     )
     return Corpus(str(prefix), list(texts), order.tolist(), place)

@@ -9,7 +9,10 @@ from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 
 
 def write_tokens(prefix: Path, lengths: Sequence[int], dtype: str = "u2") -> str:
-    """A pair of files whose tokens count upwards through all documents; a length of 0 is an empty document."""
+    """A pair of files whose tokens count upwards through all documents.
+
+    A length of 0 is an empty document.
+    """
     start = 0
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for length in lengths:

@@ -1,4 +1,7 @@
-"""The compiled parts of the index maps in NumPy and plain Python: the definition that they are held against."""
+"""The compiled parts of the index maps in NumPy and plain Python.
+
+The definition that they are held against.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,11 +23,13 @@ def build_sample_index(
     partial: bool = False,
     dtype: npt.DTypeLike = np.int32,
 ) -> npt.NDArray[Any]:
-    """Where each sample begins, shape (num_samples + 1, 2): position in `document_index`, token offset there.
+    """Where each sample begins, shape (num_samples + 1, 2).
 
-    Consecutive samples of `seq_length` + `extra` tokens overlap by `extra`. The last row is where one more sample
-    would begin; with `partial` the last sample is shorter, and the last row is `extra` before the end of the last
-    document. Raises ValueError when the documents end first.
+    Columns: position in `document_index`, token offset there.
+
+    Consecutive samples of `seq_length` + `extra` tokens overlap by `extra`. The last row is where
+    one more sample would begin; with `partial` the last sample is shorter, and the last row is
+    `extra` before the end of the last document. Raises ValueError when the documents end first.
     """
     whole = num_samples - partial
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
@@ -43,21 +48,30 @@ def build_sample_index(
 
 
 def shuffle(values: npt.NDArray[Any], seed: int) -> None:
-    """Shuffle in place as the first use of `numpy.random.RandomState(seed)` does (Fisher and Yates, from the end)."""
+    """Shuffle in place as the first use of `numpy.random.RandomState(seed)` does.
+
+    It is the shuffle of Fisher and Yates, from the end.
+    """
     np.random.RandomState(seed).shuffle(values)
 
 
 def build_blend(
     weights: Sequence[float] | npt.NDArray[np.float64], size: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index): sample i from the largest weight x max(i, 1) - taken, first of equals."""
+    """(dataset index, dataset sample index) of a blend by weights.
+
+    Sample i is from the largest weight x max(i, 1) - taken, the first of equals.
+    """
     return _blend(np.asarray(weights, np.float64), np.full(len(weights), size), size)
 
 
 def build_exhaustive_blend(
     sizes: Sequence[int] | npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) with the weights size / total, until every data set is used up."""
+    """(dataset index, dataset sample index) with the weights size / total.
+
+    It ends when every data set is used up.
+    """
     limits = np.asarray(sizes, np.int64)
     total = int(limits.sum())
     return _blend(limits / max(total, 1), limits, total)
@@ -87,11 +101,14 @@ def build_sentence_map(
     seed: int,
     dtype: npt.DTypeLike = np.uint32,
 ) -> npt.NDArray[Any]:
-    """Samples of whole sentences, shape (samples, 3): first sentence, end sentence, target length in tokens.
+    """Samples of whole sentences, shape (samples, 3).
 
-    `document_starts` has the first sentence of each document and the end of the last. A sample ends once it reaches
-    its target, has `min_sentences` and leaves at least two, or with its document. Documents of several sentences of
-    which one is longer than 512 tokens are left out. No epoch begins with `max_samples` samples or more.
+    First sentence, end sentence, target length in tokens.
+
+    `document_starts` has the first sentence of each document and the end of the last. A sample ends
+    once it reaches its target, has `min_sentences` and leaves at least two, or with its document.
+    Documents of several sentences of which one is longer than 512 tokens are left out. No epoch
+    begins with `max_samples` samples or more.
     """
     targets = np.random.RandomState(seed)
     ratio = int(np.floor(1.0 / short_probability + 0.5)) if short_probability > 0 else 0
@@ -107,7 +124,9 @@ def build_sentence_map(
         before = len(rows)
         if before >= max_samples:
             break
-        for first, end in zip(document_starts[:-1].tolist(), document_starts[1:].tolist(), strict=True):
+        for first, end in zip(
+            document_starts[:-1].tolist(), document_starts[1:].tolist(), strict=True
+        ):
             long = end - first > 1 and bool((lengths[first:end] > LONG_SENTENCE).any())
             if end - first < min_sentences or long:
                 continue
@@ -115,7 +134,9 @@ def build_sentence_map(
             for sentence in range(first, end):
                 tokens += int(lengths[sentence])
                 left = end - sentence - 1
-                if left == 0 or (tokens >= target and left > 1 and sentence + 1 - first >= min_sentences):
+                if left == 0 or (
+                    tokens >= target and left > 1 and sentence + 1 - first >= min_sentences
+                ):
                     rows.append((first, sentence + 1, target))
                     first, target, tokens = sentence + 1, draw(), 0
         if len(rows) == before:
@@ -125,7 +146,10 @@ def build_sentence_map(
 
 
 def _shuffled_rows(count: int, seed: int) -> list[int]:
-    """The rows 0 … count-1, row i exchanged with row (next 64-bit draw) % (i + 1), from the last to the second."""
+    """The rows 0 … count-1, shuffled from the last to the second.
+
+    Row i changes places with row (next 64-bit draw) % (i + 1).
+    """
     order, generator = list(range(count)), _Mt19937x64(seed)
     for i in range(count - 1, 0, -1):
         j = generator.next() % (i + 1)
@@ -134,7 +158,7 @@ def _shuffled_rows(count: int, seed: int) -> list[int]:
 
 
 class _Mt19937x64:
-    """MT19937-64 (Matsumoto and Nishimura 2004), the 64-bit generator of the C++ standard library."""
+    """MT19937-64 (Matsumoto and Nishimura 2004), as in the C++ standard library."""
 
     def __init__(self, seed: int) -> None:
         self._state = [seed & _WORD]
@@ -157,5 +181,7 @@ class _Mt19937x64:
         state, low = self._state, 0x7FFFFFFF
         for k in range(312):
             mixed = (state[k] & ~low & _WORD) | (state[(k + 1) % 312] & low)
-            state[k] = state[(k + 156) % 312] ^ (mixed >> 1) ^ (0xB5026F5AA96619E9 if mixed & 1 else 0)
+            state[k] = (
+                state[(k + 156) % 312] ^ (mixed >> 1) ^ (0xB5026F5AA96619E9 if mixed & 1 else 0)
+            )
         self._position = 0

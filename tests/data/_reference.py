@@ -4,11 +4,19 @@ from collections.abc import Sequence
 
 
 def samples_of(
-    documents: Sequence[Sequence[int]], seq_length: int, packing: str, extra: int, *, keep_partial: bool = False
+    documents: Sequence[Sequence[int]],
+    seq_length: int,
+    packing: str,
+    extra: int,
+    *,
+    keep_partial: bool = False,
 ) -> list[list[int]]:
-    """The samples of documents in their order, before they are shuffled; padded with -1 to s + 1."""
+    """The samples of documents in their order, before they are shuffled; padded with -1 to s +
+    1."""
     capacity = seq_length + extra
-    cut = {"packed": _packed, "pack_until_overflow": _until_overflow, "unpacked": _unpacked}[packing]
+    cut = {"packed": _packed, "pack_until_overflow": _until_overflow, "unpacked": _unpacked}[
+        packing
+    ]
     samples = cut(documents, seq_length, capacity)
     if packing == "packed" and not keep_partial:
         samples = [sample for sample in samples if len(sample) == capacity]
@@ -21,7 +29,9 @@ def _packed(documents: Sequence[Sequence[int]], seq_length: int, capacity: int) 
     return [stream[start : start + capacity] for start in range(0, len(stream) - extra, seq_length)]
 
 
-def _until_overflow(documents: Sequence[Sequence[int]], seq_length: int, capacity: int) -> list[list[int]]:
+def _until_overflow(
+    documents: Sequence[Sequence[int]], seq_length: int, capacity: int
+) -> list[list[int]]:
     samples: list[list[int]] = []
     for document in documents:
         left = list(document)
@@ -36,5 +46,7 @@ def _until_overflow(documents: Sequence[Sequence[int]], seq_length: int, capacit
     return samples
 
 
-def _unpacked(documents: Sequence[Sequence[int]], seq_length: int, capacity: int) -> list[list[int]]:
+def _unpacked(
+    documents: Sequence[Sequence[int]], seq_length: int, capacity: int
+) -> list[list[int]]:
     return [list(document[:capacity]) for document in documents if document]

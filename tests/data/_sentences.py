@@ -1,4 +1,5 @@
-"""Token files with a sequence per sentence, a vocabulary for them, and Megatron core's rules in plain Python."""
+"""Token files with a sequence per sentence, a vocabulary for them, and Megatron core's rules in
+plain Python."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -20,7 +21,15 @@ def vocabulary(seed: int = 0, **changes: Any) -> Vocabulary:
     """Five special tokens, text of which a third continues words, sentinels."""
     continues = (np.random.default_rng(seed).random(VOCAB_SIZE) < 0.35).astype(np.uint8)
     continues[:FIRST_TEXT] = continues[FIRST_SENTINEL:] = 0
-    given = {"eod": SEP, "pad": PAD, "cls": CLS, "sep": SEP, "mask": MASK, "unk": UNK, "sentinels": SENTINELS}
+    given = {
+        "eod": SEP,
+        "pad": PAD,
+        "cls": CLS,
+        "sep": SEP,
+        "mask": MASK,
+        "unk": UNK,
+        "sentinels": SENTINELS,
+    }
     return Vocabulary(SpecialTokens(**given | changes), continues)
 
 
@@ -30,7 +39,9 @@ def write_lengths(prefix: Path, documents: Sequence[Sequence[int]]) -> IndexedDa
     with IndexedDatasetWriter(prefix, "u2") as writer:
         for lengths in documents:
             ids = random.integers(FIRST_TEXT, FIRST_SENTINEL, sum(lengths))
-            writer.add_batch(ids.astype("u2"), np.array(lengths, np.int64), np.array([len(lengths)]))
+            writer.add_batch(
+                ids.astype("u2"), np.array(lengths, np.int64), np.array([len(lengths)])
+            )
     return IndexedDataset(prefix)
 
 
@@ -50,7 +61,8 @@ def draw_spans(
     draw_length: Callable[[], int],
     take: Callable[[int], None] = lambda place: None,
 ) -> list[list[int]]:
-    """Places of the tokens to be predicted, in the order in which they are drawn (masked_dataset.py)."""
+    """Places of the tokens to be predicted, in the order in which they are drawn
+    (masked_dataset.py)."""
     candidates: list[list[int]] = []
     for place, token in enumerate(tokens):
         if token in (words.special.cls, words.special.sep):
@@ -126,7 +138,16 @@ def bert_row(
     def draw_length() -> int:
         return int(random.choice(numbers, p=probability / probability.sum()))
 
-    draw_spans(tokens, target, random, words, share=share, whole_words=whole_words, draw_length=draw_length, take=take)
+    draw_spans(
+        tokens,
+        target,
+        random,
+        words,
+        share=share,
+        whole_words=whole_words,
+        draw_length=draw_length,
+        take=take,
+    )
     parts = [part + [-1] * (seq_length - len(part)) for part in (read, labels, segments)]
     return [*parts[0], *parts[1], *parts[2], int(swapped)]
 
@@ -148,7 +169,9 @@ def t5_row(
     def draw_length() -> int:
         return min(random.geometric(0.2), 10)
 
-    spans = draw_spans(tokens, target, random, words, share=share, whole_words=True, draw_length=draw_length)
+    spans = draw_spans(
+        tokens, target, random, words, share=share, whole_words=True, draw_length=draw_length
+    )
     encoder: list[int] = []
     decoder: list[int] = []
     begin = 0

@@ -5,7 +5,8 @@ from megacore.data.index_plans import build_blend, build_exhaustive_blend, membe
 
 
 def test_members_are_asked_for_their_rounded_share_and_a_surplus() -> None:
-    # 0.3 x 101 = 30.3 -> 31 -> 31.155 -> 32; 0.7 x 101 = 70.7 -> 71 -> 71.355 -> 72; the blend takes 31 + 71.
+    # 0.3 x 101 = 30.3 -> 31 -> 31.155 -> 32; 0.7 x 101 = 70.7 -> 71 -> 71.355 -> 72; the blend
+    # takes 31 + 71.
     assert member_sizes([0.3, 0.7], 101, "megatron") == ([32, 72], 102)
     # 0.3 x 101 x 1.005 = 30.45 -> 31
     assert member_sizes([0.3, 0.7], 101, "neox") == ([31, 72], 101)
@@ -25,7 +26,9 @@ def test_a_blend_follows_its_weights(size: int) -> None:
     counts = np.bincount(dataset_index, minlength=2)
     assert abs(counts[0] - 0.75 * size) <= 1
     for number in (0, 1):
-        np.testing.assert_array_equal(sample_index[dataset_index == number], np.arange(counts[number]))
+        np.testing.assert_array_equal(
+            sample_index[dataset_index == number], np.arange(counts[number])
+        )
 
 
 def test_an_exhaustive_blend_takes_everything_once() -> None:

@@ -10,7 +10,14 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.data.build import MemberOpener, open_split, sentence_options
 from megacore.data.gpt_dataset import GPTDataset
-from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps, map_path, member_directory
+from megacore.data.index_maps import (
+    IndexOptions,
+    Member,
+    Mixture,
+    build_index_maps,
+    map_path,
+    member_directory,
+)
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import BlendedDataset, ConcatDataset, Dataset
 from megacore.data.sentence_maps import build_sentence_maps
@@ -24,20 +31,29 @@ from tests.data._files import write_tokens
 from tests.data._sentences import FIRST_SENTINEL, FIRST_TEXT, SEP, write_lengths
 
 SEQ_LENGTH = 8
-LENGTHS = ([30, 0, 9, 41, 12, 25, 33, 18, 7, 60], [50, 3, 44, 20, 31, 12], [9, 9, 70, 15, 26, 34, 40])
+LENGTHS = (
+    [30, 0, 9, 41, 12, 25, 33, 18, 7, 60],
+    [50, 3, 44, 20, 31, 12],
+    [9, 9, 70, 15, 26, 34, 40],
+)
 WEIGHTS = (0.5, 0.3, 0.2)
 
 
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
-    return [write_tokens(tmp_path / f"tokens-{number}", lengths) for number, lengths in enumerate(LENGTHS)]
+    return [
+        write_tokens(tmp_path / f"tokens-{number}", lengths)
+        for number, lengths in enumerate(LENGTHS)
+    ]
 
 
 @pytest.fixture
 def blend(prefixes: list[str], tmp_path: Path) -> Path:
     directory = tmp_path / "index"
     directory.mkdir()
-    mixture = Mixture.blend([Member(prefix, weight) for prefix, weight in zip(prefixes, WEIGHTS, strict=True)])
+    mixture = Mixture.blend(
+        [Member(prefix, weight) for prefix, weight in zip(prefixes, WEIGHTS, strict=True)]
+    )
     build_index_maps(mixture, directory, options("50,25,25"), (90, 6, None))
     return directory
 
@@ -58,10 +74,14 @@ def test_a_blend_is_its_members_samples_in_the_maps_order(prefixes: list[str], b
         GPTDataset(prefix, member_directory(blend, number), "train", SEQ_LENGTH)
         for number, prefix in enumerate(prefixes)
     ]
-    numbers, samples = (np.load(map_path(blend, "train", name)) for name in ("dataset", "dataset_sample"))
+    numbers, samples = (
+        np.load(map_path(blend, "train", name)) for name in ("dataset", "dataset_sample")
+    )
     assert len(dataset) == len(numbers) >= 90
     assert set(numbers) == {0, 1, 2}
-    expected = np.stack([members[number][sample] for number, sample in zip(numbers, samples, strict=True)])
+    expected = np.stack(
+        [members[number][sample] for number, sample in zip(numbers, samples, strict=True)]
+    )
     np.testing.assert_array_equal(dataset.gather(range(len(dataset))), expected)
     some = np.array([41, 3, 3, 88, 0])
     out = np.zeros((5, SEQ_LENGTH + 1), np.int64)
@@ -74,15 +94,22 @@ def test_a_blend_is_its_members_samples_in_the_maps_order(prefixes: list[str], b
 
 
 def test_a_split_without_data_sets_is_empty(prefixes: list[str], tmp_path: Path) -> None:
-    mixture = Mixture.per_split([Member(prefixes[0])], [Member(prefixes[1], 1.0), Member(prefixes[2], 2.0)], [])
+    mixture = Mixture.per_split(
+        [Member(prefixes[0])], [Member(prefixes[1], 1.0), Member(prefixes[2], 2.0)], []
+    )
     build_index_maps(mixture, tmp_path, options(None), (4, 4, 0))
-    assert [len(opened(prefixes, tmp_path, name, split=None)) >= 4 for name in ("train", "valid", "test")] == [
+    assert [
+        len(opened(prefixes, tmp_path, name, split=None)) >= 4
+        for name in ("train", "valid", "test")
+    ] == [
         True,
         True,
         False,
     ]
     assert opened(prefixes, tmp_path, "test", split=None).gather([]).shape == (0, SEQ_LENGTH + 1)
-    [(prefix, tokens)] = train_tokens(prefixes, tmp_path, run_config(split=None), tokenizer_directory=tmp_path)
+    [(prefix, tokens)] = train_tokens(
+        prefixes, tmp_path, run_config(split=None), tokenizer_directory=tmp_path
+    )
     assert (prefix, len(tokens)) == (prefixes[0], sum(LENGTHS[0]))
 
 
@@ -103,30 +130,47 @@ def test_data_sets_one_after_the_other(prefixes: list[str], blend: Path) -> None
 def test_one_epoch_has_each_sample_of_each_member_once(
     prefixes: list[str], blend: Path, tmp_path: Path, name: str
 ) -> None:
-    """Every document of the split, whatever was blended: what the packing loses is less than a sample per member."""
+    """Every document of the split, whatever was blended.
+
+    What the packing loses is less than a sample per member.
+    """
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    dataset = one_epoch(prefixes, blend, name, run_config(split="50,25,25"), scratch, tokenizer_directory=tmp_path)
+    dataset = one_epoch(
+        prefixes, blend, name, run_config(split="50,25,25"), scratch, tokenizer_directory=tmp_path
+    )
     assert list(scratch.iterdir()) == []
-    bounds = [{"valid": (5, 8), "test": (8, 10)}, {"valid": (2, 4), "test": (4, 6)}, {"valid": (4, 5), "test": (5, 7)}]
+    bounds = [
+        {"valid": (5, 8), "test": (8, 10)},
+        {"valid": (2, 4), "test": (4, 6)},
+        {"valid": (4, 5), "test": (5, 7)},
+    ]
     counts = [
         sum([length for length in lengths if length][slice(*bound[name])])
-        for lengths, bound in zip(([30, 9, 41, 12, 25, 33, 18, 7, 60], *LENGTHS[1:]), bounds, strict=True)
+        for lengths, bound in zip(
+            ([30, 9, 41, 12, 25, 33, 18, 7, 60], *LENGTHS[1:]), bounds, strict=True
+        )
     ]
     assert len(dataset) > 3
     assert abs(len(dataset) - sum((count - 1) // SEQ_LENGTH for count in counts)) <= 3
 
 
-def test_one_epoch_of_a_single_data_set_is_that_of_its_maps(prefixes: list[str], tmp_path: Path) -> None:
+def test_one_epoch_of_a_single_data_set_is_that_of_its_maps(
+    prefixes: list[str], tmp_path: Path
+) -> None:
     config = run_config(split="50,25,25")
     build_index_maps(Mixture.single(prefixes[0]), tmp_path, options("50,25,25"), (20, None, None))
     own = opened(prefixes[:1], tmp_path, "valid").gather(range(3))
-    dataset = one_epoch(prefixes[:1], tmp_path, "valid", config, tmp_path, tokenizer_directory=tmp_path)
+    dataset = one_epoch(
+        prefixes[:1], tmp_path, "valid", config, tmp_path, tokenizer_directory=tmp_path
+    )
     np.testing.assert_array_equal(dataset.gather(range(3)), own)
 
 
 def test_train_tokens_are_those_of_the_split(prefixes: list[str], blend: Path) -> None:
-    found = list(train_tokens(prefixes, blend, run_config(split="50,25,25"), tokenizer_directory=blend))
+    found = list(
+        train_tokens(prefixes, blend, run_config(split="50,25,25"), tokenizer_directory=blend)
+    )
     assert [prefix for prefix, _ in found] == prefixes
     assert [len(tokens) for _, tokens in found] == [92, 97, 103]
 
@@ -153,7 +197,9 @@ def test_maps_of_other_data_sets_are_refused(prefixes: list[str], blend: Path) -
 
 @pytest.mark.parametrize("change", ["negative", "beyond", "float", "shorter", "missing"])
 @pytest.mark.parametrize("name", ["dataset", "dataset_sample"])
-def test_a_damaged_blend_is_refused(prefixes: list[str], blend: Path, name: str, change: str) -> None:
+def test_a_damaged_blend_is_refused(
+    prefixes: list[str], blend: Path, name: str, change: str
+) -> None:
     path = map_path(blend, "train", name)
     values = np.load(path)
     if change == "missing":
@@ -168,9 +214,16 @@ def test_a_damaged_blend_is_refused(prefixes: list[str], blend: Path, name: str,
 
 def write_tokenizer(directory: Path) -> Path:
     """A vocabulary with the special tokens of BERT and T5, and 60 sentinels."""
-    letters = [*SPECIAL, *(f"{'##' * (number % 3 == 0)}t{number}" for number in range(FIRST_TEXT, FIRST_SENTINEL))]
+    letters = [
+        *SPECIAL,
+        *(f"{'##' * (number % 3 == 0)}t{number}" for number in range(FIRST_TEXT, FIRST_SENTINEL)),
+    ]
     (directory / "vocab.txt").write_text("".join(f"{token}\n" for token in letters))
-    choice = {"kind": "bert-wordpiece", "vocab_file": str(directory / "vocab.txt"), "vocab_extra_ids": 60}
+    choice = {
+        "kind": "bert-wordpiece",
+        "vocab_file": str(directory / "vocab.txt"),
+        "vocab_extra_ids": 60,
+    }
     place = directory / "tokenizer"
     place.mkdir()
     build_tokenizer(BertWordPieceTokenizer.model_validate(choice), [], place)
@@ -185,47 +238,73 @@ def sentence_run(family: str, **data: object) -> RunConfig:
 def sentences(tmp_path: Path) -> list[str]:
     random = np.random.default_rng(1)
     documents = [random.integers(2, 9, random.integers(3, 9)).tolist() for _ in range(40)]
-    return [write_lengths(tmp_path / name, documents[place:]).prefix for place, name in enumerate("ab")]
+    return [
+        write_lengths(tmp_path / name, documents[place:]).prefix for place, name in enumerate("ab")
+    ]
 
 
 @pytest.mark.parametrize(("family", "width"), [("bert", 97), ("t5", 32 + 128)])
-def test_samples_of_sentences_blend_like_others(sentences: list[str], tmp_path: Path, family: str, width: int) -> None:
+def test_samples_of_sentences_blend_like_others(
+    sentences: list[str], tmp_path: Path, family: str, width: int
+) -> None:
     run, tokenizer = sentence_run(family), write_tokenizer(tmp_path)
     mixture = Mixture.blend([Member(sentences[0], 1.0), Member(sentences[1], 2.0)])
     directory = tmp_path / "index"
     directory.mkdir()
-    given = IndexOptions(split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run))
+    given = IndexOptions(
+        split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run)
+    )
     build_sentence_maps(mixture, directory, given, (30, 6, None))
     dataset = open_split(sentences, directory, "train", run, tokenizer_directory=tokenizer)
     assert isinstance(dataset, BlendedDataset)
     assert (len(dataset), dataset.width, dataset.seq_length) == (30, width, 32)
     opener = MemberOpener.of(sentences, directory, run, tokenizer)
-    members = [opener.member(number, member_directory(directory, number), "train") for number in range(2)]
-    numbers, samples = (np.load(map_path(directory, "train", name)) for name in ("dataset", "dataset_sample"))
-    expected = [members[number].gather([sample])[0] for number, sample in zip(numbers, samples, strict=True)]
+    members = [
+        opener.member(number, member_directory(directory, number), "train") for number in range(2)
+    ]
+    numbers, samples = (
+        np.load(map_path(directory, "train", name)) for name in ("dataset", "dataset_sample")
+    )
+    expected = [
+        members[number].gather([sample])[0] for number, sample in zip(numbers, samples, strict=True)
+    ]
     np.testing.assert_array_equal(dataset.gather(range(30)), expected)
     epoch = one_epoch(sentences, directory, "test", run, tmp_path, tokenizer_directory=tokenizer)
-    tests = [opener.member(number, member_directory(directory, number), "test") for number in range(2)]
+    tests = [
+        opener.member(number, member_directory(directory, number), "test") for number in range(2)
+    ]
     np.testing.assert_array_equal(
-        epoch.gather(range(len(epoch))), np.concatenate([test.gather(range(len(test))) for test in tests])
+        epoch.gather(range(len(epoch))),
+        np.concatenate([test.gather(range(len(test))) for test in tests]),
     )
 
 
 def test_what_is_frequent_in_training(sentences: list[str], tmp_path: Path) -> None:
-    """Of BERT the tokens of the split's documents, of T5 its labels: sentinels and ends among them."""
+    """Of BERT the tokens of the split's documents, of T5 its labels.
+
+    Sentinels and ends among them.
+    """
     tokenizer = write_tokenizer(tmp_path)
     for family in ("bert", "t5"):
         run, directory = sentence_run(family), tmp_path / family
         directory.mkdir()
-        given = IndexOptions(split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run))
+        given = IndexOptions(
+            split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run)
+        )
         build_sentence_maps(Mixture.single(sentences[0]), directory, given, (20, 0, 0))
-        [(prefix, tokens)] = train_tokens(sentences[:1], directory, run, tokenizer_directory=tokenizer)
+        [(prefix, tokens)] = train_tokens(
+            sentences[:1], directory, run, tokenizer_directory=tokenizer
+        )
         assert prefix == sentences[0]
         if family == "bert":
             whole = IndexedDataset(prefix)
-            np.testing.assert_array_equal(tokens, whole.token_range(0, int(whole.document_indices[20])))
+            np.testing.assert_array_equal(
+                tokens, whole.token_range(0, int(whole.document_indices[20]))
+            )
         else:
-            dataset = open_split(sentences[:1], directory, "train", run, tokenizer_directory=tokenizer)
+            dataset = open_split(
+                sentences[:1], directory, "train", run, tokenizer_directory=tokenizer
+            )
             labels = dataset.gather(range(len(dataset)))[:, 32:]
             np.testing.assert_array_equal(tokens, labels[labels >= 0])
             assert (tokens == SEP).sum() == len(dataset)
@@ -234,20 +313,30 @@ def test_what_is_frequent_in_training(sentences: list[str], tmp_path: Path) -> N
 def test_maps_and_vocabularies_of_another_family_are_refused(
     sentences: list[str], prefixes: list[str], blend: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataFormatError, match="was built for family gpt, not bert: build the index maps again"):
-        open_split(prefixes, blend, "train", run_config(family="bert"), tokenizer_directory=tmp_path)
+    with pytest.raises(
+        DataFormatError, match="was built for family gpt, not bert: build the index maps again"
+    ):
+        open_split(
+            prefixes, blend, "train", run_config(family="bert"), tokenizer_directory=tmp_path
+        )
     run, tokenizer = sentence_run("t5"), write_tokenizer(tmp_path)
     given = IndexOptions(split="2,1,1", seq_length=32, seed=1, sentences=sentence_options(run))
     build_sentence_maps(Mixture.single(sentences[0]), tmp_path, given, (5, 0, 0))
     with pytest.raises(DataFormatError, match="was built for family t5, not gpt"):
-        open_split(sentences[:1], tmp_path, "train", sentence_run("gpt"), tokenizer_directory=tokenizer)
+        open_split(
+            sentences[:1], tmp_path, "train", sentence_run("gpt"), tokenizer_directory=tokenizer
+        )
     changed = sentence_run("t5", span_corruption={"short_seq_prob": 0.5})
     with pytest.raises(DataFormatError, match=r"was built for short_seq_prob 0\.1, not 0\.5"):
         open_split(sentences[:1], tmp_path, "train", changed, tokenizer_directory=tokenizer)
     many = sentence_run("t5", span_corruption={"noise_density": 0.9, "mean_span_length": 1.0})
     special = SpecialTokens(eod=3, pad=0, sentinels=(7, 8))
-    with pytest.raises(ConfigError, match=r"needs 27 sentinels .* but the vocabulary has 2: set .* to at least 27"):
+    with pytest.raises(
+        ConfigError, match=r"needs 27 sentinels .* but the vocabulary has 2: set .* to at least 27"
+    ):
         check_roles(special, "t5", many.data)
-    with pytest.raises(ConfigError, match=r"family bert needs the tokens \[CLS\], \[SEP\], \[MASK\], which the"):
+    with pytest.raises(
+        ConfigError, match=r"family bert needs the tokens \[CLS\], \[SEP\], \[MASK\], which the"
+    ):
         check_roles(special, "bert", many.data)
     check_roles(SpecialTokens(), "gpt", many.data)

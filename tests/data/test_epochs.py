@@ -16,9 +16,16 @@ from megacore.data.index_plans import plan_epochs, plan_whole_documents
         (1001, 10, 180, (2, False, 200, 200)),
     ],
 )
-def test_epochs_and_their_last_one(tokens: int, seq_length: int, samples: int | None, expected: tuple) -> None:
+def test_epochs_and_their_last_one(
+    tokens: int, seq_length: int, samples: int | None, expected: tuple
+) -> None:
     plan = plan_epochs(tokens, seq_length, samples)
-    assert (plan.epochs, plan.separate_final_epoch, plan.samples, plan.samples_before_final_epoch) == expected
+    assert (
+        plan.epochs,
+        plan.separate_final_epoch,
+        plan.samples,
+        plan.samples_before_final_epoch,
+    ) == expected
 
 
 @given(
@@ -27,7 +34,9 @@ def test_epochs_and_their_last_one(tokens: int, seq_length: int, samples: int | 
     samples=st.integers(0, 10**9),
     extra=st.integers(0, 1),
 )
-def test_epochs_are_the_least_that_suffice(tokens: int, seq_length: int, samples: int, extra: int) -> None:
+def test_epochs_are_the_least_that_suffice(
+    tokens: int, seq_length: int, samples: int, extra: int
+) -> None:
     plan = plan_epochs(tokens, seq_length, samples, extra=extra)
     assert plan.epochs * tokens >= samples * seq_length + extra
     assert plan.epochs == 1 or (plan.epochs - 1) * tokens < samples * seq_length + extra
@@ -38,14 +47,26 @@ def test_epochs_are_the_least_that_suffice(tokens: int, seq_length: int, samples
 def test_neox_shuffles_all_epochs_as_one() -> None:
     assert plan_epochs(1001, 10, 101).separate_final_epoch
     plan = plan_epochs(1001, 10, 101, style="neox")
-    assert (plan.epochs, plan.separate_final_epoch, plan.samples_before_final_epoch) == (2, False, 200)
+    assert (plan.epochs, plan.separate_final_epoch, plan.samples_before_final_epoch) == (
+        2,
+        False,
+        200,
+    )
 
 
 @pytest.mark.parametrize(
     ("tokens", "extra", "expected"),
-    [(101, 1, (10, False)), (102, 1, (11, True)), (100, 0, (10, False)), (109, 0, (11, True)), (2, 1, (1, True))],
+    [
+        (101, 1, (10, False)),
+        (102, 1, (11, True)),
+        (100, 0, (10, False)),
+        (109, 0, (11, True)),
+        (2, 1, (1, True)),
+    ],
 )
-def test_partial_sample_counts_when_something_remains(tokens: int, extra: int, expected: tuple) -> None:
+def test_partial_sample_counts_when_something_remains(
+    tokens: int, extra: int, expected: tuple
+) -> None:
     plan = plan_epochs(tokens, 10, None, extra=extra, keep_partial=True)
     assert (plan.samples, plan.partial_sample) == expected
 

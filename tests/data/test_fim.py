@@ -19,7 +19,10 @@ from tests.data._config import run_config
 
 SEQ_LENGTH = 32
 TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
-TEXTS = [f"def größe_{n}(wert):\n    return wert * {n} + größe_{n - 1}(wert - {n})  # 💡\n" for n in range(60)]
+TEXTS = [
+    f"def größe_{n}(wert):\n    return wert * {n} + größe_{n - 1}(wert - {n})  # 💡\n"
+    for n in range(60)
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(root: Path, name: str = "train", *, seed: int = 7, **fim: object) -> Dataset:
     config = run_config(seed=seed, seq_length=SEQ_LENGTH, split="80,10,10", fim=fim)
-    return open_split([str(root / "tokens")], root / "index", name, config, tokenizer_directory=root / "tokenizer")
+    return open_split(
+        [str(root / "tokens")], root / "index", name, config, tokenizer_directory=root / "tokenizer"
+    )
 
 
 class Rows:
@@ -65,9 +70,15 @@ class Rows:
         return out
 
 
-def rearranged(tokenizer: Tokenizer, texts: list[str], *, columns: int = 400, **fim: float) -> list[int]:
+def rearranged(
+    tokenizer: Tokenizer, texts: list[str], *, columns: int = 400, **fim: float
+) -> list[int]:
     """One sample of some documents, with enough room, rearranged."""
-    ids = [token for text in texts for token in [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.eod_id]]
+    ids = [
+        token
+        for text in texts
+        for token in [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.eod_id]
+    ]
     config = FimConfig.model_validate({"rate": 1.0, **fim})
     dataset = FimDataset(Rows([ids], columns), tokenizer, config, seed=3, capacity=columns)
     sample: list[int] = dataset.gather([0])[0].tolist()
@@ -81,7 +92,8 @@ def original(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, bool]:
     if suffix == 1:
         return tokenizer.decode(ids[middle + 1 :]) + tokenizer.decode(ids[2:middle]), True
     return "".join(
-        tokenizer.decode(part) for part in (ids[1:suffix], ids[middle + 1 :], ids[suffix + 1 : middle])
+        tokenizer.decode(part)
+        for part in (ids[1:suffix], ids[middle + 1 :], ids[suffix + 1 : middle])
     ), False
 
 
@@ -95,7 +107,9 @@ def test_each_document_is_cut_and_joined_to_itself(directory: Path, spm_rate: fl
     ends = np.flatnonzero(used == tokenizer.eod_id)
     assert len(ends) == 4
     assert ends[-1] == len(used) - 1
-    parts = [used[first:last].tolist() for first, last in zip([0, *ends[:-1] + 1], ends, strict=True)]
+    parts = [
+        used[first:last].tolist() for first, last in zip([0, *ends[:-1] + 1], ends, strict=True)
+    ]
     if spm_rate == 0.0:
         assert [original(tokenizer, part) if part else ("", False) for part in parts] == [
             (text, False) for text in texts
@@ -104,7 +118,9 @@ def test_each_document_is_cut_and_joined_to_itself(directory: Path, spm_rate: fl
         # The prefix follows the middle's token, so that the two are one text.
         assert all(part[1] == tokenizer.token_id("<fim_suffix>") for part in parts if part)
         assert all(
-            len(original(tokenizer, part)[0]) == len(text) for part, text in zip(parts, texts, strict=True) if part
+            len(original(tokenizer, part)[0]) == len(text)
+            for part, text in zip(parts, texts, strict=True)
+            if part
         )
 
 
@@ -163,5 +179,7 @@ def test_a_divided_character_is_left_out(directory: Path) -> None:
 
 
 def test_missing_special_tokens_are_named(directory: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.fim needs the tokens <PRE>, <SUF>, which .*special_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"data\.fim needs the tokens <PRE>, <SUF>, which .*special_tokens"
+    ):
         opened(directory, prefix_token="<PRE>", suffix_token="<SUF>")

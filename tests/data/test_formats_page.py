@@ -1,4 +1,7 @@
-"""docs/formats.md is right: its Python prints what the page says, its bytes and JSON are those of the example."""
+"""docs/formats.md is right.
+
+Its Python prints what the page says, its bytes and JSON are those of the example.
+"""
 
 import doctest
 import json
@@ -55,7 +58,9 @@ def test_table_of_the_sample_index(example: Path) -> None:
 
     rows = re.findall(r"^\| (\d) \| (\d) \| ([\d ]+) \| (.*) \|$", PAGE, re.MULTILINE)
     tokens = IndexedDataset(example / "tiny_text_document")
-    document, sample = (np.load(example / f"train_{name}_index.npy") for name in ("document", "sample"))
+    document, sample = (
+        np.load(example / f"train_{name}_index.npy") for name in ("document", "sample")
+    )
     assert [int(sequence) for _, sequence, _, _ in rows] == document.tolist()
     for position, sequence, shown, begins in rows:
         assert [int(token) for token in shown.split()] == tokens[int(sequence)].tolist()

@@ -19,12 +19,16 @@ from tests.data._reference import samples_of
 
 PACKINGS = ("packed", "pack_until_overflow", "unpacked")
 DTYPES = ("u1", "i1", "i2", "u2", "i4", "i8")
-LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 12)
+LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30).filter(
+    lambda lengths: sum(lengths) > 12
+)
 
 
 def tokens(count: int, dtype: str) -> np.ndarray:
     """Tokens that differ from their neighbours and reach the limits of their type."""
-    return np.resize(np.array([0, 1, 5, np.iinfo(dtype).max, 2, np.iinfo(dtype).max - 1, 3], dtype), count)
+    return np.resize(
+        np.array([0, 1, 5, np.iinfo(dtype).max, 2, np.iinfo(dtype).max - 1, 3], dtype), count
+    )
 
 
 def write(prefix: Path, lengths: Sequence[int], dtype: str) -> None:
@@ -77,7 +81,11 @@ def test_samples_are_the_slow_readers(
         documents, _, shuffle = (np.load(map_path(folder, "valid", name)) for name in MAP_NAMES)
         stored = IndexedDataset(prefix)
         expected = samples_of(
-            [stored[i].tolist() for i in documents], seq_length, packing, int(extra), keep_partial=keep_partial
+            [stored[i].tolist() for i in documents],
+            seq_length,
+            packing,
+            int(extra),
+            keep_partial=keep_partial,
         )
         assert len(dataset) == len(expected) >= wanted
         indices = list(range(len(dataset))) * 2
@@ -87,8 +95,15 @@ def test_samples_are_the_slow_readers(
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=LENGTHS, seq_length=st.integers(1, 11), packing=st.sampled_from(PACKINGS[1:]), extra=st.integers(0, 1))
-def test_the_least_number_of_samples_is_reached(lengths: list[int], seq_length: int, packing: str, extra: int) -> None:
+@given(
+    lengths=LENGTHS,
+    seq_length=st.integers(1, 11),
+    packing=st.sampled_from(PACKINGS[1:]),
+    extra=st.integers(0, 1),
+)
+def test_the_least_number_of_samples_is_reached(
+    lengths: list[int], seq_length: int, packing: str, extra: int
+) -> None:
     sizes, documents = np.array(lengths, np.int32), np.arange(len(lengths), dtype=np.int32)
     rows = pack_sample_index(sizes, documents, seq_length, packing, extra)  # type: ignore[arg-type]
     filled = np.count_nonzero(sizes)
@@ -100,7 +115,8 @@ def test_the_least_number_of_samples_is_reached(lengths: list[int], seq_length: 
 
 @given(lengths=LENGTHS, seq_length=st.integers(1, 11))
 def test_packing_learns_each_token_once(lengths: list[int], seq_length: int) -> None:
-    """Every token but a document's first, which none before it can tell, is a label of exactly one sample."""
+    """Every token but a document's first, which none before it can tell, is a label of exactly one
+    sample."""
     ends = np.cumsum(lengths).tolist()
     documents = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
     samples = samples_of(documents, seq_length, "pack_until_overflow", 1)
@@ -125,7 +141,9 @@ def raw(**changes: object) -> Gatherer:
     return Gatherer(**(values | changes))  # type: ignore[arg-type]
 
 
-NUMBERS = st.one_of(st.integers(-2, 8), st.sampled_from([2**31 - 1, 2**62, 2**63 - 1, -(2**63), -(2**31)]))
+NUMBERS = st.one_of(
+    st.integers(-2, 8), st.sampled_from([2**31 - 1, 2**62, 2**63 - 1, -(2**63), -(2**31)])
+)
 
 
 @settings(max_examples=400, deadline=None)

@@ -21,7 +21,9 @@ def prefix(tmp_path: Path) -> str:
 
 def test_samples_are_the_shuffled_documents_cut_into_windows(prefix: str, tmp_path: Path) -> None:
     dataset = GPTDataset(prefix, tmp_path, "train", SEQ_LENGTH)
-    order, documents = (np.load(map_path(tmp_path, "train", name)) for name in ("shuffle", "document"))
+    order, documents = (
+        np.load(map_path(tmp_path, "train", name)) for name in ("shuffle", "document")
+    )
     stream = np.concatenate([dataset.tokens[i] for i in documents])
     assert len(dataset) == (len(stream) - 1) // SEQ_LENGTH
     for index, sample in enumerate(order):
@@ -58,7 +60,9 @@ def test_maps_of_other_tokens_are_refused(prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MAP_NAMES)
 @pytest.mark.parametrize("content", [None, b"", b"\x93NUMPY\x01\x00", b"text"])
-def test_damaged_map_is_named(prefix: str, tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_damaged_map_is_named(
+    prefix: str, tmp_path: Path, name: str, content: bytes | None
+) -> None:
     path = map_path(tmp_path, "train", name)
     path.unlink()
     if content is not None:
@@ -69,7 +73,9 @@ def test_damaged_map_is_named(prefix: str, tmp_path: Path, name: str, content: b
 
 @pytest.mark.parametrize("name", MAP_NAMES)
 @pytest.mark.parametrize("change", ["float", "pickle", "negative", "beyond"])
-def test_map_with_wrong_values_is_refused(prefix: str, tmp_path: Path, name: str, change: str) -> None:
+def test_map_with_wrong_values_is_refused(
+    prefix: str, tmp_path: Path, name: str, change: str
+) -> None:
     path = map_path(tmp_path, "train", name)
     values = np.load(path).astype(np.int64)
     if change == "float":

@@ -32,7 +32,8 @@ def test_description_says_what_was_built(tmp_path: Path) -> None:
     description = read_description(moved)
     assert description.options == OPTIONS
     assert [member.prefix for member in description.members] == [a, c, b]
-    # The members of validation in the order in which its blend was given, which is not that of the numbers.
+    # The members of validation in the order in which its blend was given, which is not that of the
+    # numbers.
     assert description.blends == {"train": (0, 1), "valid": (2, 1)}
     assert description.samples == {"train": 7, "valid": 3}
     assert not description.single
@@ -44,7 +45,9 @@ def test_single_data_set_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 def test_missing_description(tmp_path: Path) -> None:
-    with pytest.raises(DataFormatError, match=r"index.json does not exist: build the index maps first"):
+    with pytest.raises(
+        DataFormatError, match=r"index.json does not exist: build the index maps first"
+    ):
         read_description(tmp_path)
 
 
@@ -56,14 +59,18 @@ def test_missing_description(tmp_path: Path) -> None:
         lambda content: json.dumps({**content, "blends": {"train": [5]}}),
         lambda content: json.dumps({**content, "seq_length": 0}),
         lambda content: json.dumps({**content, "members": [{"prefix": "a"}]}),
-        lambda content: json.dumps({name: value for name, value in content.items() if name != "samples"}),
+        lambda content: json.dumps(
+            {name: value for name, value in content.items() if name != "samples"}
+        ),
     ],
 )
 def test_damaged_description(tmp_path: Path, damage: object) -> None:
     write_description(tmp_path, Mixture.single("a"), IndexOptions("8,1,1", 10, 1), {"train": 7})
     path = tmp_path / INDEX_NAME
     path.write_text(damage(json.loads(path.read_text())))  # type: ignore[operator]
-    with pytest.raises(DataFormatError, match=r"index.json is damaged .*: build the index maps again"):
+    with pytest.raises(
+        DataFormatError, match=r"index.json is damaged .*: build the index maps again"
+    ):
         read_description(tmp_path)
 
 
@@ -78,7 +85,10 @@ def test_arrays_are_numpys_own(tmp_path: Path) -> None:
     maps = IndexMaps(np.arange(3, dtype=np.int32), rows, np.arange(0, dtype=np.uint32))
     save_maps(maps, tmp_path, "train")
     np.save(tmp_path / "expected.npy", rows)
-    assert map_path(tmp_path, "train", "sample").read_bytes() == (tmp_path / "expected.npy").read_bytes()
+    assert (
+        map_path(tmp_path, "train", "sample").read_bytes()
+        == (tmp_path / "expected.npy").read_bytes()
+    )
     for name, values in (("document", maps.document_index), ("shuffle", maps.shuffle_index)):
         loaded = np.load(map_path(tmp_path, "train", name))
         assert loaded.dtype == values.dtype
@@ -90,5 +100,7 @@ def test_arrays_are_numpys_own(tmp_path: Path) -> None:
 def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     path.symlink_to("/dev/full")
-    with pytest.raises(WorkspaceError, match=r"cannot write .*a.npy: No space left on device: free some space"):
+    with pytest.raises(
+        WorkspaceError, match=r"cannot write .*a.npy: No space left on device: free some space"
+    ):
         save_array(path, np.zeros(100_000, np.int32))

@@ -30,7 +30,9 @@ def test_shuffle_is_numpys(dtype: type, seed: int, count: int, portable: bool) -
 
 @PORTABLE
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(0, 3000), min_size=1, max_size=5))
+@given(
+    seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(0, 3000), min_size=1, max_size=5)
+)
 def test_shuffles_draw_one_after_another(portable: bool, seed: int, counts: list[int]) -> None:
     ours, theirs = helpers.RandomState(seed, portable), np.random.RandomState(seed)
     for count in counts:
@@ -107,7 +109,9 @@ def test_sample_index_counts_tokens_beyond_32_bits() -> None:
     documents = np.arange(3, dtype=np.int32)
     seq_length = 2**30
     expected = reference.build_sample_index(sizes, documents, seq_length, 5, 1)
-    np.testing.assert_array_equal(helpers.build_sample_index_int32(sizes, documents, seq_length, 5, 1), expected)
+    np.testing.assert_array_equal(
+        helpers.build_sample_index_int32(sizes, documents, seq_length, 5, 1), expected
+    )
     assert expected[-1].tolist() == [2, 5 * 2**30 - 2 * (2**31 - 1)]
 
 
@@ -117,7 +121,9 @@ def test_lengths_that_16_bits_do_not_hold(length: int) -> None:
     documents = np.array([1, 0, 1, 2, 1], np.int32)
     samples = (int(sizes[documents].sum()) - 1) // 1000
     expected = reference.build_sample_index(sizes, documents, 1000, samples, 1)
-    np.testing.assert_array_equal(helpers.build_sample_index_int32(sizes, documents, 1000, samples, 1), expected)
+    np.testing.assert_array_equal(
+        helpers.build_sample_index_int32(sizes, documents, 1000, samples, 1), expected
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,7 +148,9 @@ def test_exhaustive_blend_is_the_references(sizes: list[int]) -> None:
 
 def test_ties_of_equal_weights_are_megatrons(shared_data: Path) -> None:
     golden = np.load(shared_data / "golden" / "blend" / "w3tie.npz")
-    dataset_index, sample_index = helpers.build_blend(golden["weights"], len(golden["dataset_index"]))
+    dataset_index, sample_index = helpers.build_blend(
+        golden["weights"], len(golden["dataset_index"])
+    )
     np.testing.assert_array_equal(dataset_index, golden["dataset_index"])
     np.testing.assert_array_equal(sample_index, golden["dataset_sample_index"])
 
@@ -152,15 +160,21 @@ def test_ties_of_equal_weights_are_megatrons(shared_data: Path) -> None:
 def test_segments_join_to_the_plain_walk(datasets: int, power: int) -> None:
     weights = np.random.RandomState(datasets).random_sample(datasets) ** power
     shares, size = weights / weights.sum(), ROUND + 3000
-    for ours, theirs in zip(helpers.build_blend(shares, size), helpers.build_blend(shares, size, True), strict=True):
+    for ours, theirs in zip(
+        helpers.build_blend(shares, size), helpers.build_blend(shares, size, True), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("sizes", [[ROUND, 1, 2, ROUND // 2], [100, ROUND + 7], [ROUND // 9] * 11, [0, ROUND * 2, 5]])
+@pytest.mark.parametrize(
+    "sizes", [[ROUND, 1, 2, ROUND // 2], [100, ROUND + 7], [ROUND // 9] * 11, [0, ROUND * 2, 5]]
+)
 def test_data_sets_run_out_within_segments(sizes: list[int]) -> None:
     limits = np.array(sizes)
     dataset_index, sample_index = helpers.build_exhaustive_blend(limits)
-    for ours, theirs in zip((dataset_index, sample_index), helpers.build_exhaustive_blend(limits, True), strict=True):
+    for ours, theirs in zip(
+        (dataset_index, sample_index), helpers.build_exhaustive_blend(limits, True), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(np.bincount(dataset_index, minlength=len(sizes)), sizes)
 
@@ -202,14 +216,25 @@ def test_blend_numbers_as_many_data_sets_as_i16_holds() -> None:
     min_sentences=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_sentence_map_is_the_references(documents: list[list[int]], long: bool, **arguments: Any) -> None:
+def test_sentence_map_is_the_references(
+    documents: list[list[int]], long: bool, **arguments: Any
+) -> None:
     lengths = np.array([length for document in documents for length in document], np.int32)
     if long and len(lengths):
         lengths[len(lengths) // 2] = 513
     starts = np.cumsum([0, *map(len, documents)])
     values = list(arguments.values())
     max_samples, max_epochs, max_length, short, min_sentences, seed = values
-    given_values = (starts, lengths, max_samples, max_epochs, max_length, short, min_sentences, seed)
+    given_values = (
+        starts,
+        lengths,
+        max_samples,
+        max_epochs,
+        max_length,
+        short,
+        min_sentences,
+        seed,
+    )
     expected = reference.build_sentence_map(*given_values)
     for build, dtype in (
         (helpers.build_sentence_map_uint32, np.uint32),
@@ -223,8 +248,12 @@ def test_sentence_map_is_the_references(documents: list[list[int]], long: bool, 
 def test_sentence_map_checks_what_it_is_given() -> None:
     starts, lengths = np.array([0, 2]), np.ones(2, np.int32)
 
-    def build(starts: Any = starts, max_length: int = 5, short: float = 0.1, min_sentences: int = 1) -> Any:
-        return helpers.build_sentence_map_uint32(starts, lengths, 9, 1, max_length, short, min_sentences, 1)
+    def build(
+        starts: Any = starts, max_length: int = 5, short: float = 0.1, min_sentences: int = 1
+    ) -> Any:
+        return helpers.build_sentence_map_uint32(
+            starts, lengths, 9, 1, max_length, short, min_sentences, 1
+        )
 
     assert len(build()) == 1
     with pytest.raises(ValueError, match="out of range"):
@@ -242,6 +271,8 @@ def test_sentence_map_checks_what_it_is_given() -> None:
 
 
 def test_sentence_map_outlives_what_it_was_made_of() -> None:
-    rows = helpers.build_sentence_map_uint32(np.array([0, 4]), np.ones(4, np.int32), 9, 1, 5, 0.0, 1, 1)
+    rows = helpers.build_sentence_map_uint32(
+        np.array([0, 4]), np.ones(4, np.int32), 9, 1, 5, 0.0, 1, 1
+    )
     gc.collect()
     assert rows.tolist() == [[0, 4, 5]]

@@ -34,17 +34,26 @@ from tests.data._files import write_tokens
 
 
 def test_maps_and_samples_are_megatrons(shared_data: Path, tmp_path: Path) -> None:
-    prefix, golden = shared_data / "golden" / "C_merged", shared_data / "golden" / "separate_final_epoch"
+    prefix, golden = (
+        shared_data / "golden" / "C_merged",
+        shared_data / "golden" / "separate_final_epoch",
+    )
     parameters = json.loads((golden / "params.json").read_text())
     options = IndexOptions(
-        split=parameters["split"], seq_length=parameters["sequence_length"], seed=parameters["random_seed"]
+        split=parameters["split"],
+        seq_length=parameters["sequence_length"],
+        seed=parameters["random_seed"],
     )
-    counts = build_index_maps(Mixture.single(str(prefix)), tmp_path, options, parameters["num_samples"])
+    counts = build_index_maps(
+        Mixture.single(str(prefix)), tmp_path, options, parameters["num_samples"]
+    )
     for name in SPLIT_NAMES:
         expected = parameters["splits"][name]
         assert counts[name]["samples"] == expected["len"]
         for map_name in MAP_NAMES:
-            ours, theirs = (np.load(map_path(folder, name, map_name)) for folder in (tmp_path, golden))
+            ours, theirs = (
+                np.load(map_path(folder, name, map_name)) for folder in (tmp_path, golden)
+            )
             assert ours.dtype == theirs.dtype
             np.testing.assert_array_equal(ours, theirs)
         dataset, digest = GPTDataset(prefix, tmp_path, name, 64), hashlib.sha256()
@@ -53,7 +62,9 @@ def test_maps_and_samples_are_megatrons(shared_data: Path, tmp_path: Path) -> No
         assert digest.hexdigest() == expected["sha256_all_tokens_labels_int64le"]
 
 
-def reference_split(lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, samples: int) -> list:
+def reference_split(
+    lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, samples: int
+) -> list:
     """The rules of the three maps, written with NumPy alone."""
     tokens, state = int(lengths[first:last].sum()), np.random.RandomState(seed)
     epochs = 1
@@ -82,15 +93,21 @@ def reference_split(lengths: np.ndarray, first: int, last: int, seq_length: int,
     seed=st.integers(0, 2**32 - 1),
     samples=st.integers(0, 300),
 )
-def test_maps_of_a_split_follow_the_rules(lengths: list[int], seq_length: int, seed: int, samples: int) -> None:
+def test_maps_of_a_split_follow_the_rules(
+    lengths: list[int], seq_length: int, seed: int, samples: int
+) -> None:
     sizes = np.array(lengths, np.int32)
     first, last = split_ranges("2,1", len(sizes))["train"]
     tokens = int(sizes[first:last].sum())
     if tokens <= seq_length:
         return
-    maps = build_split(sizes, first, last, plan_epochs(tokens, seq_length, samples), seq_length, seed)
+    maps = build_split(
+        sizes, first, last, plan_epochs(tokens, seq_length, samples), seq_length, seed
+    )
     expected = reference_split(sizes, first, last, seq_length, seed, samples)
-    for ours, theirs in zip((maps.document_index, maps.sample_index, maps.shuffle_index), expected, strict=True):
+    for ours, theirs in zip(
+        (maps.document_index, maps.sample_index, maps.shuffle_index), expected, strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
     assert maps.shuffle_index.dtype == np.uint32
 
@@ -107,7 +124,10 @@ def test_plan_moves_only_when_the_maps_would(tmp_path: Path) -> None:
     plan = index_plan(mixture, options, (40, 5, None))
     assert plan == index_plan(mixture, options, (79, 9, None))
     assert plan["train"] == {"epochs": 1, "separate_final_epoch": False}
-    assert index_plan(mixture, options, (80, 5, None))["train"] == {"epochs": 2, "separate_final_epoch": True}
+    assert index_plan(mixture, options, (80, 5, None))["train"] == {
+        "epochs": 2,
+        "separate_final_epoch": True,
+    }
     json.dumps(plan)
 
 
@@ -128,7 +148,9 @@ def test_counts_say_what_each_split_has(tmp_path: Path) -> None:
 def test_empty_split_is_refused_when_samples_are_wanted(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
     mixture, options = Mixture.single(prefix), IndexOptions(split="1,0,0", seq_length=10, seed=1)
-    with pytest.raises(DataFormatError, match=r"the valid split of .* has 0 of 10 sequences .*wanted: 7"):
+    with pytest.raises(
+        DataFormatError, match=r"the valid split of .* has 0 of 10 sequences .*wanted: 7"
+    ):
         build_index_maps(mixture, tmp_path, options, (5, 7, 0))
     with pytest.raises(DataFormatError, match="the test split"):
         index_plan(mixture, replace(options, split="9,1,0"), (5, 5, None))
@@ -138,8 +160,12 @@ def test_empty_split_is_refused_when_samples_are_wanted(tmp_path: Path) -> None:
 
 def test_split_below_one_sample_is_refused(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [10] * 10)
-    with pytest.raises(DataFormatError, match=r"with 10 tokens, but one sample takes 10 \+ 1 .*wanted: 1"):
-        index_plan(Mixture.single(prefix), IndexOptions(split="8,1,1", seq_length=10, seed=1), (5, 1, 0))
+    with pytest.raises(
+        DataFormatError, match=r"with 10 tokens, but one sample takes 10 \+ 1 .*wanted: 1"
+    ):
+        index_plan(
+            Mixture.single(prefix), IndexOptions(split="8,1,1", seq_length=10, seed=1), (5, 1, 0)
+        )
 
 
 def test_split_bounds_agree_with_the_reader(tmp_path: Path) -> None:
@@ -167,7 +193,11 @@ def test_without_an_extra_token_samples_share_none(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
     options = IndexOptions(split="8,1,1", seq_length=10, seed=1, add_extra_token=False)
     counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (80, None, 0))
-    assert (counts["train"]["samples"], counts["train"]["epochs"], counts["valid"]["samples"]) == (80, 1, 10)
+    assert (counts["train"]["samples"], counts["train"]["epochs"], counts["valid"]["samples"]) == (
+        80,
+        1,
+        10,
+    )
 
 
 @pytest.mark.parametrize(("packing", "samples"), [("unpacked", 20), ("pack_until_overflow", 10)])
@@ -176,11 +206,17 @@ def test_whole_documents_fill_whole_epochs(tmp_path: Path, packing: str, samples
     options = IndexOptions(split="1", seq_length=9, seed=1, packing=packing)  # type: ignore[arg-type]
     counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (samples - 1, 0, 0))
     documents, rows, order = load(tmp_path, "train")
-    assert (counts["train"]["epochs"], counts["train"]["samples"], len(documents)) == (2, samples, 20)
+    assert (counts["train"]["epochs"], counts["train"]["samples"], len(documents)) == (
+        2,
+        samples,
+        20,
+    )
     assert (len(rows), sorted(order)) == (samples + 1, list(range(samples)))
 
 
-def reference_neox(lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, samples: int) -> list:
+def reference_neox(
+    lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, samples: int
+) -> list:
     """GPT-NeoX's three maps, written with NumPy alone."""
     tokens, state, epochs = int(lengths[first:last].sum()), np.random.RandomState(seed), 1
     while (epochs * tokens - 1) // seq_length < samples:
@@ -200,7 +236,9 @@ def reference_neox(lengths: np.ndarray, first: int, last: int, seq_length: int, 
     seed=st.integers(0, 2**32 - 1),
     samples=st.integers(1, 300),
 )
-def test_neox_orders_samples_as_neox_does(lengths: list[int], seq_length: int, seed: int, samples: int) -> None:
+def test_neox_orders_samples_as_neox_does(
+    lengths: list[int], seq_length: int, seed: int, samples: int
+) -> None:
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         prefix = write_tokens(directory / "a", [length + seq_length for length in lengths])
@@ -222,11 +260,15 @@ def test_blend_draws_from_its_members_maps(tmp_path: Path) -> None:
     counts = build_index_maps(mixture, index, options, (100, 4, None))
     train = counts["train"]
     assert train["samples"] == 25 + 75
-    assert [(member["prefix"], member["drawn"], member["epochs"]) for member in train["members"]] == [
+    assert [
+        (member["prefix"], member["drawn"], member["epochs"]) for member in train["members"]
+    ] == [
         ("a", 25, 1),
         ("b", 75, 4),  # 75 with the surplus are 76 samples; an epoch has 23.9
     ]
-    dataset_index, sample_index = (np.load(map_path(index, "train", name)) for name in BLEND_MAP_NAMES)
+    dataset_index, sample_index = (
+        np.load(map_path(index, "train", name)) for name in BLEND_MAP_NAMES
+    )
     expected = reference.build_blend([0.25, 0.75], 100)
     for ours, theirs in zip((dataset_index, sample_index), expected, strict=True):
         assert ours.dtype == theirs.dtype
@@ -236,17 +278,25 @@ def test_blend_draws_from_its_members_maps(tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     build_index_maps(Mixture.single(b), alone, options, (76, 0, None))
-    for ours, theirs in zip(load(member_directory(index, 1), "train"), load(alone, "train"), strict=True):
+    for ours, theirs in zip(
+        load(member_directory(index, 1), "train"), load(alone, "train"), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_blend_of_what_there_is(tmp_path: Path) -> None:
     a, b = (write_tokens(tmp_path / name, [count] * 10) for name, count in (("a", 100), ("b", 30)))
-    mixture, options = Mixture.blend((Member(a), Member(b))), IndexOptions(split="1", seq_length=10, seed=1)
+    mixture, options = (
+        Mixture.blend((Member(a), Member(b))),
+        IndexOptions(split="1", seq_length=10, seed=1),
+    )
     assert build_index_maps(mixture, tmp_path, options, (None, 0, 0))["train"]["samples"] == 99 + 29
     assert build_index_maps(mixture, tmp_path, options, (100, 0, 0))["train"]["samples"] == 100
     assert np.load(map_path(tmp_path, "train", "dataset")).shape == (100,)
-    with pytest.raises(DataFormatError, match=r"129 samples are wanted of the train split, but .* has 128: give them"):
+    with pytest.raises(
+        DataFormatError,
+        match=r"129 samples are wanted of the train split, but .* has 128: give them",
+    ):
         build_index_maps(mixture, tmp_path, options, (129, 0, 0))
 
 
@@ -259,7 +309,9 @@ def test_splits_with_data_sets_of_their_own(tmp_path: Path) -> None:
     description = read_description(tmp_path)
     assert description.samples == {"train": 20, "valid": 2 * 29}
     assert description.blends == {"train": (0, 1), "valid": (2, 1)}
-    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("member-01/*document*"))
+    written = sorted(
+        str(path.relative_to(tmp_path)) for path in tmp_path.glob("member-01/*document*")
+    )
     assert written == ["member-01/train_document_index.npy", "member-01/valid_document_index.npy"]
     assert not list(tmp_path.glob("**/test_*"))
     assert set(index_plan(mixture, options, (20, None, None))) == {"train", "valid"}
@@ -268,9 +320,13 @@ def test_splits_with_data_sets_of_their_own(tmp_path: Path) -> None:
 def test_only_data_set_of_a_split_is_not_blended(tmp_path: Path) -> None:
     a, b = (write_tokens(tmp_path / name, [30] * 10) for name in "ab")
     mixture = Mixture.per_split([Member(a, 1.0)], [Member(b, 2.0)], [])
-    counts = build_index_maps(mixture, tmp_path, IndexOptions(split=None, seq_length=10, seed=1), (40, 5, 0))
+    counts = build_index_maps(
+        mixture, tmp_path, IndexOptions(split=None, seq_length=10, seed=1), (40, 5, 0)
+    )
     assert (counts["train"]["samples"], counts["valid"]["samples"]) == (59, 29)  # whole epochs
-    np.testing.assert_array_equal(np.load(map_path(tmp_path, "train", "dataset_sample")), np.arange(59))
+    np.testing.assert_array_equal(
+        np.load(map_path(tmp_path, "train", "dataset_sample")), np.arange(59)
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,7 +334,12 @@ def test_only_data_set_of_a_split_is_not_blended(tmp_path: Path) -> None:
     [
         (Mixture.single("{a}"), None, (1, 1, 1), "data.split is missing"),
         (Mixture.per_split([Member("{a}")], [], []), "1,1,1", (1, 0, 0), "leave data.split out"),
-        (Mixture.per_split([Member("{a}")], [], []), None, (1, 3, 0), "3 samples are wanted of the valid split, which"),
+        (
+            Mixture.per_split([Member("{a}")], [], []),
+            None,
+            (1, 3, 0),
+            "3 samples are wanted of the valid split, which",
+        ),
         (Mixture.single("{a}"), "1,1,1", (-1, 0, 0), "-1 samples are wanted of the train split"),
     ],
 )
@@ -286,7 +347,9 @@ def test_mixtures_that_do_not_go_with_the_options(
     tmp_path: Path, mixture: Mixture, split: str | None, samples: tuple, message: str
 ) -> None:
     prefix = write_tokens(tmp_path / "a", [30] * 10)
-    named = tuple(tuple(replace(member, prefix=prefix) for member in mixture.of(name)) for name in SPLIT_NAMES)
+    named = tuple(
+        tuple(replace(member, prefix=prefix) for member in mixture.of(name)) for name in SPLIT_NAMES
+    )
     options = IndexOptions(split=split, seq_length=10, seed=1)
     with pytest.raises(ConfigError, match=message):
         index_plan(Mixture(*named, whole=mixture.whole), options, samples)

@@ -69,7 +69,9 @@ def test_single_is_what_needs_no_blend() -> None:
 
 
 def test_prefixes_are_in_the_order_of_their_first_naming() -> None:
-    mixture = Mixture.per_split([Member("c"), Member("a")], [Member("b"), Member("c")], [Member("a")])
+    mixture = Mixture.per_split(
+        [Member("c"), Member("a")], [Member("b"), Member("c")], [Member("a")]
+    )
     assert mixture.prefixes == ("c", "a", "b")
 
 
@@ -86,7 +88,9 @@ def test_command_lines_that_name_members(values: list[str], expected: list) -> N
     assert parse_members(values, "--data-prefix") == tuple(Member(*member) for member in expected)
 
 
-@pytest.mark.parametrize("values", [["0.3", "a", "0.7"], ["a", "0.7"], ["0.3", "0.7"], ["0.3"], ["a", "b", "1", "c"]])
+@pytest.mark.parametrize(
+    "values", [["0.3", "a", "0.7"], ["a", "0.7"], ["0.3", "0.7"], ["0.3"], ["a", "b", "1", "c"]]
+)
 def test_weights_and_prefixes_take_turns(values: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--data-prefix .*: give a weight before each prefix"):
         parse_members(values, "--data-prefix")

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError
-from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, token_dtype
+from megacore.token_files.indexed_dataset import (
+    DTYPES,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    token_dtype,
+)
 from tests.data._files import write_tokens
 
 HEADER_BYTES = 34
@@ -99,7 +104,9 @@ def test_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
         (74, struct.pack("<q", 1), "span the sequences 0 to 1"),
     ],
 )
-def test_damaged_index_is_refused(tmp_path: Path, offset: int, content: bytes, message: str) -> None:
+def test_damaged_index_is_refused(
+    tmp_path: Path, offset: int, content: bytes, message: str
+) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 3])
     path = Path(f"{prefix}.idx")
     data = bytearray(path.read_bytes())
@@ -113,7 +120,9 @@ def test_bin_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 3])
     with open(f"{prefix}.bin", "ab") as file:
         file.write(b"\x00\x00")
-    with pytest.raises(DataFormatError, match="has 18 bytes, but its index counts 8 tokens of 2 bytes = 16"):
+    with pytest.raises(
+        DataFormatError, match="has 18 bytes, but its index counts 8 tokens of 2 bytes = 16"
+    ):
         IndexedDataset(prefix)
 
 
@@ -126,7 +135,9 @@ def test_no_mutation_of_the_index_crashes_the_reader(
     content = bytearray(Path(f"{prefix}.idx").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    content = (
+        content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    )
     Path(f"{prefix}.idx").write_bytes(content)
     try:
         dataset = IndexedDataset(prefix)

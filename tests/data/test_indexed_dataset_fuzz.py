@@ -1,4 +1,5 @@
-"""Whatever an index, tokens or a map hold: DataFormatError at worst, no crash, no hang, no large allocation."""
+"""Whatever an index, tokens or a map hold: DataFormatError at worst, no crash, no hang, no large
+allocation."""
 
 import io
 import json
@@ -26,12 +27,15 @@ from tests.data._files import write_tokens
 
 SEQ_LENGTH = 3
 HUGE = [2**31, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @contextmanager
 def little_memory(file_bytes: int) -> Iterator[None]:
-    """What NumPy and Python allocate inside stays near the size of the file (with room for messages)."""
+    """What NumPy and Python allocate inside stays near the size of the file (with room for
+    messages)."""
     tracemalloc.start()
     try:
         yield
@@ -59,7 +63,11 @@ def open_and_check(prefix: Path) -> bool:
     lengths = struct.unpack_from(f"<{sequences}i", index, 34)
     starts = struct.unpack_from(f"<{entries}q", index, 34 + 12 * sequences)
     tokens = np.frombuffer(Path(f"{prefix}.bin").read_bytes(), DTYPES[code])
-    assert (len(dataset), dataset.documents, dataset.dtype) == (sequences, entries - 1, DTYPES[code])
+    assert (len(dataset), dataset.documents, dataset.dtype) == (
+        sequences,
+        entries - 1,
+        DTYPES[code],
+    )
     assert sum(lengths) == len(tokens)
     for number, (start, stop) in enumerate(pairwise(np.cumsum([0, *lengths]))):
         np.testing.assert_array_equal(dataset[number], tokens[start:stop])
@@ -74,7 +82,10 @@ def valid_index(code: int, documents: list[int]) -> tuple[bytes, bytes]:
     ends = np.cumsum(filled) * dtype.itemsize
     starts = np.cumsum([0, *(length > 0 for length in documents)])
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(filled), len(starts))
-    index += np.array(filled, "<i4").tobytes() + (ends - np.array(filled) * dtype.itemsize).astype("<i8").tobytes()
+    index += (
+        np.array(filled, "<i4").tobytes()
+        + (ends - np.array(filled) * dtype.itemsize).astype("<i8").tobytes()
+    )
     return tokens, index + starts.astype("<i8").tobytes()
 
 
@@ -87,13 +98,21 @@ def write(directory: Path, tokens: bytes, index: bytes) -> Path:
 @fuzz
 @given(index=st.binary(max_size=400), tokens=st.binary(max_size=40), header=st.booleans())
 def test_random_bytes(tmp_path: Path, index: bytes, tokens: bytes, header: bool) -> None:
-    prefix = write(tmp_path, tokens, (b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) if header else b"") + index)
+    prefix = write(
+        tmp_path, tokens, (b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) if header else b"") + index
+    )
     open_and_check(prefix)
 
 
 @fuzz
-@given(data=st.data(), code=st.sampled_from([1, 2, 3, 4, 5, 8]), documents=st.lists(st.integers(0, 9), max_size=6))
-def test_mutations_of_a_valid_index(tmp_path: Path, data: st.DataObject, code: int, documents: list[int]) -> None:
+@given(
+    data=st.data(),
+    code=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    documents=st.lists(st.integers(0, 9), max_size=6),
+)
+def test_mutations_of_a_valid_index(
+    tmp_path: Path, data: st.DataObject, code: int, documents: list[int]
+) -> None:
     tokens, valid = valid_index(code, documents)
     assert open_and_check(write(tmp_path, tokens, valid))
     index = bytearray(valid)
@@ -103,7 +122,9 @@ def test_mutations_of_a_valid_index(tmp_path: Path, data: st.DataObject, code: i
             case "flip" if index:
                 index[place] ^= 1 << data.draw(st.integers(0, 7))
             case "set":
-                index[place : place + 8] = struct.pack("<Q", data.draw(st.sampled_from([0, 1, *HUGE])))
+                index[place : place + 8] = struct.pack(
+                    "<Q", data.draw(st.sampled_from([0, 1, *HUGE]))
+                )
             case "cut":
                 del index[place:]
             case "extend":
@@ -114,8 +135,13 @@ def test_mutations_of_a_valid_index(tmp_path: Path, data: st.DataObject, code: i
 
 
 @fuzz
-@given(change=st.integers(-20, 20).filter(bool), documents=st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_tokens_of_another_size_are_never_taken(tmp_path: Path, change: int, documents: list[int]) -> None:
+@given(
+    change=st.integers(-20, 20).filter(bool),
+    documents=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+)
+def test_tokens_of_another_size_are_never_taken(
+    tmp_path: Path, change: int, documents: list[int]
+) -> None:
     tokens, index = valid_index(8, documents)
     tokens = tokens[: max(0, len(tokens) + change)] if change < 0 else tokens + bytes(change)
     assert not open_and_check(write(tmp_path, tokens, index))
@@ -133,7 +159,10 @@ def test_counts_that_the_file_cannot_hold(tmp_path: Path, sequences: int, entrie
 @given(overflow=st.integers(1, 11), entries=st.integers(0, 40))
 @example(overflow=4, entries=0)
 def test_counts_whose_size_overflows_64_bits(tmp_path: Path, overflow: int, entries: int) -> None:
-    """12 S + 8 D modulo 2^64 is the size of the file: a reader that computes in 64 bits believes it."""
+    """12 S + 8 D modulo 2^64 is the size of the file.
+
+    A reader that computes in 64 bits believes it.
+    """
     body = bytes(400)
     sequences = (overflow * 2**64 + len(body) - 8 * entries) // 12
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, sequences % 2**64, entries)
@@ -144,7 +173,9 @@ def test_counts_whose_size_overflows_64_bits(tmp_path: Path, overflow: int, entr
 @pytest.mark.parametrize("place", [34, 38])
 def test_lengths_that_cannot_be(tmp_path: Path, value: int, place: int) -> None:
     tokens, index = valid_index(8, [4, 4])
-    assert not open_and_check(write(tmp_path, tokens, index[:place] + struct.pack("<i", value) + index[place + 4 :]))
+    assert not open_and_check(
+        write(tmp_path, tokens, index[:place] + struct.pack("<i", value) + index[place + 4 :])
+    )
 
 
 @pytest.mark.parametrize("value", [-1, -8, 2, 2**40, -(2**63), 2**63 - 1])
@@ -155,7 +186,8 @@ def test_pointers_and_document_entries_out_of_range(tmp_path: Path, value: int, 
         assert open_and_check(write(tmp_path, tokens, index))
         return
     changed = index[:place] + struct.pack("<q", value) + index[place + 8 :]
-    # Document 1 may begin anywhere between 0 and 2: it is the only field of the index that the others do not decide.
+    # Document 1 may begin anywhere between 0 and 2: it is the only field of the index that the
+    # others do not decide.
     assert open_and_check(write(tmp_path, tokens, changed)) == (place == 66 and value == 2)
 
 
@@ -185,7 +217,9 @@ def test_tokens_of_megatron_deepspeed_are_named(tmp_path: Path) -> None:
             writer.add_document(range(length))
     with open(tmp_path / "a.bin", "ab") as file:
         file.write(bytes(4))
-    with pytest.raises(DataFormatError, match=r"in each of the 2 documents .*Megatron-DeepSpeed's .* --append-eod"):
+    with pytest.raises(
+        DataFormatError, match=r"in each of the 2 documents .*Megatron-DeepSpeed's .* --append-eod"
+    ):
         IndexedDataset(tmp_path / "a")
 
 
@@ -225,7 +259,13 @@ def replaced(path: Path, content: bytes) -> Iterator[None]:
 def npy(header: str, body: bytes = b"", version: bytes = b"\x01\x00") -> bytes:
     """A .npy file of this header."""
     text = header.encode() + b"\n"
-    return b"\x93NUMPY" + version + struct.pack("<H" if version == b"\x01\x00" else "<I", len(text)) + text + body
+    return (
+        b"\x93NUMPY"
+        + version
+        + struct.pack("<H" if version == b"\x01\x00" else "<I", len(text))
+        + text
+        + body
+    )
 
 
 @fuzz
@@ -266,7 +306,10 @@ def headers() -> dict[str, bytes]:
         "deep": npy("(" * 3000 + ")" * 3000),
         "unclosed": npy("{'descr': '<i4', 'fortran_order': False, 'shape': (3L,"),
         "bytes": npy("{'descr': b'', 'fortran_order': False, 'shape': (3,), }"),
-        "structure": npy("{'descr': [('a', '<i4'), ('a', '<i4')], 'fortran_order': False, 'shape': (1,), }", bytes(8)),
+        "structure": npy(
+            "{'descr': [('a', '<i4'), ('a', '<i4')], 'fortran_order': False, 'shape': (1,), }",
+            bytes(8),
+        ),
         "too long": npy(good + " " * 20000, bytes(12)),
     }
     for shape in (
@@ -283,7 +326,9 @@ def headers() -> dict[str, bytes]:
     for dtype in ("|O", "<f4", ">i4", "<M8[s]", "<U4", "<i3", "V4", "|b1", "<i8,<i4"):
         cases[f"type {dtype}"] = npy(good.replace("<i4", dtype), bytes(48))
     for shape in ("(3, 2)", "(2, 3)", "(0, 2)", "()", "(1, 1, 1)"):
-        cases[f"Fortran {shape}"] = npy(good.replace("False", "True").replace("(3,)", shape), bytes(24))
+        cases[f"Fortran {shape}"] = npy(
+            good.replace("False", "True").replace("(3,)", shape), bytes(24)
+        )
     return cases
 
 
@@ -302,14 +347,22 @@ def test_untouched_maps_are_taken(maps: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=5), values, max_size=3),
+    lambda values: (
+        st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=5), values, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 def replace_somewhere(data: st.DataObject, value: Any) -> Any:
     """`value` with something inside of it replaced, added or removed."""
-    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else list(range(len(value)))
+        if isinstance(value, list)
+        else []
+    )
     if not keys or data.draw(st.integers(0, 4)) == 0:
         return data.draw(JSON)
     key = data.draw(st.sampled_from(keys))
@@ -334,7 +387,11 @@ def test_mutations_of_index_json(maps: Path, data: st.DataObject) -> None:
 @fuzz
 @given(data=st.data())
 def test_mutations_of_documents_json(tmp_path: Path, data: st.DataObject) -> None:
-    write_documents(tmp_path / "documents.json", [entry("a", 2, skipped_lines=[2]), entry("b", 1)], shuffle_seed=3)
+    write_documents(
+        tmp_path / "documents.json",
+        [entry("a", 2, skipped_lines=[2]), entry("b", 1)],
+        shuffle_seed=3,
+    )
     content = replace_somewhere(data, json.loads((tmp_path / "documents.json").read_text()))
     (tmp_path / "documents.json").write_text(json.dumps(content))
     try:
@@ -351,7 +408,10 @@ def test_json_that_python_takes_amiss(maps: Path, content: str) -> None:
     for name, read in (("index.json", read_description), ("documents.json", read_origins)):
         path = maps / name
         path.touch()
-        with replaced(path, content.encode("utf-8", "surrogatepass")), pytest.raises(DataFormatError, match=name):
+        with (
+            replaced(path, content.encode("utf-8", "surrogatepass")),
+            pytest.raises(DataFormatError, match=name),
+        ):
             read(maps)
 
 

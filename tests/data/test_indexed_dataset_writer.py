@@ -27,7 +27,9 @@ def write(prefix: Path, documents: Documents, batches: int | None = None) -> Ind
     with IndexedDatasetWriter(prefix, "u2") as writer:
         if batches is None:
             for document in documents:
-                writer.add_document([i for ids in document for i in ids], [len(ids) for ids in document])
+                writer.add_document(
+                    [i for ids in document for i in ids], [len(ids) for ids in document]
+                )
         else:
             for start in range(0, len(documents), batches):
                 part = documents[start : start + batches]
@@ -60,7 +62,10 @@ def test_batches_write_what_single_documents_write(
     many = write(folder / "many", documents, batches)
     assert contents(folder / "one") == contents(folder / "many")
     assert read(folder / "many") == documents
-    counts = [(writer.documents, writer.empty_documents, writer.sequences, writer.tokens) for writer in (one, many)]
+    counts = [
+        (writer.documents, writer.empty_documents, writer.sequences, writer.tokens)
+        for writer in (one, many)
+    ]
     sequences = [len(ids) for document in documents for ids in document]
     assert counts[0] == counts[1]
     assert counts[0] == (len(documents), documents.count([]), len(sequences), sum(sequences))
@@ -80,14 +85,19 @@ def test_lengths_that_do_not_add_up_are_a_mistake(
     tmp_path: Path, lengths: list[int], sequences: list[int] | None
 ) -> None:
     counts = None if sequences is None else np.array(sequences)
-    with pytest.raises(ValueError, match="3 ids in"), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+    with (
+        pytest.raises(ValueError, match="3 ids in"),
+        IndexedDatasetWriter(tmp_path / "a", "u2") as writer,
+    ):
         writer.add_batch(np.arange(3), np.array(lengths), counts)
     assert list(tmp_path.iterdir()) == []
 
 
 @settings(max_examples=40, deadline=None)
 @given(shards=st.lists(documents_of_sequences, min_size=1, max_size=4))
-def test_shards_merge_into_the_whole(tmp_path_factory: pytest.TempPathFactory, shards: list[Documents]) -> None:
+def test_shards_merge_into_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, shards: list[Documents]
+) -> None:
     folder = tmp_path_factory.mktemp("files")
     whole = write(folder / "whole", [document for shard in shards for document in shard])
     with IndexedDatasetWriter(folder / "merged", "u2") as writer:
@@ -109,7 +119,10 @@ def test_permuted_files_are_those_of_permuted_documents(
     np.random.RandomState(seed).shuffle(order)
     write(folder / "expected", [documents[i] for i in order])
     write(folder / "read", documents)
-    with pytest.MonkeyPatch.context() as patch, IndexedDatasetWriter(folder / "permuted", "u2") as writer:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        IndexedDatasetWriter(folder / "permuted", "u2") as writer,
+    ):
         patch.setattr(indexed_dataset_writer, "_GATHER_DOCUMENTS", gather)
         patch.setattr(indexed_dataset_writer, "_COPY_BYTES", 8)
         permute(IndexedDataset(folder / "read"), order, writer)
@@ -126,7 +139,8 @@ def test_shards_of_different_types_are_not_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab_size", "bad"), [("u2", None, 2**16), ("u2", None, -1), ("u2", 300, 300), ("i4", 300, 301)]
+    ("dtype", "vocab_size", "bad"),
+    [("u2", None, 2**16), ("u2", None, -1), ("u2", 300, 300), ("i4", 300, 301)],
 )
 def test_id_beyond_the_vocabulary_is_named_and_nothing_left(
     tmp_path: Path, dtype: str, vocab_size: int | None, bad: int
@@ -148,7 +162,9 @@ def test_an_exception_leaves_the_older_pair(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_names_appear_last_and_the_index_after_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_appear_last_and_the_index_after_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[set[str]] = []
     replace = os.replace
 
@@ -163,7 +179,10 @@ def test_names_appear_last_and_the_index_after_the_tokens(tmp_path: Path, monkey
 
 def test_full_disk_is_a_workspace_error(tmp_path: Path) -> None:
     (tmp_path / f"a.bin.tmp-{os.getpid()}").symlink_to("/dev/full")
-    with pytest.raises(WorkspaceError, match="free some space"), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
+    with (
+        pytest.raises(WorkspaceError, match="free some space"),
+        IndexedDatasetWriter(tmp_path / "a", "u2") as writer,
+    ):
         writer.add_document(np.zeros(1 << 20, np.uint16))
     assert list(tmp_path.iterdir()) == []
 
@@ -186,7 +205,9 @@ except WorkspaceError as error:
 def test_index_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     # In a process of its own: the limit would hold for pytest's output too.
     command = [sys.executable, "-c", NO_FILE_BEYOND_4_KB, str(tmp_path / "a")]
-    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 1
     assert "File too large: raise the limit" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -199,7 +220,9 @@ def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
         for _ in range(16):
             writer.add_batch(np.zeros(lengths[:256].sum(), np.uint16), lengths[:256])
     dataset = IndexedDataset(tmp_path / "a")
-    parts = list(accumulate(part.stop - part.start for part in indexed_dataset_writer._parts(lengths * 2)))
+    parts = list(
+        accumulate(part.stop - part.start for part in indexed_dataset_writer._parts(lengths * 2))
+    )
     assert parts == [1024, 2048, 3072, 4096]
     with IndexedDatasetWriter(tmp_path / "b", "u2") as writer:
         permute(dataset, np.arange(4096)[::-1], writer)

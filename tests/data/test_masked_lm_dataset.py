@@ -1,4 +1,5 @@
-"""BERT's samples are Megatron core's, token by token, and a function of the seed and their number."""
+"""BERT's samples are Megatron core's, token by token, and a function of the seed and their
+number."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ def build(
     return tokens
 
 
-def opened(tokens: IndexedDataset, directory: Path, split: str = "train", **changes: Any) -> MaskedLmDataset:
+def opened(
+    tokens: IndexedDataset, directory: Path, split: str = "train", **changes: Any
+) -> MaskedLmDataset:
     given: dict[str, Any] = {
         "seq_length": SEQ_LENGTH,
         "vocabulary": VOCABULARY,
@@ -54,7 +57,9 @@ def opened(tokens: IndexedDataset, directory: Path, split: str = "train", **chan
         ({"masked_lm_prob": 0.05}, False, 1234),
     ],
 )
-def test_samples_are_the_references(tmp_path: Path, config: dict[str, Any], pairs: bool, seed: int) -> None:
+def test_samples_are_the_references(
+    tmp_path: Path, config: dict[str, Any], pairs: bool, seed: int
+) -> None:
     tokens = build(tmp_path, pairs=pairs, seed=seed)
     given = MaskedLmConfig.model_validate(config)
     dataset = opened(tokens, tmp_path, config=given, seed=seed, binary_head=pairs)
@@ -93,7 +98,8 @@ def test_rows_go_where_they_are_wanted(tmp_path: Path) -> None:
 
 
 def test_form_and_shares(tmp_path: Path) -> None:
-    """[CLS] A [SEP] B [SEP] with segments 0 and 1; 15 % predicted, of these 80 % masked, 10 % random, 10 % kept."""
+    """[CLS] A [SEP] B [SEP] with segments 0 and 1; 15 % predicted, of these 80 % masked, 10 %
+    random, 10 % kept."""
     tokens = build(tmp_path, short=0.0, documents=documents(400))
     dataset = opened(tokens, tmp_path)
     rows = dataset.gather(range(len(dataset)))
@@ -118,7 +124,9 @@ def test_form_and_shares(tmp_path: Path) -> None:
 
 def test_words_are_masked_whole(tmp_path: Path) -> None:
     dataset = opened(build(tmp_path), tmp_path)
-    read, labels, _ = dataset.gather(range(len(dataset)))[:, :-1].reshape(len(dataset), 3, -1).swapaxes(0, 1)
+    read, labels, _ = (
+        dataset.gather(range(len(dataset)))[:, :-1].reshape(len(dataset), 3, -1).swapaxes(0, 1)
+    )
     texts = np.where(labels >= 0, labels, read)
     continued = np.isin(texts[:, 1:], np.flatnonzero(VOCABULARY.continues)) & (texts[:, :-1] > MASK)
     together = (labels[:, 1:] >= 0) == (labels[:, :-1] >= 0)
@@ -127,22 +135,35 @@ def test_words_are_masked_whole(tmp_path: Path) -> None:
 
 
 def test_next_sentence_prediction_takes_another_document(tmp_path: Path) -> None:
-    """Each sentence is written in a token of its document's own: the two segments tell where they are from."""
+    """Each sentence is written in a token of its document's own.
+
+    The two segments tell where they are from.
+    """
     lengths = [[6, 5, 7]] * 30
     tokens = write_lengths(tmp_path / "s", lengths)
     ids = np.repeat(np.arange(30) + 10, 18).astype("u2")
     Path(f"{tokens.prefix}.bin").write_bytes(ids.tobytes())
-    options = IndexOptions(split="1", seq_length=32, seed=1, sentences=SentenceOptions("bert", 2, 0.0))
+    options = IndexOptions(
+        split="1", seq_length=32, seed=1, sentences=SentenceOptions("bert", 2, 0.0)
+    )
     build_sentence_maps(Mixture.single(tokens.prefix), tmp_path, options, (300, 0, 0))
     config = MaskedLmConfig(sentence_task="nsp", masked_lm_prob=0.01)
     dataset = MaskedLmDataset(
-        tokens.prefix, tmp_path, "train", seq_length=32, vocabulary=VOCABULARY, config=config, seed=1
+        tokens.prefix,
+        tmp_path,
+        "train",
+        seq_length=32,
+        vocabulary=VOCABULARY,
+        config=config,
+        seed=1,
     )
     labels = []
     for row in dataset.gather(range(len(dataset))):
         read, label, segments = row[:-1].reshape(3, -1)
         text = np.where(label >= 0, label, read)
-        first, second = (set(text[(segments == segment) & (text >= 10)].tolist()) for segment in (0, 1))
+        first, second = (
+            set(text[(segments == segment) & (text >= 10)].tolist()) for segment in (0, 1)
+        )
         assert len(first) == len(second) == 1
         assert (first != second) == row[-1]
         labels.append(row[-1])
@@ -161,7 +182,10 @@ def test_next_sentence_prediction_needs_two_documents(tmp_path: Path) -> None:
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     tokens = build(tmp_path)
-    with pytest.raises(DataFormatError, match=r"train_sentence_index\.npy has samples of .* where 2 to 29 have room"):
+    with pytest.raises(
+        DataFormatError,
+        match=r"train_sentence_index\.npy has samples of .* where 2 to 29 have room",
+    ):
         opened(tokens, tmp_path, seq_length=32)
     small = vocabulary()
     few = type(small)(small.special, small.continues[:100].copy())
@@ -170,5 +194,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     rows = np.load(map_path(tmp_path, "train", "sentence"))
     rows[3, 1] = rows[3, 0] + 1
     np.save(map_path(tmp_path, "train", "sentence"), rows)
-    with pytest.raises(DataFormatError, match=r"sample 3 cannot be read from .*: it has too few sentences"):
+    with pytest.raises(
+        DataFormatError, match=r"sample 3 cannot be read from .*: it has too few sentences"
+    ):
         opened(tokens, tmp_path).gather(range(5))

@@ -20,12 +20,16 @@ def threads() -> list[str]:
 
 
 def test_order_is_megatrons() -> None:
-    assert micro_batch_indices(100, micro_step=1, micro_batch_size=2, dp_rank=1, dp_size=3) == range(108, 110)
+    assert micro_batch_indices(
+        100, micro_step=1, micro_batch_size=2, dp_rank=1, dp_size=3
+    ) == range(108, 110)
 
 
 def test_a_batch_with_a_skipped_sample_is_left_out_whole_and_no_other_moves() -> None:
     def read(*skipped: range) -> list[int]:
-        ranges = micro_batches(40, micro_batch_size=2, schedule=EIGHT, dp_rank=0, dp_size=1, steps=3, skipped=skipped)
+        ranges = micro_batches(
+            40, micro_batch_size=2, schedule=EIGHT, dp_rank=0, dp_size=1, steps=3, skipped=skipped
+        )
         return [sample for micro_batch in ranges for sample in micro_batch]
 
     first, second, third = (list(range(start, start + 8)) for start in (40, 48, 56))
@@ -39,28 +43,45 @@ def test_a_batch_with_a_skipped_sample_is_left_out_whole_and_no_other_moves() ->
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (4, 1), (1, 8), (2, 4)])
 def test_a_global_batch_is_the_same_for_every_layout(micro: int, ranks: int) -> None:
     plans = [
-        list(micro_batches(40, micro_batch_size=micro, schedule=EIGHT, dp_rank=rank, dp_size=ranks, steps=3))
+        list(
+            micro_batches(
+                40, micro_batch_size=micro, schedule=EIGHT, dp_rank=rank, dp_size=ranks, steps=3
+            )
+        )
         for rank in range(ranks)
     ]
     per_step = 8 // (micro * ranks)
     for step in range(3):
-        seen = [index for plan in plans for batch in plan[step * per_step : (step + 1) * per_step] for index in batch]
+        seen = [
+            index
+            for plan in plans
+            for batch in plan[step * per_step : (step + 1) * per_step]
+            for index in batch
+        ]
         assert sorted(seen) == list(range(40 + 8 * step, 48 + 8 * step))
 
 
 def test_resuming_continues_where_the_samples_ended() -> None:
     arguments = {"micro_batch_size": 2, "schedule": EIGHT, "dp_rank": 1, "dp_size": 2}
     whole = list(micro_batches(0, **arguments, steps=5))
-    assert whole == [*micro_batches(0, **arguments, steps=2), *micro_batches(16, **arguments, steps=3)]
+    assert whole == [
+        *micro_batches(0, **arguments, steps=2),
+        *micro_batches(16, **arguments, steps=3),
+    ]
 
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (1, 4)])
 def test_a_global_batch_grows_along_the_run(micro: int, ranks: int) -> None:
-    """Batches of 4, 4, 4, 8, 8, 12: the ranks' micro batches together are the samples in order, none twice."""
+    """Batches of 4, 4, 4, 8, 8, 12.
+
+    The ranks' micro batches together are the samples in order, none twice.
+    """
     schedule = BatchSchedule(global_batch_size=12, start=4, increment=4, rampup_samples=24)
     sizes = [4, 4, 4, 8, 8, 12]
     arguments = {"micro_batch_size": micro, "schedule": schedule, "dp_size": ranks}
-    plans = [iter(micro_batches(0, **arguments, dp_rank=rank, steps=len(sizes))) for rank in range(ranks)]
+    plans = [
+        iter(micro_batches(0, **arguments, dp_rank=rank, steps=len(sizes))) for rank in range(ranks)
+    ]
     consumed = 0
     for size in sizes:
         read = [next(plan) for _ in range(size // (micro * ranks)) for plan in plans]

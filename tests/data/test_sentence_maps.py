@@ -26,7 +26,12 @@ T5 = SentenceOptions("t5")
 
 
 def options(sentences: SentenceOptions | None = BERT, **changes: Any) -> IndexOptions:
-    given: dict[str, Any] = {"split": "4,1,1", "seq_length": 23, "seed": 1234, "sentences": sentences}
+    given: dict[str, Any] = {
+        "split": "4,1,1",
+        "seq_length": 23,
+        "seed": 1234,
+        "sentences": sentences,
+    }
     return IndexOptions(**given | changes)
 
 
@@ -45,14 +50,18 @@ def test_map_of_a_split_is_the_references(tmp_path: Path, wanted: int | None, mi
     epochs, samples = count_samples(part, given)
     assert samples == len(rows)
     if epochs > 1:  # one epoch less does not reach what is wanted
-        again = reference.build_sentence_map(starts, lengths, 2**40, epochs - 1, 20, 0.1, minimum, 1234)
+        again = reference.build_sentence_map(
+            starts, lengths, 2**40, epochs - 1, 20, 0.1, minimum, 1234
+        )
         assert len(again) < (wanted or 0) <= samples
 
 
 def test_documents_that_give_no_sample_are_refused(tmp_path: Path) -> None:
     dataset = write_lengths(tmp_path / "a", DOCUMENTS)
     for build in (build_sentence_map, count_samples):
-        with pytest.raises(DataFormatError, match=r"none of the documents 3 … 4 of .* takes at least 2"):
+        with pytest.raises(
+            DataFormatError, match=r"none of the documents 3 … 4 of .* takes at least 2"
+        ):
             build(SentencePart(dataset, 3, 5, 10), options())
     assert build_sentence_map(SentencePart(dataset, 3, 5, 0), options()).shape == (0, 3)
     with pytest.raises(DataFormatError, match="the split has 0 of 24 documents"):
@@ -62,14 +71,28 @@ def test_documents_that_give_no_sample_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: options(seq_length=4), "data.seq_length is 4: a sample of bert has 3 special tokens"),
+        (
+            lambda: options(seq_length=4),
+            "data.seq_length is 4: a sample of bert has 3 special tokens",
+        ),
         (lambda: SentenceOptions("t5", short_seq_prob=-0.1), "short_seq_prob is -0.1"),
         (lambda: SentenceOptions("t5", short_seq_prob=1.5), "short_seq_prob is 1.5"),
         (lambda: SentenceOptions("t5", short_seq_prob=float("nan")), "short_seq_prob is nan"),
-        (lambda: SentenceOptions("bert", minimum_sentences=3), "take 1 or 2 sentences at least, not bert with 3"),
-        (lambda: options(packing="unpacked"), "are of samples of tokens, which those of bert are not"),
+        (
+            lambda: SentenceOptions("bert", minimum_sentences=3),
+            "take 1 or 2 sentences at least, not bert with 3",
+        ),
+        (
+            lambda: options(packing="unpacked"),
+            "are of samples of tokens, which those of bert are not",
+        ),
         (lambda: options(add_extra_token=False), "leave them at their defaults"),
-        (lambda: build_sentence_maps(Mixture.single("a"), ".", options(sentences=None), (1, 1, 1)), "say for which"),
+        (
+            lambda: build_sentence_maps(
+                Mixture.single("a"), ".", options(sentences=None), (1, 1, 1)
+            ),
+            "say for which",
+        ),
     ],
 )
 def test_values_that_cannot_be(make: Any, message: str) -> None:
@@ -93,7 +116,8 @@ def test_maps_are_written_and_read(tmp_path: Path, sentences: SentenceOptions) -
     assert description.samples == {name: entry["samples"] for name, entry in counts.items()}
     epochs = {name: {"epochs": entry["epochs"]} for name, entry in counts.items()}
     assert sentence_plan(mixture, given, (50, 5, None)) == epochs
-    assert sentence_plan(mixture, given, (len(rows), 5, None)) == epochs  # as many epochs: the same maps
+    # as many epochs: the same maps
+    assert sentence_plan(mixture, given, (len(rows), 5, None)) == epochs
 
 
 def test_a_blend_has_maps_of_each_member(tmp_path: Path) -> None:
@@ -106,7 +130,9 @@ def test_a_blend_has_maps_of_each_member(tmp_path: Path) -> None:
     assert counts["train"]["samples"] == 100
     assert counts["test"]["samples"] == sum(entry["samples"] for entry in counts["test"]["members"])
     assert counts["train"]["documents"] == 32
-    datasets, samples = (np.load(map_path(directory, "train", name)) for name in ("dataset", "dataset_sample"))
+    datasets, samples = (
+        np.load(map_path(directory, "train", name)) for name in ("dataset", "dataset_sample")
+    )
     for number, dataset in enumerate((first, second)):
         rows = load_sentence_map(member_directory(directory, number), "train", dataset)
         assert samples[datasets == number].max() < len(rows)
@@ -118,10 +144,17 @@ def test_splits_of_their_own_are_taken_whole(tmp_path: Path) -> None:
     prefixes = [write_lengths(tmp_path / name, DOCUMENTS).prefix for name in "ab"]
     mixture = Mixture.per_split([Member(prefixes[0])], [Member(prefixes[1])], [])
     counts = build_sentence_maps(mixture, tmp_path, options(split=None), (10, None, 0))
-    assert {name: entry["documents"] for name, entry in counts.items()} == {"train": 24, "valid": 24}
-    with pytest.raises(ConfigError, match="3 samples are wanted of the test split, which has no data set"):
+    assert {name: entry["documents"] for name, entry in counts.items()} == {
+        "train": 24,
+        "valid": 24,
+    }
+    with pytest.raises(
+        ConfigError, match="3 samples are wanted of the test split, which has no data set"
+    ):
         build_sentence_maps(mixture, tmp_path, options(split=None), (10, None, 3))
-    with pytest.raises(ConfigError, match=r"data\.split is 4,1,1, but each data set belongs to one split whole"):
+    with pytest.raises(
+        ConfigError, match=r"data\.split is 4,1,1, but each data set belongs to one split whole"
+    ):
         build_sentence_maps(mixture, tmp_path, options(), (10, None, 0))
 
 
@@ -132,11 +165,16 @@ def test_splits_of_their_own_are_taken_whole(tmp_path: Path) -> None:
         (np.zeros((2, 2), np.uint32), "with shape"),
         (np.array([[0, 999, 5]], np.uint32), "points beyond the 5 sentences"),
         (np.array([[3, 3, 5]], np.uint32), "points beyond"),
-        (np.array([[0, 2, 5], [0, 2, 9]], np.uint32), "samples of 5 to 9 tokens where 2 to 8 have room"),
+        (
+            np.array([[0, 2, 5], [0, 2, 9]], np.uint32),
+            "samples of 5 to 9 tokens where 2 to 8 have room",
+        ),
         (np.array([[0, 2, 1]], np.uint32), "samples of 1 to 1 tokens"),
     ],
 )
-def test_map_of_other_sentences_is_refused(tmp_path: Path, values: np.ndarray, message: str) -> None:
+def test_map_of_other_sentences_is_refused(
+    tmp_path: Path, values: np.ndarray, message: str
+) -> None:
     dataset = write_lengths(tmp_path / "a", [[1, 2, 3], [4, 5]])
     np.save(map_path(tmp_path, "train", "sentence"), values)
     with pytest.raises(DataFormatError, match=message):

@@ -9,7 +9,11 @@ from megacore.errors import ConfigError
 
 
 def test_golden_boundaries() -> None:
-    assert split_ranges("949,50,1", 596) == {"train": (0, 566), "valid": (566, 595), "test": (595, 596)}
+    assert split_ranges("949,50,1", 596) == {
+        "train": (0, 566),
+        "valid": (566, 595),
+        "test": (595, 596),
+    }
 
 
 def test_boundaries_round_half_to_even() -> None:
@@ -22,7 +26,11 @@ def test_neox_rounds_each_split_and_corrects_the_first() -> None:
     assert split_ranges("1,1", 7, "neox") == {"train": (0, 3), "valid": (3, 7), "test": (7, 7)}
     # 1.67 -> 2 three times in 5.
     assert split_ranges("1,1,1", 5, "neox") == {"train": (0, 1), "valid": (1, 3), "test": (3, 5)}
-    assert split_ranges("949,50,1", 596, "neox") == {"train": (0, 565), "valid": (565, 595), "test": (595, 596)}
+    assert split_ranges("949,50,1", 596, "neox") == {
+        "train": (0, 565),
+        "valid": (565, 595),
+        "test": (595, 596),
+    }
 
 
 def test_neox_may_leave_nothing_to_train() -> None:

@@ -1,4 +1,5 @@
-"""T5's samples: Megatron core's spans token by token, and T5's own, whose text can be put together again."""
+"""T5's samples: Megatron core's spans token by token, and T5's own, whose text can be put together
+again."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def build(directory: Path, seed: int = 1234, short: float = 0.2) -> IndexedDatas
     documents = [random.integers(1, 30, random.integers(1, 14)).tolist() for _ in range(80)]
     tokens = write_lengths(directory / "s", documents)
     options = IndexOptions(
-        split="8,1,1", seq_length=SEQ_LENGTH, seed=seed, sentences=SentenceOptions("t5", short_seq_prob=short)
+        split="8,1,1",
+        seq_length=SEQ_LENGTH,
+        seed=seed,
+        sentences=SentenceOptions("t5", short_seq_prob=short),
     )
     build_sentence_maps(Mixture.single(tokens.prefix), directory, options, (150, 20, None))
     return tokens
@@ -32,14 +36,23 @@ def build(directory: Path, seed: int = 1234, short: float = 0.2) -> IndexedDatas
 def opened(tokens: IndexedDataset, directory: Path, seed: int = 1234, **config: Any) -> T5Dataset:
     given = SpanCorruptionConfig.model_validate({"decoder_seq_length": DECODER, **config})
     return T5Dataset(
-        tokens.prefix, directory, "train", seq_length=SEQ_LENGTH, vocabulary=VOCABULARY, config=given, seed=seed
+        tokens.prefix,
+        directory,
+        "train",
+        seq_length=SEQ_LENGTH,
+        vocabulary=VOCABULARY,
+        config=given,
+        seed=seed,
     )
 
 
 def texts(tokens: IndexedDataset, directory: Path) -> list[tuple[list[list[int]], int]]:
     """(sentences, target) of each sample."""
     rows = load_sentence_map(directory, "train", tokens).tolist()
-    return [([tokens[sentence].tolist() for sentence in range(first, end)], target) for first, end, target in rows]
+    return [
+        ([tokens[sentence].tolist() for sentence in range(first, end)], target)
+        for first, end, target in rows
+    ]
 
 
 def together(row: np.ndarray) -> tuple[list[int], list[list[int]]]:
@@ -66,8 +79,12 @@ def test_samples_are_the_references(tmp_path: Path, seed: int, share: float) -> 
     tokens = build(tmp_path, seed)
     rows = opened(tokens, tmp_path, seed, noise_density=share, **MEGATRON).gather(range(150))
     compared = 0
-    for number, (row, (sentences, target)) in enumerate(zip(rows, texts(tokens, tmp_path), strict=False)):
-        expected = t5_row(sentences, target, seed + number, SEQ_LENGTH, DECODER, VOCABULARY, share=share)
+    for number, (row, (sentences, target)) in enumerate(
+        zip(rows, texts(tokens, tmp_path), strict=False)
+    ):
+        expected = t5_row(
+            sentences, target, seed + number, SEQ_LENGTH, DECODER, VOCABULARY, share=share
+        )
         if expected is not None:
             np.testing.assert_array_equal(row, expected)
             compared += 1
@@ -88,16 +105,24 @@ def test_spans_without_room_stay_in_the_text(tmp_path: Path) -> None:
 def test_random_spans_hold_their_share(tmp_path: Path, share: float, mean: float) -> None:
     """Every token is in the text or in a span; the text begins, a span ends, and none is empty."""
     tokens = build(tmp_path, short=0.0)
-    dataset = opened(tokens, tmp_path, noise_density=share, mean_span_length=mean, decoder_seq_length=96)
+    dataset = opened(
+        tokens, tmp_path, noise_density=share, mean_span_length=mean, decoder_seq_length=96
+    )
     lengths = []
-    for row, (sentences, target) in zip(dataset.gather(range(150)), texts(tokens, tmp_path), strict=False):
+    for row, (sentences, target) in zip(
+        dataset.gather(range(150)), texts(tokens, tmp_path), strict=False
+    ):
         text, spans = together(row)
         whole = joined(sentences)[:target]
         assert text == whole
         noise = min(max(round(len(whole) * share), 1), len(whole) - 1)
         assert sum(map(len, spans)) == noise
         assert all(spans)
-        assert len(spans) == max(1, min(round(noise / mean), len(whole) - noise)) if noise else not spans
+        assert (
+            len(spans) == max(1, min(round(noise / mean), len(whole) - noise))
+            if noise
+            else not spans
+        )
         assert row[0] not in SENTINELS
         lengths += [len(span) for span in spans]
     assert abs(np.mean(lengths) - mean) < 0.3 * mean

@@ -9,12 +9,18 @@ from megacore.train.score import UnigramModel
 
 def test_perplexity_of_smoothed_frequencies() -> None:
     # P(0) = 4/7, P(1) = 2/7, P(2) = 1/7
-    model = UnigramModel([("a", np.array([0, 0, 0], np.uint16)), ("b", np.array([1], np.uint16))], 3)
+    model = UnigramModel(
+        [("a", np.array([0, 0, 0], np.uint16)), ("b", np.array([1], np.uint16))], 3
+    )
     assert model.perplexity([np.array([[0, 2]])]) == pytest.approx(math.sqrt(7 / 4 * 7))
-    assert model.perplexity([np.array([0]), np.array([], np.int64), np.array([[2]])]) == pytest.approx(7 / 2)
+    assert model.perplexity(
+        [np.array([0]), np.array([], np.int64), np.array([[2]])]
+    ) == pytest.approx(7 / 2)
     assert model.perplexity([]) == math.inf
 
 
 def test_id_beyond_the_vocabulary_is_refused() -> None:
-    with pytest.raises(DataFormatError, match=r"a\.bin holds the token id 3, but the vocabulary has 3"):
+    with pytest.raises(
+        DataFormatError, match=r"a\.bin holds the token id 3, but the vocabulary has 3"
+    ):
         UnigramModel([("a", np.array([0, 3], np.uint16))], 3)

@@ -29,7 +29,8 @@ class SinkProduct(torch.autograd.Function):
 
 
 class Mixed(nn.Module):
-    """`tied` is used twice through its sink, `dense` once; autograd brings the gradient of `bias`, none `unused`'s.
+    """`tied` is used twice through its sink, `dense` once; autograd brings the gradient of `bias`,
+    none `unused`'s.
 
     No size is a multiple of the alignment.
     """
@@ -58,4 +59,7 @@ def total_gradients(seeds: list[int]) -> dict[str, Tensor]:
     """The sum of the gradients of these micro batches by plain autograd."""
     model = Mixed()
     sum(model(batch(seed)) for seed in seeds).backward()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }

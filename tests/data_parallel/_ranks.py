@@ -1,4 +1,5 @@
-"""What replicas compute, all cases of a world size in one spawn; the tests compare it with serial computations."""
+"""What replicas compute, all cases of a world size in one spawn; the tests compare it with serial
+computations."""
 
 from typing import Any
 
@@ -31,8 +32,12 @@ WAYS = {
 
 def replicas() -> dict[str, Any]:
     """Every case of nothing but replicas."""
-    mesh = ProcessMesh.build(RankLayout(data=dist.get_world_size()), timers=Timers(torch.device("cpu")))
-    found: dict[str, Any] = {f"gradients, {way}": gradients(mesh, config) for way, config in WAYS.items()}
+    mesh = ProcessMesh.build(
+        RankLayout(data=dist.get_world_size()), timers=Timers(torch.device("cpu"))
+    )
+    found: dict[str, Any] = {
+        f"gradients, {way}": gradients(mesh, config) for way, config in WAYS.items()
+    }
     found["launches"], found["late"] = launches(mesh), late(mesh)
     for way, config in WAYS.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -62,7 +67,10 @@ def backward(model: Mixed, sync: GradSync, seeds: list[int], scale: float = 1.0)
 
 
 def gradients(mesh: ProcessMesh, config: ParallelConfig) -> dict[str, Tensor]:
-    """Gradients after a second iteration; with a distributed optimizer they are sums in this rank's shard alone."""
+    """Gradients after a second iteration.
+
+    With a distributed optimizer they are sums in this rank's shard alone.
+    """
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, config)
     for _ in range(2):
@@ -102,9 +110,15 @@ def late(mesh: ProcessMesh) -> str:
 
 
 def training(
-    mesh: ProcessMesh, config: ParallelConfig, dtype: torch.dtype, *, max_norm: float = 0.0, scale: float = 1.0
+    mesh: ProcessMesh,
+    config: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    max_norm: float = 0.0,
+    scale: float = 1.0,
 ) -> dict[str, Any]:
-    """Some iterations: norms, the model's weights, and how much this rank holds of the optimizer's state."""
+    """Some iterations: norms, the model's weights, and how much this rank holds of the optimizer's
+    state."""
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, config)
     optimizer = MainWeightAdamW([sync], OPTIM, dtype)
@@ -117,9 +131,14 @@ def training(
     pieces = [main for part in optimizer._parts for main in part.weights]
     return {
         "norms": torch.stack(norms),
-        "weights": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        "weights": {
+            name: parameter.detach().clone() for name, parameter in model.named_parameters()
+        },
         "state": {(p.name, p.start): (p.weight.clone(), p.exp_avg, p.exp_avg_sq) for p in pieces},
-        "own copy": all(p.weight.untyped_storage().nbytes() <= p.exp_avg.untyped_storage().nbytes() for p in pieces),
+        "own copy": all(
+            p.weight.untyped_storage().nbytes() <= p.exp_avg.untyped_storage().nbytes()
+            for p in pieces
+        ),
     }
 
 
@@ -149,7 +168,8 @@ def axes() -> dict[str, Any]:
 
 
 TENSOR = {"norm": (37,), "bias": (5,), "rows": (6, 11)}
-"""`norm` has a part of its gradient on each tensor-parallel rank, `bias` the same one on both, `rows` is divided."""
+"""`norm` has a part of its gradient on each tensor-parallel rank, `bias` the same one on both,
+`rows` is divided."""
 
 
 def stage(mesh: ProcessMesh) -> dict[str, tuple[int, ...]]:
@@ -185,7 +205,11 @@ def by_hand(
             parameter.grad_sink.main_grad.add_(contribution(mesh, name, shapes[name]))  # type: ignore[attr-defined]
             parameter.grad_sink.accumulated()  # type: ignore[attr-defined]
     sync.finish()
-    shards = {p.name: (p.start, p.gradient.clone().flatten()) for part in optimizer._parts for p in part.weights}
+    shards = {
+        p.name: (p.start, p.gradient.clone().flatten())
+        for part in optimizer._parts
+        for p in part.weights
+    }
     norm = optimizer.grad_norm()
     optimizer.step(1e-2, 0.0)
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}

@@ -16,5 +16,6 @@ def two_replicas() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="package")
 def four_ranks() -> list[dict[str, Any]]:
-    """What each of four ranks computed: as four replicas, as 2 x 2 tensor parallel, as 2 x 2 stages."""
+    """What each of four ranks computed: as four replicas, as 2 x 2 tensor parallel, as 2 x 2
+    stages."""
     return run_distributed(4, _ranks.axes)

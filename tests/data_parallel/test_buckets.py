@@ -20,10 +20,14 @@ def shards(layout: BucketLayout) -> list[range]:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.floats(1e-4, 1e-2))
-def test_buckets_hold_each_parameter_once_in_reverse_order_within_the_limit(sizes: list[int], megabytes: float) -> None:
+def test_buckets_hold_each_parameter_once_in_reverse_order_within_the_limit(
+    sizes: list[int], megabytes: float
+) -> None:
     parameters = named(sizes)
     buckets = plan_buckets(parameters, megabytes)
-    assert [item for bucket in buckets for item in bucket.items()] == list(reversed(parameters.items()))
+    assert [item for bucket in buckets for item in bucket.items()] == list(
+        reversed(parameters.items())
+    )
     for bucket in buckets:
         assert len(bucket) == 1 or sum(bucket.values()) * 4 <= megabytes * 2**20
     for first, second in pairwise(buckets):
@@ -55,7 +59,9 @@ def test_runs_hold_the_elements_of_the_chosen_and_of_no_others(
     layout = BucketLayout(named(sizes), count)
     chosen = data.draw(st.sets(st.sampled_from(sorted(layout.sizes))))
     for shard in shards(layout):
-        covered = [place for run in layout.runs(shard, chosen) for place in range(run.start, run.stop)]
+        covered = [
+            place for run in layout.runs(shard, chosen) for place in range(run.start, run.stop)
+        ]
         assert len(covered) == len(set(covered))
         for piece in layout.within(shard):
             wanted = set(range(piece.offset, piece.offset + piece.length))

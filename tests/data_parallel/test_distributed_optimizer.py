@@ -1,4 +1,7 @@
-"""Main weights divided over replicas: the same weights as without, for less memory; sums over other axes."""
+"""Main weights divided over replicas: the same weights as without, for less memory.
+
+Sums over other axes.
+"""
 
 from typing import Any
 
@@ -19,7 +22,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("sharded", "whole"), [("sharded", "whole"), ("sharded, one bucket", "one bucket"), ("sharded, bf16", "bf16")]
+    ("sharded", "whole"),
+    [("sharded", "whole"), ("sharded, one bucket", "one bucket"), ("sharded, bf16", "bf16")],
 )
 def test_two_replicas_train_bit_equal_with_and_without_it(
     two_replicas: Results, sharded: str, whole: str, dtype: torch.dtype
@@ -43,16 +47,22 @@ def test_clipped_or_on_four_replicas_weights_and_norms_agree_to_1e6(
         found = result[case.format("sharded")]
         torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-6, atol=0)
         for name, weight in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-6, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                found["weights"][name], weight, rtol=1e-6, atol=1e-6, msg=name
+            )
 
 
 @pytest.mark.parametrize("ranks", ["two_replicas", "four_ranks"])
-def test_the_norm_has_the_same_bits_on_every_rank(request: pytest.FixtureRequest, ranks: str) -> None:
+def test_the_norm_has_the_same_bits_on_every_rank(
+    request: pytest.FixtureRequest, ranks: str
+) -> None:
     results: Results = request.getfixturevalue(ranks)
     cases = [name for name in results[0] if name.startswith(("training", "clipped"))]
     assert len(cases) == 3 * len(_ranks.WAYS)
     for case in cases:
-        assert all(torch.equal(result[case]["norms"], results[0][case]["norms"]) for result in results), case
+        assert all(
+            torch.equal(result[case]["norms"], results[0][case]["norms"]) for result in results
+        ), case
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
@@ -82,7 +92,9 @@ def test_replicas_train_as_one_process_does(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", ["two_replicas", "four_ranks"])
-def test_each_replica_holds_its_share_alone(request: pytest.FixtureRequest, ranks: str, dtype: torch.dtype) -> None:
+def test_each_replica_holds_its_share_alone(
+    request: pytest.FixtureRequest, ranks: str, dtype: torch.dtype
+) -> None:
     results: Results = request.getfixturevalue(ranks)
     elements = sum(parameter.numel() for parameter in Mixed().parameters())
     found = [result[f"training, sharded, one bucket, {dtype}"]["state"] for result in results]
@@ -90,9 +102,9 @@ def test_each_replica_holds_its_share_alone(request: pytest.FixtureRequest, rank
     assert sum(shares) == elements
     assert max(shares) <= -(-elements // len(results)) + 64
     # The main weights of an fp32 model are its own.
-    assert [result[f"training, sharded, {dtype}"]["own copy"] for result in results] == [dtype != torch.float32] * len(
-        results
-    )
+    assert [result[f"training, sharded, {dtype}"]["own copy"] for result in results] == [
+        dtype != torch.float32
+    ] * len(results)
 
 
 def test_loaded_main_weights_reach_every_replicas_model(two_replicas: Results) -> None:
@@ -109,21 +121,29 @@ def summed(name: str, shape: tuple[int, ...], tensor: int | None = None) -> Tens
 
 
 @pytest.mark.parametrize("way", ["whole", "sharded", "bf16"])
-def test_parts_of_gradients_are_summed_over_tensor_parallel_ranks(four_ranks: Results, way: str) -> None:
+def test_parts_of_gradients_are_summed_over_tensor_parallel_ranks(
+    four_ranks: Results, way: str
+) -> None:
     total = 0.0
     for rank, result in enumerate(four_ranks):
         found = result[f"tensor, {way}"]
         for name, shape in _ranks.TENSOR.items():
             expected = summed(name, shape, rank % 2)
             assert_reduced(found, name, expected)
-            # dp ranks 0 and 1 agree; every parameter counts once, `rows` on both tensor-parallel ranks.
+            # dp ranks 0 and 1 agree; every parameter counts once, `rows` on both tensor-parallel
+            # ranks.
             if rank == 0 or (rank == 1 and name == "rows"):
                 total += float((expected / 2).square().sum())
-    assert all(float(result[f"tensor, {way}"]["norm"]) == pytest.approx(total**0.5, rel=1e-6) for result in four_ranks)
+    assert all(
+        float(result[f"tensor, {way}"]["norm"]) == pytest.approx(total**0.5, rel=1e-6)
+        for result in four_ranks
+    )
 
 
 @pytest.mark.parametrize("way", ["whole", "sharded", "bf16"])
-def test_shared_gradients_are_summed_over_first_and_last_stage(four_ranks: Results, way: str) -> None:
+def test_shared_gradients_are_summed_over_first_and_last_stage(
+    four_ranks: Results, way: str
+) -> None:
     total = 0.0
     for rank, result in enumerate(four_ranks):
         found = result[f"pipeline, {way}"]
@@ -132,17 +152,22 @@ def test_shared_gradients_are_summed_over_first_and_last_stage(four_ranks: Resul
             assert_reduced(found, name, expected)
             if rank == 0 or (rank == 2 and name == "last"):
                 total += float((expected / 2).square().sum())
-        assert torch.equal(found["weights"]["embedding"], four_ranks[0][f"pipeline, {way}"]["weights"]["embedding"])
+        assert torch.equal(
+            found["weights"]["embedding"], four_ranks[0][f"pipeline, {way}"]["weights"]["embedding"]
+        )
     norms = [float(result[f"pipeline, {way}"]["norm"]) for result in four_ranks]
     assert norms == [pytest.approx(total**0.5, rel=1e-6)] * 4
     assert len(set(norms)) == 1
 
 
 def assert_reduced(found: dict[str, Any], name: str, expected: Tensor) -> None:
-    """This rank's elements of a gradient are those of the expected sum, and the weights moved against its sign."""
+    """This rank's elements of a gradient are those of the expected sum, and the weights moved
+    against its sign."""
     assert not torch.equal(expected, torch.zeros_like(expected))
     if name in found["gradients"]:
         start, gradient = found["gradients"][name]
         assert torch.equal(gradient, expected.flatten()[start : start + gradient.numel()]), name
     # The first step of Adam without decay is lr in the direction of the sign.
-    torch.testing.assert_close(found["weights"][name], 1 - 1e-2 * expected.sign(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        found["weights"][name], 1 - 1e-2 * expected.sign(), rtol=0, atol=1e-6
+    )

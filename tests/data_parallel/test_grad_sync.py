@@ -87,11 +87,16 @@ def test_replicas_hold_the_sum_of_all_micro_batches(
     tolerance = TOLERANCE[_ranks.WAYS[way].grad_reduce_dtype]
     for name in expected:
         assert joined(results, way, name).shape == expected[name].shape
-        torch.testing.assert_close(joined(results, way, name), expected[name], rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            joined(results, way, name), expected[name], rtol=tolerance, atol=tolerance, msg=name
+        )
 
 
 def joined(results: Results, way: str, name: str) -> Tensor:
-    """A gradient from the ranks' parts of it; where all have the whole of it, they have the same bits."""
+    """A gradient from the ranks' parts of it.
+
+    Where all have the whole of it, they have the same bits.
+    """
     gradients = [result[f"gradients, {way}"][name] for result in results]
     if not _ranks.WAYS[way].use_distributed_optimizer:
         assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
@@ -111,14 +116,17 @@ def owned(way: str, name: str, rank: int, replicas: int) -> list[tuple[int, int]
         layout = BucketLayout(planned, replicas)
         part = layout.length // replicas
         shard = range(rank * part, (rank + 1) * part)
-        found += [(piece.start, piece.length) for piece in layout.within(shard) if piece.name == name]
+        found += [
+            (piece.start, piece.length) for piece in layout.within(shard) if piece.name == name
+        ]
     return found
 
 
-def test_only_the_last_micro_step_lets_gradients_travel_and_before_backward_ends_from_the_second_iteration_on(
+def test_only_the_last_micro_step_lets_gradients_travel_later_before_backward_ends(
     two_replicas: Results,
 ) -> None:
-    # Three buckets; that `unused` never gets a gradient and `tied` gets two is known after the first iteration.
+    # Three buckets; that `unused` never gets a gradient and `tied` gets two is known after the
+    # first iteration.
     for result in two_replicas:
         assert result["launches"] == [[0, 0, 3], [0, 3, 3], [0, 3, 3]]
 
@@ -135,13 +143,22 @@ def test_nothing_is_communicated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("communicated")
 
-    for name in ("all_reduce", "broadcast", "isend", "irecv", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in (
+        "all_reduce",
+        "broadcast",
+        "isend",
+        "irecv",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    ):
         monkeypatch.setattr(f"torch.distributed.{name}", refuse)
     model = Mixed()
     sync = GradSync(
         dict(model.named_parameters()),
         SERIAL,
-        ParallelConfig(use_distributed_optimizer=True, grad_reduce_dtype="bf16", grad_reduce_bucket_mb=1e-4),
+        ParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_dtype="bf16", grad_reduce_bucket_mb=1e-4
+        ),
         partial=frozenset({"bias"}),
         shared={"tied": ALONE},
     )

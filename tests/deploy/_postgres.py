@@ -1,4 +1,5 @@
-"""PostgreSQL for a test: a cluster of its own on loopback, with passwords, ended by its process id."""
+"""PostgreSQL for a test: a cluster of its own on loopback, with passwords, ended by its process
+id."""
 
 import os
 import pwd
@@ -22,7 +23,9 @@ START_LIMIT = 60.0
 
 def binaries() -> Path:
     """The directory of PostgreSQL's programs; the test is skipped where they are not installed."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    found = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])
+    )
     directory = found[-1].parent if found else None
     if directory is None and (initdb := shutil.which("initdb")) is not None:
         directory = Path(initdb).resolve().parent
@@ -57,7 +60,10 @@ class Postgres:
         """What PGPASSFILE names: the passwords of Prefect's and MLflow's users."""
         path = self.directory / "pgpass"
         if not path.exists():
-            lines = [f"127.0.0.1:{self.port}:*:{user}:{password}\n" for user, password in self.passwords.items()]
+            lines = [
+                f"127.0.0.1:{self.port}:*:{user}:{password}\n"
+                for user, password in self.passwords.items()
+            ]
             path.touch(mode=0o600)
             path.write_text("".join(lines), encoding="utf-8")
         return path
@@ -67,23 +73,45 @@ class Postgres:
         """How a client reaches it as the servers' users."""
         return {"PGHOST": "127.0.0.1", "PGPORT": str(self.port), "PGPASSFILE": str(self.passfile)}
 
-    def superuser(self, *arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    def superuser(
+        self, *arguments: str, stdin: str = "", **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run psql as the superuser."""
-        command = ["psql", "--no-psqlrc", "--host", "127.0.0.1", "--port", str(self.port), "--username", SUPERUSER]
+        command = [
+            "psql",
+            "--no-psqlrc",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--username",
+            SUPERUSER,
+        ]
         env = {"PATH": os.environ["PATH"], "PGPASSWORD": self.superuser_password, **variables}
         words = [*command, "--dbname", "postgres", *arguments]
-        return subprocess.run(words, input=stdin, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            words, input=stdin, env=env, capture_output=True, text=True, timeout=60
+        )
 
     def make_databases(self) -> None:
         """As the documentation tells an administrator to."""
-        variables = {f"{user.upper()}_DATABASE_PASSWORD": password for user, password in self.passwords.items()}
-        done = self.superuser("--file", str(ROOT / "deploy" / "postgres" / "databases.sql"), **variables)
+        variables = {
+            f"{user.upper()}_DATABASE_PASSWORD": password
+            for user, password in self.passwords.items()
+        }
+        done = self.superuser(
+            "--file", str(ROOT / "deploy" / "postgres" / "databases.sql"), **variables
+        )
         assert done.returncode == 0, done.stderr
 
     def drop_databases(self) -> None:
         """What a disaster leaves."""
-        lines = [f"DROP DATABASE {name} WITH (FORCE);" for name in ("prefect", "mlflow", "mlflow_users")]
-        done = self.superuser("--set", "ON_ERROR_STOP=1", stdin="\n".join([*lines, "DROP ROLE prefect, mlflow;"]))
+        lines = [
+            f"DROP DATABASE {name} WITH (FORCE);" for name in ("prefect", "mlflow", "mlflow_users")
+        ]
+        done = self.superuser(
+            "--set", "ON_ERROR_STOP=1", stdin="\n".join([*lines, "DROP ROLE prefect, mlflow;"])
+        )
         assert done.returncode == 0, done.stderr
 
     def log(self) -> str:
@@ -93,7 +121,10 @@ class Postgres:
 
 @contextmanager
 def running(directory: Path) -> Iterator[Postgres]:
-    """A cluster while the block runs; its files lie where the server's user may go, and are removed."""
+    """A cluster while the block runs.
+
+    Its files lie where the server's user may go, and are removed.
+    """
     programs, user = binaries(), _server_user()
     data = Path(tempfile.mkdtemp(prefix="megacore-postgres-"))
     (port,) = free_ports(1)
@@ -104,16 +135,32 @@ def running(directory: Path) -> Iterator[Postgres]:
     if user is not None:
         shutil.chown(data, user)
         shutil.chown(secret, user)
-    identity = {} if user is None else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": ()}
+    identity = (
+        {}
+        if user is None
+        else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": ()}
+    )
     env = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}
     cluster = data / "cluster"
     server = None
     try:
-        options = ["--auth=scram-sha-256", f"--pwfile={secret}", f"--username={SUPERUSER}", "--no-sync"]
+        options = [
+            "--auth=scram-sha-256",
+            f"--pwfile={secret}",
+            f"--username={SUPERUSER}",
+            "--no-sync",
+        ]
         words = [str(programs / "initdb"), f"--pgdata={cluster}", "--encoding=UTF8", *options]
-        made = subprocess.run(words, env=env, cwd=data, capture_output=True, text=True, timeout=120, **identity)  # type: ignore[call-overload]
+        made = subprocess.run(
+            words, env=env, cwd=data, capture_output=True, text=True, timeout=120, **identity
+        )  # type: ignore[call-overload]
         assert made.returncode == 0, made.stderr
-        settings = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": "", "fsync": "off"}
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": port,
+            "unix_socket_directories": "",
+            "fsync": "off",
+        }
         words = [
             str(programs / "postgres"),
             "-D",

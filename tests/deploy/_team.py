@@ -30,30 +30,47 @@ class Team:
         self._deploy_one_flow(root)
         users = (ROOT / "deploy" / "mlflow_users.ini").read_text(encoding="utf-8")
         self.users = root / "mlflow_users.ini"
-        self.users.write_text(users.replace("127.0.0.1:5432", f"127.0.0.1:{postgres.port}"), encoding="utf-8")
+        self.users.write_text(
+            users.replace("127.0.0.1:5432", f"127.0.0.1:{postgres.port}"), encoding="utf-8"
+        )
 
     def _deploy_one_flow(self, root: Path) -> None:
         write_corpus(root / "corpus")
         conf = root / f"{NAME}.yaml"
-        conf.write_text(yaml.safe_dump({**tiny_config(root / "corpus"), "name": NAME}), encoding="utf-8")
+        conf.write_text(
+            yaml.safe_dump({**tiny_config(root / "corpus"), "name": NAME}), encoding="utf-8"
+        )
         path = self.clone.root / "prefect.yaml"
         deployments = yaml.safe_load(path.read_text(encoding="utf-8"))
-        one = {"name": NAME, "entrypoint": "flows/pretrain.py:pretrain", "parameters": {"conf": str(conf)}}
+        one = {
+            "name": NAME,
+            "entrypoint": "flows/pretrain.py:pretrain",
+            "parameters": {"conf": str(conf)},
+        }
         deployments["deployments"] = [{**deployments["definitions"]["base"], **one}]
         path.write_text(yaml.safe_dump(deployments), encoding="utf-8")
 
     @property
     def secrets(self) -> list[str]:
         """What must be in no log and on no command line."""
-        return [*self.postgres.passwords.values(), self.prefect_password.partition(":")[2], self.mlflow_password]
+        return [
+            *self.postgres.passwords.values(),
+            self.prefect_password.partition(":")[2],
+            self.mlflow_password,
+        ]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the administrator sets before `make server`; nothing of it is an argument of a command."""
+        """What the administrator sets before `make server`.
+
+        Nothing of it is an argument of a command.
+        """
         place = f"127.0.0.1:{self.postgres.port}"
         return {
             **self.postgres.environment,
-            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://prefect@{place}/prefect",
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": (
+                f"postgresql+asyncpg://prefect@{place}/prefect"
+            ),
             "PREFECT_SERVER_API_AUTH_STRING": self.prefect_password,
             "MLFLOW_BACKEND_STORE_URI": f"postgresql+psycopg://mlflow@{place}/mlflow",
             "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts),
@@ -82,7 +99,9 @@ class Team:
 
     def deploy(self, password: str) -> subprocess.CompletedProcess[str]:
         """`make deploy`, as on a machine that trains."""
-        return self.clone.servers("deploy", PREFECT_API_URL=f"{self.prefect}/api", PREFECT_API_AUTH_STRING=password)
+        return self.clone.servers(
+            "deploy", PREFECT_API_URL=f"{self.prefect}/api", PREFECT_API_AUTH_STRING=password
+        )
 
     def run(self) -> None:
         """The flow, through the worker, until it has ended."""
@@ -92,21 +111,35 @@ class Team:
 
     def logs(self) -> str:
         """What the servers and the worker have logged."""
-        return "\n".join(path.read_text(errors="replace") for path in (self.clone.workspace / "servers").glob("*.log"))
+        return "\n".join(
+            path.read_text(errors="replace")
+            for path in (self.clone.workspace / "servers").glob("*.log")
+        )
 
     def script(self, name: str, directory: Path) -> subprocess.CompletedProcess[str]:
         """deploy/backup.sh or deploy/restore.sh, as the administrator calls it."""
-        variables = {**self.postgres.environment, "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts)}
+        variables = {
+            **self.postgres.environment,
+            "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts),
+        }
         return self.clone.command(str(ROOT / "deploy" / name), str(directory), **variables)
 
-    def ask_mlflow(self, path: str, body: dict[str, Any] | None = None, *, user: str | None = "admin") -> Any:
+    def ask_mlflow(
+        self, path: str, body: dict[str, Any] | None = None, *, user: str | None = "admin"
+    ) -> Any:
         """An answer of MLflow's interface; raises HTTPError."""
         login = None if user is None else f"{user}:{self.mlflow_password}"
         return _ask(f"{self.mlflow}/api/2.0/{path}", body, login)
 
-    def ask_prefect(self, path: str, body: dict[str, Any] | None = None, *, password: str | None = None) -> Any:
+    def ask_prefect(
+        self, path: str, body: dict[str, Any] | None = None, *, password: str | None = None
+    ) -> Any:
         """An answer of Prefect's interface; raises HTTPError."""
-        return _ask(f"{self.prefect}/api/{path}", body, self.prefect_password if password is None else password)
+        return _ask(
+            f"{self.prefect}/api/{path}",
+            body,
+            self.prefect_password if password is None else password,
+        )
 
 
 def _ask(url: str, body: dict[str, Any] | None, login: str | None) -> Any:

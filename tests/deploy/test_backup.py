@@ -1,4 +1,7 @@
-"""backup.sh and restore.sh without a database: what they copy in which order, and what they refuse."""
+"""backup.sh and restore.sh without a database.
+
+What they copy in which order, and what they refuse.
+"""
 
 import os
 import shutil
@@ -41,10 +44,17 @@ class Place:
         path.write_text(text)
         path.chmod(0o755)
 
-    def call(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        env = {"PATH": f"{self.root / 'bin'}:{os.environ['PATH']}", "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts)}
+    def call(
+        self, script: str, *arguments: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        env = {
+            "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
+            "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts),
+        }
         words = [str(ROOT / "deploy" / script), *arguments]
-        return subprocess.run(words, env=env | variables, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            words, env=env | variables, capture_output=True, text=True, timeout=60, check=False
+        )
 
 
 @pytest.fixture
@@ -87,10 +97,15 @@ def test_a_backup_that_fails_has_no_name(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("code", "made"), [(24, True), (23, False)])
-def test_a_checkpoint_that_is_removed_meanwhile_is_none_that_is_missing(place: Place, code: int, made: bool) -> None:
+def test_a_checkpoint_that_is_removed_meanwhile_is_none_that_is_missing(
+    place: Place, code: int, made: bool
+) -> None:
     """rsync ends with 24 where a file was there when it listed them and gone when its turn came."""
     rsync = shutil.which("rsync")
-    place.program("rsync", f'#!/usr/bin/env bash\n{rsync} "$@" || exit\n[[ "$*" != */workspace/* ]] || exit {code}\n')
+    place.program(
+        "rsync",
+        f'#!/usr/bin/env bash\n{rsync} "$@" || exit\n[[ "$*" != */workspace/* ]] || exit {code}\n',
+    )
     copy = place.root / "copy"
     done = place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
     assert (done.returncode == 0, copy.exists()) == (made, made)
@@ -102,7 +117,12 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_none_that_is_missing(place: P
     [
         ("backup.sh", (), {}, "give one argument"),
         ("backup.sh", ("--dated",), {}, "name a directory"),
-        ("backup.sh", ("x",), {"MLFLOW_ARTIFACTS_DESTINATION": ""}, "set MLFLOW_ARTIFACTS_DESTINATION"),
+        (
+            "backup.sh",
+            ("x",),
+            {"MLFLOW_ARTIFACTS_DESTINATION": ""},
+            "set MLFLOW_ARTIFACTS_DESTINATION",
+        ),
         ("restore.sh", (), {}, "give one argument"),
         ("restore.sh", ("nowhere",), {}, "holds no SHA256SUMS"),
     ],
@@ -117,7 +137,9 @@ def test_what_is_missing_is_named(
 
 def test_a_damaged_copy_is_not_restored(place: Place) -> None:
     copy = place.root / "copy"
-    assert place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace)).returncode == 0
+    assert (
+        place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace)).returncode == 0
+    )
     assert "set MEGACORE_WORKSPACE" in place.call("restore.sh", str(copy)).stderr
     (copy / "mlflow.dump").write_text("other bytes")
     place.program("psql", "#!/usr/bin/env bash\necho touched >&2; exit 3\n")
@@ -140,12 +162,16 @@ def test_files_are_not_restored_into_a_directory_that_is_called_like_a_bucket(pl
 def test_artifacts_may_be_named_as_mlflow_takes_a_path(place: Place) -> None:
     copy = place.root / "copy"
     place.program("pg_dump", PG_DUMP.replace("$MLFLOW_ARTIFACTS_DESTINATION", str(place.artifacts)))
-    done = place.call("backup.sh", str(copy), MLFLOW_ARTIFACTS_DESTINATION=f"file://{place.artifacts}")
+    done = place.call(
+        "backup.sh", str(copy), MLFLOW_ARTIFACTS_DESTINATION=f"file://{place.artifacts}"
+    )
     assert done.returncode == 0, done.stderr
     assert (copy / "artifacts" / "model").exists()
 
 
 def test_a_bucket_is_left_to_its_own_versions(place: Place) -> None:
-    done = place.call("backup.sh", str(place.root / "copy"), MLFLOW_ARTIFACTS_DESTINATION="s3://bucket/path")
+    done = place.call(
+        "backup.sh", str(place.root / "copy"), MLFLOW_ARTIFACTS_DESTINATION="s3://bucket/path"
+    )
     assert "s3:// are not copied" in done.stdout
     assert not (place.root / "copy" / "artifacts").exists()

@@ -1,4 +1,7 @@
-"""Dockerfile and docker-compose.yml keep their promises: nothing is open, nothing is baked in, all they name exists."""
+"""Dockerfile and docker-compose.yml keep their promises.
+
+Nothing is open, nothing is baked in, all they name exists.
+"""
 
 import json
 import os
@@ -28,7 +31,8 @@ SERVICES: dict[str, dict[str, Any]] = compose()["services"]
 
 
 def instructions() -> list[tuple[str, str, str]]:
-    """(stage, instruction, rest) of the Dockerfile, with continued lines joined and without comments."""
+    """(stage, instruction, rest) of the Dockerfile, with continued lines joined and without
+    comments."""
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
     found, stage = [], ""
@@ -57,7 +61,10 @@ def test_targets_are_there_and_each_stage_is_used() -> None:
     assert set(stages) == {*TARGETS, *copied, *(base_of(target) for target in ("cpu", "cuda"))}
     built = {service["build"]["target"] for name, service in SERVICES.items() if "build" in service}
     assert built == {"cpu", "servers"}
-    assert {service["build"]["target"] for service in compose("deploy/docker/gpu.yml")["services"].values()} == {"cuda"}
+    assert {
+        service["build"]["target"]
+        for service in compose("deploy/docker/gpu.yml")["services"].values()
+    } == {"cuda"}
 
 
 def test_what_is_copied_exists_and_is_not_ignored() -> None:
@@ -71,17 +78,25 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
             assert matches, f"COPY {source}: there is no such file"
             for path in matches:
                 name = str(path.relative_to(ROOT))
-                assert not any(fnmatch(name, pattern.removeprefix("**/")) for pattern in ignored), name
+                assert not any(fnmatch(name, pattern.removeprefix("**/")) for pattern in ignored), (
+                    name
+                )
 
 
 def test_code_comes_after_the_installation() -> None:
     for target in ("cpu", "cuda"):
         words = [(word, rest) for stage, word, rest in instructions() if stage == target]
-        install = next(number for number, (word, rest) in enumerate(words) if word == "RUN" and "make venv" in rest)
+        install = next(
+            number
+            for number, (word, rest) in enumerate(words)
+            if word == "RUN" and "make venv" in rest
+        )
         copies = [rest for word, rest in words[:install] if word == "COPY"]
         assert copies == ["--from=inputs --chown=megacore:megacore / ./"]
     inputs = {source for rest in of_stage("inputs", "COPY") for source in rest.split()[:-1]}
-    assert [source for source in inputs if source.endswith(".py") and "__init__" not in source] == ["setup.py"]
+    assert [source for source in inputs if source.endswith(".py") and "__init__" not in source] == [
+        "setup.py"
+    ]
     # What setup.py compiles is among the inputs.
     for path in [*ROOT.glob("megacore/**/*.cpp"), *ROOT.glob("megacore/**/*.h")]:
         assert any(fnmatch(str(path.relative_to(ROOT)), source) for source in inputs), path
@@ -103,18 +118,26 @@ def test_habits_of_dockerfiles() -> None:
             assert "rm -rf /var/lib/apt/lists/*" in rest
             assert "pdsh" not in rest
             assert {"openssh-client", "openssh-server", "rsync"} <= set(rest.split())
-            assert "/etc/ssh/ssh_host_*" in rest, "the package makes host keys, which every image would share"
+            assert "/etc/ssh/ssh_host_*" in rest, (
+                "the package makes host keys, which every image would share"
+            )
         if "pip install" in rest:
             assert "-c constraints.txt" in rest
         if word in ("CMD", "ENTRYPOINT", "SHELL"):
             assert isinstance(json.loads(rest), list)
-    bases = {rest.partition("=")[2] for _, word, rest in instructions() if word == "ARG" and "_BASE=" in rest}
+    bases = {
+        rest.partition("=")[2]
+        for _, word, rest in instructions()
+        if word == "ARG" and "_BASE=" in rest
+    }
     assert all(":" in base and not base.endswith(":latest") for base in bases)
 
 
 def test_no_secret_is_in_an_image() -> None:
     telling = re.compile(r"passw|secret|token|api_key|auth", re.IGNORECASE)
-    assert [rest for _, word, rest in instructions() if word in ("ENV", "ARG") and telling.search(rest)] == []
+    assert [
+        rest for _, word, rest in instructions() if word in ("ENV", "ARG") and telling.search(rest)
+    ] == []
     assert "deploy/docker/secrets" in (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert "/deploy/docker/secrets/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     # Images of the servers name what they take, so that nothing else comes along.
@@ -128,14 +151,18 @@ def test_ports_are_published_on_loopback_alone() -> None:
         assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports)
     for name in TRAINERS:
         # On the host's network, where sshd would listen everywhere.
-        (address,) = re.findall(r"\$\{TRAINER_\d_ADDRESS:-([\d.]+)\}", SERVICES[name]["environment"]["SSHD_ADDRESS"])
+        (address,) = re.findall(
+            r"\$\{TRAINER_\d_ADDRESS:-([\d.]+)\}", SERVICES[name]["environment"]["SSHD_ADDRESS"]
+        )
         assert address.startswith("127.")
 
 
 def test_passwords_and_keys_are_mounted_files() -> None:
     declared = compose()["secrets"]
     assert all(set(source) == {"file"} for source in declared.values())
-    assert all(source["file"] == f"./deploy/docker/secrets/{name}" for name, source in declared.items())
+    assert all(
+        source["file"] == f"./deploy/docker/secrets/{name}" for name, source in declared.items()
+    )
     used = {name for service in SERVICES.values() for name in service.get("secrets", [])}
     assert used == set(declared)
     for service in SERVICES.values():
@@ -143,7 +170,9 @@ def test_passwords_and_keys_are_mounted_files() -> None:
             assert not re.search(r"PASSWORD(?!_FILE)|SECRET|TOKEN|AUTH_STRING", name)
             assert "@" not in str(value)
     for name in TRAINERS:
-        assert set(SERVICES[name]["secrets"]) == {secret for secret in declared if secret.startswith("ssh_")}
+        assert set(SERVICES[name]["secrets"]) == {
+            secret for secret in declared if secret.startswith("ssh_")
+        }
 
 
 def test_trainers_have_the_limits_that_training_needs() -> None:
@@ -176,14 +205,23 @@ def test_overrides_change_services_that_exist() -> None:
     for name in ("gpu.yml", "rdma.yml"):
         assert set(compose(f"deploy/docker/{name}")["services"]) <= set(SERVICES)
     for name in TRAINERS:
-        reserved = compose("deploy/docker/gpu.yml")["services"][name]["deploy"]["resources"]["reservations"]
+        reserved = compose("deploy/docker/gpu.yml")["services"][name]["deploy"]["resources"][
+            "reservations"
+        ]
         assert reserved["devices"][0]["capabilities"] == ["gpu"]
 
 
 def test_programs_that_are_named_exist() -> None:
-    servers = {Path(source).name: ROOT / source for rest in of_stage("servers", "COPY") for source in rest.split()[:-1]}
+    servers = {
+        Path(source).name: ROOT / source
+        for rest in of_stage("servers", "COPY")
+        for source in rest.split()[:-1]
+    }
     words = [
-        word for service in SERVICES.values() for key in ("entrypoint", "command") for word in service.get(key, [])
+        word
+        for service in SERVICES.values()
+        for key in ("entrypoint", "command")
+        for word in service.get(key, [])
     ]
     for word in words:
         if word.startswith("/app/") and not word.startswith("/app/.venv/"):
@@ -197,7 +235,9 @@ def test_programs_that_are_named_exist() -> None:
         for volume in service.get("volumes", []):
             if volume.startswith("./"):
                 assert (ROOT / volume.split(":")[0]).is_file(), volume
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(
+        r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
     for _, word, rest in instructions():
         if word in ("RUN", "CMD"):
             for target in re.findall(r"\bmake[\",\s]+([a-z-]+)", rest):
@@ -211,7 +251,10 @@ def test_hostfile_and_ssh_config_speak_of_the_trainers() -> None:
     assert hosts == dict.fromkeys(TRAINERS, 1)
     for name in TRAINERS:
         found = subprocess.run(
-            ["ssh", "-F", str(DOCKER / "ssh_config"), "-G", name], capture_output=True, text=True, check=True
+            ["ssh", "-F", str(DOCKER / "ssh_config"), "-G", name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         settings = dict(line.split(" ", 1) for line in found.stdout.splitlines() if " " in line)
         assert settings["port"] == "2222"
@@ -229,7 +272,9 @@ def test_scripts_are_whole(path: Path) -> None:
 
 def test_secrets_are_made_once_and_open_no_door(tmp_path: Path) -> None:
     shutil.copy(DOCKER / "make-secrets.sh", tmp_path)
-    first = subprocess.run([tmp_path / "make-secrets.sh"], capture_output=True, text=True, check=True)
+    first = subprocess.run(
+        [tmp_path / "make-secrets.sh"], capture_output=True, text=True, check=True
+    )
     made = {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()}
     assert set(made) == set(compose()["secrets"])
     values = [made[name].decode() for name in made if not name.startswith("ssh_")]
@@ -237,8 +282,11 @@ def test_secrets_are_made_once_and_open_no_door(tmp_path: Path) -> None:
     assert all(len(value) >= 24 for value in values)
     assert not [value for value in values if value in first.stdout + first.stderr]
     assert (tmp_path / "secrets").stat().st_mode & 0o077 == 0
-    (tmp_path / "secrets" / "ssh_client_key").chmod(0o600)  # as ssh-keygen leaves it, and an interruption after it
-    again = subprocess.run([tmp_path / "make-secrets.sh"], capture_output=True, text=True, check=True)
+    # as ssh-keygen leaves it, and an interruption after it
+    (tmp_path / "secrets" / "ssh_client_key").chmod(0o600)
+    again = subprocess.run(
+        [tmp_path / "make-secrets.sh"], capture_output=True, text=True, check=True
+    )
     assert again.stdout == ""
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "secrets").iterdir()} == {0o644}
     assert {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()} == made
@@ -248,19 +296,37 @@ def test_sshd_takes_keys_alone(tmp_path: Path) -> None:
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
     if sshd is None:
         pytest.skip("sshd is not installed: apt-get install openssh-server")
-    text = (DOCKER / "sshd_config").read_text(encoding="utf-8").replace("/run/megacore", str(tmp_path))
+    text = (
+        (DOCKER / "sshd_config").read_text(encoding="utf-8").replace("/run/megacore", str(tmp_path))
+    )
     (tmp_path / "sshd_config").write_text(text, encoding="utf-8")
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "host_key")], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "host_key")],
+        check=True,
+    )
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # as the service makes it, which is not started here
     asked = subprocess.run(
-        [sshd, "-T", "-f", str(tmp_path / "sshd_config")], capture_output=True, text=True, check=False
+        [sshd, "-T", "-f", str(tmp_path / "sshd_config")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert asked.returncode == 0, asked.stderr
     settings = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
-    for name in ("passwordauthentication", "kbdinteractiveauthentication", "permitrootlogin", "usepam"):
+    for name in (
+        "passwordauthentication",
+        "kbdinteractiveauthentication",
+        "permitrootlogin",
+        "usepam",
+    ):
         assert settings[name] == "no"
-    for name in ("allowtcpforwarding", "allowstreamlocalforwarding", "allowagentforwarding", "x11forwarding"):
+    for name in (
+        "allowtcpforwarding",
+        "allowstreamlocalforwarding",
+        "allowagentforwarding",
+        "x11forwarding",
+    ):
         assert settings[name] == "no"
     assert settings["disableforwarding"] == "yes"
     assert settings["allowusers"] == "megacore"

@@ -1,4 +1,7 @@
-"""The systemd units, their settings and nginx's: what they name exists, they hold no password and open no port."""
+"""The systemd units, their settings and nginx's.
+
+What they name exists, they hold no password and open no port.
+"""
 
 import configparser
 import re
@@ -41,7 +44,11 @@ def test_a_unit_names_what_exists_and_runs_as_a_user(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
 def test_settings_hold_no_password(path: Path) -> None:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
     values = dict(line.split("=", 1) for line in lines)
     for name, value in values.items():
         if re.search(r"PASSWORD|AUTH_STRING|SECRET|USERNAME$", name):
@@ -52,7 +59,13 @@ def test_settings_hold_no_password(path: Path) -> None:
 
 
 def test_the_servers_settings_are_those_of_make_server() -> None:
-    from scripts._backends import MLFLOW_ARTIFACTS, MLFLOW_DATABASE, MLFLOW_USERS, PREFECT_DATABASE, PREFECT_PASSWORD
+    from scripts._backends import (
+        MLFLOW_ARTIFACTS,
+        MLFLOW_DATABASE,
+        MLFLOW_USERS,
+        PREFECT_DATABASE,
+        PREFECT_PASSWORD,
+    )
 
     texts = {path.stem: path.read_text(encoding="utf-8") for path in SETTINGS}
     for name in (PREFECT_DATABASE, PREFECT_PASSWORD):
@@ -69,17 +82,24 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     for path in [*UNITS, *(ROOT / "deploy" / "systemd").glob("*.timer")]:
         text = path.read_text(encoding="utf-8")
         # The programs that will be there.
-        text = re.sub(rf"^ExecStart={INSTALLED}\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE)
+        text = re.sub(
+            rf"^ExecStart={INSTALLED}\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE
+        )
         copies.append(tmp_path / path.name)
         copies[-1].write_text(text, encoding="utf-8")
-    asked = subprocess.run(["systemd-analyze", "verify", *copies], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        ["systemd-analyze", "verify", *copies], capture_output=True, text=True, check=False
+    )
     own = [line for line in asked.stderr.splitlines() if "megacore" in line]
     assert own == []
 
 
 def test_nginx_speaks_tls_and_hands_on_to_loopback() -> None:
     text = (ROOT / "deploy" / "nginx" / "megacore.conf").read_text(encoding="utf-8")
-    assert set(re.findall(r"proxy_pass http://([\d.]+):(\d+);", text)) == {("127.0.0.1", "4200"), ("127.0.0.1", "5000")}
+    assert set(re.findall(r"proxy_pass http://([\d.]+):(\d+);", text)) == {
+        ("127.0.0.1", "4200"),
+        ("127.0.0.1", "5000"),
+    }
     assert re.findall(r"listen (.*);", text).count("443 ssl") == 2
     assert "return 308 https://" in text
     assert text.count("{") == text.count("}")

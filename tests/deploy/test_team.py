@@ -1,4 +1,7 @@
-"""A team's servers: the flow on PostgreSQL with passwords, artifacts on a share, a disaster and the way back."""
+"""A team's servers.
+
+The flow on PostgreSQL with passwords, artifacts on a share, a disaster and the way back.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -59,10 +62,18 @@ def test_the_flow_on_postgresql_and_after_a_restore(team: Team, tmp_path: Path) 
 
 def known(team: Team) -> dict[str, Any]:
     """What both servers say of the run, without what changes by itself."""
-    experiment = team.ask_mlflow("mlflow/experiments/get-by-name?experiment_name=pretrain")["experiment"]
-    (run,) = team.ask_mlflow("mlflow/runs/search", {"experiment_ids": [experiment["experiment_id"]]})["runs"]
-    models = team.ask_mlflow("mlflow/logged-models/search", {"experiment_ids": [experiment["experiment_id"]]})
-    version = team.ask_mlflow(f"mlflow/registered-models/alias?name={NAME}&alias=candidate")["model_version"]
+    experiment = team.ask_mlflow("mlflow/experiments/get-by-name?experiment_name=pretrain")[
+        "experiment"
+    ]
+    (run,) = team.ask_mlflow(
+        "mlflow/runs/search", {"experiment_ids": [experiment["experiment_id"]]}
+    )["runs"]
+    models = team.ask_mlflow(
+        "mlflow/logged-models/search", {"experiment_ids": [experiment["experiment_id"]]}
+    )
+    version = team.ask_mlflow(f"mlflow/registered-models/alias?name={NAME}&alias=candidate")[
+        "model_version"
+    ]
     files = team.ask_mlflow(f"mlflow/artifacts/list?run_id={run['info']['run_id']}")["files"]
     (flow_run,) = team.ask_prefect("flow_runs/filter", {})
     tasks = team.ask_prefect("task_runs/filter", {})
@@ -73,7 +84,9 @@ def known(team: Team) -> dict[str, Any]:
         "metrics": sorted((metric["key"], metric["value"]) for metric in run["data"]["metrics"]),
         "losses": team.ask_mlflow(losses)["metrics"],
         "params": sorted((param["key"], param["value"]) for param in run["data"]["params"]),
-        "models": sorted((model["info"]["model_type"], model["info"]["name"]) for model in models["models"]),
+        "models": sorted(
+            (model["info"]["model_type"], model["info"]["name"]) for model in models["models"]
+        ),
         "version": (version["version"], version["source"], version["run_id"]),
         "files": sorted(file["path"] for file in files),
         "flow run": (flow_run["id"], flow_run["state_type"]),
@@ -133,19 +146,25 @@ def the_worker_knows_no_database(team: Team) -> None:
 def deploying_takes_the_password(team: Team) -> None:
     refused = team.deploy("team:wrong")
     assert refused.returncode == 8
-    assert refused.stderr.startswith(f"error: the Prefect server at {team.prefect}/api did not take it")
+    assert refused.stderr.startswith(
+        f"error: the Prefect server at {team.prefect}/api did not take it"
+    )
     assert refused.stderr.count("\n") == 1
     assert team.deploy(team.prefect_password).returncode == 0
 
 
 def no_secret_is_told(team: Team) -> None:
-    lines = [psutil.Process(pid).cmdline() for pid in team.clone.left_over(team.clone.state()["token"])]
+    lines = [
+        psutil.Process(pid).cmdline() for pid in team.clone.left_over(team.clone.state()["token"])
+    ]
     assert len(lines) >= 3
     told = {"a command line": str(lines), "PostgreSQL's log": team.postgres.log()}
     for path in team.clone.root.rglob("*"):
         if path.is_file():
             told[str(path)] = path.read_text(encoding="utf-8", errors="replace")
-    assert [place for place, text in told.items() for secret in team.secrets if secret in text] == []
+    assert [
+        place for place, text in told.items() for secret in team.secrets if secret in text
+    ] == []
 
 
 def a_copy_is_not_restored_over_what_is_there(team: Team, copy: Path) -> None:
@@ -167,7 +186,9 @@ def test_databases_are_not_made_without_passwords(empty: Postgres) -> None:
     empty.passwords = {"mlflow": "only this one"}
     with pytest.raises(AssertionError, match="syntax error"):
         empty.make_databases()
-    roles = empty.superuser("--tuples-only", "--command", "SELECT rolname FROM pg_roles WHERE rolcanlogin")
+    roles = empty.superuser(
+        "--tuples-only", "--command", "SELECT rolname FROM pg_roles WHERE rolcanlogin"
+    )
     assert roles.stdout.split() == ["admin"]
     assert "only this one" not in empty.log()
 
@@ -175,12 +196,15 @@ def test_databases_are_not_made_without_passwords(empty: Postgres) -> None:
 def test_a_dropped_database_is_made_anew_and_what_is_there_stays(empty: Postgres) -> None:
     """As a restore asks for: the users, and the other databases, are still there."""
     empty.make_databases()
-    told = "COMMENT ON DATABASE prefect IS 'the old one'; DROP DATABASE mlflow; DROP DATABASE mlflow_users;"
+    told = (
+        "COMMENT ON DATABASE prefect IS 'the old one'; DROP DATABASE mlflow; DROP DATABASE "
+        "mlflow_users;"
+    )
     assert empty.superuser("--set", "ON_ERROR_STOP=1", stdin=told).returncode == 0
     empty.make_databases()
     query = (
-        "SELECT datname, pg_get_userbyid(datdba), coalesce(shobj_description(oid, 'pg_database'), '-') "
-        "FROM pg_database WHERE datname IN ('prefect', 'mlflow', 'mlflow_users') ORDER BY 1"
+        "SELECT datname, pg_get_userbyid(datdba), coalesce(shobj_description(oid, 'pg_database'), "
+        "'-') FROM pg_database WHERE datname IN ('prefect', 'mlflow', 'mlflow_users') ORDER BY 1"
     )
     rows = empty.superuser("--tuples-only", "--no-align", "--command", query).stdout.split("\n")[:3]
     assert rows == ["mlflow|mlflow|-", "mlflow_users|mlflow|-", "prefect|prefect|the old one"]

@@ -113,7 +113,9 @@ def probe(host: str, **changes: dict[str, Any] | str | None) -> HostProbe:
     return HostProbe(host, values, problems)
 
 
-def gpu_host(host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **changes: dict[str, Any]) -> HostProbe:
+def gpu_host(
+    host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **changes: dict[str, Any]
+) -> HostProbe:
     """A host with GPUs."""
     visible = [{"name": "H100", "memory": 80 * GIB}] * count
     changes.setdefault("torch", {"cuda_works": True, "device": "cuda"})
@@ -129,14 +131,19 @@ def gpu_host(host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **
 def facts(*probes: HostProbe, slots: int = 1, **more: Any) -> Facts:
     """Facts of these hosts, the first of which is the head."""
     names = [each.host for each in probes]
-    contacts = {name: Contact(seconds=0.3, offset=0.0, uncertainty=0.15, here=name == names[0]) for name in names}
+    contacts = {
+        name: Contact(seconds=0.3, offset=0.0, uncertainty=0.15, here=name == names[0])
+        for name in names
+    }
     defaults: dict[str, Any] = {
         "contacts": contacts,
         "workspace": "/w",
         "seen": dict.fromkeys(names, True),
         "master": names[0] if len(names) > 1 else "",
     }
-    return Facts(dict.fromkeys(names, slots), {each.host: each for each in probes}, **{**defaults, **more})
+    return Facts(
+        dict.fromkeys(names, slots), {each.host: each for each in probes}, **{**defaults, **more}
+    )
 
 
 def expect(finding: Finding | None, verdict: str, hosts: tuple[str, ...], *words: str) -> None:

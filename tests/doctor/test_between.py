@@ -29,7 +29,9 @@ SECONDS = {"latency": 1e-4, "mb_1": 1e-3, "mb_64": 0.05}
 
 
 def said(host: str, *lines: dict[str, Any], code: int = 0, errors: str = "") -> HostResult:
-    return HostResult(host, code, b"".join(json.dumps(line).encode() + b"\n" for line in lines), errors)
+    return HostResult(
+        host, code, b"".join(json.dumps(line).encode() + b"\n" for line in lines), errors
+    )
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -83,7 +85,9 @@ def test_a_pair_is_what_its_first_host_says() -> None:
     ],
     ids=["silent", "died", "store", "other side", "cut off"],
 )
-def test_a_pair_that_was_not_measured_says_why(results: tuple[HostResult, HostResult], problem: str) -> None:
+def test_a_pair_that_was_not_measured_says_why(
+    results: tuple[HostResult, HostResult], problem: str
+) -> None:
     hosts = facts(probe("a"), probe("b"))
     (pair,) = pairs_of({result.host: result for result in results}, [("a", "b")], hosts)
     assert (pair.problem, pair.bandwidth()) == (problem, None)
@@ -92,12 +96,18 @@ def test_a_pair_that_was_not_measured_says_why(results: tuple[HostResult, HostRe
 def test_pairs_meet_at_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = asked(monkeypatch)
     ends = time.monotonic() + 50
-    found = measure_pairs(reached(probe("a"), probe("b", network={"address": "10.0.0.2"})), Ssh(), ends, {"X": "1"})
+    found = measure_pairs(
+        reached(probe("a"), probe("b", network={"address": "10.0.0.2"})), Ssh(), ends, {"X": "1"}
+    )
     a, b = parts[0]["a"], parts[0]["b"]
-    assert a["rounds"] == [{"peer": "b", "address": "10.0.0.9", "port": 4002, "rank": 0, "backend": "gloo"}]
+    assert a["rounds"] == [
+        {"peer": "b", "address": "10.0.0.9", "port": 4002, "rank": 0, "backend": "gloo"}
+    ]
     assert b["rounds"] == [a["rounds"][0] | {"peer": "a", "rank": 1}]
     assert (a["environment"], a["interface"], a["local"]) == ({"X": "1"}, "eth0", False)
-    assert [pair.problem for pair in found.pairs] == ["the command ended with code 1: nothing was said"]
+    assert [pair.problem for pair in found.pairs] == [
+        "the command ended with code 1: nothing was said"
+    ]
 
 
 def test_hosts_with_gpus_use_nccl_and_measure_two_ranks_of_their_own(
@@ -195,7 +205,9 @@ def names(count: int) -> list[str]:
     return [f"h{number:02d}" for number in range(count)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, ALL_PAIRS - 1, ALL_PAIRS, ALL_PAIRS + 1, 24, 65])
+@pytest.mark.parametrize(
+    "count", [0, 1, 2, 3, 4, 5, 8, ALL_PAIRS - 1, ALL_PAIRS, ALL_PAIRS + 1, 24, 65]
+)
 def test_no_host_is_in_two_pairs_of_a_round(count: int) -> None:
     rounds = rounds_of(names(count))
     for pairs in rounds:
@@ -203,7 +215,8 @@ def test_no_host_is_in_two_pairs_of_a_round(count: int) -> None:
         assert max(Counter(host for pair in pairs for host in pair).values()) == 1
     every = [pair for pairs in rounds for pair in pairs]
     assert len(set(every)) == len(every)
-    assert all(first < second for first, second in every)  # the first one of a pair is where they meet
+    # the first one of a pair is where they meet
+    assert all(first < second for first, second in every)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, ALL_PAIRS])

@@ -39,7 +39,9 @@ def test_healthy_hosts_have_no_problem() -> None:
 
 
 def test_a_host_that_is_not_reached() -> None:
-    lost = HostProbe("b", unreachable="ssh cannot reach it: timed out", failed="ssh cannot reach it: timed out")
+    lost = HostProbe(
+        "b", unreachable="ssh cannot reach it: timed out", failed="ssh cannot reach it: timed out"
+    )
     contact = {"a": Contact(here=True), "b": Contact(problem="ssh cannot reach it: timed out")}
     found = facts(probe("a"), lost, contacts=contact)
     expect(connections(found), "error", ("b",), "timed out", "`ssh b true`")
@@ -58,7 +60,9 @@ def test_an_elastic_run_does_without_a_host_that_is_not_reached() -> None:
 
 def test_a_host_where_megacore_does_not_run() -> None:
     broken = HostProbe("b", failed="the command ended with code 127: python: not found")
-    expect(connections(facts(probe("a"), broken)), "error", ("b",), "python: not found", "same paths")
+    expect(
+        connections(facts(probe("a"), broken)), "error", ("b",), "python: not found", "same paths"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,9 @@ def test_packages_that_ranks_need_alike() -> None:
 def test_packages_that_a_run_may_need() -> None:
     without = probe("b", packages=versions(deepspeed=None))
     expect(packages(facts(probe("a"), without)), "warning", ("b",), "deepspeed is missing on b")
-    expect(packages(facts(probe("a"), without, needs=replace(NEEDS, deepspeed=True))), "error", ("b",))
+    expect(
+        packages(facts(probe("a"), without, needs=replace(NEEDS, deepspeed=True))), "error", ("b",)
+    )
 
 
 def test_a_probe_that_cannot_read_its_packages() -> None:
@@ -126,8 +132,12 @@ def test_gpus_for_all_slots() -> None:
 
 
 def test_gpus_that_are_not_free_or_not_well() -> None:
-    used = gpu_host("b", smi={"free": 2**30, "processes": [{"pid": 77, "name": "python", "used": 2**36}]})
-    expect(gpus(facts(gpu_host("a"), used)), "warning", ("b",), "python (77)", "1.0 of 80.0 GiB free")
+    used = gpu_host(
+        "b", smi={"free": 2**30, "processes": [{"pid": 77, "name": "python", "used": 2**36}]}
+    )
+    expect(
+        gpus(facts(gpu_host("a"), used)), "warning", ("b",), "python (77)", "1.0 of 80.0 GiB free"
+    )
     expect(
         gpus(facts(gpu_host("a"), gpu_host("b", smi={"uncorrected": 3}))),
         "warning",
@@ -143,7 +153,9 @@ def test_gpus_that_are_not_free_or_not_well() -> None:
 
 
 def test_a_driver_that_hangs() -> None:
-    expect(gpus(facts(probe("a"), probe("b", gpus="no answer within 16 s"))), "error", ("b",), "dmesg")
+    expect(
+        gpus(facts(probe("a"), probe("b", gpus="no answer within 16 s"))), "error", ("b",), "dmesg"
+    )
     broken = probe("b", gpus={"problem": "nvidia-smi failed: version mismatch"})
     expect(gpus(facts(probe("a"), broken)), "error", ("b",), "version mismatch")
 
@@ -164,7 +176,9 @@ def test_kernels_and_precision() -> None:
         ("b",),
         "the precision is fp32 on b and bf16 on a",
     )
-    expect(kernels(facts(probe("a"), probe("b", torch="ImportError: libc"))), "error", ("b",), "libc")
+    expect(
+        kernels(facts(probe("a"), probe("b", torch="ImportError: libc"))), "error", ("b",), "libc"
+    )
     # A cold file share may take longer than the doctor waits.
     expect(
         kernels(facts(probe("a"), probe("b", torch="no answer within 30 s"))),
@@ -188,7 +202,9 @@ def test_a_slow_host() -> None:
 
 def test_a_gpu_that_is_slower_than_the_others_of_its_host() -> None:
     devices = [{"gflops": 1000.0, "copy_gb_s": 3000.0}, {"gflops": 400.0, "copy_gb_s": 3000.0}]
-    expect(speeds(facts(probe("a", speed={"devices": devices}))), "warning", ("a",), "slowest GPU of a")
+    expect(
+        speeds(facts(probe("a", speed={"devices": devices}))), "warning", ("a",), "slowest GPU of a"
+    )
     broken = probe("a", speed={"devices": [{"problem": "an illegal memory access"}]})
     expect(speeds(facts(broken)), "error", ("a",), "illegal memory access")
 
@@ -251,7 +267,9 @@ def test_shared_memory() -> None:
 
 def test_limits() -> None:
     expect(limits(facts(probe("a"), slots=8)), "ok", ())
-    expect(limits(facts(probe("a", limits={"nofile": 256}))), "warning", ("a",), "256 files", "nofile")
+    expect(
+        limits(facts(probe("a", limits={"nofile": 256}))), "warning", ("a",), "256 files", "nofile"
+    )
     expect(limits(facts(probe("a", limits={"nofile": 1024}), slots=1)), "ok", ())
     expect(
         limits(facts(probe("a", limits={"nofile": 1024}), slots=512)),

@@ -101,7 +101,8 @@ def test_a_slow_link_is_flagged(three: Rig) -> None:
     assert rates["a", "c"] < 0.065 < rates["a", "b"]
     for name in ("ssh", "packages", "clocks", "interface", "ports", "workspace", "disk", "kernels"):
         assert check(report, name)["verdict"] == "ok", check(report, name)
-    assert check(report, "names")["verdict"] == "warning"  # 127.0.1.1, as Debian's installer writes it
+    # 127.0.1.1, as Debian's installer writes it
+    assert check(report, "names")["verdict"] == "warning"
     assert report["seconds"] < 60
     assert list((three.shared / "workspace").iterdir()) == []  # the proof is gone
 
@@ -112,10 +113,16 @@ def test_broken_hosts_are_named_and_the_others_checked(three: Rig, tmp_path: Pat
     _break(three, "b", workspace, tmp_path)
     hostfile, config = tmp_path / "hosts", tmp_path / "ssh_config"
     hostfile.write_text("a slots=1\nb slots=1\ngone slots=1\n")
-    config.write_text(f"Host gone\n  HostName 127.0.0.1\n  Port 9\n\n{three.ssh_config.read_text()}")
-    code, report = doctor(three, workspace, "--quick", "--hostfile", str(hostfile), "--ssh-config", str(config))
+    config.write_text(
+        f"Host gone\n  HostName 127.0.0.1\n  Port 9\n\n{three.ssh_config.read_text()}"
+    )
+    code, report = doctor(
+        three, workspace, "--quick", "--hostfile", str(hostfile), "--ssh-config", str(config)
+    )
     assert (code, report["verdict"], report["mode"]) == (11, "error", "quick")
-    errors = {each["check"]: each["hosts"] for each in report["checks"] if each["verdict"] == "error"}
+    errors = {
+        each["check"]: each["hosts"] for each in report["checks"] if each["verdict"] == "error"
+    }
     assert errors == {"ssh": ["gone"], "packages": ["b"], "workspace": ["b"]}
     assert report["checks"][0]["verdict"] == "error"  # problems first
     version = metadata.version("numpy")
@@ -130,10 +137,14 @@ def test_broken_hosts_are_named_and_the_others_checked(three: Rig, tmp_path: Pat
 
 def _break(rig: Rig, host: str, workspace: Path, directory: Path) -> None:
     """Give a host another version of a package, another clock, and no workspace."""
-    described = next(file for file in metadata.files("numpy") or () if file.name == "METADATA").locate()
+    described = next(
+        file for file in metadata.files("numpy") or () if file.name == "METADATA"
+    ).locate()
     lines = Path(str(described)).read_text(encoding="utf-8").splitlines()
     changed = directory / "METADATA"
-    changed.write_text("\n".join("Version: 0.0.7" if line.startswith("Version:") else line for line in lines))
+    changed.write_text(
+        "\n".join("Version: 0.0.7" if line.startswith("Version:") else line for line in lines)
+    )
     clock = directory / "date"
     clock.write_text("#!/bin/sh\necho 1000000000.5\n")
     clock.chmod(0o755)
@@ -153,7 +164,9 @@ def _break(rig: Rig, host: str, workspace: Path, directory: Path) -> None:
     [(b"1000.75\n", 0.25), (b"999.0\n", -1.5), (b"Sun Nov 22\n", None)],
     ids=["ahead", "behind", "text"],
 )
-def test_the_clock_is_compared_with_the_middle_of_the_round_trip(output: bytes, offset: float | None) -> None:
+def test_the_clock_is_compared_with_the_middle_of_the_round_trip(
+    output: bytes, offset: float | None
+) -> None:
     contact = contact_of(HostResult("b", 0, output, ""), 1000.0, 1.0)
     assert (contact.problem, contact.offset) == (None, offset)
     assert contact.uncertainty == (0.0 if offset is None else 0.5)
@@ -164,7 +177,9 @@ def test_a_host_that_does_not_answer() -> None:
     assert contact.problem == "ssh cannot reach it: Permission denied (publickey)."
 
 
-def test_hosts_get_the_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_get_the_variables_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NCCL_DEBUG", "INFO")

@@ -17,7 +17,9 @@ def text(report: Examination, width: int = 160) -> str:
 
 
 def made(*probes_changes: dict[str, object]) -> Examination:
-    probes = [probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)]  # type: ignore[arg-type]
+    probes = [
+        probe(name, **changes) for name, changes in zip("abcdef", probes_changes, strict=False)
+    ]  # type: ignore[arg-type]
     found = facts(
         *probes,
         pairs=(

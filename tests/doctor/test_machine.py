@@ -34,7 +34,9 @@ def test_a_slow_driver_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_driver_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, "#!/bin/sh\necho 'Driver/library version mismatch' >&2; exit 18\n", monkeypatch)
+    program(
+        tmp_path, "#!/bin/sh\necho 'Driver/library version mismatch' >&2; exit 18\n", monkeypatch
+    )
     found = look_at_gpus()
     assert found["smi"] is None
     assert found["problem"] == "nvidia-smi failed: Driver/library version mismatch"

@@ -18,7 +18,10 @@ def reach(port: int, reached: dict[str, str | None], listens: str | None = None)
 
 def pairs(*rates: tuple[str, str, float], latency: float = 1e-4) -> tuple[PairMeasurement, ...]:
     """Pairs with their bandwidths in GB/s."""
-    return tuple(PairMeasurement(a, b, "gloo", latency, 1e6 / 1e9 / rate, 64e6 / 1e9 / rate) for a, b, rate in rates)
+    return tuple(
+        PairMeasurement(a, b, "gloo", latency, 1e6 / 1e9 / rate, 64e6 / 1e9 / rate)
+        for a, b, rate in rates
+    )
 
 
 def named(peer: str, addresses: list[str]) -> HostProbe:
@@ -39,7 +42,9 @@ def test_the_name_where_the_ranks_meet_must_be_known_everywhere() -> None:
         "b does not know the address of a",
         "HostName",
     )
-    expect(names(facts(probe("a"), named("a", ["127.0.1.1"]))), "error", ("b",), "a is 127.0.1.1 on b")
+    expect(
+        names(facts(probe("a"), named("a", ["127.0.1.1"]))), "error", ("b",), "a is 127.0.1.1 on b"
+    )
     expect(names(facts(probe("a"), named("c", []), probe("c"))), "warning", ("b",), "address of c")
 
 
@@ -130,9 +135,11 @@ def test_a_slow_link() -> None:
 
 def test_a_late_link() -> None:
     far = pairs(("a", "b", 5.0)) + pairs(("a", "c", 5.0), ("b", "c", 5.0), latency=0.03)
-    assert late_links({"a": 1e-4, "b": 1e-4, "c": 9e-4}) == []  # less than a millisecond matters to nobody
+    # less than a millisecond matters to nobody
+    assert late_links({"a": 1e-4, "b": 1e-4, "c": 9e-4}) == []
     assert late_links({"a": 1e-4, "b": 1e-4, "c": 3e-3, "d": 1e-4}) == ["c"]
-    expect(bandwidth(facts(*map(probe, "abc"), pairs=far)), "ok", ())  # of three, one is not thrice the median
+    # of three, one is not thrice the median
+    expect(bandwidth(facts(*map(probe, "abc"), pairs=far)), "ok", ())
     more = far + pairs(("a", "d", 5.0), ("b", "d", 5.0)) + pairs(("c", "d", 5.0), latency=0.03)
     expect(
         bandwidth(facts(*map(probe, "abcd"), pairs=more)),
@@ -177,4 +184,7 @@ def test_pairs_for_which_there_was_no_time() -> None:
 def test_pairs_that_were_left_out_are_counted() -> None:
     found = bandwidth(measured(("a", "b", 5.0), hosts="ab", left_out=40))
     assert found is not None
-    assert found.found[""] == "measured: 1 pairs, neighbours of a ring and random ones; 40 were left out"
+    assert (
+        found.found[""]
+        == "measured: 1 pairs, neighbours of a ring and random ones; 40 were left out"
+    )

@@ -57,7 +57,9 @@ def test_what_runs_on_a_host_is_imported_without_heavy_packages(module: str) -> 
     """A host's packages may be broken or slow to read, and that must be found, not met."""
     heavy = "{'torch', 'numpy', 'rich'} & set(sys.modules)"
     script = f"import sys, megacore.doctor.{module}; print(*{heavy})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, timeout=60, check=True
+    )
     assert done.stdout.split() == []
 
 
@@ -77,8 +79,11 @@ def test_a_check_that_hangs_is_named_and_costs_no_other() -> None:
 
 def test_a_file_share_that_hangs_is_left_behind(tmp_path: Path) -> None:
     (tmp_path / "proof").mkdir()
-    os.mkfifo(tmp_path / "proof" / "head")  # whoever opens it waits for ever, as on a dead file share
-    request = Request("b", str(tmp_path), ("limits", "workspace", "disk"), 1.5, token=str(tmp_path / "proof"))
+    # whoever opens it waits for ever, as on a dead file share
+    os.mkfifo(tmp_path / "proof" / "head")
+    request = Request(
+        "b", str(tmp_path), ("limits", "workspace", "disk"), 1.5, token=str(tmp_path / "proof")
+    )
     started = time.monotonic()
     done = ask(request.to_json())
     assert time.monotonic() - started < 10
@@ -101,14 +106,24 @@ def test_an_output_that_was_cut_off_names_the_checks_without_an_answer() -> None
     output = b"Welcome to node 7\n" + limits + b'\n{"check": "di'
     found = read_answers("a", output, ("limits", "disk", "torch"), "it did not answer in time")
     assert found.values == {"limits": {"nofile": 1}}
-    assert found.problems == dict.fromkeys(("disk", "torch"), "no answer (it did not answer in time)")
-    assert read_answers("a", b"bash: python: not found\n", ("disk",), "code 127").failed == "code 127"
+    assert found.problems == dict.fromkeys(
+        ("disk", "torch"), "no answer (it did not answer in time)"
+    )
+    assert (
+        read_answers("a", b"bash: python: not found\n", ("disk",), "code 127").failed == "code 127"
+    )
 
 
 @pytest.mark.parametrize(("left", "given"), [(25.0, 12.0), (7.0, 5.0)])
-def test_tokens_are_read_in_the_time_that_is_left(left: float, given: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_read_in_the_time_that_is_left(
+    left: float, given: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was read by then is reported, not lost with the check's own limit."""
-    monkeypatch.setattr(storage, "look_at_tokens", lambda prefixes, vocab_size, share, seconds: seconds)
-    work, limit = work_of("tokens", Request("a", "/w", ("tokens",), prefixes=("t",), vocab_size=2), left)
+    monkeypatch.setattr(
+        storage, "look_at_tokens", lambda prefixes, vocab_size, share, seconds: seconds
+    )
+    work, limit = work_of(
+        "tokens", Request("a", "/w", ("tokens",), prefixes=("t",), vocab_size=2), left
+    )
     assert answer("tokens", work, limit)["value"] == given
     assert given < min(limit, left)

@@ -96,7 +96,9 @@ def test_room_for_checkpoints() -> None:
         "8.0 GiB",
         "keep_last",
     )
-    expect(disks(facts(probe("a", disk={"free": GIB}), needs=NEEDS)), "error", ("a",), "takes 2.0 GiB")
+    expect(
+        disks(facts(probe("a", disk={"free": GIB}), needs=NEEDS)), "error", ("a",), "takes 2.0 GiB"
+    )
     expect(disks(facts(probe("a", disk={"free": GIB}))), "warning", ("a",), "1.0 GiB free")
     # Only the first host keeps checkpoints where each has a workspace of its own.
     own = facts(probe("a"), probe("b", disk={"free": 7 * GIB}), needs=NEEDS, launch=LOCAL)
@@ -106,7 +108,9 @@ def test_room_for_checkpoints() -> None:
 def test_disks_with_other_troubles() -> None:
     expect(disks(facts(probe("a", disk={"inodes_free": 5}))), "warning", ("a",), "5 inodes")
     expect(disks(facts(probe("a", disk={"inodes_free": None}))), "ok", ())
-    expect(disks(facts(probe("a", disk={"kind": "tmpfs"}))), "warning", ("a",), "main memory (tmpfs)")
+    expect(
+        disks(facts(probe("a", disk={"kind": "tmpfs"}))), "warning", ("a",), "main memory (tmpfs)"
+    )
 
 
 def file(**changes: Any) -> dict[str, Any]:
@@ -129,7 +133,9 @@ def test_tokens() -> None:
         ("a",),
         "holds the id -1",
     )
-    missing = probe("b", tokens={"files": [{"prefix": "/w/t", "problem": "/w/t.idx does not exist: copy it"}]})
+    missing = probe(
+        "b", tokens={"files": [{"prefix": "/w/t", "problem": "/w/t.idx does not exist: copy it"}]}
+    )
     expect(tokens(facts(probe("a"), missing)), "error", ("b",), "on b, /w/t.idx does not exist")
 
 
@@ -149,7 +155,9 @@ def test_index_maps() -> None:
         "/old/t",
         "build them again",
     )
-    gone = probe("b", index="/w/i/train_shuffle_index.npy does not exist: build the index maps first")
+    gone = probe(
+        "b", index="/w/i/train_shuffle_index.npy does not exist: build the index maps first"
+    )
     expect(
         index_maps(facts(probe("a"), gone)),
         "error",
@@ -195,7 +203,9 @@ def test_a_workspace_that_is_not_there_yet(tmp_path: Path) -> None:
     assert found["free"] > 0
 
 
-def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_beyond_the_vocabulary_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage, "_BLOCK", 64)
     ids = np.arange(1000) % 90
     good = write_tokens(tmp_path / "good", ids)
@@ -212,7 +222,9 @@ def test_hosts_share_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ids = np.arange(1000) % 90
     ids[70] = 99  # in the second block
     prefix = write_tokens(tmp_path / "t", ids)
-    parts = [storage.look_at_tokens([prefix], 91, (number, 3), 10)["files"][0] for number in range(3)]
+    parts = [
+        storage.look_at_tokens([prefix], 91, (number, 3), 10)["files"][0] for number in range(3)
+    ]
     assert sum(part["read"] for part in parts) == 1000
     assert [part["outside"] for part in parts] == [None, 70, None]
 

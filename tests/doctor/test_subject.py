@@ -50,7 +50,9 @@ def test_token_files_by_name(prepared: Path) -> None:
 
 def test_what_a_run_needs() -> None:
     run = _runs.config(checkpoint={"save_interval": 3, "keep_last": 2})
-    subject = Subject({"a": 1, "b": 1}, Path("/w"), run.launch, run, RunData(vocab_size=_runs.VOCAB_SIZE))
+    subject = Subject(
+        {"a": 1, "b": 1}, Path("/w"), run.launch, run, RunData(vocab_size=_runs.VOCAB_SIZE)
+    )
     needs = needs_of(subject, "cpu", "fp32")
     assert needs is not None
     parameters = parameter_count(run, _runs.VOCAB_SIZE)
@@ -73,15 +75,21 @@ def test_an_elastic_run_is_held_against_its_least_number_of_hosts() -> None:
     assert found is not None
     assert found == wanted
     alone = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": "1:3"})
-    most = needs_of(Subject(dict.fromkeys(hosts, 1), Path("/w"), alone.launch, alone), "cpu", "fp32")
+    most = needs_of(
+        Subject(dict.fromkeys(hosts, 1), Path("/w"), alone.launch, alone), "cpu", "fp32"
+    )
     assert most is not None
     assert most.device > found.device
 
 
-def test_hosts_of_a_run_are_those_of_its_hostfile(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_a_run_are_those_of_its_hostfile(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(prepared))
     (prepared / "hosts").write_text("a slots=2\nb slots=2\n")
-    run = _runs.config(launch={"hostfile": str(prepared / "hosts"), "nproc_per_node": "auto", "exclude": ["b:1"]})
+    run = _runs.config(
+        launch={"hostfile": str(prepared / "hosts"), "nproc_per_node": "auto", "exclude": ["b:1"]}
+    )
     subject = Subject.of_run(_runs.job(run, prepared / "data", prepared / "run", ranks=3))
     assert dict(subject.hosts) == {"a": 2, "b": 1}
     assert subject.shared

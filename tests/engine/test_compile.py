@@ -1,4 +1,7 @@
-"""When layers are compiled, and what happens where they cannot be; tests/parity has what compiled layers compute."""
+"""When layers are compiled, and what happens where they cannot be.
+
+tests/parity has what compiled layers compute.
+"""
 
 import logging
 from pathlib import Path
@@ -16,7 +19,9 @@ from megacore.parallel.mesh import ProcessMesh
 from tests.train import _runs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-TOKENS = torch.randint(0, _runs.VOCAB_SIZE, (4, 2, _runs.SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(
+    0, _runs.VOCAB_SIZE, (4, 2, _runs.SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +69,16 @@ class Broken:
 
 
 def test_auto_compiles_on_a_gpu_alone() -> None:
-    expected = {("auto", CPU): False, ("auto", GPU): True, ("on", CPU): True, ("on", GPU): True, ("off", GPU): False}
-    assert {(wanted, device): compiles(run(wanted), device) for wanted, device in expected} == expected
+    expected = {
+        ("auto", CPU): False,
+        ("auto", GPU): True,
+        ("on", CPU): True,
+        ("on", GPU): True,
+        ("off", GPU): False,
+    }
+    assert {
+        (wanted, device): compiles(run(wanted), device) for wanted, device in expected
+    } == expected
 
 
 def test_the_engine_deepspeed_does_not_compile() -> None:
@@ -73,7 +86,10 @@ def test_the_engine_deepspeed_does_not_compile() -> None:
     assert not compiles(deepspeed, GPU)
     values = _runs.config().model_dump() | {"engine": "deepspeed"}
     values["train"]["compile"] = "on"
-    with pytest.raises((ConfigError, ValueError), match=r"train\.compile is on.*engine is deepspeed.*train\.compile"):
+    with pytest.raises(
+        (ConfigError, ValueError),
+        match=r"train\.compile is on.*engine is deepspeed.*train\.compile",
+    ):
         RunConfig.model_validate(values)
 
 
@@ -93,7 +109,9 @@ def test_a_failure_without_words_has_a_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert engine("on").kernels["layers"] == "off: AssertionError"
 
 
-def test_torch_may_ask_for_another_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_may_ask_for_another_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = Broken(0, TensorifyScalarRestartAnalysis())
 
     def once(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -113,6 +131,9 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_is(
     assert own.kernels["layers"] == "torch.compile of each layer"
     with caplog.at_level(logging.WARNING, logger="megacore"):
         found = losses(own)
-    assert "a part of the model runs without torch.compile, which failed: no such instruction" in caplog.text
+    assert (
+        "a part of the model runs without torch.compile, which failed: no such instruction"
+        in caplog.text
+    )
     # Compiled layers leave norms to the compiler: they are rounded otherwise.
     assert found == pytest.approx(losses(engine("off")), rel=1e-6)

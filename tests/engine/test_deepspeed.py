@@ -1,4 +1,7 @@
-"""DeepSpeed's engines beyond what parity shows: gradients that are not finite, the loss scale, what is reported."""
+"""DeepSpeed's engines beyond what parity shows.
+
+Gradients that are not finite, the loss scale, what is reported.
+"""
 
 import math
 from pathlib import Path
@@ -33,7 +36,9 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 CLIPPING = {"clip": 0.05, "no clipping": 0.0}
 
 
-def config(deepspeed: dict[str, Any], precision: str = "fp32", **sections: dict[str, Any]) -> RunConfig:
+def config(
+    deepspeed: dict[str, Any], precision: str = "fp32", **sections: dict[str, Any]
+) -> RunConfig:
     train = _runs.config().train.model_dump() | {"precision": precision}
     return _runs.config("deepspeed", deepspeed=deepspeed, train=train, **sections)
 
@@ -72,7 +77,8 @@ def spoil(own: Engine) -> None:
 
 
 def not_finite() -> dict[str, tuple[Update, bool, int]]:
-    """Of each kind a step without finite gradients: its outcome, whether anything changed, and the steps counted."""
+    """Of each kind a step without finite gradients: its outcome, whether anything changed, and the
+    steps counted."""
     outcomes = {}
     for name, (deepspeed, precision) in KINDS.items():
         still_alive()
@@ -82,7 +88,9 @@ def not_finite() -> dict[str, tuple[Update, bool, int]]:
         before = values(own)
         update = step(own)
         after = values(own)
-        same = all(torch.equal(before[each].nan_to_num(), after[each].nan_to_num()) for each in before)
+        same = all(
+            torch.equal(before[each].nan_to_num(), after[each].nan_to_num()) for each in before
+        )
         outcomes[name] = (update, same, own.state()["optimizer_steps"])
     return outcomes
 
@@ -116,14 +124,22 @@ def cases_of_one_rank(root: Path) -> dict[str, Any]:
         still_alive()
     found["kernels"] = own.kernels
     found["first"], found["second"] = (own.loss_sum(iter(BATCHES), [2] * 4) for _ in range(2))
-    found["reports"] = [own.reads_tokens, own.loss_scale, own.loss_names, own.parameters, own.padded_vocab_size]
+    found["reports"] = [
+        own.reads_tokens,
+        own.loss_scale,
+        own.loss_names,
+        own.parameters,
+        own.padded_vocab_size,
+    ]
     found["scales"] = scales()
     return found
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = run_distributed(1, cases_of_one_rank, tmp_path_factory.mktemp("one"), timeout=60)[0]
+    found: dict[str, Any] = run_distributed(
+        1, cases_of_one_rank, tmp_path_factory.mktemp("one"), timeout=60
+    )[0]
     return found
 
 
@@ -134,7 +150,9 @@ def test_without_zero_gradients_are_clipped_as_with_it(name: str, shown: dict[st
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     for each in expected:
         assert weights[each] == pytest.approx(expected[each], rel=1e-4, abs=1e-6)
-    clipped, free = (shown[kind][1][1]["optimizer.exp_avg.embedding.word_embeddings.weight"] for kind in CLIPPING)
+    clipped, free = (
+        shown[kind][1][1]["optimizer.exp_avg.embedding.word_embeddings.weight"] for kind in CLIPPING
+    )
     assert clipped.norm() < free.norm() / 2
 
 
@@ -155,16 +173,59 @@ def test_the_engine_says_what_it_is(shown: dict[str, Any]) -> None:
         device=torch.device("cpu"),
         precision="fp32",
     )
-    expected = [native.reads_tokens, 1.0, native.loss_names, native.parameters, native.padded_vocab_size]
+    expected = [
+        native.reads_tokens,
+        1.0,
+        native.loss_names,
+        native.parameters,
+        native.padded_vocab_size,
+    ]
     assert shown["reports"] == expected
 
 
 SCALING = LossScaleConfig(initial=64.0, window=3, hysteresis=2, minimum=2.0, patience=3)
-OVERFLOWS = [1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+OVERFLOWS = [
+    1,
+    0,
+    1,
+    1,
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+    1,
+    0,
+    1,
+    0,
+    0,
+    0,
+    0,
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+    1,
+    0,
+    0,
+    0,
+    0,
+]
 
 
 def scales() -> dict[str, Any]:
-    """What DeepSpeed's scaler does with OVERFLOWS; what one does that is restored from it at each point."""
+    """What DeepSpeed's scaler does with OVERFLOWS.
+
+    What one does that is restored from it at each point.
+    """
     from megacore.engine.deepspeed.join import join_ranks
     from megacore.engine.deepspeed.optimizer import DeepSpeedLossScale
 
@@ -175,7 +236,9 @@ def scales() -> dict[str, Any]:
         theirs = Theirs(SCALING.initial, SCALING.window, SCALING.minimum, SCALING.hysteresis, False)
         return theirs, DeepSpeedLossScale(theirs, SCALING)
 
-    def advance(theirs: Any, ours: DeepSpeedLossScale, overflows: list[int]) -> list[tuple[float, bool]]:
+    def advance(
+        theirs: Any, ours: DeepSpeedLossScale, overflows: list[int]
+    ) -> list[tuple[float, bool]]:
         course = []
         for overflow in overflows:
             before = theirs.cur_scale
@@ -218,9 +281,17 @@ def test_the_native_scaler_goes_on_from_deepspeeds_state(shown: dict[str, Any]) 
 
 
 def everything_on_nvme(directory: Path) -> tuple[list[list[Update]], bool]:
-    """Steps of two engines, the first on NVMe; and whether another one is the first when it has read its state."""
+    """Steps of two engines, the first on NVMe.
+
+    And whether another one is the first when it has read its state.
+    """
     model = {"hidden_size": 256}  # DeepSpeed leaves what is small in main memory
-    there = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(directory), "cpu_adam": "torch"}
+    there = {
+        "offload_optimizer": "nvme",
+        "offload_param": "nvme",
+        "nvme_path": str(directory),
+        "cpu_adam": "torch",
+    }
     run = config(DIVIDE_ALL | there, model=model)
     load_operators(run)
     first, plain = engine(run), engine(config(DIVIDE_ALL, model=model))
@@ -236,7 +307,11 @@ def everything_on_nvme(directory: Path) -> tuple[list[list[Update]], bool]:
 
 def test_what_lies_on_nvme_is_trained_and_restored(tmp_path: Path) -> None:
     if not operator_is_built("async_io"):
-        pytest.skip("DeepSpeed's operator async_io is not built: python -m megacore.ranks.operators")
+        pytest.skip(
+            "DeepSpeed's operator async_io is not built: python -m megacore.ranks.operators"
+        )
     ((on_nvme, plain), restored) = run_distributed(1, everything_on_nvme, tmp_path, timeout=60)[0]
-    assert [update.loss for update in on_nvme] == pytest.approx([update.loss for update in plain], rel=1e-5)
+    assert [update.loss for update in on_nvme] == pytest.approx(
+        [update.loss for update in plain], rel=1e-5
+    )
     assert restored

@@ -12,7 +12,12 @@ import pytest
 
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed import operators as deepspeed_ops
-from megacore.engine.deepspeed.operators import load_operators, needed_operators, operator_is_built, require_deepspeed
+from megacore.engine.deepspeed.operators import (
+    load_operators,
+    needed_operators,
+    operator_is_built,
+    require_deepspeed,
+)
 from megacore.errors import ConfigError, LaunchError
 from megacore.ranks.operators import REPORT, prepare_operators
 from tests.train import _runs
@@ -22,7 +27,9 @@ pytest.importorskip("deepspeed")
 
 def offloading(cpu_adam: str = "auto", **values: Any) -> RunConfig:
     given = {"zero_stage": 2, "offload_optimizer": "cpu", "cpu_adam": cpu_adam, **values}
-    return RunConfig.model_validate(_runs.config().model_dump() | {"engine": "deepspeed", "deepspeed": given})
+    return RunConfig.model_validate(
+        _runs.config().model_dump() | {"engine": "deepspeed", "deepspeed": given}
+    )
 
 
 @pytest.fixture
@@ -46,7 +53,12 @@ def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str)
 
 
 def test_what_is_needed(tmp_path: Path) -> None:
-    nvme = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
+    nvme = {
+        "zero_stage": 3,
+        "offload_optimizer": "nvme",
+        "offload_param": "nvme",
+        "nvme_path": str(tmp_path),
+    }
     assert needed_operators(_runs.config()) == ()
     assert needed_operators(offloading(offload_optimizer="none")) == ()
     assert needed_operators(offloading()) == ("cpu_adam",)
@@ -60,10 +72,13 @@ def test_a_rank_does_not_compile(job_file: Path, caplog: pytest.LogCaptureFixtur
         assert load_operators(offloading()) == frozenset()
     (said,) = caplog.messages
     assert said.startswith(
-        "torch's Adam updates what is offloaded to the CPU, for DeepSpeed's operator cpu_adam is not"
+        "torch's Adam updates what is offloaded to the CPU, for DeepSpeed's operator cpu_adam is "
+        "not"
     )
     assert "python -m megacore.ranks.operators --config run.json" in said
-    with pytest.raises(LaunchError, match=r"cpu_adam is not built in .*, and ranks do not compile: build it with"):
+    with pytest.raises(
+        LaunchError, match=r"cpu_adam is not built in .*, and ranks do not compile: build it with"
+    ):
         load_operators(offloading("deepspeed"))
     assert list((job_file.parent / "workspace").rglob("*.so")) == []
 
@@ -71,8 +86,12 @@ def test_a_rank_does_not_compile(job_file: Path, caplog: pytest.LogCaptureFixtur
 def test_the_run_is_prepared_with_what_the_compiler_said(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake_compiler(job_file.parent, monkeypatch, 'echo "cpu_adam.cpp:1: out of registers" >&2; exit 1')
-    with pytest.raises(LaunchError, match=r"^DeepSpeed's operator cpu_adam cannot be compiled: .*out of registers"):
+    fake_compiler(
+        job_file.parent, monkeypatch, 'echo "cpu_adam.cpp:1: out of registers" >&2; exit 1'
+    )
+    with pytest.raises(
+        LaunchError, match=r"^DeepSpeed's operator cpu_adam cannot be compiled: .*out of registers"
+    ):
         prepare(offloading("deepspeed"), job_file)
     variables = prepare(offloading(), job_file)
     assert variables == {deepspeed_ops.REPORT_VARIABLE: str(job_file.with_name(REPORT))}
@@ -86,7 +105,11 @@ def test_a_compiler_that_hangs_meets_the_time_limit_and_is_ended(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = job_file.with_name("compiler.pid")
-    fake_compiler(job_file.parent, monkeypatch, f'case "$*" in *cpu_adam*) echo $$ > {started}; sleep 60;; esac')
+    fake_compiler(
+        job_file.parent,
+        monkeypatch,
+        f'case "$*" in *cpu_adam*) echo $$ > {started}; sleep 60;; esac',
+    )
     limit = r"cpu_adam was not compiled within deepspeed\.build_timeout = 20 seconds: raise it"
     with pytest.raises(LaunchError, match=limit):
         prepare(offloading("deepspeed", build_timeout=20.0), job_file)
@@ -97,7 +120,8 @@ def test_a_compiler_that_hangs_meets_the_time_limit_and_is_ended(
 def test_missing_programs_are_named(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
-        LaunchError, match=r"no-such-compiler is not installed: apt-get install g\+\+, or set deepspeed\."
+        LaunchError,
+        match=r"no-such-compiler is not installed: apt-get install g\+\+, or set deepspeed\.",
     ):
         deepspeed_ops.build_operator("cpu_adam")
     monkeypatch.setenv("CXX", "true")
@@ -112,7 +136,8 @@ def test_missing_headers_are_named(job_file: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
     with pytest.raises(
-        LaunchError, match=r"async_io cannot be compiled: libaio's headers are missing: apt-get install"
+        LaunchError,
+        match=r"async_io cannot be compiled: libaio's headers are missing: apt-get install",
     ):
         deepspeed_ops.build_operator("async_io")
     assert not operator_is_built("async_io")
@@ -138,19 +163,24 @@ torch.testing.assert_close(*weights)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_one_build_serves_every_rank(tmp_path: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_build_serves_every_rank(
+    tmp_path: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_compiler(tmp_path, monkeypatch, 'exec c++ "$@" -O0 -g0')  # a real one, in less time
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     _runs.job(offloading("deepspeed"), tmp_path, tmp_path).write(job_file)
     build = [sys.executable, "-m", "megacore.ranks.operators", "--config", str(job_file)]
-    # Two runs want it at once, and one that was killed has left torch's lock file, for which nobody may wait.
+    # Two runs want it at once, and one that was killed has left torch's lock file, for which nobody
+    # may wait.
     key = deepspeed_ops._key("cpu_adam").key
     stale = tmp_path / "workspace" / "extensions" / f"{key}.tmp-1" / "cpu_adam" / "lock"
     stale.parent.mkdir(parents=True)
     stale.touch()
     builders = [
-        subprocess.Popen(build, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            build, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for _ in range(2)
     ]
     try:
@@ -161,7 +191,11 @@ def test_one_build_serves_every_rank(tmp_path: Path, job_file: Path, monkeypatch
     assert [builder.returncode for builder in builders] == [0, 0], said
     assert len(said) == 1, "both name the one directory"
     assert operator_is_built("cpu_adam")
-    libraries = [path.name for path in (tmp_path / "workspace" / "extensions").rglob("*") if path.suffix == ".so"]
+    libraries = [
+        path.name
+        for path in (tmp_path / "workspace" / "extensions").rglob("*")
+        if path.suffix == ".so"
+    ]
     assert libraries == ["cpu_adam.so"]
     assert not stale.exists()
     assert prepare(offloading("deepspeed"), job_file), "what is built is not built again"
@@ -174,8 +208,11 @@ def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_ops.importlib.util, "find_spec", lambda name: None)
     require_deepspeed(_runs.config())
     with pytest.raises(
-        ConfigError, match=r"engine is deepspeed, which is not installed: pip install megacore\[deepspeed\]"
+        ConfigError,
+        match=r"engine is deepspeed, which is not installed: pip install megacore\[deepspeed\]",
     ):
         require_deepspeed(offloading())
-    with pytest.raises(ConfigError, match=r"launch\.kind is deepspeed.*or set launch\.kind to torchrun"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.kind is deepspeed.*or set launch\.kind to torchrun"
+    ):
         require_deepspeed(_runs.config(launch={"kind": "deepspeed"}))

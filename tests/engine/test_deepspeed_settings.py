@@ -33,7 +33,9 @@ def every_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_settings_module, "is_installed", lambda package: True)
 
 
-def settings(config: RunConfig, *, device_type: str = "cuda", data_parallel_size: int = 2) -> dict[str, Any]:
+def settings(
+    config: RunConfig, *, device_type: str = "cuda", data_parallel_size: int = 2
+) -> dict[str, Any]:
     precision = config.train.precision
     assert precision != "auto"
     return deepspeed_settings(
@@ -100,7 +102,11 @@ def test_fp16_has_the_loss_scale_of_the_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(0, "fp32"), (0, "bf16"), *((stage, each) for stage in (1, 2, 3) for each in ("fp32", "bf16", "fp16"))],
+    [
+        (0, "fp32"),
+        (0, "bf16"),
+        *((stage, each) for stage in (1, 2, 3) for each in ("fp32", "bf16", "fp16")),
+    ],
 )
 def test_gradients_add_up_in_fp32_where_deepspeed_can(stage: int, precision: str) -> None:
     values = settings(asking(deepspeed={"zero_stage": stage}, train={"precision": precision}))
@@ -109,7 +115,9 @@ def test_gradients_add_up_in_fp32_where_deepspeed_can(stage: int, precision: str
 
 def test_the_json_may_ask_for_accumulation_in_the_type_of_the_model() -> None:
     content = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}
-    assert settings(asking(content, train={"precision": "bf16"}))["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert settings(asking(content, train={"precision": "bf16"}))["data_types"] == {
+        "grad_accum_dtype": "bf16"
+    }
 
 
 def test_the_section_is_passed_on() -> None:
@@ -143,7 +151,11 @@ def test_the_section_is_passed_on() -> None:
     }
     assert values["activation_checkpointing"] == {"cpu_checkpointing": True}
     zero = understood(values | {"train_batch_size": 4}).zero_config
-    assert (zero.prefetch_bucket_size, zero.max_live_parameters, zero.sub_group_size) == (3000, 4000, 2000)
+    assert (zero.prefetch_bucket_size, zero.max_live_parameters, zero.sub_group_size) == (
+        3000,
+        4000,
+        2000,
+    )
     assert (zero.offload_optimizer.device, zero.offload_param.device) == ("nvme", "cpu")
     assert zero.offload_param.pin_memory
 
@@ -152,7 +164,11 @@ def test_nothing_is_page_locked_on_a_cpu() -> None:
     config = asking(public("accelerate-zero3-offload"), **PUBLIC["accelerate-zero3-offload"])
     for device_type, pinned in (("cuda", True), ("cpu", False)):
         zero = settings(config, device_type=device_type, data_parallel_size=2)["zero_optimization"]
-        assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": pinned}
+        assert (
+            zero["offload_optimizer"]
+            == zero["offload_param"]
+            == {"device": "cpu", "pin_memory": pinned}
+        )
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -190,10 +206,18 @@ def test_deepspeed_takes_the_settings_of_the_public_files(name: str) -> None:
     assert read.zero_config.stage == public(name)["zero_optimization"]["stage"]
     zero = read.zero_config
     if name == "accelerate-zero2":
-        assert (zero.allgather_bucket_size, zero.reduce_bucket_size, zero.overlap_comm) == (2 * 10**8, 2 * 10**8, True)
+        assert (zero.allgather_bucket_size, zero.reduce_bucket_size, zero.overlap_comm) == (
+            2 * 10**8,
+            2 * 10**8,
+            True,
+        )
     if name == "accelerate-zero3-offload":
         assert (zero.offload_optimizer.device, zero.offload_param.device) == ("cpu", "cpu")
-        assert (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.param_persistence_threshold) == (
+        assert (
+            zero.reduce_bucket_size,
+            zero.prefetch_bucket_size,
+            zero.param_persistence_threshold,
+        ) == (
             1024,
             921,
             320,
@@ -201,7 +225,10 @@ def test_deepspeed_takes_the_settings_of_the_public_files(name: str) -> None:
         assert (zero.sub_group_size, zero.gather_16bit_weights_on_model_save) == (10**9, False)
     if name == "megatron-zero1":
         assert (read.wall_clock_breakdown, read.zero_allow_untested_optimizer) == (True, False)
-        assert (read.monitor_config.wandb.enabled, read.monitor_config.wandb.project) == (True, "gpt-pretraining")
+        assert (read.monitor_config.wandb.enabled, read.monitor_config.wandb.project) == (
+            True,
+            "gpt-pretraining",
+        )
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3-offload"])
@@ -210,12 +237,22 @@ def test_deepspeed_takes_the_settings_of_our_examples(name: str, precision: str)
     content = read_json(ROOT / "conf" / "ds" / f"{name}.json")
     config = asking(content, train={"precision": precision}, launch={"nproc_per_node": 1})
     read = understood(settings(config, data_parallel_size=1))
-    assert (read.float16_config.enabled, read.bfloat16_config.enabled) == (precision == "fp16", precision == "bf16")
+    assert (read.float16_config.enabled, read.bfloat16_config.enabled) == (
+        precision == "fp16",
+        precision == "bf16",
+    )
     assert read.gradient_accumulation_steps == 4
 
 
 def example(key: str) -> Any:
-    by_kind = {"flag": True, "size": 4, "integer": 4, "number": 2.0, "text": "some", "list": ["all_reduce"]}
+    by_kind = {
+        "flag": True,
+        "size": 4,
+        "integer": 4,
+        "number": 2.0,
+        "text": "some",
+        "list": ["all_reduce"],
+    }
     return (KEYS[key].choices or (by_kind[KEYS[key].kind],))[-1]
 
 
@@ -228,7 +265,10 @@ def test_every_key_that_is_passed_on_is_one_that_deepspeed_reads(key: str) -> No
     if key.endswith("allgather_bucket_size"):
         content["zero_optimization"]["stage"] = 2
     if key == "activation_checkpointing.contiguous_memory_optimization":
-        content["activation_checkpointing"] = {"partition_activations": True, "number_checkpoints": 2}
+        content["activation_checkpointing"] = {
+            "partition_activations": True,
+            "number_checkpoints": 2,
+        }
     target = content
     *blocks, leaf = key.split(".")
     for block in blocks:
@@ -239,7 +279,9 @@ def test_every_key_that_is_passed_on_is_one_that_deepspeed_reads(key: str) -> No
         content,
         train={"recompute": "full", "precision": "bf16"},
         parallel={"tensor_model_parallel_size": 2},
-        deepspeed={"cpu_adam": "deepspeed"} | {"config": content} if "offload_optimizer" in str(content) else {},
+        deepspeed={"cpu_adam": "deepspeed"} | {"config": content}
+        if "offload_optimizer" in str(content)
+        else {},
     )
     values = settings(config, data_parallel_size=1)
     assert dict(leaves(values))[key] == value
@@ -248,16 +290,19 @@ def test_every_key_that_is_passed_on_is_one_that_deepspeed_reads(key: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("monitor", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+    ("monitor", "package"),
+    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")],
 )
-def test_a_monitor_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch, monitor: str, package: str) -> None:
+def test_a_monitor_without_its_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, monitor: str, package: str
+) -> None:
     monkeypatch.setattr(deepspeed_settings_module, "is_installed", lambda name: name != package)
     config = asking(nested(f"{monitor}.enabled", True))
     with pytest.raises(ConfigError) as caught:
         settings(config)
     assert str(caught.value) == (
-        f"{monitor}.enabled of deepspeed.config is true but the package {package} is not installed: install it, or set "
-        "the former to false"
+        f"{monitor}.enabled of deepspeed.config is true but the package {package} is not "
+        "installed: install it, or set the former to false"
     )
     settings(asking({"csv_monitor": {"enabled": True}}))
     settings(asking(nested(f"{monitor}.enabled", False)))
@@ -266,7 +311,9 @@ def test_a_monitor_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_the_number_of_ranks_is_checked_when_it_is_known() -> None:
     config = asking({"gradient_accumulation_steps": 2}, launch={"nproc_per_node": "auto"})
     assert settings(config, data_parallel_size=2)["gradient_accumulation_steps"] == 2
-    with pytest.raises(ConfigError, match=r"is 2, x train.micro_batch_size 2 x 4 data-parallel ranks = 16, but"):
+    with pytest.raises(
+        ConfigError, match=r"is 2, x train.micro_batch_size 2 x 4 data-parallel ranks = 16, but"
+    ):
         settings(config, data_parallel_size=4)
 
 
@@ -277,7 +324,10 @@ def test_a_precision_that_auto_became_is_told() -> None:
     content = {"data_types": {"grad_accum_dtype": "fp16"}}
     with pytest.raises(ConfigError, match="is fp16 but with ZeRO stage 0 and precision bf16"):
         deepspeed_settings(
-            asking(content, train={"precision": "auto"}), precision="bf16", device_type="cuda", data_parallel_size=2
+            asking(content, train={"precision": "auto"}),
+            precision="bf16",
+            device_type="cuda",
+            data_parallel_size=2,
         )
 
 
@@ -293,7 +343,12 @@ def test_our_warm_up_and_decay_are_those_of_deepspeeds_scheduler() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     for style in ("linear", "log"):
         for warmup in (1, 2, 7) if style == "log" else (2, 7):
-            shape = {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3, "warmup_num_steps": warmup, "warmup_type": style}
+            shape = {
+                "warmup_min_lr": 1e-5,
+                "warmup_max_lr": 1e-3,
+                "warmup_num_steps": warmup,
+                "warmup_type": style,
+            }
             for decay, theirs in (
                 ("constant", WarmupLR(torch.optim.AdamW([weight]), **shape)),
                 ("linear", WarmupDecayLR(torch.optim.AdamW([weight]), total_num_steps=20, **shape)),
@@ -310,7 +365,11 @@ def test_our_warm_up_and_decay_are_those_of_deepspeeds_scheduler() -> None:
                 )
                 for step in range(1, 25):
                     theirs.step(step)
-                    assert math.isclose(ours.at(step), theirs.get_last_lr()[0], rel_tol=1e-12), (decay, shape, step)
+                    assert math.isclose(ours.at(step), theirs.get_last_lr()[0], rel_tol=1e-12), (
+                        decay,
+                        shape,
+                        step,
+                    )
 
 
 def test_what_a_json_leaves_out_is_deepspeeds_own_default() -> None:

@@ -17,12 +17,18 @@ from megacore.train.step import Stepper
 from tests.train import _runs
 
 NORM = "encoder.final_layernorm.weight"
-TOKENS = torch.randint(0, _runs.VOCAB_SIZE, (4, 2, _runs.SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(
+    0, _runs.VOCAB_SIZE, (4, 2, _runs.SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1)
+)
 
 
 def engine(precision: str, run: RunConfig | None = None) -> NativeEngine:
     run = run or _runs.config()
-    return NativeEngine(Stage(run, _runs.VOCAB_SIZE, ProcessMesh.serial(), special_tokens=_runs.TOKENS), run, precision)
+    return NativeEngine(
+        Stage(run, _runs.VOCAB_SIZE, ProcessMesh.serial(), special_tokens=_runs.TOKENS),
+        run,
+        precision,
+    )
 
 
 def weight(own: NativeEngine, name: str) -> Tensor:
@@ -33,7 +39,9 @@ def weight(own: NativeEngine, name: str) -> Tensor:
 
 
 def copies(own: NativeEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in own.tensors().items() if isinstance(tensor, Tensor)}
+    return {
+        name: tensor.clone() for name, tensor in own.tensors().items() if isinstance(tensor, Tensor)
+    }
 
 
 def iterate(own: NativeEngine, lr: float = 1e-2) -> list[float]:
@@ -56,7 +64,9 @@ def test_gradients_and_norm_are_those_of_the_mean_loss() -> None:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.005)])
 def test_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
-    run = _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 1024.0}})
+    run = _runs.config(
+        optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 1024.0}}
+    )
     exact, own = engine("fp32", run), engine(precision, run)
     for _ in range(5):
         expected, loss = iterate(exact)[0], iterate(own)[0]
@@ -68,11 +78,16 @@ def test_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
 
 
 def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples() -> None:
-    run = _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 2.0**30, "hysteresis": 1}})
+    run = _runs.config(
+        optim=_runs.config().optim.model_dump()
+        | {"loss_scale": {"initial": 2.0**30, "hysteresis": 1}}
+    )
     own = engine("fp16", run)
     before = copies(own)
     state, mesh = TrainState(), ProcessMesh.serial()
-    stepper = Stepper(run, own, mesh, LossCheck(run, mesh, print), lambda indices: TOKENS[0].numpy(), print)
+    stepper = Stepper(
+        run, own, mesh, LossCheck(run, mesh, print), lambda indices: TOKENS[0].numpy(), print
+    )
     update = stepper.step(iter(TOKENS.numpy()), state)
     assert not update.applied
     assert not update.fatal
@@ -87,7 +102,9 @@ def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples
 
 
 @pytest.mark.parametrize(("precision", "fatal"), [("fp32", True), ("bf16", True), ("fp16", False)])
-def test_only_fp16_can_recover_from_a_gradient_that_is_not_finite(precision: str, fatal: bool) -> None:
+def test_only_fp16_can_recover_from_a_gradient_that_is_not_finite(
+    precision: str, fatal: bool
+) -> None:
     own = engine(precision)
     weight(own, NORM)[0] = float("nan")
     own._optimizer.write_back()
@@ -98,7 +115,9 @@ def test_only_fp16_can_recover_from_a_gradient_that_is_not_finite(precision: str
 
 def test_fp16_gives_up_after_some_iterations_at_the_minimum_scale() -> None:
     scaling = {"initial": 2.0, "minimum": 1.0, "hysteresis": 1, "patience": 3}
-    own = engine("fp16", _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": scaling}))
+    own = engine(
+        "fp16", _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": scaling})
+    )
     weight(own, NORM)[0] = float("nan")
     own._optimizer.write_back()
     outcomes = []
@@ -106,11 +125,18 @@ def test_fp16_gives_up_after_some_iterations_at_the_minimum_scale() -> None:
         own.forward_backward(iter(TOKENS), range(len(TOKENS)))
         update = own.update(1e-2, 0.1)
         outcomes.append((own.loss_scale, update.applied, update.fatal))
-    assert outcomes == [(1.0, False, False), (1.0, False, False), (1.0, False, False), (1.0, False, True)]
+    assert outcomes == [
+        (1.0, False, False),
+        (1.0, False, False),
+        (1.0, False, False),
+        (1.0, False, True),
+    ]
 
 
 def test_evaluation_has_no_dropout_and_no_gradient() -> None:
-    own = engine("fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5}))
+    own = engine(
+        "fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5})
+    )
     first, second = (own.loss_sum(iter(TOKENS), [2, 2, 2, 2]) for _ in range(2))
     assert (first.shape, first.dtype) == ((1, 2), torch.float64)
     assert first[0, 1] == TOKENS[..., 1:].numel()
@@ -121,7 +147,9 @@ def test_evaluation_has_no_dropout_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_restored_engine_goes_on_bit_identically(precision: str) -> None:
-    run = _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 256.0, "window": 3}})
+    run = _runs.config(
+        optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 256.0, "window": 3}}
+    )
     whole = engine(precision, run)
     for _ in range(2):
         iterate(whole)

@@ -17,9 +17,12 @@ def test_a_given_precision_is_taken(given: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"), [(0, "fp32"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (90, "bf16")]
+    ("capability", "expected"),
+    [(0, "fp32"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (90, "bf16")],
 )
-def test_auto_on_a_gpu_asks_for_ampere(monkeypatch: pytest.MonkeyPatch, capability: int, expected: str) -> None:
+def test_auto_on_a_gpu_asks_for_ampere(
+    monkeypatch: pytest.MonkeyPatch, capability: int, expected: str
+) -> None:
     monkeypatch.setattr(hardware, "cuda_capability", lambda: capability)
     assert resolve_precision("auto", "cuda") == expected
 
@@ -46,6 +49,7 @@ def test_an_unknown_cpu_computes_in_fp32(tmp_path: Path) -> None:
 def test_asking_imports_no_torch() -> None:
     code = (
         "import sys; from megacore.hardware import resolve_precision; "
-        "resolve_precision('auto', 'cpu'); resolve_precision('auto', 'cuda'); sys.exit('torch' in sys.modules)"
+        "resolve_precision('auto', 'cpu'); resolve_precision('auto', 'cuda'); sys.exit('torch' in "
+        "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

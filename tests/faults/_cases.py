@@ -1,4 +1,5 @@
-"""One case: a call is killed at a random moment, its leftovers are read, it is repeated and compared."""
+"""One case: a call is killed at a random moment, its leftovers are read, it is repeated and
+compared."""
 
 import json
 import os
@@ -30,11 +31,15 @@ def nothing(inputs: Path) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """Something that is killed. Every function is at module level and runs in a process of its own."""
+    """Something that is killed.
+
+    Every function is at module level and runs in a process of its own.
+    """
 
     name: str
     run: Callable[[Path, Path, int], None]
-    """(inputs, place, attempt): the call that is killed and repeated; it writes below `place` alone."""
+    """(inputs, place, attempt): the call that is killed and repeated; it writes below `place`
+    alone."""
     result: Callable[[Path, Path], Any]
     """(inputs, place): what has to be the same as without a kill, as JSON."""
     visible: Callable[[Path, Path], list[str]]
@@ -42,14 +47,16 @@ class Kind:
     prepare: Callable[[Path], None] = nothing
     """(inputs): makes what all cases read, once."""
     serve: Callable[[Path], Any] | None = None
-    """A context manager around all cases of the kind, such as a server; gets the directory of the inputs."""
+    """A context manager around all cases of the kind, such as a server; gets the directory of the
+    inputs."""
     ranks: int = 1
     victims: tuple[str, ...] = ("all",)
     """Of which one is killed: `all` processes of the call, or one that VICTIMS describes."""
     grace: float = 1.0
     """Seconds within which everything has to be gone after the kill."""
     same_as: str | None = None
-    """The kind whose undisturbed result counts, and `seconds` is given: where a run of its own is expensive."""
+    """The kind whose undisturbed result counts, and `seconds` is given: where a run of its own is
+    expensive."""
     seconds: float | None = None
     deadline: float = DEADLINE
 
@@ -150,7 +157,9 @@ class Bench:
             "MASTER_PORT": str(free_port()),
         }
         return [
-            self.nursery.start(_call, *arguments, environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self.nursery.start(
+                _call, *arguments, environment=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
             for rank in range(kind.ranks)
         ]
 
@@ -158,7 +167,10 @@ class Bench:
         """One case; `faults` of the outcome are empty when all is well."""
         kind, reference = self.kinds[name], self.reference(name)
         draw = random.Random(f"{name}-{seed}")
-        moment, victim = draw.uniform(0, LATEST) * reference.seconds, kind.victims[seed % len(kind.victims)]
+        moment, victim = (
+            draw.uniform(0, LATEST) * reference.seconds,
+            kind.victims[seed % len(kind.victims)],
+        )
         outcome = Outcome(name, seed, moment, victim)
         place = self.directory / f"{name}-{seed}"
         place.mkdir()
@@ -172,7 +184,9 @@ class Bench:
             shutil.rmtree(place)
         return outcome
 
-    def _run(self, kind: Kind, reference: Reference, outcome: Outcome, place: Path, draw: random.Random) -> None:
+    def _run(
+        self, kind: Kind, reference: Reference, outcome: Outcome, place: Path, draw: random.Random
+    ) -> None:
         children = self._start(kind, place, 1)
         time.sleep(outcome.moment)
         outcome.hit = kill(outcome.victim, children, draw)
@@ -185,10 +199,14 @@ class Bench:
         for child in again:
             answer = child.finish(kind.deadline)
             if "value" not in answer:
-                outcome.faults.append(f"the repeated call failed: {answer['error']}: {answer['message']}")
+                outcome.faults.append(
+                    f"the repeated call failed: {answer['error']}: {answer['message']}"
+                )
             outcome.faults += child.none_left(kind.grace)
         if not outcome.faults and self.check(kind, place) != reference.result:
-            outcome.faults.append("the result of the repeated call differs from the undisturbed one")
+            outcome.faults.append(
+                "the result of the repeated call differs from the undisturbed one"
+            )
 
     def _await(self, kind: Kind, outcome: Outcome, children: list[Child]) -> None:
         """The end of what was killed, and of what noticed it."""
@@ -217,7 +235,10 @@ def _call(run: Callable[[Path, Path, int], None], inputs: Path, place: Path, att
 
 
 def _looked(
-    visible: Callable[[Path, Path], list[str]], result: Callable[[Path, Path], Any], inputs: Path, place: Path
+    visible: Callable[[Path, Path], list[str]],
+    result: Callable[[Path, Path], Any],
+    inputs: Path,
+    place: Path,
 ) -> Any:
     problems = visible(inputs, place)
     assert not problems, problems
@@ -252,15 +273,22 @@ def _own(child: Child) -> Iterator[int]:
 
 
 def _workers(child: Child) -> Iterator[int]:
-    """Processes that a pool of the call has forked or spawned to work, not the one that keeps account of semaphores."""
-    yield from (pid for pid in children_of(child.pid) if "resource_tracker" not in command_line(pid))
+    """Processes that a pool of the call has forked or spawned to work, not the one that keeps
+    account of semaphores."""
+    yield from (
+        pid for pid in children_of(child.pid) if "resource_tracker" not in command_line(pid)
+    )
 
 
 def _running(what: str, *, ranks: bool = False) -> Callable[[Child], Iterator[int]]:
     def find(child: Child) -> Iterator[int]:
         for pid in child.left():
             line = command_line(pid)
-            if what in line and "python" in line and (not ranks or b"\0RANK=" in b"\0" + environment_of(pid)):
+            if (
+                what in line
+                and "python" in line
+                and (not ranks or b"\0RANK=" in b"\0" + environment_of(pid))
+            ):
                 yield pid
 
     return find

@@ -1,4 +1,7 @@
-"""The data stages as they are killed: each builds its artifact below `place`, from inputs that all cases share."""
+"""The data stages as they are killed.
+
+Each builds its artifact below `place`, from inputs that all cases share.
+"""
 
 import hashlib
 import json
@@ -21,12 +24,20 @@ from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_
 from megacore.errors import ArtifactError
 from megacore.token_files.indexed_dataset import IndexedDatasetWriter, write_members
 from megacore.tokenizer.build import build_tokenizer
-from megacore.tokenizer.tokenize import TokenizeOptions, merge_shards, tokenize_corpus, tokenize_shard
+from megacore.tokenizer.tokenize import (
+    TokenizeOptions,
+    merge_shards,
+    tokenize_corpus,
+    tokenize_shard,
+)
 from tests.corpus._server import Site, _Handler, _Server
 from tests.faults._cases import Kind
 
 Counts = Mapping[str, Any]
-TEXT = "the cat sat on a mat. It saw 42 birds, and wrote: def run(self, value) -> None! Mr. Smith agreed."
+TEXT = (
+    "the cat sat on a mat. It saw 42 birds, and wrote: def run(self, value) -> None! Mr. Smith "
+    "agreed."
+)
 WORDS = (*TEXT.split(), "")
 
 
@@ -120,11 +131,16 @@ class _PacedHandler(_Handler):
 
 @contextmanager
 def _serve(inputs: Path) -> Iterator[None]:
-    """Serve the input over HTTP; its address goes to a file beside it, and each Range asked for to another."""
+    """Serve the input over HTTP.
+
+    Its address goes to a file beside it, and each Range asked for to another.
+    """
     site = Site(files={"/text.jsonl": (inputs / "text.jsonl").read_bytes()})
     values = {"site": site, "ranges": inputs / "ranges"}
     server = _Server(("127.0.0.1", 0), type("Handler", (_PacedHandler,), values))
-    (inputs / "url").write_text(f"http://127.0.0.1:{server.server_port}/text.jsonl", encoding="ascii")
+    (inputs / "url").write_text(
+        f"http://127.0.0.1:{server.server_port}/text.jsonl", encoding="ascii"
+    )
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -142,16 +158,24 @@ def _prepare_download(inputs: Path) -> None:
 
 
 def _source(inputs: Path) -> HttpSource:
-    return HttpSource(kind="http", files=(RemoteFile(url=(inputs / "url").read_text(encoding="ascii")),))
+    return HttpSource(
+        kind="http", files=(RemoteFile(url=(inputs / "url").read_text(encoding="ascii")),)
+    )
 
 
 def _download(inputs: Path, place: Path, attempt: int) -> None:
-    parts = [path for path in place.glob("artifacts/.downloads/*/*.part") if Path(f"{path}.json").exists()]
+    parts = [
+        path
+        for path in place.glob("artifacts/.downloads/*/*.part")
+        if Path(f"{path}.json").exists()
+    ]
     had = parts[0].stat().st_size if parts else 0
     build(place, "collect", lambda directory: collect(_source(inputs), directory))
     if 0 < had < (inputs / "text.jsonl").stat().st_size:
         asked = (inputs / "ranges").read_text(encoding="ascii").splitlines()
-        assert f"bytes={had}-" in asked, f"{had} bytes were there, and nobody asked for the rest alone"
+        assert f"bytes={had}-" in asked, (
+            f"{had} bytes were there, and nobody asked for the rest alone"
+        )
 
 
 def _visible_download(inputs: Path, place: Path) -> list[str]:
@@ -171,8 +195,13 @@ def _visible_download(inputs: Path, place: Path) -> list[str]:
 
 def _result_download(inputs: Path, place: Path) -> Any:
     found = result(inputs, place)
-    # The server's port is in the corpus; it is the same for all cases of a session, the place of the cache is not.
-    beside = sorted(path.name for path in place.glob("artifacts/.downloads/*/*") if not path.name.startswith("."))
+    # The server's port is in the corpus; it is the same for all cases of a session, the place of
+    # the cache is not.
+    beside = sorted(
+        path.name
+        for path in place.glob("artifacts/.downloads/*/*")
+        if not path.name.startswith(".")
+    )
     return {"corpus": found, "downloads": beside}
 
 
@@ -196,12 +225,16 @@ def _prepare_corpus(inputs: Path) -> None:
     write_corpus(inputs / "corpus", 3000, 600)
     write_corpus(inputs / "little", 300, 300)
     (inputs / "tokenizer").mkdir()
-    build_tokenizer(TrainBpeTokenizer(kind="train-bpe", vocab_size=320), inputs / "little", inputs / "tokenizer")
+    build_tokenizer(
+        TrainBpeTokenizer(kind="train-bpe", vocab_size=320), inputs / "little", inputs / "tokenizer"
+    )
 
 
 def _train_tokenizer(inputs: Path, place: Path, attempt: int) -> None:
     choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=320)
-    build(place, "tokenizer", lambda directory: build_tokenizer(choice, inputs / "little", directory))
+    build(
+        place, "tokenizer", lambda directory: build_tokenizer(choice, inputs / "little", directory)
+    )
 
 
 def _tokenize(inputs: Path, place: Path, attempt: int) -> None:
@@ -209,7 +242,9 @@ def _tokenize(inputs: Path, place: Path, attempt: int) -> None:
     build(
         place,
         "tokenize",
-        lambda directory: tokenize_corpus(inputs / "corpus", inputs / "tokenizer", directory, options, workers=2),
+        lambda directory: tokenize_corpus(
+            inputs / "corpus", inputs / "tokenizer", directory, options, workers=2
+        ),
     )
 
 
@@ -218,12 +253,17 @@ def _tokenize_sentences(inputs: Path, place: Path, attempt: int) -> None:
     build(
         place,
         "tokenize",
-        lambda directory: tokenize_corpus(inputs / "little", inputs / "tokenizer", directory, options, workers=2),
+        lambda directory: tokenize_corpus(
+            inputs / "little", inputs / "tokenizer", directory, options, workers=2
+        ),
     )
 
 
 def _tokenize_shards(inputs: Path, place: Path, attempt: int) -> None:
-    """The shards as artifacts of their own, then all of them merged: what is whole is not made again."""
+    """The shards as artifacts of their own, then all of them merged.
+
+    What is whole is not made again.
+    """
     from megacore.corpus.segments import divide, segments
 
     options = TokenizeOptions()
@@ -239,7 +279,11 @@ def _tokenize_shards(inputs: Path, place: Path, attempt: int) -> None:
             verify="full",
         )
         done.append(artifact.directory)
-    build(place, "tokenize", lambda directory: merge_shards(done, directory, inputs / "tokenizer", options))
+    build(
+        place,
+        "tokenize",
+        lambda directory: merge_shards(done, directory, inputs / "tokenizer", options),
+    )
     shutil.rmtree(place / "shards")
 
 
@@ -263,7 +307,10 @@ def _blend(inputs: Path, place: Path, attempt: int) -> None:
 
 def _index(inputs: Path, place: Path, attempt: int) -> None:
     mixture = Mixture.blend(
-        [Member(str(inputs / f"tokens-{n}" / "tokens_text_document"), weight) for n, weight in enumerate((5, 3, 2))]
+        [
+            Member(str(inputs / f"tokens-{n}" / "tokens_text_document"), weight)
+            for n, weight in enumerate((5, 3, 2))
+        ]
     )
     options = IndexOptions(split="90,5,5", seq_length=16, seed=3)
     samples = (4_000_000, 20_000, 20_000)
@@ -271,12 +318,21 @@ def _index(inputs: Path, place: Path, attempt: int) -> None:
 
 
 DATA_KINDS = (
-    Kind("download", _download, _result_download, _visible_download, _prepare_download, serve=_serve),
+    Kind(
+        "download", _download, _result_download, _visible_download, _prepare_download, serve=_serve
+    ),
     Kind("collect", _collect, result, visible, _prepare_tree),
     Kind("tokenizer", _train_tokenizer, result, visible, _prepare_corpus),
     Kind("tokenize", _tokenize, result, visible, _prepare_corpus),
     Kind("tokenize-shards", _tokenize_shards, result, visible, _prepare_corpus),
-    Kind("tokenize-worker", _tokenize_sentences, result, visible, _prepare_corpus, victims=("worker", "all")),
+    Kind(
+        "tokenize-worker",
+        _tokenize_sentences,
+        result,
+        visible,
+        _prepare_corpus,
+        victims=("worker", "all"),
+    ),
     Kind("blend", _blend, result, visible, _prepare_tokens),
     Kind("index", _index, result, visible, _prepare_tokens),
 )

@@ -47,16 +47,29 @@ TEXT = "def step(value):\n    return value * 42  # größe\n"
 
 
 def make_download(directory: Path) -> Sequence[Path]:
-    """What a whole download and one that broke off leave; the server runs as long as this process."""
+    """What a whole download and one that broke off leave.
+
+    The server runs as long as this process.
+    """
     content = b"".join(_lines())
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"site": Site(files={"/a.jsonl": content})}))
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    server = _Server(
+        ("127.0.0.1", 0), type("Handler", (_Handler,), {"site": Site(files={"/a.jsonl": content})})
+    )
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
     (directory / "url").write_text(url, encoding="ascii")
     fetch(url, None, directory / "whole" / "a.jsonl")
     (directory / "begun").mkdir()
     (directory / "begun" / "a.jsonl.part").write_bytes(content[: len(content) // 2])
-    version = {"url": url, "etag": etag(content), "last_modified": None, "size": len(content), "sha256": None}
+    version = {
+        "url": url,
+        "etag": etag(content),
+        "last_modified": None,
+        "size": len(content),
+        "sha256": None,
+    }
     (directory / "begun" / "a.jsonl.part.json").write_text(json.dumps(version), encoding="utf-8")
     return [
         directory / "whole" / "a.jsonl",
@@ -87,12 +100,16 @@ def make_tree(directory: Path) -> Sequence[Path]:
 
 
 def read_tree(directory: Path) -> Any:
-    counts = collect(SourceTreeSource(kind="source_tree", path=str(directory / "tree")), directory / "out")
+    counts = collect(
+        SourceTreeSource(kind="source_tree", path=str(directory / "tree")), directory / "out"
+    )
     return counts, list(iterate_texts(directory / "out"))
 
 
 def _lines() -> list[bytes]:
-    return [json.dumps({"text": text, "id": n}).encode() + b"\n" for n, text in enumerate(texts(40, 30))]
+    return [
+        json.dumps({"text": text, "id": n}).encode() + b"\n" for n, text in enumerate(texts(40, 30))
+    ]
 
 
 def make_jsonl(directory: Path) -> Sequence[Path]:
@@ -102,7 +119,9 @@ def make_jsonl(directory: Path) -> Sequence[Path]:
 
 def make_gzip(directory: Path) -> Sequence[Path]:
     lines = _lines()
-    (directory / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:20])) + gzip.compress(b"".join(lines[20:])))
+    (directory / "a.jsonl.gz").write_bytes(
+        gzip.compress(b"".join(lines[:20])) + gzip.compress(b"".join(lines[20:]))
+    )
     return [directory / "a.jsonl.gz"]
 
 
@@ -151,7 +170,9 @@ def make_tokens(directory: Path) -> Sequence[Path]:
 
 def read_tokens(directory: Path) -> Any:
     dataset = IndexedDataset(directory / "data" / "tokens_text_document")
-    return [dataset[number].tolist() for number in range(len(dataset))], dataset.document_indices.tolist()
+    return [
+        dataset[number].tolist() for number in range(len(dataset))
+    ], dataset.document_indices.tolist()
 
 
 def make_maps(directory: Path) -> Sequence[Path]:
@@ -190,7 +211,13 @@ def make_documents_json(directory: Path) -> Sequence[Path]:
         (directory / name).mkdir()
     write_corpus(directory / "corpus", 60, 40)
     build_tokenizer(BPE, directory / "corpus", directory / "tokenizer")
-    tokenize_corpus(directory / "corpus", directory / "tokenizer", directory / "tokens", TokenizeOptions(), workers=1)
+    tokenize_corpus(
+        directory / "corpus",
+        directory / "tokenizer",
+        directory / "tokens",
+        TokenizeOptions(),
+        workers=1,
+    )
     return [directory / "tokens" / "documents.json"]
 
 
@@ -205,7 +232,13 @@ BPE = TrainBpeTokenizer(kind="train-bpe", vocab_size=300)
 
 def _use(tokenizer: Tokenizer) -> Any:
     ids = tokenizer.encode(TEXT)
-    return ids.tolist(), tokenizer.decode(ids), tokenizer.vocab_size, tokenizer.eod_id, sorted(tokenizer.special_ids())
+    return (
+        ids.tolist(),
+        tokenizer.decode(ids),
+        tokenizer.vocab_size,
+        tokenizer.eod_id,
+        sorted(tokenizer.special_ids()),
+    )
 
 
 def make_tokenizer(directory: Path) -> Sequence[Path]:
@@ -226,12 +259,22 @@ def make_gpt2(directory: Path) -> Sequence[Path]:
 
 def read_gpt2(directory: Path) -> Any:
     folder = directory / "tokenizer"
-    return _use(JsonTokenizer(read_gpt2_bpe(folder / "vocab.json", folder / "merges.txt"), "<|endoftext|>"))
+    return _use(
+        JsonTokenizer(read_gpt2_bpe(folder / "vocab.json", folder / "merges.txt"), "<|endoftext|>")
+    )
 
 
 def make_wordpiece(directory: Path) -> Sequence[Path]:
     letters = [chr(code) for code in range(97, 123)]
-    tokens = [*BERT_ROLES.values(), *letters, *(f"##{letter}" for letter in letters), "value", "##turn", "re", "step"]
+    tokens = [
+        *BERT_ROLES.values(),
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        "value",
+        "##turn",
+        "re",
+        "step",
+    ]
     (directory / "vocab.txt").write_text("\n".join(dict.fromkeys(tokens)) + "\n", encoding="utf-8")
     return [directory / "vocab.txt"]
 
@@ -244,7 +287,11 @@ def read_vocab(directory: Path) -> Any:
 def make_sentencepiece(directory: Path) -> Sequence[Path]:
     lines = [f"hello world number {number} größe\n" for number in range(50)]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(directory / "m"), vocab_size=32, minloglevel=2, num_threads=1
+        sentence_iterator=iter(lines),
+        model_prefix=str(directory / "m"),
+        vocab_size=32,
+        minloglevel=2,
+        num_threads=1,
     )
     return [directory / "m.model"]
 
@@ -268,18 +315,26 @@ def make_punkt(directory: Path) -> Sequence[Path]:
 
 
 def read_punkt(directory: Path) -> Any:
-    return make_splitter(SplitterChoice("punkt", data=str(directory)))("Mr. Smith saw it. He was in St. Petersburg.")
+    return make_splitter(SplitterChoice("punkt", data=str(directory)))(
+        "Mr. Smith saw it. He was in St. Petersburg."
+    )
 
 
 def make_zeroshot(directory: Path) -> Sequence[Path]:
     make_tokenizer(directory)
-    return [write_wikitext(directory / "wiki.txt", 90), write_lambada(directory / "lambada.jsonl", 9)]
+    return [
+        write_wikitext(directory / "wiki.txt", 90),
+        write_lambada(directory / "lambada.jsonl", 9),
+    ]
 
 
 def read_zeroshot(directory: Path) -> Any:
     tokenizer = load_tokenizer(directory / "tokenizer")
     return repr(
-        (read_wikitext(directory / "wiki.txt", tokenizer), read_lambada(directory / "lambada.jsonl", tokenizer))
+        (
+            read_wikitext(directory / "wiki.txt", tokenizer),
+            read_lambada(directory / "lambada.jsonl", tokenizer),
+        )
     )
 
 

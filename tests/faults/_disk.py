@@ -1,4 +1,7 @@
-"""A disk that fills up: a small file system in memory, or, where none may be mounted, a limit on the size of files."""
+"""A disk that fills up.
+
+A small file system in memory, or, where none may be mounted, a limit on the size of files.
+"""
 
 import random
 import resource
@@ -26,15 +29,25 @@ class Disk:
     def resize(self, size: int) -> None:
         """Give it this many bytes."""
         if self.mounted:
-            subprocess.run(["mount", "-o", f"remount,size={size}", str(self.path)], check=True, capture_output=True)
+            subprocess.run(
+                ["mount", "-o", f"remount,size={size}", str(self.path)],
+                check=True,
+                capture_output=True,
+            )
 
 
 @contextmanager
 def small_disk(path: Path, size: int) -> Iterator[Disk]:
-    """A file system of `size` bytes at `path`; an ordinary directory where mounting is not allowed."""
+    """A file system of `size` bytes at `path`.
+
+    An ordinary directory where mounting is not allowed.
+    """
     path.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
-    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+    mounted = (
+        shutil.which("mount") is not None
+        and subprocess.run(command, capture_output=True).returncode == 0
+    )
     try:
         yield Disk(path, mounted)
     finally:
@@ -43,7 +56,8 @@ def small_disk(path: Path, size: int) -> Iterator[Disk]:
 
 
 def run_on_full_disk(bench: Bench, kind: Kind, seed: int) -> Outcome:
-    """The call on a disk that has room for a part of its output: refused in a sentence, then repeated with room."""
+    """The call on a disk that has room for a part of its output: refused in a sentence, then
+    repeated with room."""
     reference = bench.reference(kind.name)
     draw = random.Random(f"disk-{kind.name}-{seed}")
     size = max(PAGE, int(reference.size * draw.uniform(0.02, 0.9)) // PAGE * PAGE)
@@ -55,17 +69,26 @@ def run_on_full_disk(bench: Bench, kind: Kind, seed: int) -> Outcome:
         answer = bench.nursery.start(_limited, kind.run, inputs, place, limit).finish(kind.deadline)
         outcome.error = str(answer.get("error", ""))
         if outcome.error != "WorkspaceError":
-            outcome.faults.append(f"a full disk gave {outcome.error or 'no error'}: {answer.get('message', '')[:1500]}")
+            outcome.faults.append(
+                f"a full disk gave {outcome.error or 'no error'}: "
+                f"{answer.get('message', '')[:1500]}"
+            )
         elif (problem := _wording(str(answer["message"]), str(place))) is not None:
             outcome.faults.append(problem)
         outcome.hit = True
         outcome.faults += bench.nursery.call(kind.visible, inputs, place)
         disk.resize(ROOMY)
-        again = bench.nursery.start(_limited, kind.run, inputs, place, None, 2).finish(kind.deadline)
+        again = bench.nursery.start(_limited, kind.run, inputs, place, None, 2).finish(
+            kind.deadline
+        )
         if "value" not in again:
-            outcome.faults.append(f"with room, the repeated call failed: {again['error']}: {again['message'][:1500]}")
+            outcome.faults.append(
+                f"with room, the repeated call failed: {again['error']}: {again['message'][:1500]}"
+            )
         elif bench.check(kind, place) != reference.result:
-            outcome.faults.append("the result of the repeated call differs from the undisturbed one")
+            outcome.faults.append(
+                "the result of the repeated call differs from the undisturbed one"
+            )
     outcome.seconds = round(time.monotonic() - started, 2)
     if not outcome.faults:
         shutil.rmtree(place)
@@ -73,7 +96,11 @@ def run_on_full_disk(bench: Bench, kind: Kind, seed: int) -> Outcome:
 
 
 def _limited(
-    run: Callable[[Path, Path, int], None], inputs: Path, place: Path, limit: int | None, attempt: int = 1
+    run: Callable[[Path, Path, int], None],
+    inputs: Path,
+    place: Path,
+    limit: int | None,
+    attempt: int = 1,
 ) -> None:
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

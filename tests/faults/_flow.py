@@ -1,4 +1,5 @@
-"""The whole flow as a user starts it, killed in one stage after another of one workspace until it is done."""
+"""The whole flow as a user starts it, killed in one stage after another of one workspace until it
+is done."""
 
 import json
 import random
@@ -51,7 +52,9 @@ def write_conf(directory: Path, **train: Any) -> Path:
     return path
 
 
-def start_flow(nursery: Nursery, conf: Path, workspace: Path, api: str | None, **environment: str) -> Child:
+def start_flow(
+    nursery: Nursery, conf: Path, workspace: Path, api: str | None, **environment: str
+) -> Child:
     """`python -m flows.pretrain`; without `api` the flow brings its own Prefect server."""
     values = {
         "MEGACORE_WORKSPACE": str(workspace),
@@ -65,9 +68,16 @@ def start_flow(nursery: Nursery, conf: Path, workspace: Path, api: str | None, *
 
 
 def run_chain(
-    directory: Path, nursery: Nursery, api: str | None, seed: int, stages: Sequence[str], store: Path | None = None
+    directory: Path,
+    nursery: Nursery,
+    api: str | None,
+    seed: int,
+    stages: Sequence[str],
+    store: Path | None = None,
 ) -> list[Outcome]:
-    """Kill the flow once in each of `stages`, in order; run it to its end; compare. One outcome for each kill.
+    """Kill the flow once in each of `stages`, in order; run it to its end; compare.
+
+    One outcome for each kill.
 
     `store` is a migrated, empty mlflow.db, which spares a few seconds.
     """
@@ -141,12 +151,17 @@ def finish(flow: Child, nursery: Nursery, workspace: Path) -> list[str]:
 
 
 def same_as_undisturbed(run: Path, place: Path) -> bool:
-    """Train what `run` trained once more, elsewhere, in one go; whether all final tensors are the same."""
+    """Train what `run` trained once more, elsewhere, in one go.
+
+    Whether all final tensors are the same.
+    """
     job = TrainJob.read(run / "run.json")
     paths = {"run_directory": str(place), "exit_directory": str(place / "exit"), "attempt": 1}
     pretrain(job.model_copy(update=paths))
     name = f"iter_{job.config.train.train_iters:07d}"
-    return tensor_digests(place / "checkpoints" / name) == tensor_digests(run / "checkpoints" / name)
+    return tensor_digests(place / "checkpoints" / name) == tensor_digests(
+        run / "checkpoints" / name
+    )
 
 
 def tracking_problems(database: Path, run: Path) -> list[str]:
@@ -155,20 +170,36 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
 
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     try:
-        (run_ids,) = (connection.execute("select run_uuid from runs where lifecycle_stage = 'active'").fetchall(),)
+        (run_ids,) = (
+            connection.execute(
+                "select run_uuid from runs where lifecycle_stage = 'active'"
+            ).fetchall(),
+        )
         rows = connection.execute("select key, step from metrics").fetchall()
     finally:
         connection.close()
     problems = [] if len(run_ids) == 1 else [f"MLflow has {len(run_ids)} runs of one training"]
     there = Counter((key, step) for key, step in rows if key.startswith(("train/", "valid/")))
-    problems += [f"MLflow has {key} of step {step} {count} times" for (key, step), count in there.items() if count > 1]
+    problems += [
+        f"MLflow has {key} of step {step} {count} times"
+        for (key, step), count in there.items()
+        if count > 1
+    ]
     wanted = set()
     for event, _ in EventReader(run / "events.jsonl"):
         if event["kind"] in CURVES:
             wanted |= {(point.key, point.step) for point in points_of(event)}
     missing, surplus = wanted - set(there), set(there) - wanted
     problems += [f"MLflow lacks {len(missing)} points, {min(missing)} first"] if missing else []
-    problems += [f"MLflow has {len(surplus)} points that no event says, {min(surplus)} first"] if surplus else []
+    problems += (
+        [f"MLflow has {len(surplus)} points that no event says, {min(surplus)} first"]
+        if surplus
+        else []
+    )
     iterations = {step for key, step in there if key == "train/lm_loss"}
-    expected = set(range(1, json.loads((run / "run.json").read_text())["config"]["train"]["train_iters"] + 1))
-    return problems + ([] if iterations == expected else [f"train/lm_loss has the iterations {sorted(iterations)}"])
+    expected = set(
+        range(1, json.loads((run / "run.json").read_text())["config"]["train"]["train_iters"] + 1)
+    )
+    return problems + (
+        [] if iterations == expected else [f"train/lm_loss has the iterations {sorted(iterations)}"]
+    )

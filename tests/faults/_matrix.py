@@ -40,7 +40,8 @@ KILLS_IN_CI = {
     "index": 4,
     "blend": 3,
 }
-"""Cases of each kind on bare stage functions and the launcher; three more are in the one case of `flow`."""
+"""Cases of each kind on bare stage functions and the launcher; three more are in the one case of
+`flow`."""
 DISKS_IN_CI = (
     "train-async",
     "train",
@@ -83,8 +84,12 @@ def run_case(bench: Bench, case: Case) -> list[Outcome]:
         # Without a server the flow brings its own, which must not outlive it either.
         return run_chain(bench.directory, bench.nursery, None, case.seed, flow_stages(case.seed))
     if case.kind == "flow":
-        with running(prefect_server(bench.directory / f"prefect-{case}", bench.directory)) as server:
-            return run_chain(bench.directory, bench.nursery, address(server), case.seed, flow_stages(case.seed))
+        with running(
+            prefect_server(bench.directory / f"prefect-{case}", bench.directory)
+        ) as server:
+            return run_chain(
+                bench.directory, bench.nursery, address(server), case.seed, flow_stages(case.seed)
+            )
     if case.kind == "mlflow":
         return [mlflow_outage(bench.directory, bench.nursery, case.seed)]
     if case.kind == "prefect":
@@ -98,12 +103,15 @@ def flow_stages(seed: int) -> tuple[str, ...]:
     """Three stages of the flow, in order; the training is always one of them."""
     others = [stage for stage in STAGES if stage != "train"]
     left_out = (seed % len(others), (seed + 1 + seed // len(others)) % len(others))
-    kept = [stage for number, stage in enumerate(others) if number not in left_out][: KILLS_PER_FLOW - 1]
+    kept = [stage for number, stage in enumerate(others) if number not in left_out][
+        : KILLS_PER_FLOW - 1
+    ]
     return tuple(stage for stage in STAGES if stage == "train" or stage in kept)
 
 
 def soak_cases(kills: int, seed: int, only: Sequence[str] = ()) -> list[Case]:
-    """As many kills of each kind as its weight says, at least one case of each; the expensive ones first."""
+    """As many kills of each kind as its weight says, at least one case of each; the expensive ones
+    first."""
     first = seed * 100_000
     chosen = {kind: weight for kind, weight in SOAK_WEIGHTS.items() if not only or kind in only}
     total = sum(chosen.values())

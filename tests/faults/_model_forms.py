@@ -41,11 +41,16 @@ def make_hf_index(directory: Path) -> Sequence[Path]:
     folder = directory / "hf"
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
-    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    halves = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, held in halves.items():
         save_file({name: tensors[name] for name in held}, folder / file)
     places = {name: file for file, held in halves.items() for name in held}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": places}), encoding="utf-8"
+    )
     (folder / "model.safetensors").unlink()
     return [folder / "model.safetensors.index.json"]
 
@@ -54,7 +59,9 @@ def make_hf_pickle(directory: Path) -> Sequence[Path]:
     from safetensors.torch import load_file
 
     make_hf(directory)
-    torch.save(load_file(directory / "hf" / "model.safetensors"), directory / "hf" / "pytorch_model.bin")
+    torch.save(
+        load_file(directory / "hf" / "model.safetensors"), directory / "hf" / "pytorch_model.bin"
+    )
     (directory / "hf" / "model.safetensors").unlink()
     return [directory / "hf" / "pytorch_model.bin"]
 
@@ -94,5 +101,7 @@ MODEL_FORMS = (
     Form("pytorch_model.bin", make_hf_pickle, read_hf, 50, also=("/hf",)),
     Form("Megatron .pt", make_megatron, read_from_megatron, 100, also=("/iter_0001000",)),
     Form("DeepSpeed ZeRO files", make_zero1, read_from_deepspeed, 80, also=("/deepspeed",)),
-    Form("DeepSpeed universal files", make_universal, read_from_deepspeed, 60, also=("/deepspeed",)),
+    Form(
+        "DeepSpeed universal files", make_universal, read_from_deepspeed, 60, also=("/deepspeed",)
+    ),
 )

@@ -1,4 +1,5 @@
-"""Damage to one file at a time, and what its reader makes of it, in one process with bounded memory."""
+"""Damage to one file at a time, and what its reader makes of it, in one process with bounded
+memory."""
 
 import faulthandler
 import hashlib
@@ -22,7 +23,8 @@ MEMORY = 2 << 30
 HANG = 15.0
 """Seconds that reading one damaged file may take."""
 _HEAD = 512
-"""Bytes at the begin of a file in which half of the flipped bits lie: there is what decides about the rest."""
+"""Bytes at the begin of a file in which half of the flipped bits lie: there is what decides about
+the rest."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Form:
     heals: bool = False
     """Whether the value must be the right one whatever was damaged."""
     also: tuple[str, ...] = ()
-    """What a sentence may name instead of the file: another of several that disagree, or what a listing named."""
+    """What a sentence may name instead of the file: another of several that disagree, or what a
+    listing named."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,14 @@ def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     bits = [(draw.randrange(head), draw.randrange(8)) for _ in range(draw.choice((1, 1, 1, 3)))]
     for place, bit in bits:
         changed[place] ^= 1 << bit
-    return bytes(changed), "flipped " + ", ".join(f"bit {bit} of byte {place}" for place, bit in bits)
+    return bytes(changed), "flipped " + ", ".join(
+        f"bit {bit} of byte {place}" for place, bit in bits
+    )
 
 
-def run_form(form: Form, directory: Path, seeds: Sequence[int], progress: Callable[[str], None]) -> dict[str, Any]:
+def run_form(
+    form: Form, directory: Path, seeds: Sequence[int], progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Damage the files of a form once per seed; counts of what happened, and findings."""
     directory.mkdir(parents=True)
     files = list(form.make(directory))
@@ -101,14 +108,23 @@ def run_form(form: Form, directory: Path, seeds: Sequence[int], progress: Callab
         if problem is not None:
             findings.append(Finding(form.name, seed, path.name, damage, problem))
         if time.monotonic() - began > HANG / 3:
-            findings.append(Finding(form.name, seed, path.name, damage, f"took {time.monotonic() - began:.1f} s"))
+            findings.append(
+                Finding(
+                    form.name, seed, path.name, damage, f"took {time.monotonic() - began:.1f} s"
+                )
+            )
         _replace(path, whole[path])
     assert form.read(directory) == right, f"{form.name}: what is whole again reads differently"
-    return {"form": form.name, "counts": dict(counts), "findings": [str(finding) for finding in findings]}
+    return {
+        "form": form.name,
+        "counts": dict(counts),
+        "findings": [str(finding) for finding in findings],
+    }
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """A new file: one that is mapped into memory must not change below a reader that an earlier damage left open."""
+    """A new file: one that is mapped into memory must not change below a reader that an earlier
+    damage left open."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
@@ -138,7 +154,9 @@ def _wording(form: Form, message: str, path: Path) -> str | None:
     return None if named else f"the message does not name the file: {message}"
 
 
-def run_forms(forms: str, directory: Path, begin: int, factor: float, progress: Path) -> list[dict[str, Any]]:
+def run_forms(
+    forms: str, directory: Path, begin: int, factor: float, progress: Path
+) -> list[dict[str, Any]]:
     """All forms of a module (`package.module:NAME`), in a process of their own."""
     import importlib
 

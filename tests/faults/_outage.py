@@ -27,10 +27,13 @@ LIMIT = 120.0
 
 
 def mlflow_outage(directory: Path, nursery: Nursery, seed: int) -> Outcome:
-    """MLflow's server is killed while a training is forwarded to it, and comes back before the end or after it."""
+    """MLflow's server is killed while a training is forwarded to it, and comes back before the end
+    or after it."""
     draw = random.Random(f"mlflow-{seed}")
     down, up = draw.randrange(3, ITERATIONS // 2), draw.randrange(ITERATIONS // 2 + 5, ITERATIONS)
-    outcome = Outcome("mlflow", seed, float(down), f"MLflow's server at iteration {down}, back at {up}", hit=True)
+    outcome = Outcome(
+        "mlflow", seed, float(down), f"MLflow's server at iteration {down}, back at {up}", hit=True
+    )
     place = directory / f"mlflow-{seed}"
     run = place / "run"
     run.mkdir(parents=True)
@@ -38,15 +41,21 @@ def mlflow_outage(directory: Path, nursery: Nursery, seed: int) -> Outcome:
     try:
         with running(mlflow_server(place, place)) as server:
             training = nursery.start(slow_training, place, run)
-            forwarding = nursery.start(forward, place, run, environment={"MLFLOW_TRACKING_URI": address(server)})
-            _wait(f"iteration {down} in MLflow", lambda: _sent(place) >= down, (training, forwarding))
+            forwarding = nursery.start(
+                forward, place, run, environment={"MLFLOW_TRACKING_URI": address(server)}
+            )
+            _wait(
+                f"iteration {down} in MLflow", lambda: _sent(place) >= down, (training, forwarding)
+            )
             server.kill()
             _wait(f"iteration {up}", lambda: _reached(run) >= up, (training, forwarding))
             server.start()
             training.value(LIMIT)
             slowest = forwarding.value(LIMIT)
             if slowest > 1.0:
-                outcome.faults.append(f"a poll took {slowest:.1f} s: training would wait for MLflow")
+                outcome.faults.append(
+                    f"a poll took {slowest:.1f} s: training would wait for MLflow"
+                )
         outcome.faults += _flow.tracking_problems(place / "mlflow.db", run)
     except AssertionError as error:
         outcome.faults.append(f"{type(error).__name__}: {error}")
@@ -85,7 +94,9 @@ def forward(place: Path, run: Path) -> float:
         time.sleep(0.05)
     config = TrainJob.read(run / "run.json").config
     assert os.environ["MLFLOW_TRACKING_URI"].startswith("http://")
-    forwarder = Forwarder(Tracking(Workspace(place), "outage"), run, config, RunFacts("0" * 16), interval=0.3)
+    forwarder = Forwarder(
+        Tracking(Workspace(place), "outage"), run, config, RunFacts("0" * 16), interval=0.3
+    )
     slowest = 0.0
     while not any(event["kind"] == "exit" for event, _ in EventReader(run / "events.jsonl")):
         began = time.monotonic()
@@ -97,9 +108,11 @@ def forward(place: Path, run: Path) -> float:
 
 
 def prefect_outage(directory: Path, nursery: Nursery, seed: int) -> Outcome:
-    """Prefect's server is killed in the middle of a flow's training and started again a few seconds later.
+    """Prefect's server is killed in the middle of a flow's training and started again a few seconds
+    later.
 
-    The training itself must not mind. The flow may fail when it cannot tell its state: then the same command finishes.
+    The training itself must not mind. The flow may fail when it cannot tell its state: then the
+    same command finishes.
     """
     draw = random.Random(f"prefect-{seed}")
     place = directory / f"prefect-{seed}"
@@ -114,7 +127,11 @@ def prefect_outage(directory: Path, nursery: Nursery, seed: int) -> Outcome:
             _wait("the training", lambda: any(workspace.glob("runs/*/run.json")), (flow,))
             time.sleep(outcome.moment)
             server.kill()
-            _wait("the end of the training", lambda: any(map(_exits, workspace.glob("runs/*/events.jsonl"))), (flow,))
+            _wait(
+                "the end of the training",
+                lambda: any(map(_exits, workspace.glob("runs/*/events.jsonl"))),
+                (flow,),
+            )
             server.start()
             server.wait()
             answer = flow.finish(_flow.DEADLINE)
@@ -135,7 +152,11 @@ def _exits(events: Path) -> bool:
 
 
 def _reached(run: Path) -> int:
-    steps = (event["iteration"] for event, _ in EventReader(run / "events.jsonl") if event["kind"] == "step")
+    steps = (
+        event["iteration"]
+        for event, _ in EventReader(run / "events.jsonl")
+        if event["kind"] == "step"
+    )
     return max(steps, default=0)
 
 
@@ -143,7 +164,9 @@ def _sent(place: Path) -> int:
     """The last iteration that MLflow's tables have."""
     try:
         connection = sqlite3.connect(f"file:{place / 'mlflow.db'}?mode=ro", uri=True)
-        found = connection.execute("select max(step) from metrics where key = 'train/lm_loss'").fetchone()[0]
+        found = connection.execute(
+            "select max(step) from metrics where key = 'train/lm_loss'"
+        ).fetchone()[0]
         connection.close()
     except sqlite3.Error:
         return 0
@@ -155,6 +178,8 @@ def _wait(what: str, condition: Callable[[], bool], processes: tuple[Child, ...]
     while not condition():
         for process in processes:
             code = process.wait(0)
-            assert code in (None, 0), f"a process ended with {code} before {what}: {process.words()}"
+            assert code in (None, 0), (
+                f"a process ended with {code} before {what}: {process.words()}"
+            )
         assert time.monotonic() < deadline, f"{what} did not come within {LIMIT:.0f} s"
         time.sleep(0.05)

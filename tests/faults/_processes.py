@@ -1,4 +1,5 @@
-"""Processes that are made to be killed: forked from a warm one, each with a session of its own, none left behind."""
+"""Processes that are made to be killed: forked from a warm one, each with a session of its own,
+none left behind."""
 
 import faulthandler
 import json
@@ -106,7 +107,10 @@ class Child:
         except FileNotFoundError:
             if isinstance(self.process, Program) and self.process.exitcode == 0:
                 return {"value": None}
-            answer = {"error": "Died", "message": f"exit code {self.process.exitcode}: {self.words()}"}
+            answer = {
+                "error": "Died",
+                "message": f"exit code {self.process.exitcode}: {self.words()}",
+            }
         return answer
 
     def value(self, seconds: float) -> Any:
@@ -123,7 +127,8 @@ class Child:
             return "(nothing)"
 
     def left(self) -> list[int]:
-        """Ids of the living processes that it started or that share its session, itself included."""
+        """Ids of the living processes that it started or that share its session, itself
+        included."""
         return [pid for pid in processes() if pid != os.getpid() and self._owns(pid)]
 
     def none_left(self, seconds: float) -> list[str]:
@@ -140,10 +145,13 @@ class Child:
         return []
 
     def _owns(self, pid: int) -> bool:
-        return session_of(pid) == self.pid or f"{MARK}={self.token}".encode() in environment_of(pid).split(b"\0")
+        return session_of(pid) == self.pid or f"{MARK}={self.token}".encode() in environment_of(
+            pid
+        ).split(b"\0")
 
     def _abort(self) -> None:
-        """Let it write its stacks (faulthandler answers SIGABRT without the interpreter's lock), then end it."""
+        """Let it write its stacks (faulthandler answers SIGABRT without the interpreter's lock),
+        then end it."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGABRT)
         self.wait(5)
@@ -163,7 +171,10 @@ class Nursery:
         self._children: list[Child] = []
 
     def start(
-        self, function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
     ) -> Child:
         """Call a module-level function in a new process; returns once the call has begun."""
         token = secrets.token_hex(8)
@@ -171,7 +182,15 @@ class Nursery:
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=_child,
-            args=(theirs, token, str(log), str(outcome), dict(environment or {}), function, arguments),
+            args=(
+                theirs,
+                token,
+                str(log),
+                str(outcome),
+                dict(environment or {}),
+                function,
+                arguments,
+            ),
         )
         with _LOCK, _server_environment():
             process.start()
@@ -182,7 +201,9 @@ class Nursery:
         try:
             ours.recv_bytes()
         except EOFError:
-            raise AssertionError(f"a process ended before it began: exit code {child.wait(5)}") from None
+            raise AssertionError(
+                f"a process ended before it began: exit code {child.wait(5)}"
+            ) from None
         ours.close()
         child.started = time.monotonic()
         return child
@@ -283,7 +304,11 @@ def _redirect(log: str) -> None:
 
 def processes() -> list[int]:
     """Ids of all processes that are no zombies."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _state(int(name)) not in ("Z", "X", "")]
+    return [
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdigit() and _state(int(name)) not in ("Z", "X", "")
+    ]
 
 
 def _stat(pid: int) -> list[str]:
@@ -309,7 +334,10 @@ def children_of(pid: int) -> list[int]:
 
 
 def environment_of(pid: int) -> bytes:
-    """The environment with which its program was started; empty when it is gone or another user's."""
+    """The environment with which its program was started.
+
+    Empty when it is gone or another user's.
+    """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -319,6 +347,12 @@ def environment_of(pid: int) -> bytes:
 def command_line(pid: int) -> str:
     """Its program and arguments."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""

@@ -102,7 +102,9 @@ def make_events(directory: Path) -> Sequence[Path]:
             if iteration % 4 == 0:
                 writer.write("evaluation", **common, lm_loss=5.0, ppl=148.4)
                 name = f"checkpoints/iter_{iteration:07d}"
-                writer.write("checkpoint", **common, path=name, size_bytes=1000, validation_loss=5.0)
+                writer.write(
+                    "checkpoint", **common, path=name, size_bytes=1000, validation_loss=5.0
+                )
         writer.write("checkpoint_deleted", iteration=4, path="checkpoints/iter_0000004")
         writer.write("exit", iteration=8, reason="finished")
     return [path]
@@ -125,8 +127,12 @@ def read_events(directory: Path) -> Any:
 
 def make_tracking(directory: Path) -> Sequence[Path]:
     make_events(directory)
-    (directory / "mlflow_offset.json").write_text(json.dumps({"run_id": "ab" * 16, "offset": 0}), encoding="utf-8")
-    (directory / "mlflow.json").write_text(json.dumps({"token": "cd" * 16, "run_id": "ab" * 16}), encoding="utf-8")
+    (directory / "mlflow_offset.json").write_text(
+        json.dumps({"run_id": "ab" * 16, "offset": 0}), encoding="utf-8"
+    )
+    (directory / "mlflow.json").write_text(
+        json.dumps({"token": "cd" * 16, "run_id": "ab" * 16}), encoding="utf-8"
+    )
     return [directory / "mlflow_offset.json", directory / "mlflow.json"]
 
 
@@ -193,12 +199,19 @@ def make_marker(directory: Path) -> Sequence[Path]:
 
 def read_unverified(directory: Path) -> Any:
     newest = directory / "iter_0000020"
-    return digest_of(read_tensors(newest)), read_state(newest).get("iteration"), repr(read_spec(newest))
+    return (
+        digest_of(read_tensors(newest)),
+        read_state(newest).get("iteration"),
+        repr(read_spec(newest)),
+    )
 
 
 def make_root(directory: Path) -> Sequence[Path]:
     _write_checkpoints(directory)
-    return [*sorted((directory / "iter_0000020").iterdir()), directory / "latest_checkpointed_iteration.txt"]
+    return [
+        *sorted((directory / "iter_0000020").iterdir()),
+        directory / "latest_checkpointed_iteration.txt",
+    ]
 
 
 def read_latest(directory: Path) -> Any:
@@ -222,12 +235,16 @@ def make_conf(directory: Path) -> Sequence[Path]:
     names = ("gpt2-tiny", "t5-tiny", "gpt2-345m-zero2")
     for name in names:
         values = (ROOT / "conf" / f"{name}.yaml").read_text(encoding="utf-8")
-        (directory / f"{name}.yaml").write_text(values.replace("conf/ds/", f"{ROOT}/conf/ds/"), encoding="utf-8")
+        (directory / f"{name}.yaml").write_text(
+            values.replace("conf/ds/", f"{ROOT}/conf/ds/"), encoding="utf-8"
+        )
     return [directory / f"{name}.yaml" for name in names]
 
 
 def read_conf(directory: Path) -> Any:
-    return [load_config(str(path)).model_dump(mode="json") for path in sorted(directory.glob("*.yaml"))]
+    return [
+        load_config(str(path)).model_dump(mode="json") for path in sorted(directory.glob("*.yaml"))
+    ]
 
 
 def make_deepspeed_json(directory: Path) -> Sequence[Path]:
@@ -243,7 +260,9 @@ def read_deepspeed_json(directory: Path) -> Any:
 
 
 def make_hostfile(directory: Path) -> Sequence[Path]:
-    (directory / "hostfile").write_text("# two nodes\nnode-a slots=8\nnode-b.local slots=8\n", encoding="utf-8")
+    (directory / "hostfile").write_text(
+        "# two nodes\nnode-a slots=8\nnode-b.local slots=8\n", encoding="utf-8"
+    )
     return [directory / "hostfile"]
 
 
@@ -266,6 +285,8 @@ RUN_FORMS = (
     Form("complete.json", make_marker, read_verified, 60),
     Form("newest checkpoint", make_root, read_latest, 60, heals=True),
     Form("conf YAML", make_conf, read_conf, 60, also=("deepspeed.config is",)),
-    Form("DeepSpeed JSON", make_deepspeed_json, read_deepspeed_json, 50, also=("deepspeed.config",)),
+    Form(
+        "DeepSpeed JSON", make_deepspeed_json, read_deepspeed_json, 50, also=("deepspeed.config",)
+    ),
     Form("hostfile", make_hostfile, read_hosts, 40),
 )

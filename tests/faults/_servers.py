@@ -1,4 +1,5 @@
-"""Prefect's and MLflow's servers, started as `make server` starts them, to be killed and started again."""
+"""Prefect's and MLflow's servers, started as `make server` starts them, to be killed and started
+again."""
 
 import contextlib
 import os
@@ -50,7 +51,9 @@ class Server:
     def start(self) -> None:
         """Start it; `wait` says when it answers."""
         environment = {**os.environ, **QUIET, **self.environment}
-        self.started = spawn(self.name, self.command, token=self.token, env=environment, cwd=ROOT, log=self.log)
+        self.started = spawn(
+            self.name, self.command, token=self.token, env=environment, cwd=ROOT, log=self.log
+        )
 
     def wait(self) -> None:
         """Until it answers."""
@@ -91,9 +94,25 @@ def mlflow_server(workspace: Path, directory: Path) -> Server:
 def prefect_server(home: Path, directory: Path) -> Server:
     """Prefect's, with its database below `home`."""
     port = free_port()
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+    ]
     environment = {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://{HOST}:{port}/api"}
-    return Server("prefect", command, f"http://{HOST}:{port}/api/health", environment, directory / "prefect.log")
+    return Server(
+        "prefect",
+        command,
+        f"http://{HOST}:{port}/api/health",
+        environment,
+        directory / "prefect.log",
+    )
 
 
 def address(server: Server) -> str:

@@ -1,4 +1,5 @@
-"""What is killed around a training: saving checkpoints, training itself on one rank and on two, and the export."""
+"""What is killed around a training: saving checkpoints, training itself on one rank and on two, and
+the export."""
 
 import hashlib
 import json
@@ -11,7 +12,13 @@ from typing import Any
 import torch
 
 from megacore.artifact import Manifest
-from megacore.checkpoint.format import checkpoint_directories, complete_checkpoints, latest_complete, read_state, verify
+from megacore.checkpoint.format import (
+    checkpoint_directories,
+    complete_checkpoints,
+    latest_complete,
+    read_state,
+    verify,
+)
 from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.save import save_checkpoint
@@ -56,7 +63,10 @@ def tensor_digests(checkpoint: Path) -> dict[str, str]:
 
 def _tensors(iteration: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(iteration)
-    return {f"model.part_{number}": torch.rand(SAVED_NUMBERS, generator=generator) for number in range(3)}
+    return {
+        f"model.part_{number}": torch.rand(SAVED_NUMBERS, generator=generator)
+        for number in range(3)
+    }
 
 
 def _save(inputs: Path, place: Path, attempt: int) -> None:
@@ -67,7 +77,13 @@ def _save(inputs: Path, place: Path, attempt: int) -> None:
     there = latest_complete(root)
     done = 0 if there is None else int(read_state(there)["iteration"])
     for iteration in range(done + 1, SAVES + 1):
-        save_checkpoint(root, iteration, _tensors(iteration), {"iteration": iteration}, validation_loss=1.0 / iteration)
+        save_checkpoint(
+            root,
+            iteration,
+            _tensors(iteration),
+            {"iteration": iteration},
+            validation_loss=1.0 / iteration,
+        )
         apply_retention(root, keep_last=2)
     apply_retention(root, keep_last=2)
 
@@ -83,7 +99,12 @@ def _save_in_background(inputs: Path, place: Path, attempt: int) -> None:
     done = 0 if there is None else int(read_state(there)["iteration"])
     saver = CheckpointSaver(root, asynchronous=True, keep_last=2, keep_every=None, keep_best=False)
     for iteration in range(done + 1, SAVES + 1):
-        saver.save(iteration, _tensors(iteration), {"iteration": iteration}, validation_loss=1.0 / iteration)
+        saver.save(
+            iteration,
+            _tensors(iteration),
+            {"iteration": iteration},
+            validation_loss=1.0 / iteration,
+        )
         time.sleep(0.02)
     saver.wait()
     saver.close()
@@ -93,7 +114,9 @@ def _save_in_background(inputs: Path, place: Path, attempt: int) -> None:
 def _saved(inputs: Path, place: Path) -> Any:
     root = place / "checkpoints"
     return {
-        "checkpoints": {path.name: tensor_digests(path) for path in complete_checkpoints(root, "full")},
+        "checkpoints": {
+            path.name: tensor_digests(path) for path in complete_checkpoints(root, "full")
+        },
         "files": sorted(path.name for path in root.iterdir()),
     }
 
@@ -118,7 +141,13 @@ def _prepare(inputs: Path) -> None:
 
 def job_of(inputs: Path, place: Path, attempt: int, ranks: int, *, asynchronous: bool) -> TrainJob:
     """The same for every rank of an attempt."""
-    return _runs.job(_config(ranks, asynchronous=asynchronous), inputs / "data", place, ranks=ranks, attempt=attempt)
+    return _runs.job(
+        _config(ranks, asynchronous=asynchronous),
+        inputs / "data",
+        place,
+        ranks=ranks,
+        attempt=attempt,
+    )
 
 
 def _train(ranks: int, asynchronous: bool, inputs: Path, place: Path, attempt: int) -> None:
@@ -154,9 +183,11 @@ def trained(inputs: Path, place: Path) -> Any:
         "checkpoints": {path.name: marker.validation_loss for path, marker in complete.items()},
         "steps": losses(place, "step"),
         "evaluations": losses(place, "evaluation"),
-        "exits": [event["iteration"] for event, _ in EventReader(place / "events.jsonl") if event["kind"] == "exit"][
-            -1
-        ],
+        "exits": [
+            event["iteration"]
+            for event, _ in EventReader(place / "events.jsonl")
+            if event["kind"] == "exit"
+        ][-1],
         "temporaries": sorted(path.name for path in place.rglob("*.tmp-*")),
     }
 
@@ -167,7 +198,9 @@ def losses(place: Path, kind: str) -> dict[str, float]:
     for event, _ in EventReader(place / "events.jsonl"):
         if event["kind"] == kind:
             loss = found.setdefault(str(event["iteration"]), event["lm_loss"])
-            assert loss == event["lm_loss"], f"two attempts computed {loss} and {event['lm_loss']} in {event}"
+            assert loss == event["lm_loss"], (
+                f"two attempts computed {loss} and {event['lm_loss']} in {event}"
+            )
     return found
 
 
@@ -185,7 +218,9 @@ def _export(inputs: Path, place: Path, attempt: int) -> None:
     def fill(directory: Path) -> dict[str, Any]:
         paths = {"output_directory": str(directory), "exit_directory": str(place / "exit")}
         export(job.model_copy(update=paths))
-        return {"passed": json.loads((directory / "parity.json").read_text(encoding="utf-8"))["passed"]}
+        return {
+            "passed": json.loads((directory / "parity.json").read_text(encoding="utf-8"))["passed"]
+        }
 
     _data.build(place, "convert", fill)
 

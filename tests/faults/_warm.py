@@ -1,4 +1,7 @@
-"""What the server that forks cases imports once: a case then starts in milliseconds instead of seconds."""
+"""What the server that forks cases imports once.
+
+A case then starts in milliseconds instead of seconds.
+"""
 # ruff: noqa: F401
 
 import torch

@@ -25,12 +25,20 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.fixture(scope="session")
-def outcome_of(request: pytest.FixtureRequest, bench: Bench) -> Iterator[Callable[[Case], list[Outcome]]]:
+def outcome_of(
+    request: pytest.FixtureRequest, bench: Bench
+) -> Iterator[Callable[[Case], list[Outcome]]]:
     """Waits for a case."""
-    selected = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    selected = [
+        item.callspec.params.get("case")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    ]
     cases = [case for case in selected if isinstance(case, Case)]
     cases.sort(key=lambda case: FIRST.index(case.kind) if case.kind in FIRST else len(FIRST))
     pool = ThreadPoolExecutor(WORKERS)
-    futures: dict[Case, Future[list[Outcome]]] = {case: pool.submit(run_case, bench, case) for case in cases}
+    futures: dict[Case, Future[list[Outcome]]] = {
+        case: pool.submit(run_case, bench, case) for case in cases
+    }
     yield lambda case: futures[case].result()
     pool.shutdown(cancel_futures=True)

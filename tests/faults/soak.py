@@ -1,10 +1,12 @@
-"""`make soak`: hundreds of kills of all kinds, full disks, damaged files and lost servers, with a table at the end.
+"""`make soak`: hundreds of kills of all kinds, full disks, damaged files and lost servers, with a
+table at the end.
 
     python -m tests.faults.soak --kills 500 --seed 1 --out report.json
     python -m tests.faults.soak --case launcher-100003          one case again
     python -m tests.faults.soak --markdown report.json          the table of docs/reliability.md
 
-Exits with 1 when any case has a fault. Each case has a deadline: a hang is a fault, with the stacks of its threads.
+Exits with 1 when any case has a fault. Each case has a deadline: a hang is a fault, with the stacks
+of its threads.
 """
 # ruff: noqa: T201 - it is a program
 
@@ -40,21 +42,33 @@ _LONGEST_FIRST = ("flow", "prefect", "mlflow", "launcher")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.soak", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--kills", type=int, default=500, help="SIGKILLs of all kinds together")
     parser.add_argument("--seed", type=int, default=1, help="another one draws other moments")
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument(
-        "--only", action="append", default=[], choices=[*SOAK_WEIGHTS], help="kills of these kinds alone"
+        "--only",
+        action="append",
+        default=[],
+        choices=[*SOAK_WEIGHTS],
+        help="kills of these kinds alone",
     )
-    parser.add_argument("--case", action="append", default=[], metavar="KIND-SEED", help="these cases alone")
-    parser.add_argument("--markdown", type=Path, metavar="REPORT", help="print a report as a table, run nothing")
+    parser.add_argument(
+        "--case", action="append", default=[], metavar="KIND-SEED", help="these cases alone"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="REPORT", help="print a report as a table, run nothing"
+    )
     options = parser.parse_args(arguments)
     if options.markdown:
         print(markdown(json.loads(options.markdown.read_text(encoding="utf-8"))))
         return 0
-    cases = [_case(name) for name in options.case] or _cases(options.kills, options.seed, options.only)
+    cases = [_case(name) for name in options.case] or _cases(
+        options.kills, options.seed, options.only
+    )
     directory = Path(tempfile.mkdtemp(prefix="megacore-soak-"))
     started = time.monotonic()
     bench = Bench(directory, Nursery(directory / "logs"), KINDS)
@@ -65,7 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench.close()
     report = _report(options.kills, options.seed, outcomes, mutations, time.monotonic() - started)
     print(markdown(report))
-    faults = [*(f"{one['kind']}-{one['seed']}: {fault}" for one in report["outcomes"] for fault in one["faults"])]
+    faults = [
+        *(
+            f"{one['kind']}-{one['seed']}: {fault}"
+            for one in report["outcomes"]
+            for fault in one["faults"]
+        )
+    ]
     faults += [finding for form in mutations for finding in form["findings"]]
     print("\n".join(["", f"{len(faults)} faults", *faults]))
     if options.out:
@@ -87,10 +107,19 @@ def _cases(kills: int, seed: int, only: Sequence[str]) -> list[Case]:
     cases = soak_cases(kills, seed, only)
     if not only:
         first = seed * 100_000
-        cases += [Case(kind, first + number) for kind, count in OUTAGES.items() for number in range(count)]
-        cases += [Case(f"{DISK}{kind}", first + number) for kind in DISKS for number in range(DISKS_PER_KIND)]
+        cases += [
+            Case(kind, first + number) for kind, count in OUTAGES.items() for number in range(count)
+        ]
+        cases += [
+            Case(f"{DISK}{kind}", first + number)
+            for kind in DISKS
+            for number in range(DISKS_PER_KIND)
+        ]
     return sorted(
-        cases, key=lambda case: _LONGEST_FIRST.index(case.kind) if case.kind in _LONGEST_FIRST else len(_LONGEST_FIRST)
+        cases,
+        key=lambda case: (
+            _LONGEST_FIRST.index(case.kind) if case.kind in _LONGEST_FIRST else len(_LONGEST_FIRST)
+        ),
     )
 
 
@@ -104,11 +133,18 @@ def _run(bench: Bench, cases: Sequence[Case], jobs: int) -> list[Outcome]:
             try:
                 found = future.result()
             except Exception as error:
-                found = [Outcome(case.kind, case.seed, 0.0, "", faults=[f"{type(error).__name__}: {error}"])]
+                found = [
+                    Outcome(
+                        case.kind, case.seed, 0.0, "", faults=[f"{type(error).__name__}: {error}"]
+                    )
+                ]
             outcomes += found
             faults = sum(len(one.faults) for one in found)
             what = f"{faults} FAULTS" if faults else "ok"
-            print(f"[{number}/{len(cases)}] {case} {what} {sum(one.seconds for one in found):.1f} s", flush=True)
+            print(
+                f"[{number}/{len(cases)}] {case} {what} {sum(one.seconds for one in found):.1f} s",
+                flush=True,
+            )
             for one in found:
                 for fault in one.faults:
                     print(f"    {fault}", flush=True)
@@ -116,7 +152,10 @@ def _run(bench: Bench, cases: Sequence[Case], jobs: int) -> list[Outcome]:
 
 
 def _damage(bench: Bench, seed: int) -> list[dict[str, Any]]:
-    """Damaged files in one process; when that dies or hangs, it is a finding at the file that it was at."""
+    """Damaged files in one process.
+
+    When that dies or hangs, it is a finding at the file that it was at.
+    """
     progress = bench.directory / "mutations"
     child = bench.nursery.start(
         run_forms, FORMS, bench.directory / "forms", seed * 1_000_000, MUTATION_FACTOR, progress
@@ -129,9 +168,20 @@ def _damage(bench: Bench, seed: int) -> list[dict[str, Any]]:
         reports: list[dict[str, Any]] = answer["value"]
         return reports
     done = progress.with_suffix(".jsonl")
-    reports = [json.loads(line) for line in done.read_text(encoding="utf-8").splitlines()] if done.exists() else []
+    reports = (
+        [json.loads(line) for line in done.read_text(encoding="utf-8").splitlines()]
+        if done.exists()
+        else []
+    )
     at = progress.read_text(encoding="utf-8").strip() if progress.exists() else "the begin"
-    return [*reports, {"form": "(ended)", "counts": {}, "findings": [f"{at}: the process ended: {answer['message']}"]}]
+    return [
+        *reports,
+        {
+            "form": "(ended)",
+            "counts": {},
+            "findings": [f"{at}: the process ended: {answer['message']}"],
+        },
+    ]
 
 
 def _report(
@@ -171,20 +221,33 @@ def markdown(report: dict[str, Any]) -> str:
         hits = sum(one["hit"] for one in found)
         lines.append(f"| {kind} | {len(found)} | {hits} | {len(found) - hits} | {_faults(found)} |")
     if others:
-        lines += ["", "| full disk, or a server killed and started again | cases | faults |", "| --- | ---: | ---: |"]
+        lines += [
+            "",
+            "| full disk, or a server killed and started again | cases | faults |",
+            "| --- | ---: | ---: |",
+        ]
         lines += [f"| {kind} | {len(found)} | {_faults(found)} |" for kind, found in others.items()]
     if report["mutations"]:
         names = ("refused", "right", "other")
-        lines += ["", "| damaged file | mutations | refused | read as whole | another valid value | faults |"]
+        lines += [
+            "",
+            "| damaged file | mutations | refused | read as whole | another valid value | faults |",
+        ]
         lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
-        total = {"form": "all", "counts": {}, "findings": [f for form in report["mutations"] for f in form["findings"]]}
+        total = {
+            "form": "all",
+            "counts": {},
+            "findings": [f for form in report["mutations"] for f in form["findings"]],
+        }
         for form in report["mutations"]:
             for what, count in form["counts"].items():
                 total["counts"][what] = total["counts"].get(what, 0) + count
         for form in [*report["mutations"], total]:
             counts = {what: count for what, count in form["counts"].items() if what != "same"}
             shown = " | ".join(str(counts.get(name, 0)) for name in names)
-            lines.append(f"| {form['form']} | {sum(counts.values())} | {shown} | {len(form['findings'])} |")
+            lines.append(
+                f"| {form['form']} | {sum(counts.values())} | {shown} | {len(form['findings'])} |"
+            )
     return "\n".join(lines)
 
 

@@ -1,7 +1,10 @@
-"""SIGKILL at random moments: nothing partial is visible, nothing is left over, and the same call finishes the same.
+"""SIGKILL at random moments.
 
-A case that failed is repeated by its id, as in `pytest "tests/faults/test_kills.py::test_killed[save-async-2]"`, and
-any other by `python -m tests.faults.soak --case save-async-300017`.
+Nothing partial is visible, nothing is left over, and the same call finishes the same.
+
+A case that failed is repeated by its id, as in `pytest
+"tests/faults/test_kills.py::test_killed[save-async-2]"`, and any other by `python -m
+tests.faults.soak --case save-async-300017`.
 """
 
 from collections.abc import Callable
@@ -9,7 +12,15 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults._cases import Outcome
-from tests.faults._matrix import DISK, DISKS_IN_CI, KILLS_IN_CI, KILLS_PER_FLOW, Case, flow_stages, soak_cases
+from tests.faults._matrix import (
+    DISK,
+    DISKS_IN_CI,
+    KILLS_IN_CI,
+    KILLS_PER_FLOW,
+    Case,
+    flow_stages,
+    soak_cases,
+)
 
 OutcomeOf = Callable[[Case], list[Outcome]]
 KILLS = [Case(kind, seed) for kind, count in KILLS_IN_CI.items() for seed in range(count)]
@@ -25,7 +36,9 @@ def test_killed(case: Case, outcome_of: OutcomeOf) -> None:
 
 def test_most_kills_hit(outcome_of: OutcomeOf, request: pytest.FixtureRequest) -> None:
     """Else the moments are drawn wrongly and nothing is tested."""
-    if not {f"test_killed[{case}]" for case in KILLS} <= {item.name for item in request.session.items}:
+    if not {f"test_killed[{case}]" for case in KILLS} <= {
+        item.name for item in request.session.items
+    }:
         pytest.skip("only some cases were selected")
     outcomes = [outcome for case in KILLS for outcome in outcome_of(case)]
     assert len(outcomes) >= 40
@@ -54,7 +67,9 @@ def test_mlflow_server_killed_and_restarted(case: Case, outcome_of: OutcomeOf) -
 
 def test_a_soak_has_all_kinds_in_proportion() -> None:
     cases = soak_cases(500, seed=3)
-    kills = {kind: sum(case.kind == kind for case in cases) for kind in {case.kind for case in cases}}
+    kills = {
+        kind: sum(case.kind == kind for case in cases) for kind in {case.kind for case in cases}
+    }
     assert 490 <= sum(kills.values()) + (KILLS_PER_FLOW - 1) * kills["flow"] <= 510
     assert kills.keys() == {*KILLS_IN_CI, "flow"}
     assert all(flow_stages(seed)[0] != flow_stages(seed)[1] for seed in range(20))

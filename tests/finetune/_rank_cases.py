@@ -7,7 +7,8 @@ from tests._dist import still_alive
 
 MODELS = {"classification": "deberta", "seq2seq": "blenderbot", "causal_lm": "gpt2"}
 COUNTS = (9, 3, 8)
-"""Samples of a split: with two ranks and batches of 4 the last batch is filled up by 7, by 5, and by none."""
+"""Samples of a split: with two ranks and batches of 4 the last batch is filled up by 7, by 5, and
+by none."""
 BATCH = 4
 
 
@@ -16,7 +17,9 @@ def case_config(root: Path, kind: str) -> Any:
     from tests.finetune._tiny_models import tiny_config
 
     metrics = {"seq2seq": {"metrics": ["bleu", "rouge1", "rougeLsum"]}}
-    return tiny_config(root / kind / "model", root / kind / "data", kind, task=metrics.get(kind, {}))
+    return tiny_config(
+        root / kind / "model", root / kind / "data", kind, task=metrics.get(kind, {})
+    )
 
 
 def write_cases(root: Path) -> None:
@@ -30,7 +33,8 @@ def write_cases(root: Path) -> None:
 
 
 def run(root: Path) -> dict[str, Any]:
-    """By task the metrics of the first samples of the validation split, and the sum of the weights."""
+    """By task the metrics of the first samples of the validation split, and the sum of the
+    weights."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -39,9 +43,13 @@ def run(root: Path) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     found: dict[str, Any] = {}
     for kind in MODELS:
-        task = build_task(case_config(root, kind), root / kind / "examples", root / kind / "pretrained")
+        task = build_task(
+            case_config(root, kind), root / kind / "examples", root / kind / "pretrained"
+        )
         model = task.build_model()
-        found[f"{kind} weights"] = sum(float(weight.detach().abs().double().sum()) for weight in model.parameters())
+        found[f"{kind} weights"] = sum(
+            float(weight.detach().abs().double().sum()) for weight in model.parameters()
+        )
         model = accelerator.prepare(model).eval()
         for count in COUNTS:
             found[f"{kind} {count}"] = score(accelerator, task, model, count)

@@ -11,8 +11,9 @@ import torch
 from megacore.config.finetune import FinetuneConfig
 
 _TEXT = (
-    "the a small big red blue old new cat dog bird fish house tree river road runs sleeps sees finds eats likes near "
-    "under over with and then it was is not very good bad happy sad quick slow"
+    "the a small big red blue old new cat dog bird fish house tree river road runs sleeps sees "
+    "finds eats likes near under over with and then it was is not very good bad happy sad quick "
+    "slow"
 )
 WORDS = tuple(_TEXT.split())
 POSITIONS = 64
@@ -24,15 +25,16 @@ def write_tokenizer(directory: Path, kind: str) -> Any:
 
     Args:
         directory: of the model.
-        kind: `encoder` writes [CLS] A [SEP] B [SEP] with segments, `seq2seq` ends with </s>, `decoder` adds nothing
-            and has no padding.
+        kind: `encoder` writes [CLS] A [SEP] B [SEP] with segments, `seq2seq` ends with </s>,
+            `decoder` adds nothing and has no padding.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     first = {"encoder": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], "seq2seq": ["<pad>", "<unk>", "</s>"]}
     special = first.get(kind, ["<|endoftext|>"])
-    # A line break is a word of its own: it divides the two of a pair where the tokenizer puts nothing between them.
+    # A line break is a word of its own: it divides the two of a pair where the tokenizer puts
+    # nothing between them.
     vocabulary = {word: number for number, word in enumerate([*special, *WORDS, ".", "\n"])}
     unknown = special[0] if kind == "decoder" else special[1]
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
@@ -60,7 +62,8 @@ def write_tokenizer(directory: Path, kind: str) -> Any:
 
 
 def write_model(directory: Path, kind: str, **values: Any) -> Path:
-    """A model with random weights and its tokenizer: `deberta`, `bert`, `xlnet`, `blenderbot`, `t5` or `gpt2`."""
+    """A model with random weights and its tokenizer: `deberta`, `bert`, `xlnet`, `blenderbot`, `t5`
+    or `gpt2`."""
     import transformers
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,9 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
     torch.manual_seed(3)
     match kind:
         case "deberta":
-            config = transformers.DebertaV2Config(vocab_size=size, type_vocab_size=0, **(encoder | values))
+            config = transformers.DebertaV2Config(
+                vocab_size=size, type_vocab_size=0, **(encoder | values)
+            )
             model = transformers.DebertaV2ForMaskedLM(config)
         case "bert":
             config = transformers.BertConfig(vocab_size=size, **(encoder | values))
@@ -107,7 +112,14 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
             config = transformers.BlenderbotConfig(vocab_size=size, **(given | values))
             model = transformers.BlenderbotForConditionalGeneration(config)
         case "t5":
-            given = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+            given = {
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_heads": 4,
+                "dropout_rate": 0.0,
+            }
             ends = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
             config = transformers.T5Config(vocab_size=size, **(given | ends | values))
             model = transformers.T5ForConditionalGeneration(config)
@@ -124,8 +136,17 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
 def _xlnet(size: int, **values: Any) -> Any:
     import transformers
 
-    given = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "dropout": 0.0, "pad_token_id": 0}
-    return transformers.XLNetLMHeadModel(transformers.XLNetConfig(vocab_size=size, **(given | values)))
+    given = {
+        "d_model": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "d_inner": 64,
+        "dropout": 0.0,
+        "pad_token_id": 0,
+    }
+    return transformers.XLNetLMHeadModel(
+        transformers.XLNetConfig(vocab_size=size, **(given | values))
+    )
 
 
 def sentence(generator: random.Random, words: int = 5) -> str:
@@ -134,13 +155,20 @@ def sentence(generator: random.Random, words: int = 5) -> str:
 
 
 def pair_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Sentence pairs; the label is 1 where the second begins with the first's first word, which can be learned."""
+    """Sentence pairs.
+
+    The label is 1 where the second begins with the first's first word, which can be learned.
+    """
     generator = random.Random(seed)
     rows = []
     for number in range(count):
         first, second = sentence(generator, 3 + number % 3), sentence(generator, 4)
         label = generator.randrange(2)
-        word = first.split()[0] if label else generator.choice([word for word in WORDS if word not in first])
+        word = (
+            first.split()[0]
+            if label
+            else generator.choice([word for word in WORDS if word not in first])
+        )
         rows.append({"sentence1": first, "sentence2": f"{word} {second}", "label": label})
     return rows
 
@@ -169,7 +197,10 @@ def text_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Texts in which each word follows the one before it in WORDS, which can be learned."""
     generator = random.Random(seed)
     starts = [generator.randrange(len(WORDS)) for _ in range(count)]
-    return [{"text": " ".join(WORDS[(start + place) % len(WORDS)] for place in range(12))} for start in starts]
+    return [
+        {"text": " ".join(WORDS[(start + place) % len(WORDS)] for place in range(12))}
+        for start in starts
+    ]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -179,7 +210,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return path
     with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer = csv.DictWriter(
+            file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ","
+        )
         writer.writeheader()
         writer.writerows(rows)
     return path
@@ -205,19 +238,35 @@ TASKS: dict[str, dict[str, Any]] = {
 _ROWS = {"classification": pair_rows, "seq2seq": copy_rows, "causal_lm": text_rows}
 
 
-def tiny_config(model: Path | str, data: Path, kind: str, /, **sections: dict[str, Any]) -> FinetuneConfig:
-    """A configuration for `train.jsonl` and `valid.jsonl` in `data`; each section's values are added to the others."""
+def tiny_config(
+    model: Path | str, data: Path, kind: str, /, **sections: dict[str, Any]
+) -> FinetuneConfig:
+    """A configuration for `train.jsonl` and `valid.jsonl` in `data`.
+
+    Each section's values are added to the others.
+    """
     values: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
         "data": {
-            "source": {"kind": "files", "train": [str(data / "train.jsonl")], "valid": [str(data / "valid.jsonl")]},
+            "source": {
+                "kind": "files",
+                "train": [str(data / "train.jsonl")],
+                "valid": [str(data / "valid.jsonl")],
+            },
             "workers": 1,
         },
         "task": TASKS[kind],
         "optim": {"lr": 3e-3},
-        "train": {"num_epochs": 1, "micro_batch_size": 4, "eval_batch_size": 4, "precision": "fp32"},
+        "train": {
+            "num_epochs": 1,
+            "micro_batch_size": 4,
+            "eval_batch_size": 4,
+            "precision": "fp32",
+        },
     }
-    merged = {name: {**values.get(name, {}), **sections.get(name, {})} for name in {**values, **sections}}
+    merged = {
+        name: {**values.get(name, {}), **sections.get(name, {})} for name in {**values, **sections}
+    }
     return FinetuneConfig.model_validate({"name": "tiny", **merged})
 
 
@@ -229,7 +278,8 @@ def write_data(directory: Path, kind: str, train: int = 24, valid: int = 9) -> P
 
 
 def prepare(config: FinetuneConfig, root: Path) -> tuple[Path, Path]:
-    """Run the stages `pretrained`, `dataset` and `examples` below `root`; the directories of examples and model."""
+    """Run the stages `pretrained`, `dataset` and `examples` below `root`; the directories of
+    examples and model."""
     from megacore.finetune.dataset import collect_rows
     from megacore.finetune.examples import build_examples
     from megacore.finetune.pretrained import collect_pretrained, local_directory
@@ -237,14 +287,20 @@ def prepare(config: FinetuneConfig, root: Path) -> tuple[Path, Path]:
     folders = {name: root / name for name in ("pretrained", "rows", "examples", "cache")}
     for folder in folders.values():
         folder.mkdir(parents=True)
-    collect_pretrained(config.model, folders["pretrained"], folders["cache"], local=local_directory(config.model.path))
+    collect_pretrained(
+        config.model,
+        folders["pretrained"],
+        folders["cache"],
+        local=local_directory(config.model.path),
+    )
     collect_rows(config.data, folders["rows"], folders["cache"], seed=config.seed)
     build_examples(config, folders["rows"], folders["pretrained"], folders["examples"])
     return folders["examples"], folders["pretrained"]
 
 
 def write_export(root: Path, family: str) -> Path:
-    """What the exporter writes of a random `gpt`, `bert` or `t5` of ours, with a manifest; its directory."""
+    """What the exporter writes of a random `gpt`, `bert` or `t5` of ours, with a manifest; its
+    directory."""
     from megacore.artifact.build import StageKey, seal
     from megacore.convert.export import write_export
     from megacore.convert.source import CheckpointTensors
@@ -252,7 +308,11 @@ def write_export(root: Path, family: str) -> Path:
     from tests.convert._tiny import tiny_config as gpt_config
     from tests.convert._tiny import tiny_job
 
-    job = tiny_job(root, gpt_config())[0] if family == "gpt" else family_job(root, family_config(family))
+    job = (
+        tiny_job(root, gpt_config())[0]
+        if family == "gpt"
+        else family_job(root, family_config(family))
+    )
     write_export(Path(job.output_directory) / "model", job, CheckpointTensors(Path(job.checkpoint)))
     seal(Path(job.output_directory), StageKey("convert", 1, {"name": family}, {}), {}, 1.0)
     return Path(job.output_directory)
@@ -261,7 +321,9 @@ def write_export(root: Path, family: str) -> Path:
 def scores(task: Any, model: Any, accelerator: Any, split: str = "valid") -> dict[str, float]:
     """The metrics of a whole split."""
     scorer = task.scorer(accelerator, model.eval())
-    for batch in accelerator.prepare(torch.utils.data.DataLoader(task.split(split), 4, collate_fn=task.collate)):
+    for batch in accelerator.prepare(
+        torch.utils.data.DataLoader(task.split(split), 4, collate_fn=task.collate)
+    ):
         scorer.add(batch)
     found: dict[str, float] = scorer.metrics()
     return found

@@ -1,4 +1,5 @@
-"""A tiny fine-tuning with a real model: GPT-2 learns to count on in steps, from random weights that a directory has."""
+"""A tiny fine-tuning with a real model: GPT-2 learns to count on in steps, from random weights that
+a directory has."""
 
 import json
 import os
@@ -48,13 +49,22 @@ def write_model(directory: Path, *, dropout: float = 0.0) -> None:
     torch.manual_seed(11)
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     made = GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, **drops
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        **drops,
     )
     GPT2LMHeadModel(made).save_pretrained(directory)
     words = {"<pad>": 0, **{f"w{number}": number for number in range(1, WORDS)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(
+        directory
+    )
 
 
 class TinyTask:
@@ -87,10 +97,19 @@ class TinyTask:
         """
         from transformers import AutoTokenizer
 
-        self._directory, self._poison, self._signal_at, self._passes = directory, poison, signal_at, 0
+        self._directory, self._poison, self._signal_at, self._passes = (
+            directory,
+            poison,
+            signal_at,
+            0,
+        )
         self._signal_in_evaluation, self._evaluated = signal_in_evaluation, 0
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self._rows = {"train": _rows(0, train), "valid": _rows(1000, valid), "test": _rows(2000, test)}
+        self._rows = {
+            "train": _rows(0, train),
+            "valid": _rows(1000, valid),
+            "test": _rows(2000, test),
+        }
 
     def split(self, name: str) -> Any:
         from datasets import Dataset
@@ -107,7 +126,11 @@ class TinyTask:
     def _disturb(self, module: Any, arguments: Any) -> None:
         self._passes += module.training
         self._evaluated += not module.training
-        asked = self._passes == self._signal_at if module.training else self._evaluated == self._signal_in_evaluation
+        asked = (
+            self._passes == self._signal_at
+            if module.training
+            else self._evaluated == self._signal_in_evaluation
+        )
         if asked:
             os.kill(os.getpid(), signal.SIGTERM)
         if module.training and self._passes == self._poison:
@@ -131,7 +154,9 @@ class _Scorer:
         self._losses: list[torch.Tensor] = []
 
     def add(self, batch: Mapping[str, torch.Tensor]) -> None:
-        logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        logits = self._model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits.float()
         losses = torch.nn.functional.cross_entropy(
             logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
         ).mean(1)
@@ -180,7 +205,9 @@ def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> R
     from megacore.observe.recorder import EVENTS_NAME, Recorder
 
     rank = int(os.environ.get("RANK", "0"))
-    trainer = prepare(made, task, precision=made.train.precision, device=torch.device("cpu"), directory=directory)
+    trainer = prepare(
+        made, task, precision=made.train.precision, device=torch.device("cpu"), directory=directory
+    )
     stopped = None
     with Recorder(directory, attempt=attempt, rank=rank, tensorboard=False) as recorder:
         try:

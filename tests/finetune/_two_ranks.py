@@ -35,7 +35,8 @@ DISTRIBUTED = {
     "xlnet": ("ddp", "zero2"),
     "head": ("ddp", "zero3"),
 }
-"""What is tried of each real model; `head` is a DeBERTa with a trained head of three classes, which gives way."""
+"""What is tried of each real model; `head` is a DeBERTa with a trained head of three classes, which
+gives way."""
 
 
 def real_config(root: Path, model: str) -> FinetuneConfig:
@@ -43,13 +44,17 @@ def real_config(root: Path, model: str) -> FinetuneConfig:
     kind = "seq2seq" if model == "blenderbot" else "classification"
     given = {"new_head": True} if model == "head" else {}
     directory = root / model / "model"
-    return _tiny_models.tiny_config(directory, root / model, kind, model={"path": str(directory), **given})
+    return _tiny_models.tiny_config(
+        directory, root / model, kind, model={"path": str(directory), **given}
+    )
 
 
 def write_real(root: Path, model: str) -> None:
     """Everything that `_real` reads."""
     made = real_config(root, model)
-    directory = _tiny_models.write_model(Path(made.model.path), "deberta" if model == "head" else model)
+    directory = _tiny_models.write_model(
+        Path(made.model.path), "deberta" if model == "head" else model
+    )
     if model == "head":
         from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
@@ -65,11 +70,17 @@ def cases(root: Path) -> dict[str, Any]:
     for kind in ("ddp", "zero2", "zero3", "zero3-offload", "fsdp"):
         found[kind] = _case(root, kind, kind)
     for kind in ("ddp", "zero2", "fsdp"):
-        found[f"{kind} accumulated"] = _case(root, f"{kind}-acc", kind, train={"gradient_accumulation_steps": 2})
+        found[f"{kind} accumulated"] = _case(
+            root, f"{kind}-acc", kind, train={"gradient_accumulation_steps": 2}
+        )
     for kind in ("ddp", "zero2", "zero3", "fsdp"):
-        found[f"{kind} bf16"] = _case(root, f"{kind}-bf16", kind, train={"precision": "bf16", "max_steps": 2})
+        found[f"{kind} bf16"] = _case(
+            root, f"{kind}-bf16", kind, train={"precision": "bf16", "max_steps": 2}
+        )
     found["json optimizer"] = _case(root, "json", "zero2", launch={"deepspeed_config": ADAMW})
-    found["json both"] = _case(root, "json-both", "zero2", launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}})
+    found["json both"] = _case(
+        root, "json-both", "zero2", launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}}
+    )
     for kind in ("ddp", "zero2", "zero3", "fsdp"):
         found[f"{kind} resumed"] = _resumed(root, kind)
     for model, kinds in DISTRIBUTED.items():
@@ -94,12 +105,15 @@ def _case(root: Path, name: str, kind: str, **sections: Any) -> dict[str, Any]:
 
 
 def _resumed(root: Path, kind: str) -> dict[str, Any]:
-    """With dropout: a run that nothing disturbs, and one that a signal to the second rank stops within an epoch."""
+    """With dropout: a run that nothing disturbs, and one that a signal to the second rank stops
+    within an epoch."""
     made = config(launch={"distributed": kind})
     whole = run(made, TinyTask(root / "dropout"), root / f"{kind}-whole")
     still_alive()
     rank = int(os.environ["RANK"])
-    stopped = run(made, TinyTask(root / "dropout", signal_at=5 if rank == 1 else None), root / f"{kind}-twice")
+    stopped = run(
+        made, TinyTask(root / "dropout", signal_at=5 if rank == 1 else None), root / f"{kind}-twice"
+    )
     again = run(made, TinyTask(root / "dropout"), root / f"{kind}-twice", attempt=2)
     still_alive()
     return {
@@ -120,7 +134,9 @@ def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
     values["launch"]["distributed"] = distributed
     values["train"]["log_interval"] = 1
     made = FinetuneConfig.model_validate(values)
-    task = build_task(made, root / model / "stages" / "examples", root / model / "stages" / "pretrained")
+    task = build_task(
+        made, root / model / "stages" / "examples", root / model / "stages" / "pretrained"
+    )
     done = run(made, task, root / f"{model}-{distributed}")
     still_alive()
     return {"losses": done.losses, "metrics": [event["metrics"] for event in done.of("evaluation")]}
@@ -131,7 +147,9 @@ def _divided(root: Path) -> dict[str, Any]:
     from megacore.finetune.distribution import training_arguments
 
     made = config(launch={"distributed": "zero3"})
-    arguments = training_arguments(made, precision="fp32", device=torch.device("cpu"), total_steps=1, directory=root)
+    arguments = training_arguments(
+        made, precision="fp32", device=torch.device("cpu"), total_steps=1, directory=root
+    )
     parameters = list(TinyTask(root / "model").build_model().parameters())
     held = sum(parameter.ds_tensor.numel() for parameter in parameters)
     return {

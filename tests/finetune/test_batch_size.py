@@ -1,4 +1,7 @@
-"""The search by itself: every threshold is found, with few probes; and how many processes a fine-tuning has."""
+"""The search by itself: every threshold is found, with few probes.
+
+And how many processes a fine-tuning has.
+"""
 
 import math
 
@@ -87,7 +90,8 @@ def machine(gpus: int) -> Hardware:
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "expected"), [("auto", 0, (1, 8)), ("auto", 4, (4, 2)), (2, 0, (2, 4)), (2, 4, (2, 4))]
+    ("asked", "gpus", "expected"),
+    [("auto", 0, (1, 8)), ("auto", 4, (4, 2)), (2, 0, (2, 4)), (2, 4, (2, 4))],
 )
 def test_ranks_and_their_threads(asked: int | str, gpus: int, expected: tuple[int, int]) -> None:
     config = parse_finetune_config(minimal() | {"launch": {"nproc_per_node": asked}}, origin="test")
@@ -96,15 +100,25 @@ def test_ranks_and_their_threads(asked: int | str, gpus: int, expected: tuple[in
 
 def test_more_ranks_than_gpus() -> None:
     config = parse_finetune_config(minimal() | {"launch": {"nproc_per_node": 3}}, origin="test")
-    with pytest.raises(ParallelLayoutError, match=r"launch.nproc_per_node is 3 and this machine has 2 visible GPUs"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"launch.nproc_per_node is 3 and this machine has 2 visible GPUs"
+    ):
         resolve_ranks(config, machine(2))
 
 
 @pytest.mark.parametrize(
-    "said", [{"distributed_type": "MULTI_CPU"}, {"distributed_type": "NO", "use_cpu": True, "num_processes": 1}]
+    "said",
+    [
+        {"distributed_type": "MULTI_CPU"},
+        {"distributed_type": "NO", "use_cpu": True, "num_processes": 1},
+    ],
 )
 def test_a_yaml_that_asks_for_cpus_is_refused_beside_gpus(said: dict[str, object]) -> None:
-    config = parse_finetune_config(minimal() | {"launch": {"accelerate_config": said}}, origin="test")
+    config = parse_finetune_config(
+        minimal() | {"launch": {"accelerate_config": said}}, origin="test"
+    )
     resolve_ranks(config, machine(0))
-    with pytest.raises(ConfigError, match=r"launch.accelerate_config asks for CPUs, and ranks take the 2 GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"launch.accelerate_config asks for CPUs, and ranks take the 2 GPUs"
+    ):
         resolve_ranks(config, machine(2))

@@ -7,7 +7,15 @@ import torch
 
 from megacore.errors import ConfigError
 from megacore.finetune.task import build_task
-from tests.finetune._tiny_models import learn, prepare, scores, tiny_config, write_data, write_export, write_model
+from tests.finetune._tiny_models import (
+    learn,
+    prepare,
+    scores,
+    tiny_config,
+    write_data,
+    write_export,
+    write_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,5 +77,7 @@ def test_a_model_without_its_head_is_refused(gpt2: Path, tmp_path: Path) -> None
     held.pop("lm_head.weight")
     save_file(held, path, metadata={"format": "pt"})
     config = tiny_config("bare", gpt2 / "data", "causal_lm")
-    with pytest.raises(ConfigError, match=r"bare lacks 1 of the weights of GPT2LMHeadModel, lm_head\.weight first"):
+    with pytest.raises(
+        ConfigError, match=r"bare lacks 1 of the weights of GPT2LMHeadModel, lm_head\.weight first"
+    ):
         build_task(config, gpt2 / "examples", tmp_path).build_model()

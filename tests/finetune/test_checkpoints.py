@@ -39,7 +39,9 @@ def dropped(tiny_root: Path) -> Run:
 
 def same(first: Run, second: Run) -> bool:
     one, other = weights(first.directory), weights(second.directory)
-    return first.losses == second.losses and all(torch.equal(one[name], other[name]) for name in one)
+    return first.losses == second.losses and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
 
 
 def test_a_stop_file_saves_within_an_epoch(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
@@ -53,7 +55,9 @@ def test_a_stop_file_saves_within_an_epoch(dropped: Run, tiny_root: Path, tmp_pa
     assert same(dropped, again)
 
 
-def test_what_a_signal_left_no_time_for_is_made_up(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
+def test_what_a_signal_left_no_time_for_is_made_up(
+    dropped: Run, tiny_root: Path, tmp_path: Path
+) -> None:
     stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_at=3), tmp_path)
     assert stopped.stopped is not None
     assert [event["iteration"] for event in stopped.of("evaluation")] == [0]
@@ -67,8 +71,11 @@ def test_what_a_signal_left_no_time_for_is_made_up(dropped: Run, tiny_root: Path
 def test_an_evaluation_breaks_off_for_a_signal(
     dropped: Run, tiny_root: Path, tmp_path: Path, at: int, iteration: int
 ) -> None:
-    """Before the first step, after an epoch (whose seven sample losses follow), and after the last step."""
-    stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_in_evaluation=at), tmp_path)
+    """Before the first step, after an epoch (whose seven sample losses follow), and after the last
+    step."""
+    stopped = run(
+        config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_in_evaluation=at), tmp_path
+    )
     assert stopped.stopped is not None
     assert f"training stopped at iteration {iteration} of 6" in stopped.stopped
     assert iteration not in [event["iteration"] for event in stopped.of("evaluation")]
@@ -82,22 +89,39 @@ def test_a_test_that_a_signal_breaks_off_is_made_up_with_its_evaluation(
     dropped: Run, tiny_root: Path, tmp_path: Path
 ) -> None:
     """A signal in the last batch of the validation is seen before the first of the test."""
-    stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", test=5, signal_in_evaluation=4), tmp_path)
+    stopped = run(
+        config(train=TRAIN),
+        TinyTask(tiny_root / "dropout", test=5, signal_in_evaluation=4),
+        tmp_path,
+    )
     assert stopped.stopped is not None
     assert (stopped.of("test"), stopped.of("best")) == ([], [])
     again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", test=5), tmp_path, attempt=2)
     assert [event["iteration"] for event in again.of("evaluation")] == [0, 3, 3, 6]
     assert [event["iteration"] for event in again.of("test")] == [3, 6]
-    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
+    assert all(
+        torch.equal(tensor, weights(tmp_path)[name])
+        for name, tensor in weights(dropped.directory).items()
+    )
 
 
-def test_damaged_and_incomplete_checkpoints_are_passed_over(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
+def test_damaged_and_incomplete_checkpoints_are_passed_over(
+    dropped: Run, tiny_root: Path, tmp_path: Path
+) -> None:
     made = config(train=TRAIN, checkpoint={"save_interval": 1, "keep_last": 3})
     run(made, TinyTask(tiny_root / "dropout", signal_at=5), tmp_path)
     root = tmp_path / "checkpoints"
-    assert sorted(path.name for path in root.iterdir()) == ["iter_0000003", "iter_0000004", "iter_0000005"]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "iter_0000003",
+        "iter_0000004",
+        "iter_0000005",
+    ]
     # Only the third is of an evaluated model.
-    assert [Marker.read(path).validation_loss is None for path in sorted(root.iterdir())] == [False, True, True]
+    assert [Marker.read(path).validation_loss is None for path in sorted(root.iterdir())] == [
+        False,
+        True,
+        True,
+    ]
     weights_file = root / "iter_0000005" / "checkpoint-5" / "model.safetensors"
     weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"!")
     (root / "iter_0000004" / "complete.json").unlink()
@@ -105,13 +129,21 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(dropped: Run, tiny_r
     again = run(made, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
     assert again.of("start")[-1]["resumed_from"] == 3
     warnings = [event["message"] for event in again.of("warning")]
-    assert "model.safetensors has another content than when it was written; passing it over" in warnings[0].replace(
-        ": use another checkpoint", ""
+    assert (
+        "model.safetensors has another content than when it was written; passing it over"
+        in warnings[0].replace(": use another checkpoint", "")
     )
     assert "iter_0000004 has no complete.json" in warnings[1]
     assert [loss for loss in again.losses if loss not in dropped.losses] == []
-    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
-    assert sorted(path.name for path in root.iterdir()) == ["iter_0000004", "iter_0000005", "iter_0000006"]
+    assert all(
+        torch.equal(tensor, weights(tmp_path)[name])
+        for name, tensor in weights(dropped.directory).items()
+    )
+    assert sorted(path.name for path in root.iterdir()) == [
+        "iter_0000004",
+        "iter_0000005",
+        "iter_0000006",
+    ]
     assert verify(root / "iter_0000005").iteration == 5, "what was damaged was written again"
 
 
@@ -120,7 +152,10 @@ def test_a_checkpoint_is_whole_or_not_there(dropped: Run) -> None:
     marker = Marker.read(path)
     assert marker.files.keys() == {
         "progress.json",
-        *(f"checkpoint-6/{name}" for name in ("config.json", "generation_config.json", "model.safetensors")),
+        *(
+            f"checkpoint-6/{name}"
+            for name in ("config.json", "generation_config.json", "model.safetensors")
+        ),
         *(f"checkpoint-6/{name}" for name in ("optimizer.pt", "rng_state.pth", "scheduler.pt")),
         *(f"checkpoint-6/{name}" for name in ("trainer_state.json", "training_args.bin")),
     }
@@ -162,11 +197,16 @@ def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
             run(made, TinyTask(tiny_root / "dropout"), tmp_path)
     again = run(made, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
     assert again.of("start")[-1]["resumed_from"] in (1, 2)
-    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
+    assert all(
+        torch.equal(tensor, weights(tmp_path)[name])
+        for name, tensor in weights(dropped.directory).items()
+    )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_0000006"]
 
 
-def test_another_number_of_ranks_is_refused(tiny_root: Path, two: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_refused(
+    tiny_root: Path, two: list[dict[str, Any]], tmp_path: Path
+) -> None:
     shutil.copytree(tiny_root / "ddp", tmp_path / "ddp")
     with pytest.raises(CheckpointError, match="is of 2 ranks and the job has 1"):
         run(config(), TinyTask(tiny_root / "model", train=24), tmp_path / "ddp")
@@ -195,7 +235,10 @@ def test_the_best_model_is_replaced_only_once_a_better_one_is_whole(
     assert complete == ["iter_0000003"]
     again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["iter_0000006"]
-    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(dropped.directory).items())
+    assert all(
+        torch.equal(tensor, weights(tmp_path)[name])
+        for name, tensor in weights(dropped.directory).items()
+    )
     assert again.of("best")[-1]["iteration"] == 6
 
 

@@ -57,9 +57,15 @@ def test_the_head_is_drawn_from_the_seed_and_the_body_is_the_pretrained_one(debe
     held = one.state_dict()
     name = "deberta.encoder.layer.1.output.dense.weight"
     assert torch.equal(held[name], pretrained[name])
-    assert {weight.dtype for weight in held.values() if weight.is_floating_point()} == {torch.float32}
-    config = tiny_config(deberta / "model", deberta / "data", "classification").model_copy(update={"seed": 7})
-    drawn = build_task(config, deberta / "examples", deberta / "pretrained").build_model().state_dict()
+    assert {weight.dtype for weight in held.values() if weight.is_floating_point()} == {
+        torch.float32
+    }
+    config = tiny_config(deberta / "model", deberta / "data", "classification").model_copy(
+        update={"seed": 7}
+    )
+    drawn = (
+        build_task(config, deberta / "examples", deberta / "pretrained").build_model().state_dict()
+    )
     assert torch.equal(drawn[name], held[name])
     assert not torch.equal(drawn["classifier.weight"], held["classifier.weight"])
 
@@ -84,7 +90,10 @@ def test_a_batch_is_as_long_as_its_longest_or_as_all(deberta: Path) -> None:
     assert batch["input_ids"].tolist() == [[2, 9, 3], [2, 3, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch["labels"].tolist() == [1, 0]
-    assert task_of(deberta, task={"pad_to_max_length": True}).collate(rows)["input_ids"].shape == (2, 16)
+    assert task_of(deberta, task={"pad_to_max_length": True}).collate(rows)["input_ids"].shape == (
+        2,
+        16,
+    )
 
 
 def test_padding_does_not_tell(deberta: Path, accelerator: Any) -> None:
@@ -99,9 +108,17 @@ def test_scores_are_those_of_all_samples_by_hand(deberta: Path, accelerator: Any
     model = task.build_model().eval()
     rows = list(task.split("valid") or [])
     with torch.no_grad():
-        logits = [model(**{k: v for k, v in task.collate([row]).items() if k != "labels"}).logits[0] for row in rows]
-    losses = [-torch.log_softmax(row, -1)[sample["labels"]] for row, sample in zip(logits, rows, strict=True)]
-    right = [int(row.argmax()) == sample["labels"] for row, sample in zip(logits, rows, strict=True)]
+        logits = [
+            model(**{k: v for k, v in task.collate([row]).items() if k != "labels"}).logits[0]
+            for row in rows
+        ]
+    losses = [
+        -torch.log_softmax(row, -1)[sample["labels"]]
+        for row, sample in zip(logits, rows, strict=True)
+    ]
+    right = [
+        int(row.argmax()) == sample["labels"] for row, sample in zip(logits, rows, strict=True)
+    ]
     found = scores(task, model, accelerator)
     assert found["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
     assert found["accuracy"] == pytest.approx(sum(right) / 9)
@@ -122,7 +139,9 @@ def test_a_regression_has_one_output(tmp_path: Path, accelerator: Any) -> None:
     for split in ("train", "valid"):
         write_rows(tmp_path / f"data/{split}.jsonl", rows)
     section = {"regression": True}
-    prepare(tiny_config(tmp_path / "model", tmp_path / "data", "classification", task=section), tmp_path)
+    prepare(
+        tiny_config(tmp_path / "model", tmp_path / "data", "classification", task=section), tmp_path
+    )
     task = task_of(tmp_path, task=section)
     model = task.build_model()
     batch = task.collate(list(task.split("train") or [])[:5])
@@ -138,7 +157,8 @@ def test_a_regression_has_one_output(tmp_path: Path, accelerator: Any) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "gpt", "t5"])
 def test_our_exports_learn(family: str, tmp_path: Path, accelerator: Any) -> None:
-    """Metrics improve over the start, with Megatron's classes and tokenizers that have no padding or no end."""
+    """Metrics improve over the start, with Megatron's classes and tokenizers that have no padding
+    or no end."""
     export = write_export(tmp_path / "export", family)
     for split, seed in (("train", 1), ("valid", 2)):
         write_rows(tmp_path / f"data/{split}.jsonl", word_rows(32, seed))
@@ -172,7 +192,9 @@ def test_megatron_s_encoder_is_read(tmp_path: Path) -> None:
     assert "token_type_ids" in task.collate(list(task.split("train") or [])[:2])
 
 
-def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(deberta: Path, tmp_path: Path) -> None:
+def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(
+    deberta: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
@@ -180,7 +202,10 @@ def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(deberta: P
     trained = DebertaV2Config.from_pretrained(deberta / "model", num_labels=3)
     DebertaV2ForSequenceClassification(trained).save_pretrained(tmp_path / "model")
     data = deberta / "data"
-    with pytest.raises(ConfigError, match=r"head of 3 outputs .* has 2 classes \(0, 1\): set model\.new_head to true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"head of 3 outputs .* has 2 classes \(0, 1\): set model\.new_head to true",
+    ):
         prepare(tiny_config(tmp_path / "model", data, "classification"), tmp_path / "refused")
     config = tiny_config(tmp_path / "model", data, "classification", model={"new_head": True})
     model = build_task(config, *prepare(config, tmp_path)).build_model()
@@ -189,8 +214,12 @@ def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(deberta: P
     name = "deberta.encoder.layer.1.output.dense.weight"
     assert torch.equal(held[name], own[name])
     shrunk = trained.to_dict() | {"intermediate_size": 24}  # no head: a body that does not fit
-    DebertaV2ForSequenceClassification(DebertaV2Config.from_dict(shrunk)).save_pretrained(tmp_path / "other")
-    shutil.copy(tmp_path / "other/model.safetensors", tmp_path / "pretrained/model/model.safetensors")
+    DebertaV2ForSequenceClassification(DebertaV2Config.from_dict(shrunk)).save_pretrained(
+        tmp_path / "other"
+    )
+    shutil.copy(
+        tmp_path / "other/model.safetensors", tmp_path / "pretrained/model/model.safetensors"
+    )
     with pytest.raises(ConfigError, match=r"lacks \d+ of the weights"):
         build_task(config, tmp_path / "examples", tmp_path / "pretrained").build_model()
 
@@ -205,17 +234,26 @@ def test_weights_of_another_model_are_refused(deberta: Path, tmp_path: Path) -> 
     lost = {name: weight for name, weight in held.items() if ".layer.1." not in name}
     save_file(lost, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     config = tiny_config("lost", deberta / "data", "classification")
-    with pytest.raises(ConfigError, match=r"lost lacks \d+ of the weights of DebertaV2For.*encoder\.layer\.1\."):
+    with pytest.raises(
+        ConfigError, match=r"lost lacks \d+ of the weights of DebertaV2For.*encoder\.layer\.1\."
+    ):
         build_task(config, deberta / "examples", tmp_path).build_model()
     (tmp_path / "model/model.safetensors").write_bytes(b"short")
-    with pytest.raises(ConfigError, match=r"transformers cannot load the weights of model\.path lost"):
+    with pytest.raises(
+        ConfigError, match=r"transformers cannot load the weights of model\.path lost"
+    ):
         build_task(config, deberta / "examples", tmp_path).build_model()
 
 
 def read(train: list[Any], valid: list[Any], **task: Any) -> tuple[Any, dict[str, Any]]:
     """Names of the classes and labels of two splits."""
-    given = ClassificationConfig.model_validate({"kind": "classification", "sentence1_column": "text", **task})
-    splits = {"train": Dataset.from_dict({"label": train}), "valid": Dataset.from_dict({"label": valid})}
+    given = ClassificationConfig.model_validate(
+        {"kind": "classification", "sentence1_column": "text", **task}
+    )
+    splits = {
+        "train": Dataset.from_dict({"label": train}),
+        "valid": Dataset.from_dict({"label": valid}),
+    }
     return read_labels(splits, "label", classification_settings(given))
 
 
@@ -227,7 +265,10 @@ def test_classes_are_counted_or_named_by_the_training_split() -> None:
 
 def test_classes_that_the_configuration_names_need_no_row() -> None:
     labels = ["a", "b", "c"]
-    assert read(["c", "a"], ["b"], labels=labels) == (("a", "b", "c"), {"train": [2, 0], "valid": [1]})
+    assert read(["c", "a"], ["b"], labels=labels) == (
+        ("a", "b", "c"),
+        {"train": [2, 0], "valid": [1]},
+    )
     assert read([2, 2], [0], labels=labels) == (("a", "b", "c"), {"train": [2, 2], "valid": [0]})
     assert read([1, 1], [0], glue="rte")[0] == ("entailment", "not_entailment")
 
@@ -240,7 +281,12 @@ def test_numbers_are_read_for_a_regression() -> None:
 @pytest.mark.parametrize(
     ("train", "valid", "task", "message"),
     [
-        ([0, 2], None, {}, r"the classes 0, 2 in training, which are not counted from 0 without a gap"),
+        (
+            [0, 2],
+            None,
+            {},
+            r"the classes 0, 2 in training, which are not counted from 0 without a gap",
+        ),
         ([1, 2], None, {}, r"the classes 1, 2 in training, .*number them 0 to 1"),
         ([0, 0], None, {}, r"has only the class 0 in training"),
         (["a", "a"], None, {}, r"has only the class 'a' in training"),
@@ -248,15 +294,43 @@ def test_numbers_are_read_for_a_regression() -> None:
             [0, 1],
             [0, 2],
             {},
-            r"row 1 of the valid split has 2 in .*but the head has the 2 classes 0, 1, numbered 0 to 1",
+            (
+                r"row 1 of the valid split has 2 in .*but the head has the 2 classes 0, 1, "
+                r"numbered 0 to 1"
+            ),
         ),
-        (["yes", "no"], ["yes", "maybe"], {}, r"row 1 of the valid split has 'maybe' .*the 2 classes no, yes"),
-        (["equal", "other"], None, {"labels": ["equal", "others"]}, r"has 'other' .*\(did you mean others\?\)"),
-        ([0, 1], [0, -1], {}, r"the valid split has -1 .*labels are hidden: give a split whose labels are known"),
+        (
+            ["yes", "no"],
+            ["yes", "maybe"],
+            {},
+            r"row 1 of the valid split has 'maybe' .*the 2 classes no, yes",
+        ),
+        (
+            ["equal", "other"],
+            None,
+            {"labels": ["equal", "others"]},
+            r"has 'other' .*\(did you mean others\?\)",
+        ),
+        (
+            [0, 1],
+            [0, -1],
+            {},
+            r"the valid split has -1 .*labels are hidden: give a split whose labels are known",
+        ),
         ([-1, -1], None, {}, r"the train split has -1 .*labels are hidden"),
         ([0.5, 1.0], None, {}, r"row 0 of the train split has 0\.5 .*set task\.regression to true"),
-        ([[0], [1]], None, {}, r"has a list in task\.label_column 'label': a class is a number from 0, or a name"),
-        ([0, None], None, {}, r"row 1 of the train split has no value in task\.label_column 'label'"),
+        (
+            [[0], [1]],
+            None,
+            {},
+            r"has a list in task\.label_column 'label': a class is a number from 0, or a name",
+        ),
+        (
+            [0, None],
+            None,
+            {},
+            r"row 1 of the train split has no value in task\.label_column 'label'",
+        ),
         (["0.5", "1"], None, {"regression": True}, r"has '0\.5' .*but the task predicts numbers"),
         ([0.5, float("nan")], None, {"regression": True}, r"row 1 of the train split has no value"),
     ],

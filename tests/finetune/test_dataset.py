@@ -19,12 +19,18 @@ ROWS = pair_rows(20)
 
 
 def files(train: Path | str, valid: Path | str | None = None, **values: Any) -> FinetuneDataConfig:
-    source = {"kind": "files", "train": [str(train)], "valid": [] if valid is None else [str(valid)]}
+    source = {
+        "kind": "files",
+        "train": [str(train)],
+        "valid": [] if valid is None else [str(valid)],
+    }
     return FinetuneDataConfig.model_validate({"source": source, **values})
 
 
 def hub(directory: Path | str, **values: Any) -> FinetuneDataConfig:
-    return FinetuneDataConfig.model_validate({"source": {"kind": "hub", "dataset": str(directory), **values}})
+    return FinetuneDataConfig.model_validate(
+        {"source": {"kind": "hub", "dataset": str(directory), **values}}
+    )
 
 
 def collect(data: FinetuneDataConfig, root: Path, seed: int = 1) -> tuple[dict[str, Any], Path]:
@@ -63,7 +69,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     "suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".jsonl.zst", ".csv.gz"]
 )
 def test_every_form_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
-    train, valid = write(tmp_path / f"train{suffix}", ROWS[:12]), write(tmp_path / f"valid{suffix}", ROWS[12:])
+    train, valid = (
+        write(tmp_path / f"train{suffix}", ROWS[:12]),
+        write(tmp_path / f"valid{suffix}", ROWS[12:]),
+    )
     counts, directory = collect(files(train, valid), tmp_path)
     assert counts == {"train": 12, "valid": 8}
     assert rows_of(directory, "train") == ROWS[:12]
@@ -75,13 +84,19 @@ def test_text_files_keep_their_lines(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(" = Title = \n\nOne line .\n")
     (tmp_path / "valid.txt").write_text("Another\n")
     _, directory = collect(files(tmp_path / "train.txt", tmp_path / "valid.txt"), tmp_path)
-    assert [row["text"] for row in rows_of(directory, "train")] == [" = Title = \n", "\n", "One line .\n"]
+    assert [row["text"] for row in rows_of(directory, "train")] == [
+        " = Title = \n",
+        "\n",
+        "One line .\n",
+    ]
 
 
 def test_globs_are_read_in_order(tmp_path: Path) -> None:
     for number in (2, 0, 1):
         write_rows(tmp_path / f"part-{number}.jsonl", ROWS[number * 4 : number * 4 + 4])
-    counts, directory = collect(files(tmp_path / "part-*.jsonl", tmp_path / "part-0.jsonl"), tmp_path)
+    counts, directory = collect(
+        files(tmp_path / "part-*.jsonl", tmp_path / "part-0.jsonl"), tmp_path
+    )
     assert counts["train"] == 12
     assert rows_of(directory, "train") == ROWS[:12]
 
@@ -100,7 +115,9 @@ def test_rows_are_held_out_by_the_seed(tmp_path: Path) -> None:
 
 def test_a_share_of_nothing_is_refused(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", ROWS[:4])
-    with pytest.raises(DataFormatError, match=r"has 4 rows, of which data\.valid_share 0\.05 holds 0 out"):
+    with pytest.raises(
+        DataFormatError, match=r"has 4 rows, of which data\.valid_share 0\.05 holds 0 out"
+    ):
         collect(files(train), tmp_path)
 
 
@@ -115,7 +132,10 @@ def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_follows_files_and_what_is_held_out(tmp_path: Path) -> None:
-    train, valid = write_rows(tmp_path / "train.jsonl", ROWS), write_rows(tmp_path / "valid.jsonl", ROWS)
+    train, valid = (
+        write_rows(tmp_path / "train.jsonl", ROWS),
+        write_rows(tmp_path / "valid.jsonl", ROWS),
+    )
     given, held = dataset_fingerprint(files(train, valid), 1), dataset_fingerprint(files(train), 1)
     assert given == dataset_fingerprint(files(train, valid, valid_share=0.5), 2)
     assert held != dataset_fingerprint(files(train), 2)
@@ -128,17 +148,24 @@ def test_the_fingerprint_follows_files_and_what_is_held_out(tmp_path: Path) -> N
 def parquet(directory: Path, *splits: str) -> Path:
     directory.mkdir()
     for number, split in enumerate(splits):
-        pq.write_table(pa.Table.from_pylist(ROWS[number * 4 : number * 4 + 4]), directory / f"{split}-00000.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(ROWS[number * 4 : number * 4 + 4]),
+            directory / f"{split}-00000.parquet",
+        )
     return directory
 
 
 def test_a_local_copy_of_a_data_set_is_read(tmp_path: Path) -> None:
-    counts, directory = collect(hub(parquet(tmp_path / "set", "train", "validation", "test"), test="test"), tmp_path)
+    counts, directory = collect(
+        hub(parquet(tmp_path / "set", "train", "validation", "test"), test="test"), tmp_path
+    )
     assert counts == {"train": 4, "valid": 4, "test": 4}
     assert rows_of(directory, "valid") == ROWS[4:8]
 
 
-def test_mnli_is_validated_on_matched_genres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnli_is_validated_on_matched_genres(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
     asked = []
@@ -152,7 +179,10 @@ def test_mnli_is_validated_on_matched_genres(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets, "load_dataset", load)
     collect(hub("nyu-mll/glue", config="mnli"), tmp_path)
     assert asked == ["train", "validation_matched"]
-    with pytest.raises(DataFormatError, match=r"no split 'dev', only train, validation_matched, validation_mismatched"):
+    with pytest.raises(
+        DataFormatError,
+        match=r"no split 'dev', only train, validation_matched, validation_mismatched",
+    ):
         collect(hub("nyu-mll/glue", config="mnli", valid="dev"), tmp_path)
 
 
@@ -160,7 +190,10 @@ def test_a_missing_split_is_named(tmp_path: Path) -> None:
     directory = parquet(tmp_path / "set", "train", "test")
     with pytest.raises(
         DataFormatError,
-        match=r"no split 'validation', only train, test: set data\.source\.valid to one of them or null",
+        match=(
+            r"no split 'validation', only train, test: set data\.source\.valid to one of them or "
+            r"null"
+        ),
     ):
         collect(hub(directory), tmp_path)
 
@@ -172,7 +205,9 @@ def test_a_lost_connection_can_be_retried(tmp_path: Path, monkeypatch: pytest.Mo
         raise ConnectionError("the hub is away")
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lose)
-    with pytest.raises(DownloadError, match="the data set nyu-mll/glue cannot be loaded: the hub is away") as caught:
+    with pytest.raises(
+        DownloadError, match="the data set nyu-mll/glue cannot be loaded: the hub is away"
+    ) as caught:
         collect(hub("nyu-mll/glue"), tmp_path)
     assert caught.value.retryable
 
@@ -185,19 +220,49 @@ def test_a_data_set_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("bad.jsonl", b'{"sentence1": "a"}\n{"sentence1": \n', r"bad\.jsonl, line 2: not JSON .*'\{\"sentence1\": '"),
-        ("bad.jsonl", b'{"sentence1": "a"}\n[1, 2]\n', r"bad\.jsonl, line 2: a list where an object belongs"),
-        ("bad.csv", b"sentence1,sentence2,label\na,b,1\nc,d,1,2,3\n", r"/bad\.csv cannot be read as \.csv: .*line 3"),
+        (
+            "bad.jsonl",
+            b'{"sentence1": "a"}\n{"sentence1": \n',
+            r"bad\.jsonl, line 2: not JSON .*'\{\"sentence1\": '",
+        ),
+        (
+            "bad.jsonl",
+            b'{"sentence1": "a"}\n[1, 2]\n',
+            r"bad\.jsonl, line 2: a list where an object belongs",
+        ),
+        (
+            "bad.csv",
+            b"sentence1,sentence2,label\na,b,1\nc,d,1,2,3\n",
+            r"/bad\.csv cannot be read as \.csv: .*line 3",
+        ),
         ("bad.csv", b"only,two\n1,2\n", r"good\.csv, .*bad\.csv cannot be read as \.csv"),
         ("bad.jsonl", b"", r"bad\.jsonl is empty: remove it from data\.source\.train"),
         ("bad.csv.gz", gzip.compress(b"a,b\n1,2\n", mtime=0)[:-9], r"/bad\.csv\.gz cannot be read"),
         ("bad.jsonl.zst", b"no frame", r"bad\.jsonl\.zst does not begin as a zstd file does"),
-        ("bad.md", b"text", r"train mixes forms, good\.jsonl \(\.jsonl\) and bad\.md \(\.md\): give files of one form"),
+        (
+            "bad.md",
+            b"text",
+            (
+                r"train mixes forms, good\.jsonl \(\.jsonl\) and bad\.md \(\.md\): give files of "
+                r"one form"
+            ),
+        ),
     ],
-    ids=["not json", "no object", "columns of a row", "other columns", "empty", "cut", "no zstd", "other form"],
+    ids=[
+        "not json",
+        "no object",
+        "columns of a row",
+        "other columns",
+        "empty",
+        "cut",
+        "no zstd",
+        "other form",
+    ],
 )
 def test_a_damaged_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
-    good = write(tmp_path / ("good.jsonl" if name.endswith(".md") else name.replace("bad", "good")), ROWS[:4])
+    good = write(
+        tmp_path / ("good.jsonl" if name.endswith(".md") else name.replace("bad", "good")), ROWS[:4]
+    )
     (tmp_path / name).write_bytes(content)
     source = {"kind": "files", "train": [str(good), str(tmp_path / name)]}
     with pytest.raises(DataFormatError, match=message):
@@ -206,12 +271,16 @@ def test_a_damaged_file_is_named(name: str, content: bytes, message: str, tmp_pa
 
 def test_a_form_that_is_not_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.xlsx").write_bytes(b"PK")
-    with pytest.raises(DataFormatError, match=r"rows\.xlsx, which is none of \.jsonl, \.json, \.csv"):
+    with pytest.raises(
+        DataFormatError, match=r"rows\.xlsx, which is none of \.jsonl, \.json, \.csv"
+    ):
         collect(files(tmp_path / "rows.xlsx"), tmp_path)
 
 
 def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataFormatError, match=r"data\.source\.train has .*none\*\.jsonl, which names no file"):
+    with pytest.raises(
+        DataFormatError, match=r"data\.source\.train has .*none\*\.jsonl, which names no file"
+    ):
         dataset_fingerprint(files(tmp_path / "none*.jsonl"), 1)
     with pytest.raises(DataFormatError, match="which is a directory"):
         collect(files(tmp_path), tmp_path)
@@ -225,7 +294,9 @@ def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_rows_are_refused(tmp_path: Path) -> None:
-    _, directory = collect(files(write_rows(tmp_path / "train.jsonl", ROWS), valid_share=0.5), tmp_path)
+    _, directory = collect(
+        files(write_rows(tmp_path / "train.jsonl", ROWS), valid_share=0.5), tmp_path
+    )
     (directory / "train" / "state.json").unlink()
     with pytest.raises(DataFormatError, match="train is damaged"):
         open_split(directory, "train")

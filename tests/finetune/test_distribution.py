@@ -17,7 +17,8 @@ from tests.finetune._two_ranks import ADAMW, DECAY
 LOSSES = 1e-6
 """Relative difference of losses in fp32: sums over ranks in another order."""
 WEIGHTS = 2e-5
-"""Of weights after six steps with a learning rate of 5e-3; Adam divides by the root of small numbers."""
+"""Of weights after six steps with a learning rate of 5e-3; Adam divides by the root of small
+numbers."""
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-offload", "fsdp"])
@@ -43,10 +44,19 @@ def test_bf16_learns_what_fp32_does(two: list[dict[str, Any]], kind: str) -> Non
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("deberta", "zero2"), ("deberta", "zero3"), ("deberta", "fsdp"), ("blenderbot", "zero2"), ("blenderbot", "zero3")],
+    [
+        ("deberta", "zero2"),
+        ("deberta", "zero3"),
+        ("deberta", "fsdp"),
+        ("blenderbot", "zero2"),
+        ("blenderbot", "zero3"),
+    ],
 )
-def test_zero_learns_what_ddp_does_with_real_tasks(two: list[dict[str, Any]], model: str, kind: str) -> None:
-    """Under ZeRO-3 the head is drawn, and texts are written, with a model that no rank has as a whole."""
+def test_zero_learns_what_ddp_does_with_real_tasks(
+    two: list[dict[str, Any]], model: str, kind: str
+) -> None:
+    """Under ZeRO-3 the head is drawn, and texts are written, with a model that no rank has as a
+    whole."""
     for rank in two:
         ddp, zero = rank[f"{model} ddp"], rank[f"{model} {kind}"]
         assert zero["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
@@ -85,9 +95,14 @@ def test_a_json_with_an_optimizer_equals_the_settings_without(two: list[dict[str
 
 
 def test_a_schedule_of_the_json_counts_optimizer_steps(two: list[dict[str, Any]]) -> None:
-    """DeepSpeed's course lags a step and warms up in two at least; divided among ranks it would end in step 4."""
+    """DeepSpeed's course lags a step and warms up in two at least.
+
+    Divided among ranks it would end in step 4.
+    """
     peak, total, warmup = 5e-3, 6, 2
-    course = [0.0] + [peak * min(step / warmup, (total - step) / (total - warmup)) for step in range(5)]
+    course = [0.0] + [
+        peak * min(step / warmup, (total - step) / (total - warmup)) for step in range(5)
+    ]
     assert two[0]["json both"]["lr"] == pytest.approx(course)
 
 
@@ -107,7 +122,8 @@ def settings(**values: Any) -> dict[str, Any]:
 
 def test_auto_is_filled_from_the_configuration() -> None:
     filled = settings(
-        launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}}, optim={"weight_decay": 0.03, "warmup_steps": 7}
+        launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}},
+        optim={"weight_decay": 0.03, "warmup_steps": 7},
     )
     assert filled["train_batch_size"] == 8
     assert filled["gradient_clipping"] == 1.0
@@ -133,7 +149,11 @@ def test_our_own_settings_offload_what_is_asked_for() -> None:
     assert "offload_param" not in settings()["zero_optimization"]
     zero = settings(launch={"distributed": "zero3-offload"})["zero_optimization"]
     offload = {"device": "cpu", "pin_memory": False}
-    assert (zero["stage"], zero["offload_optimizer"], zero["offload_param"]) == (3, offload, offload)
+    assert (zero["stage"], zero["offload_optimizer"], zero["offload_param"]) == (
+        3,
+        offload,
+        offload,
+    )
     assert zero["stage3_gather_16bit_weights_on_model_save"] is True
 
 
@@ -145,8 +165,13 @@ def test_a_gpu_pins_what_is_offloaded() -> None:
 
 
 def test_what_a_block_for_fp16_leaves_out_is_left_to_deepspeed() -> None:
-    content = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale_window": 500}}
-    made = config(launch={"distributed": "zero2", "deepspeed_config": content}, train={"precision": "fp16"})
+    content = {
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True, "loss_scale_window": 500},
+    }
+    made = config(
+        launch={"distributed": "zero2", "deepspeed_config": content}, train={"precision": "fp16"}
+    )
     found = deepspeed_json(made, precision="fp16", device_type="cuda", ranks=1, total_steps=1)
     assert found["fp16"] == content["fp16"]
 
@@ -154,18 +179,36 @@ def test_what_a_block_for_fp16_leaves_out_is_left_to_deepspeed() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"zero_optimization": {"stage": 2}, "train_batch_size": 64}, r"train_batch_size .* is 64 and .* is 8"),
-        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}}, "allgather_bucket_size .* nothing here"),
-        ({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}, "fp16.enabled .* train.precision is fp32"),
-        (ADAMW | {"optimizer": {"type": "Adam", "params": {"torch_adam": False}}}, "torch_adam .* is false"),
+        (
+            {"zero_optimization": {"stage": 2}, "train_batch_size": 64},
+            r"train_batch_size .* is 64 and .* is 8",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}},
+            "allgather_bucket_size .* nothing here",
+        ),
+        (
+            {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}},
+            "fp16.enabled .* train.precision is fp32",
+        ),
+        (
+            ADAMW | {"optimizer": {"type": "Adam", "params": {"torch_adam": False}}},
+            "torch_adam .* is false",
+        ),
     ],
 )
-def test_a_json_that_contradicts_the_configuration_is_refused(given: dict[str, Any], message: str) -> None:
+def test_a_json_that_contradicts_the_configuration_is_refused(
+    given: dict[str, Any], message: str
+) -> None:
     made = config(launch={"distributed": "zero2"})
     launch = made.launch.model_copy(update={"deepspeed_config": given})
     with pytest.raises(ConfigError, match=message):
         deepspeed_json(
-            made.model_copy(update={"launch": launch}), precision="fp32", device_type="cpu", ranks=2, total_steps=1
+            made.model_copy(update={"launch": launch}),
+            precision="fp32",
+            device_type="cpu",
+            ranks=2,
+            total_steps=1,
         )
 
 
@@ -176,12 +219,23 @@ def test_fp16_without_a_gpu_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "message"),
-    [("fp16", "launch.distributed is fsdp and train.precision fp16, .* untested"), ("fp32", "there is one rank")],
+    [
+        ("fp16", "launch.distributed is fsdp and train.precision fp16, .* untested"),
+        ("fp32", "there is one rank"),
+    ],
 )
-def test_fsdp_is_for_several_ranks_and_not_for_fp16(tmp_path: Path, precision: str, message: str) -> None:
+def test_fsdp_is_for_several_ranks_and_not_for_fp16(
+    tmp_path: Path, precision: str, message: str
+) -> None:
     made = config(launch={"distributed": "fsdp"})
     with pytest.raises(ConfigError, match=message):
-        training_arguments(made, precision=precision, device=torch.device("cuda"), total_steps=1, directory=tmp_path)
+        training_arguments(
+            made,
+            precision=precision,
+            device=torch.device("cuda"),
+            total_steps=1,
+            directory=tmp_path,
+        )
 
 
 def test_another_distribution_than_asked_for_is_refused(
@@ -198,15 +252,24 @@ def test_another_distribution_than_asked_for_is_refused(
         return made
 
     monkeypatch.setattr(trainer, "Accelerator", other)
-    with pytest.raises(LaunchError, match=r"launch\.distributed is ddp on 1 ranks and Accelerate came to NO on 7"):
+    with pytest.raises(
+        LaunchError, match=r"launch\.distributed is ddp on 1 ranks and Accelerate came to NO on 7"
+    ):
         prepare(
-            config(), TinyTask(tiny_root / "model"), precision="fp32", device=torch.device("cpu"), directory=tmp_path
+            config(),
+            TinyTask(tiny_root / "model"),
+            precision="fp32",
+            device=torch.device("cpu"),
+            directory=tmp_path,
         )
     assert {name for name in os.environ if name not in before} <= {"DS_ACCELERATOR"}
 
 
 def test_a_rank_alone_joins_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that starts one rank numbers it, too; a group that Accelerate made would be of NCCL alone on GPUs."""
+    """A launcher that starts one rank numbers it, too.
+
+    A group that Accelerate made would be of NCCL alone on GPUs.
+    """
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -225,7 +288,9 @@ def test_biases_and_norms_do_not_decay(tiny_root: Path) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert sum(len(group["params"]) for group in (decaying, others)) == len(names)
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert all(".ln_" in names[id(each)] or names[id(each)].endswith(".bias") for each in others["params"])
+    assert all(
+        ".ln_" in names[id(each)] or names[id(each)].endswith(".bias") for each in others["params"]
+    )
     assert {"transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"} <= {
         names[id(each)] for each in decaying["params"]
     }

@@ -72,7 +72,11 @@ def run(config: FinetuneConfig, pretrained: Path, root: Path) -> tuple[dict[str,
 
 def _data(root: Path, **values: Any) -> dict[str, Any]:
     """The section `data` for the files that `build` writes."""
-    source = {"kind": "files", "train": [str(root / "train.jsonl")], "valid": [str(root / "valid.jsonl")]}
+    source = {
+        "kind": "files",
+        "train": [str(root / "train.jsonl")],
+        "valid": [str(root / "valid.jsonl")],
+    }
     return {"source": source, **values}
 
 
@@ -110,16 +114,23 @@ def test_a_model_without_segments_is_given_none(models: dict[str, Path], tmp_pat
     assert set(samples(directory)[0]) == {"input_ids", "labels"}
 
 
-def test_a_decoder_s_pair_is_divided_by_a_line_break(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_decoder_s_pair_is_divided_by_a_line_break(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     rows = [{"sentence1": "the cat", "sentence2": "runs", "label": number} for number in (0, 1)]
     padding = {"pad_token": "<|endoftext|>"}
-    _, directory = build(models["gpt2"], tmp_path, "classification", rows, model={"path": "gpt2", **padding})
+    _, directory = build(
+        models["gpt2"], tmp_path, "classification", rows, model={"path": "gpt2", **padding}
+    )
     the, cat, runs, line = 1, 9, 17, 41
     assert samples(directory)[0]["input_ids"] == [the, cat, line, runs]
 
 
 def test_long_texts_are_cut(models: dict[str, Path], tmp_path: Path) -> None:
-    rows = [{"sentence1": "the cat " * 20, "sentence2": "runs", "label": number % 2} for number in range(2)]
+    rows = [
+        {"sentence1": "the cat " * 20, "sentence2": "runs", "label": number % 2}
+        for number in range(2)
+    ]
     for kind in ("bert", "t5"):
         counts, directory = build(models[kind], tmp_path / kind, "classification", rows)
         assert counts["longest"] == 16
@@ -149,7 +160,9 @@ def test_running_text_is_cut_into_blocks(
     counts, directory = build(models["gpt2"], tmp_path, "causal_lm", rows, task=task)
     ids = [1 + _place(word) if word else 0 for row in rows for word in [*row["text"].split(), ""]]
     assert len(ids) == 11 * 13 + 1
-    assert [row["input_ids"] for row in samples(directory)] == [ids[start : start + 16] for start in range(0, 144, 16)]
+    assert [row["input_ids"] for row in samples(directory)] == [
+        ids[start : start + 16] for start in range(0, 144, 16)
+    ]
     assert counts == {"train": 9, "valid": 9, "tokens": 144, "longest": 16}
 
 
@@ -171,13 +184,20 @@ def test_limits_take_the_first_rows(models: dict[str, Path], tmp_path: Path) -> 
     assert samples(directory) == samples(directory, "valid")[:7]
 
 
-def test_workers_change_nothing(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_change_nothing(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(examples, "_ROWS_PER_WORKER", 5)
-    for kind, model, rows in (("classification", "bert", pair_rows(12)), ("causal_lm", "gpt2", text_rows(12))):
+    for kind, model, rows in (
+        ("classification", "bert", pair_rows(12)),
+        ("causal_lm", "gpt2", text_rows(12)),
+    ):
         digests = []
         for workers in (1, 2):
             given = tmp_path / f"{kind}-{workers}"
-            _, directory = build(models[model], given, kind, rows, data=_data(given, workers=workers))
+            _, directory = build(
+                models[model], given, kind, rows, data=_data(given, workers=workers)
+            )
             digests.append({name: entry.sha256 for name, entry in list_files(directory).items()})
         assert digests[0] == digests[1]
 
@@ -187,8 +207,16 @@ def test_a_process_that_died_can_be_retried(
 ) -> None:
     monkeypatch.setattr(examples, "_ROWS_PER_WORKER", 5)
     monkeypatch.setattr(examples, "encode_texts", _die)
-    with pytest.raises(WorkerLostError, match=r"a process that tokenized was killed.*set data\.workers to fewer"):
-        build(models["bert"], tmp_path, "classification", pair_rows(12), data=_data(tmp_path, workers=2))
+    with pytest.raises(
+        WorkerLostError, match=r"a process that tokenized was killed.*set data\.workers to fewer"
+    ):
+        build(
+            models["bert"],
+            tmp_path,
+            "classification",
+            pair_rows(12),
+            data=_data(tmp_path, workers=2),
+        )
 
 
 def _die(_: Any, **__: Any) -> None:
@@ -206,20 +234,32 @@ def test_classes_are_named_by_the_training_split(models: dict[str, Path], tmp_pa
 
 
 def test_glue_names_columns_and_classes(models: dict[str, Path], tmp_path: Path) -> None:
-    rows = [{"question1": "the", "question2": "cat", "label": value} for value in ("duplicate", "not_duplicate")]
-    task = {"kind": "classification", "glue": "qqp", "sentence1_column": None, "sentence2_column": None}
+    rows = [
+        {"question1": "the", "question2": "cat", "label": value}
+        for value in ("duplicate", "not_duplicate")
+    ]
+    task = {
+        "kind": "classification",
+        "glue": "qqp",
+        "sentence1_column": None,
+        "sentence2_column": None,
+    }
     _, directory = build(models["bert"], tmp_path, "classification", rows, task=task)
     assert read_task(directory)["labels"] == ["not_duplicate", "duplicate"]
     assert [row["labels"] for row in samples(directory)] == [1, 0]
 
 
 def test_numbers_are_kept_for_a_regression(models: dict[str, Path], tmp_path: Path) -> None:
-    _, directory = build(models["bert"], tmp_path, "classification", labels([0.5, 4]), task={"regression": True})
+    _, directory = build(
+        models["bert"], tmp_path, "classification", labels([0.5, 4]), task={"regression": True}
+    )
     assert [row["labels"] for row in samples(directory)] == [0.5, 4.0]
     assert read_task(directory)["labels"] is None
 
 
-def test_names_of_the_data_go_before_the_configuration_s(models: dict[str, Path], tmp_path: Path) -> None:
+def test_names_of_the_data_go_before_the_configuration_s(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     import datasets
 
     names = datasets.ClassLabel(names=["no", "yes"])
@@ -231,12 +271,20 @@ def test_names_of_the_data_go_before_the_configuration_s(models: dict[str, Path]
     source = {"kind": "hub", "dataset": str(tmp_path / "set")}
     config = tiny_config("bert", tmp_path, "classification", data={"source": source})
     collect_rows(config.data, tmp_path / "rows", tmp_path / "cache", seed=1)
-    for given, expected in ((None, ["no", "yes"]), (["bad", "good"], ["bad", "good"]), (["yes", "no"], None)):
-        config = tiny_config("bert", tmp_path, "classification", data={"source": source}, task={"labels": given})
+    for given, expected in (
+        (None, ["no", "yes"]),
+        (["bad", "good"], ["bad", "good"]),
+        (["yes", "no"], None),
+    ):
+        config = tiny_config(
+            "bert", tmp_path, "classification", data={"source": source}, task={"labels": given}
+        )
         directory = tmp_path / f"examples-{expected}"
         directory.mkdir()
         if expected is None:
-            with pytest.raises(DataFormatError, match=r"the classes are yes, no .* column 'label' has no, yes"):
+            with pytest.raises(
+                DataFormatError, match=r"the classes are yes, no .* column 'label' has no, yes"
+            ):
                 build_examples(config, tmp_path / "rows", models["bert"], directory)
         else:
             build_examples(config, tmp_path / "rows", models["bert"], directory)
@@ -251,22 +299,63 @@ def test_names_of_the_data_go_before_the_configuration_s(models: dict[str, Path]
             "bert",
             pair_rows(2),
             {"sentence2_column": "sentence_2"},
-            r"task\.sentence2_column is 'sentence_2', but the train split has the columns sentence1, sentence2, label "
-            r"\(did you mean sentence2\?\)",
+            (
+                r"task\.sentence2_column is 'sentence_2', but the train split has the columns "
+                r"sentence1, sentence2, label \(did you mean sentence2\?\)"
+            ),
         ),
-        ("classification", "bert", pair_rows(2), {"label_column": "x"}, r"task\.label_column is 'x', but .*: name one"),
-        ("classification", "bert", pair_rows(2), {"sentence1_column": "label"}, r"holds int64 in the train split"),
+        (
+            "classification",
+            "bert",
+            pair_rows(2),
+            {"label_column": "x"},
+            r"task\.label_column is 'x', but .*: name one",
+        ),
+        (
+            "classification",
+            "bert",
+            pair_rows(2),
+            {"sentence1_column": "label"},
+            r"holds int64 in the train split",
+        ),
         (
             "classification",
             "bert",
             [*labels([0]), {"sentence1": None, "sentence2": "the", "label": 1}],
             {},
-            r"row 1 of the train split has no text in column 'sentence1' \(task\.sentence1_column\)",
+            (
+                r"row 1 of the train split has no text in column 'sentence1' "
+                r"\(task\.sentence1_column\)"
+            ),
         ),
-        ("causal_lm", "gpt2", [{"text": " "}] * 3, {}, r"column 'text' .* is empty in every row of the train split"),
-        ("causal_lm", "gpt2", text_rows(1), {}, r"the train split has 12 tokens, fewer than the 16 of one block"),
-        ("causal_lm", "gpt2", [{"content": "the"}], {}, r"task\.text_column is 'text', but .*columns content"),
-        ("seq2seq", "blenderbot", copy_rows(2), {"target_column": "targets"}, r"\(did you mean target\?\)"),
+        (
+            "causal_lm",
+            "gpt2",
+            [{"text": " "}] * 3,
+            {},
+            r"column 'text' .* is empty in every row of the train split",
+        ),
+        (
+            "causal_lm",
+            "gpt2",
+            text_rows(1),
+            {},
+            r"the train split has 12 tokens, fewer than the 16 of one block",
+        ),
+        (
+            "causal_lm",
+            "gpt2",
+            [{"content": "the"}],
+            {},
+            r"task\.text_column is 'text', but .*columns content",
+        ),
+        (
+            "seq2seq",
+            "blenderbot",
+            copy_rows(2),
+            {"target_column": "targets"},
+            r"\(did you mean target\?\)",
+        ),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(
@@ -286,20 +375,30 @@ def test_a_text_without_a_token_is_refused(models: dict[str, Path], tmp_path: Pa
     rows = [{"sentence": "the", "label": 0}, {"sentence": "", "label": 1}]
     task = {"sentence1_column": "sentence", "sentence2_column": None}
     model = {"path": "gpt2", "pad_token": "<|endoftext|>"}
-    with pytest.raises(DataFormatError, match=r"row 1 of the train split has no text, and the tokenizer adds nothing"):
+    with pytest.raises(
+        DataFormatError,
+        match=r"row 1 of the train split has no text, and the tokenizer adds nothing",
+    ):
         build(models["gpt2"], tmp_path, "classification", rows, task=task, model=model)
 
 
 def test_another_number_of_end_tokens_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     rows = [*labels([0]), {"sentence1": "the </s> cat", "sentence2": "the", "label": 1}]
-    with pytest.raises(DataFormatError, match=r"row 1 of the train split has another number of end tokens \(id 2\)"):
+    with pytest.raises(
+        DataFormatError, match=r"row 1 of the train split has another number of end tokens \(id 2\)"
+    ):
         build(models["t5"], tmp_path, "classification", rows)
 
 
 @pytest.mark.parametrize(
     ("kind", "model", "sections", "message"),
     [
-        ("seq2seq", "gpt2", {}, r"gpt2 is GPT2LMHeadModel, a decoder, but task\.kind seq2seq takes an encoder-decoder"),
+        (
+            "seq2seq",
+            "gpt2",
+            {},
+            r"gpt2 is GPT2LMHeadModel, a decoder, but task\.kind seq2seq takes an encoder-decoder",
+        ),
         (
             "causal_lm",
             "t5",
@@ -313,22 +412,45 @@ def test_another_number_of_end_tokens_is_refused(models: dict[str, Path], tmp_pa
             r"bert is BertForPreTraining, an encoder, .* takes a decoder, such as GPT-2 or Llama",
         ),
         ("causal_lm", "deberta", {}, r"DebertaV2ForMaskedLM, an encoder"),
-        ("classification", "blenderbot", {}, r"BlenderbotForConditionalGeneration, an encoder-decoder, .* to seq2seq"),
+        (
+            "classification",
+            "blenderbot",
+            {},
+            r"BlenderbotForConditionalGeneration, an encoder-decoder, .* to seq2seq",
+        ),
         (
             "classification",
             "gpt2",
             {},
-            r"the tokenizer of model\.path gpt2 has no padding token.*model\.pad_token, such as '<\|endoftext\|>'",
+            (
+                r"the tokenizer of model\.path gpt2 has no padding token.*model\.pad_token, such "
+                r"as '<\|endoftext\|>'"
+            ),
         ),
-        ("classification", "bert", {"model": {"path": "b", "pad_token": "<p>"}}, r"model\.pad_token is '<p>', which"),
+        (
+            "classification",
+            "bert",
+            {"model": {"path": "b", "pad_token": "<p>"}},
+            r"model\.pad_token is '<p>', which",
+        ),
         (
             "classification",
             "bert",
             {"task": {"max_length": POSITIONS + 1}},
             r"task\.max_length is 65, but model\.path bert has 64 positions",
         ),
-        ("causal_lm", "gpt2", {"task": {"block_size": 128}}, r"task\.block_size is 128, but .* has 64 positions"),
-        ("seq2seq", "blenderbot", {"task": {"max_target_length": 70}}, r"task\.max_target_length is 70, but .* 64"),
+        (
+            "causal_lm",
+            "gpt2",
+            {"task": {"block_size": 128}},
+            r"task\.block_size is 128, but .* has 64 positions",
+        ),
+        (
+            "seq2seq",
+            "blenderbot",
+            {"task": {"max_target_length": 70}},
+            r"task\.max_target_length is 70, but .* 64",
+        ),
     ],
 )
 def test_models_and_settings_that_do_not_fit_are_refused(
@@ -347,7 +469,9 @@ def test_a_tokenizer_of_a_larger_model_is_refused(models: dict[str, Path], tmp_p
     source = write_model(directory / "model", "gpt2")
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(values | {"vocab_size": 30}))
-    with pytest.raises(ConfigError, match=r"model\.path small has ids up to 41, but the model's vocabulary has 30"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path small has ids up to 41, but the model's vocabulary has 30"
+    ):
         check(directory, "causal_lm")
 
 
@@ -362,14 +486,21 @@ def test_a_tokenizer_of_a_larger_model_is_refused(models: dict[str, Path], tmp_p
         (
             ["b", "a"],
             ["a", "b"],
-            r"a trained head with the classes b, a, but the data numbers them a, b: set task\.labels",
+            (
+                r"a trained head with the classes b, a, but the data numbers them a, b: set "
+                r"task\.labels"
+            ),
         ),
         (["LABEL_0", "LABEL_1"], ["a", "b"], None),
         (["a", "b"], ["a", "b"], None),
     ],
 )
 def test_a_trained_head_for_other_labels_is_refused(
-    names: list[str], values: list[str], message: str | None, models: dict[str, Path], tmp_path: Path
+    names: list[str],
+    values: list[str],
+    message: str | None,
+    models: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     config = tiny_config("tuned", tmp_path, "classification")
     model = read_model_config(config.model, models["bert"])
@@ -381,16 +512,22 @@ def test_a_trained_head_for_other_labels_is_refused(
         check_head(config, model, tuple(values))
 
 
-def test_texts_of_wikitext_are_read(models: dict[str, Path], tmp_path: Path, shared_data: Path) -> None:
+def test_texts_of_wikitext_are_read(
+    models: dict[str, Path], tmp_path: Path, shared_data: Path
+) -> None:
     source = {"kind": "files", "train": [str(shared_data / "data/wikitext2-valid.txt")]}
-    config = tiny_config("gpt2", tmp_path, "causal_lm", data={"source": source, "max_train_samples": 200})
+    config = tiny_config(
+        "gpt2", tmp_path, "causal_lm", data={"source": source, "max_train_samples": 200}
+    )
     counts, directory = run(config, models["gpt2"], tmp_path)
     assert counts["train"] == counts["tokens"] // 16 > 500
     assert counts["valid"] > 10
     assert all(len(row["input_ids"]) == 16 for row in samples(directory))
 
 
-def test_passages_of_lambada_are_read(models: dict[str, Path], tmp_path: Path, shared_data: Path) -> None:
+def test_passages_of_lambada_are_read(
+    models: dict[str, Path], tmp_path: Path, shared_data: Path
+) -> None:
     source = {"kind": "files", "train": [str(shared_data / "data/lambada_test.jsonl")]}
     config = tiny_config(
         "gpt2",
@@ -422,8 +559,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"max_length": 4},
             r"task\.max_length is 4, .* of model\.path .*bert .* to 5 or more",
         ),
-        ("classification", "bert", {"max_length": 2, "sentence2_column": None}, "max_length is 2, .* to 3 or more"),
-        ("seq2seq", "blenderbot", {"max_source_length": 1}, r"task\.max_source_length is 1, .* to 2 or more"),
+        (
+            "classification",
+            "bert",
+            {"max_length": 2, "sentence2_column": None},
+            "max_length is 2, .* to 3 or more",
+        ),
+        (
+            "seq2seq",
+            "blenderbot",
+            {"max_source_length": 1},
+            r"task\.max_source_length is 1, .* to 2 or more",
+        ),
     ],
 )
 def test_a_length_without_room_for_text_is_refused(
@@ -431,18 +578,25 @@ def test_a_length_without_room_for_text_is_refused(
 ) -> None:
     """The library would cut nothing, or leave nothing but special tokens."""
     with pytest.raises(ConfigError, match=message):
-        prepare(tiny_config(root / model, root / "data" / kind, kind, task=task), tmp_path / "refused")
+        prepare(
+            tiny_config(root / model, root / "data" / kind, kind, task=task), tmp_path / "refused"
+        )
     (name, length), *_ = task.items()
     config = tiny_config(root / model, root / "data" / kind, kind, task=task | {name: length + 1})
     found = build_task(config, *prepare(config, tmp_path / "taken"))
     assert {len(row["input_ids"]) for row in found.split("train") or []} == {length + 1}
 
 
-def test_an_end_that_the_tokenizer_does_not_write_needs_room_too(root: Path, tmp_path: Path) -> None:
+def test_an_end_that_the_tokenizer_does_not_write_needs_room_too(
+    root: Path, tmp_path: Path
+) -> None:
     export = write_export(tmp_path / "export", "t5")
     task = {"sentence2_column": None, "max_length": 1}
     with pytest.raises(ConfigError, match=r"max_length is 1, .* to 2 or more"):
-        prepare(tiny_config(export, root / "data/classification", "classification", task=task), tmp_path / "refused")
+        prepare(
+            tiny_config(export, root / "data/classification", "classification", task=task),
+            tmp_path / "refused",
+        )
 
 
 def test_columns_may_be_called_as_those_of_samples_are(root: Path, tmp_path: Path) -> None:
@@ -452,7 +606,10 @@ def test_columns_may_be_called_as_those_of_samples_are(root: Path, tmp_path: Pat
     columns = {"sentence1_column": "labels", "sentence2_column": "input_ids"}
     config = tiny_config(root / "bert", tmp_path / "data", "classification", task=columns)
     found = build_task(config, *prepare(config, tmp_path)).split("train")
-    assert [(row["labels"], row["input_ids"]) for row in found or []] == [(0, [2, 4, 12, 3, 20, 3]), (1, ANY)]
+    assert [(row["labels"], row["input_ids"]) for row in found or []] == [
+        (0, [2, 4, 12, 3, 20, 3]),
+        (1, ANY),
+    ]
 
 
 def test_a_head_that_reads_the_last_place_finds_the_text_there(root: Path, tmp_path: Path) -> None:
@@ -465,12 +622,18 @@ def test_a_head_that_reads_the_last_place_finds_the_text_there(root: Path, tmp_p
     def logits(rows: list[Any]) -> torch.Tensor:
         batch = task.collate(rows)
         with torch.no_grad():
-            found: torch.Tensor = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            found: torch.Tensor = model(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+            ).logits
         return found
 
-    torch.testing.assert_close(logits(rows), torch.cat([logits([row]) for row in rows]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        logits(rows), torch.cat([logits([row]) for row in rows]), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_model_that_does_not_learn_the_next_token_is_refused(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is XLNetLMHeadModel, an encoder, .*takes a decoder.*classification"):
+    with pytest.raises(
+        ConfigError, match=r"is XLNetLMHeadModel, an encoder, .*takes a decoder.*classification"
+    ):
         prepare(tiny_config(root / "xlnet", root / "data/causal_lm", "causal_lm"), tmp_path)

@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def best(tiny_root: Path) -> Path:
     done = run(
-        config(train={"micro_batch_size": 8, "num_epochs": 1}), TinyTask(tiny_root / "model"), tiny_root / "best"
+        config(train={"micro_batch_size": 8, "num_epochs": 1}),
+        TinyTask(tiny_root / "model"),
+        tiny_root / "best",
     )
     (path,) = (done.directory / "best").glob("iter_*")
     return path
@@ -49,7 +51,9 @@ def job(best: Path, output: Path, **values: Any) -> FinetuneExportJob:
     )
 
 
-def changed(best: Path, target: Path, change: Callable[[dict[str, torch.Tensor], Path], None]) -> Path:
+def changed(
+    best: Path, target: Path, change: Callable[[dict[str, torch.Tensor], Path], None]
+) -> Path:
     """A copy of the best model with other weights or files, whole by its marker."""
     from safetensors.torch import load_file, save_file
 
@@ -61,7 +65,9 @@ def changed(best: Path, target: Path, change: Callable[[dict[str, torch.Tensor],
     save_file(tensors, file, {"format": "pt"})
     (path / "complete.json").unlink()
     names = [each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()]
-    Marker(int(best.name[5:]), None, {name: FileRecord.of(path / name) for name in names}).write(path)
+    Marker(int(best.name[5:]), None, {name: FileRecord.of(path / name) for name in names}).write(
+        path
+    )
     return path
 
 
@@ -162,7 +168,9 @@ def test_what_a_type_of_16_bits_rounds_is_let_through(best: Path, task: TinyTask
     rounded = [loss * 1.02 for loss in recorded["sample_losses"]]
     with pytest.raises(ConversionError, match=r"beyond the 0\.001"):
         compare_losses(exported, task, recorded | {"sample_losses": rounded}, best)
-    report = compare_losses(exported, task, recorded | {"sample_losses": rounded, "precision": "bf16"}, best)
+    report = compare_losses(
+        exported, task, recorded | {"sample_losses": rounded, "precision": "bf16"}, best
+    )
     assert 0.01 < report["relative_difference"] < report["tolerance"]
 
 

@@ -14,7 +14,12 @@ from megacore.config.finetune_task import (
     metric_names,
 )
 from megacore.errors import ConfigError
-from megacore.finetune.metrics import check_installed, classification_metrics, perplexity, text_metrics
+from megacore.finetune.metrics import (
+    check_installed,
+    classification_metrics,
+    perplexity,
+    text_metrics,
+)
 from megacore.finetune.seq2seq import sentence_splitter
 from tests._dist import run_distributed
 from tests.finetune import _rank_cases
@@ -37,19 +42,25 @@ def test_more_classes_have_the_mean_of_their_f1() -> None:
 
 
 def test_correlations_by_hand() -> None:
-    found = classification_metrics(["pearson", "spearmanr"], [1.0, 2.0, 3.0], [1.0, 2.0, 4.0], classes=1)
+    found = classification_metrics(
+        ["pearson", "spearmanr"], [1.0, 2.0, 3.0], [1.0, 2.0, 4.0], classes=1
+    )
     assert found == pytest.approx({"pearson": 3 / math.sqrt(2 * 14 / 3), "spearmanr": 1.0})
     alike = classification_metrics(["pearson", "spearmanr"], [2.0, 2.0], [1.0, 3.0], classes=1)
     assert alike == {"pearson": 0.0, "spearmanr": 0.0}
 
 
 def test_bleu_counts_the_n_grams_of_the_corpus() -> None:
-    assert text_metrics(["bleu"], ["the cat sat here"], ["the cat sat here"], SPLIT)["bleu"] == pytest.approx(100)
-    one = text_metrics(["bleu"], ["the cat sat on the mat"], ["the cat sat on a mat"], SPLIT)["bleu"]
-    assert one == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
-    pooled = text_metrics(["bleu"], ["the cat sat on the mat", "a b c d"], ["the cat sat on a mat", "a b c d"], SPLIT)[
+    assert text_metrics(["bleu"], ["the cat sat here"], ["the cat sat here"], SPLIT)[
+        "bleu"
+    ] == pytest.approx(100)
+    one = text_metrics(["bleu"], ["the cat sat on the mat"], ["the cat sat on a mat"], SPLIT)[
         "bleu"
     ]
+    assert one == pytest.approx(100 * (5 / 6 * 3 / 5 * 2 / 4 * 1 / 3) ** 0.25)
+    pooled = text_metrics(
+        ["bleu"], ["the cat sat on the mat", "a b c d"], ["the cat sat on a mat", "a b c d"], SPLIT
+    )["bleu"]
     assert pooled == pytest.approx(100 * (9 / 10 * 6 / 8 * 4 / 6 * 2 / 4) ** 0.25)
 
 
@@ -62,7 +73,8 @@ def test_rouge_by_hand() -> None:
 
 
 def test_rouge_lsum_compares_sentences() -> None:
-    """In another order the longest common subsequence of whole texts is one sentence, that of sentences is all."""
+    """In another order the longest common subsequence of whole texts is one sentence, that of
+    sentences is all."""
     written, target = "A cat sat. Two dogs ran.", "Two dogs ran. A cat sat."
     found = text_metrics(["rougeL", "rougeLsum"], [written], [target], SPLIT)
     assert found == pytest.approx({"rougeL": 50.0, "rougeLsum": 100.0})
@@ -87,7 +99,9 @@ def test_the_first_metric_tells_the_best_model(tmp_path: Path) -> None:
 
 
 def test_metrics_of_each_task() -> None:
-    assert metric_names(Seq2SeqConfig(kind="seq2seq", source_column="a", target_column="b")) == ("bleu",)
+    assert metric_names(Seq2SeqConfig(kind="seq2seq", source_column="a", target_column="b")) == (
+        "bleu",
+    )
     assert metric_names(CausalLmConfig(kind="causal_lm")) == ("ppl",)
     for name, glue in GLUE.items():
         settings = classification_settings(ClassificationConfig(kind="classification", glue=name))
@@ -104,11 +118,31 @@ def test_metrics_of_each_task() -> None:
             {},
             r"best_metric is 'bleu', which this task does not measure: .* accuracy, f1, loss",
         ),
-        ({}, {"metrics": ["pearson"]}, r"pearson, which measures numbers, but the task predicts classes"),
-        ({}, {"metrics": ["f1"], "regression": True}, r"f1, which measures classes, but the task predicts numbers"),
-        ({}, {"glue": "stsb", "labels": ["a", "b"]}, r"names classes but task\.glue stsb predicts a number"),
-        ({}, {"glue": "mnli", "labels": ["a", "b"]}, r"names 2 classes \(a, b\) but task\.glue mnli has 3"),
-        ({}, {"glue": "sst2", "regression": True}, r"task\.glue sst2 has the classes negative, positive"),
+        (
+            {},
+            {"metrics": ["pearson"]},
+            r"pearson, which measures numbers, but the task predicts classes",
+        ),
+        (
+            {},
+            {"metrics": ["f1"], "regression": True},
+            r"f1, which measures classes, but the task predicts numbers",
+        ),
+        (
+            {},
+            {"glue": "stsb", "labels": ["a", "b"]},
+            r"names classes but task\.glue stsb predicts a number",
+        ),
+        (
+            {},
+            {"glue": "mnli", "labels": ["a", "b"]},
+            r"names 2 classes \(a, b\) but task\.glue mnli has 3",
+        ),
+        (
+            {},
+            {"glue": "sst2", "regression": True},
+            r"task\.glue sst2 has the classes negative, positive",
+        ),
     ],
 )
 def test_metrics_that_do_not_fit_are_refused(
@@ -118,11 +152,18 @@ def test_metrics_that_do_not_fit_are_refused(
         tiny_config("x", tmp_path, "classification", train=train, task=task)
 
 
-def test_a_metric_whose_package_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_whose_package_is_missing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config("x", tmp_path, "seq2seq", task={"metrics": ["bleu", "rougeL"]})
     check_installed(config)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rouge_score" else name)
-    with pytest.raises(ConfigError, match=r"rougeL of task\.kind seq2seq is computed by rouge_score, .*not installed"):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "rouge_score" else name
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"rougeL of task\.kind seq2seq is computed by rouge_score, .*not installed",
+    ):
         check_installed(config)
 
 

@@ -32,12 +32,16 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_export(tmp_path_factory.mktemp("export"), "gpt")
 
 
-def collect(path: Path | str, tmp_path: Path, **values: Any) -> tuple[dict[str, Any], dict[str, Any], Path]:
+def collect(
+    path: Path | str, tmp_path: Path, **values: Any
+) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """Counts, lineage and directory of a collected model."""
     given = PretrainedConfig(path=str(path), **values)
     directory = tmp_path / "collected"
     directory.mkdir()
-    counts = collect_pretrained(given, directory, tmp_path / "cache", local=local_directory(str(path)))
+    counts = collect_pretrained(
+        given, directory, tmp_path / "cache", local=local_directory(str(path))
+    )
     return counts, json.loads((directory / "lineage.json").read_text()), directory
 
 
@@ -47,7 +51,11 @@ def test_files_are_linked_and_named_with_their_digests(model: Path, tmp_path: Pa
     names = {path.name for path in (directory / "model").iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert os.path.samefile(directory / "model/model.safetensors", model / "model.safetensors")
-    assert lineage["files"] == {name: file_digest(model / name) for name in names} == pretrained_digests(model)
+    assert (
+        lineage["files"]
+        == {name: file_digest(model / name) for name in names}
+        == pretrained_digests(model)
+    )
     assert lineage["path"] == str(model)
     assert "parent" not in lineage
     assert counts == {"files": 4, "bytes": sum((model / name).stat().st_size for name in names)}
@@ -70,12 +78,18 @@ def test_an_export_is_named_as_parent(export: Path, tmp_path: Path) -> None:
     _, lineage, directory = collect(export, tmp_path)
     assert lineage["parent"] == {"stage": "convert", "key": manifest.key, "digest": manifest.digest}
     assert (directory / "model/config.json").is_file()
-    assert local_directory(str(export)) == export / "model" == local_directory(str(export / "model"))
+    assert (
+        local_directory(str(export)) == export / "model" == local_directory(str(export / "model"))
+    )
 
 
-def test_digests_of_an_export_are_its_manifest_s_while_the_files_are_untouched(export: Path, tmp_path: Path) -> None:
+def test_digests_of_an_export_are_its_manifest_s_while_the_files_are_untouched(
+    export: Path, tmp_path: Path
+) -> None:
     export = Path(shutil.copytree(export, tmp_path / "export"))  # with its files' times
-    expected = {name: file_digest(export / "model" / name) for name in pretrained_digests(export / "model")}
+    expected = {
+        name: file_digest(export / "model" / name) for name in pretrained_digests(export / "model")
+    }
     assert pretrained_digests(export / "model") == expected
     path = export / "manifest.json"
     values = json.loads(path.read_text())
@@ -104,27 +118,41 @@ def copied(model: Path, directory: Path, config: dict[str, Any] | None = None) -
 
 
 def in_torch_files(model: Path, directory: Path, parts: int) -> Path:
-    """The model with its weights as torch's own files, with what a checkpoint of old days has beside weights."""
-    weights = {**load_file(model / "model.safetensors"), "bert.embeddings.position_ids": torch.arange(16)}
+    """The model with its weights as torch's own files, with what a checkpoint of old days has
+    beside weights."""
+    weights = {
+        **load_file(model / "model.safetensors"),
+        "bert.embeddings.position_ids": torch.arange(16),
+    }
     copied(model, directory)
     names = list(weights)
     if parts == 1:
         torch.save(weights, directory / "pytorch_model.bin")
         return directory
-    places = {name: f"pytorch_model-{number % parts + 1:05d}-of-{parts:05d}.bin" for number, name in enumerate(names)}
+    places = {
+        name: f"pytorch_model-{number % parts + 1:05d}-of-{parts:05d}.bin"
+        for number, name in enumerate(names)
+    }
     for file in set(places.values()):
-        torch.save({name: weights[name] for name in names if places[name] == file}, directory / file)
+        torch.save(
+            {name: weights[name] for name in names if places[name] == file}, directory / file
+        )
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
     return directory
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_weights_in_torch_s_files_become_safetensors(model: Path, tmp_path: Path, parts: int) -> None:
+def test_weights_in_torch_s_files_become_safetensors(
+    model: Path, tmp_path: Path, parts: int
+) -> None:
     other = in_torch_files(model, tmp_path / "torch", parts)
     _, lineage, directory = collect(other, tmp_path)
     names = {path.name for path in (directory / "model").iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    before, after = load_file(model / "model.safetensors"), load_file(directory / "model/model.safetensors")
+    before, after = (
+        load_file(model / "model.safetensors"),
+        load_file(directory / "model/model.safetensors"),
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert set(lineage["converted"]) == {path.name for path in other.glob("pytorch_model*")}
@@ -153,7 +181,9 @@ class Runs:
 def test_code_in_torch_s_files_is_never_run(model: Path, tmp_path: Path) -> None:
     other = copied(model, tmp_path / "pickled")
     torch.save({"weight": Runs(tmp_path / "ran")}, other / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin holds more than tensors, .*as safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"pytorch_model\.bin holds more than tensors, .*as safetensors"
+    ):
         collect(other, tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -167,7 +197,9 @@ def test_code_in_torch_s_files_is_never_run(model: Path, tmp_path: Path) -> None
         ({1: torch.ones(2)}, "is no mapping"),
     ],
 )
-def test_torch_s_files_without_weights_are_refused(model: Path, tmp_path: Path, content: Any, message: str) -> None:
+def test_torch_s_files_without_weights_are_refused(
+    model: Path, tmp_path: Path, content: Any, message: str
+) -> None:
     other = copied(model, tmp_path / "odd")
     if isinstance(content, bytes):
         (other / "pytorch_model.bin").write_bytes(content)
@@ -180,7 +212,9 @@ def test_torch_s_files_without_weights_are_refused(model: Path, tmp_path: Path, 
 def test_a_part_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
     other = in_torch_files(model, tmp_path / "torch", 2)
     (other / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(ConfigError, match=r"lacks pytorch_model-00002-of-00002\.bin, which .*index\.json names"):
+    with pytest.raises(
+        ConfigError, match=r"lacks pytorch_model-00002-of-00002\.bin, which .*index\.json names"
+    ):
         collect(other, tmp_path)
 
 
@@ -192,7 +226,9 @@ def test_parts_without_their_index_are_refused(model: Path, tmp_path: Path) -> N
         collect(other, tmp_path)
     index.unlink()
     (tmp_path / "again").mkdir()
-    with pytest.raises(ConfigError, match=r"has pytorch_model-00001-of-00002\.bin and lacks .*index\.json"):
+    with pytest.raises(
+        ConfigError, match=r"has pytorch_model-00001-of-00002\.bin and lacks .*index\.json"
+    ):
         collect(other, tmp_path / "again")
 
 
@@ -216,21 +252,29 @@ def test_code_that_comes_with_a_model_is_never_run(model: Path, tmp_path: Path) 
         {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}},
     )
     (other / "own.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    with pytest.raises(ConfigError, match=r"model_type 'own' and needs code of its own, which is never run"):
+    with pytest.raises(
+        ConfigError, match=r"model_type 'own' and needs code of its own, which is never run"
+    ):
         collect(other, tmp_path, random_weights=True)
     assert not marker.exists()
 
 
 def test_an_unknown_model_type_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model_type 'perceptron' .*transformers does not know"):
-        collect(copied(model, tmp_path / "unknown", {"model_type": "perceptron"}), tmp_path, random_weights=True)
+        collect(
+            copied(model, tmp_path / "unknown", {"model_type": "perceptron"}),
+            tmp_path,
+            random_weights=True,
+        )
 
 
 def test_a_damaged_configuration_or_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
     other = copied(model, tmp_path / "model")
     (other / "tokenizer.json").write_text("{}")
     given = PretrainedConfig(path="damaged")
-    with pytest.raises(ConfigError, match=r"transformers cannot load the tokenizer of model\.path damaged"):
+    with pytest.raises(
+        ConfigError, match=r"transformers cannot load the tokenizer of model\.path damaged"
+    ):
         read_tokenizer(given, tmp_path)
     (other / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model.path damaged has no readable config\.json"):
@@ -240,7 +284,9 @@ def test_a_damaged_configuration_or_tokenizer_is_refused(model: Path, tmp_path: 
 def test_the_padding_token_must_be_in_the_vocabulary(model: Path, tmp_path: Path) -> None:
     copied(model, tmp_path / "model")
     assert read_tokenizer(PretrainedConfig(path="x", pad_token="[SEP]"), tmp_path).pad_token_id == 3
-    with pytest.raises(ConfigError, match=r"model\.pad_token is '<pad>', which the tokenizer of x lacks"):
+    with pytest.raises(
+        ConfigError, match=r"model\.pad_token is '<pad>', which the tokenizer of x lacks"
+    ):
         read_tokenizer(PretrainedConfig(path="x", pad_token="<pad>"), tmp_path)
 
 
@@ -255,7 +301,9 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
         local_directory(str(tmp_path))
 
 
-@pytest.mark.parametrize("path", ["bert-base-uncased", "microsoft/deberta-v3-small", "models:/gpt2@candidate"])
+@pytest.mark.parametrize(
+    "path", ["bert-base-uncased", "microsoft/deberta-v3-small", "models:/gpt2@candidate"]
+)
 def test_names_are_no_directories(path: str) -> None:
     assert local_directory(path) is None
 
@@ -263,7 +311,13 @@ def test_names_are_no_directories(path: str) -> None:
 class _Hub:
     """What the hub's client does, without a hub."""
 
-    files = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "onnx/model.onnx")
+    files = (
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "tokenizer.json",
+        "onnx/model.onnx",
+    )
     raises: Exception | None = None
 
     def model_info(self, name: str, *, revision: str | None) -> Any:
@@ -280,7 +334,9 @@ def hub_error(name: str) -> Exception:
 
     response = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid/api"))
     kind = getattr(errors, name)
-    return kind("not there", response=response) if name != "OfflineModeIsEnabled" else kind("offline")
+    return (
+        kind("not there", response=response) if name != "OfflineModeIsEnabled" else kind("offline")
+    )
 
 
 def test_only_files_that_are_used_come_from_the_hub(
@@ -304,15 +360,27 @@ def test_only_files_that_are_used_come_from_the_hub(
 @pytest.mark.parametrize(
     ("raised", "kind", "message"),
     [
-        ("RepositoryNotFoundError", ConfigError, "neither a local directory nor a model on the hub"),
+        (
+            "RepositoryNotFoundError",
+            ConfigError,
+            "neither a local directory nor a model on the hub",
+        ),
         ("RevisionNotFoundError", ConfigError, "model.revision v1 is none of model.path some/bert"),
-        ("GatedRepoError", ConfigError, "is closed on the hub: accept its terms there and set HF_TOKEN"),
+        (
+            "GatedRepoError",
+            ConfigError,
+            "is closed on the hub: accept its terms there and set HF_TOKEN",
+        ),
         ("HfHubHTTPError", DownloadError, "cannot be downloaded"),
         ("OfflineModeIsEnabled", DownloadError, "cannot be downloaded: offline"),
     ],
 )
 def test_the_hub_s_refusals_are_told_apart(
-    raised: str, kind: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raised: str,
+    kind: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", _Hub)
     monkeypatch.setattr(_Hub, "raises", hub_error(raised))

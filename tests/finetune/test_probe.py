@@ -1,4 +1,7 @@
-"""Probes with real models in one process: a limit is really reached, and what else fails is no answer."""
+"""Probes with real models in one process.
+
+A limit is really reached, and what else fails is no answer.
+"""
 
 import resource
 from pathlib import Path
@@ -46,7 +49,10 @@ def resident() -> int:
 
 
 def answers(directory: str) -> dict[str, Any]:
-    """What a rank of its own finds: the largest micro batch in ROOM, and what the rest of it does after that."""
+    """What a rank of its own finds.
+
+    The largest micro batch in ROOM, and what the rest of it does after that.
+    """
     root = Path(directory)
     probe.run_probe(job_of(root, 1), CPU)  # the libraries are there from now on
     still_alive()
@@ -86,7 +92,10 @@ def test_the_largest_micro_batch_under_a_limit_is_found(tmp_path: Path) -> None:
 def test_a_limit_that_leaves_nothing_for_the_model_is_refused(tmp_path: Path) -> None:
     limit = resident() // 2
     with (
-        pytest.raises(ConfigError, match=rf"is {limit / 1e9:.2f} GB, and it has .* raise find_batch_size.memory_limit"),
+        pytest.raises(
+            ConfigError,
+            match=rf"is {limit / 1e9:.2f} GB, and it has .* raise find_batch_size.memory_limit",
+        ),
         probe.limited_memory(limit, CPU),
     ):
         pass
@@ -95,7 +104,9 @@ def test_a_limit_that_leaves_nothing_for_the_model_is_refused(tmp_path: Path) ->
 def test_what_onednn_says_of_a_lack_of_memory_is_known() -> None:
     limit = resident() + 10**9
     with (
-        pytest.raises(MemoryExhaustedError, match=r"micro batch of 4 .oneDNN cannot allocate memory"),
+        pytest.raises(
+            MemoryExhaustedError, match=r"micro batch of 4 .oneDNN cannot allocate memory"
+        ),
         probe.memory_errors(4),
         probe.limited_memory(limit, CPU),
     ):
@@ -129,7 +140,9 @@ class Overflowing:
 
 
 @pytest.mark.parametrize("skipped", [0, 7, probe.MOST_SKIPPED - 1])
-def test_steps_that_fp16_skips_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
+def test_steps_that_fp16_skips_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: int
+) -> None:
     stepper = Overflowing(skipped)
     take_steps(tmp_path, monkeypatch, stepper)
     assert stepper.taken == 2
@@ -145,9 +158,16 @@ def test_a_model_that_overflows_for_ever_is_no_matter_of_memory(
 def take_steps(root: Path, monkeypatch: pytest.MonkeyPatch, stepper: Overflowing) -> None:
     monkeypatch.setattr(probe, "prepare", lambda *_, **__: stepper)
     monkeypatch.setattr(probe, "Longest", lambda *_: None)
-    values = {"pretrained_directory": "", "examples_directory": "", "run_directory": "", "exit_directory": ""}
+    values = {
+        "pretrained_directory": "",
+        "examples_directory": "",
+        "run_directory": "",
+        "exit_directory": "",
+    }
     config = tiny_config("model", root, "classification")
-    job = ProbeJob(config=config, ranks=1, threads_per_rank=1, output="", steps=2, memory_limit=None, **values)
+    job = ProbeJob(
+        config=config, ranks=1, threads_per_rank=1, output="", steps=2, memory_limit=None, **values
+    )
     probe.take_steps(job, None, CPU, lambda step: None)  # type: ignore[arg-type]
 
 

@@ -29,10 +29,14 @@ def test_learning_improves_on_the_start(whole: Run) -> None:
     assert whole.events[-1]["reason"] == "finished"
 
 
-def test_two_ranks_learn_what_one_does_with_twice_the_micro_batch(whole: Run, two: list[dict[str, Any]]) -> None:
+def test_two_ranks_learn_what_one_does_with_twice_the_micro_batch(
+    whole: Run, two: list[dict[str, Any]]
+) -> None:
     # The batches have the same samples: one rank takes the first four of eight, the other the rest.
     assert two[0]["ddp"]["losses"] == pytest.approx(whole.losses, rel=1e-6)
-    assert two[0]["ddp"]["metrics"] == pytest.approx(whole.of("evaluation")[-1]["metrics"], rel=1e-6)
+    assert two[0]["ddp"]["metrics"] == pytest.approx(
+        whole.of("evaluation")[-1]["metrics"], rel=1e-6
+    )
 
 
 def test_the_result_says_what_came_of_it(whole: Run) -> None:
@@ -47,16 +51,23 @@ def test_the_result_says_what_came_of_it(whole: Run) -> None:
     assert (whole.directory / result["best"] / "complete.json").is_file()
 
 
-def test_the_best_model_is_scored_on_the_test_split(whole: Run, tiny_root: Path, tmp_path: Path) -> None:
+def test_the_best_model_is_scored_on_the_test_split(
+    whole: Run, tiny_root: Path, tmp_path: Path
+) -> None:
     tested = run(config(train=EIGHT), TinyTask(tiny_root / "model", train=24, test=5), tmp_path)
     assert tested.losses == whole.losses  # as if it had not been
     result = json.loads((tmp_path / "result.json").read_text())
     best, scored = tested.of("best")[-1], tested.of("test")
-    assert [event["iteration"] for event in scored] == [event["iteration"] for event in tested.of("best")]
+    assert [event["iteration"] for event in scored] == [
+        event["iteration"] for event in tested.of("best")
+    ]
     assert result["test_metrics"] == scored[-1]["metrics"]
     assert result["test_metrics"]["samples"] == 5
     assert result["test_metrics"]["loss"] != result["metrics"]["loss"]
-    assert json.loads((tmp_path / best["path"] / "metrics.json").read_text())["test_metrics"] == scored[-1]["metrics"]
+    assert (
+        json.loads((tmp_path / best["path"] / "metrics.json").read_text())["test_metrics"]
+        == scored[-1]["metrics"]
+    )
     assert json.loads((whole.directory / "result.json").read_text())["test_metrics"] is None
     assert whole.of("test") == []
 
@@ -65,12 +76,16 @@ def test_events_count_what_was_read(whole: Run) -> None:
     last = whole.of("step")[-1]
     assert (last["consumed_samples"], last["consumed_tokens"]) == (48, 48 * LENGTH)
     assert last["epoch"] == 2.0
-    assert [event["lr"] for event in whole.of("step")] == pytest.approx([0, 5e-3, 4e-3, 3e-3, 2e-3, 1e-3])
+    assert [event["lr"] for event in whole.of("step")] == pytest.approx(
+        [0, 5e-3, 4e-3, 3e-3, 2e-3, 1e-3]
+    )
     assert [event["epoch"] for event in whole.of("epoch")] == [1, 2]
 
 
 def test_a_finished_run_ends_at_once(whole: Run, tiny_root: Path) -> None:
-    again = run(config(train=EIGHT), TinyTask(tiny_root / "model", train=24), whole.directory, attempt=2)
+    again = run(
+        config(train=EIGHT), TinyTask(tiny_root / "model", train=24), whole.directory, attempt=2
+    )
     assert [event["kind"] for event in again.events if event["attempt"] == 2] == ["start", "exit"]
 
 
@@ -86,12 +101,16 @@ def test_max_steps_ends_within_an_epoch_and_evaluates(
     assert done.of("step")[-1]["epoch"] == 1.4
     assert done.of("checkpoint")[-1]["iteration"] == 4
     lines = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("epoch 2/2 | step 4/4 | loss 3.") and " | ETA 0 s" in line for line in lines)
+    assert any(
+        line.startswith("epoch 2/2 | step 4/4 | loss 3.") and " | ETA 0 s" in line for line in lines
+    )
     logging.getLogger("megacore").removeHandler(caplog.handler)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tiny_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(LossError, match=r"the loss is nan at step 4 .* the last good checkpoint is .*iter_0000003"):
+    with pytest.raises(
+        LossError, match=r"the loss is nan at step 4 .* the last good checkpoint is .*iter_0000003"
+    ):
         run(config(train=EIGHT), TinyTask(tiny_root / "model", train=24, poison=4), tmp_path)
 
 
@@ -99,7 +118,9 @@ def test_running_out_of_memory_says_what_helps(
     tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(self: TinyTask, rows: Any) -> Any:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
+        )
 
     monkeypatch.setattr(TinyTask, "collate", exhausted)
     with pytest.raises(MemoryExhaustedError) as caught:
@@ -113,7 +134,9 @@ def test_running_out_of_memory_says_what_helps(
         assert part in str(caught.value)
 
 
-def test_activations_computed_again_change_nothing(whole: Run, tiny_root: Path, tmp_path: Path) -> None:
+def test_activations_computed_again_change_nothing(
+    whole: Run, tiny_root: Path, tmp_path: Path
+) -> None:
     made = config(train=EIGHT | {"gradient_checkpointing": True, "max_steps": 3})
     done = run(made, TinyTask(tiny_root / "model", train=24), tmp_path)
     assert done.losses[:2] == pytest.approx(whole.losses[:2], rel=1e-6)
@@ -134,7 +157,15 @@ def test_the_length_of_a_run(
     samples: int, ranks: int, accumulated: int, max_steps: int | None, expected: tuple[int, ...]
 ) -> None:
     train = FinetuneTrainConfig(
-        num_epochs=3, micro_batch_size=4, gradient_accumulation_steps=accumulated, max_steps=max_steps
+        num_epochs=3,
+        micro_batch_size=4,
+        gradient_accumulation_steps=accumulated,
+        max_steps=max_steps,
     )
     found = Schedule.of(train, samples, ranks)
-    assert (found.batches_per_epoch, found.steps_per_epoch, found.total_steps, found.epochs) == expected
+    assert (
+        found.batches_per_epoch,
+        found.steps_per_epoch,
+        found.total_steps,
+        found.epochs,
+    ) == expected

@@ -133,7 +133,9 @@ def test_a_model_that_cannot_begin_is_refused(blenderbot: Path, tmp_path: Path) 
 def test_an_empty_source_is_refused(blenderbot: Path, tmp_path: Path) -> None:
     export = write_export(tmp_path / "export", "t5")
     for split in ("train", "valid"):
-        write_rows(tmp_path / f"data/{split}.jsonl", [*copy_rows(2), {"source": "", "target": "the"}])
+        write_rows(
+            tmp_path / f"data/{split}.jsonl", [*copy_rows(2), {"source": "", "target": "the"}]
+        )
     with pytest.raises(DataFormatError, match="row 2 of the train split has an empty source"):
         prepare(tiny_config(export, tmp_path / "data", "seq2seq"), tmp_path / "work")
 
@@ -176,5 +178,7 @@ def test_nltk_s_models_that_cannot_be_fetched_can_be_retried(
 
     monkeypatch.setattr(data, "path", [])
     monkeypatch.setattr(downloader.Downloader, "download", refuse)
-    with pytest.raises(DownloadError, match=r"no route to host\).*set task\.sentence_splitter to rules"):
+    with pytest.raises(
+        DownloadError, match=r"no route to host\).*set task\.sentence_splitter to rules"
+    ):
         prepare(_punkt_config(blenderbot), tmp_path / "work")

@@ -1,4 +1,5 @@
-"""One Prefect server and one workspace for all flow tests; a tiny corpus and a configuration of seconds."""
+"""One Prefect server and one workspace for all flow tests; a tiny corpus and a configuration of
+seconds."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,7 +30,10 @@ def write_corpus(directory: Path, files: int = 60) -> None:
     """A small tree of Python source, different in every file."""
     directory.mkdir(parents=True)
     for number in range(files):
-        lines = [f"def function_{number}_{line}(value):\n    return value * {line} + {number}\n" for line in range(30)]
+        lines = [
+            f"def function_{number}_{line}(value):\n    return value * {line} + {number}\n"
+            for line in range(30)
+        ]
         (directory / f"module_{number:03d}.py").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -97,10 +101,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     saved = {name: os.environ.get(name) for name in ("MEGACORE_WORKSPACE", "MLFLOW_TRACKING_URI")}
     os.environ["MEGACORE_WORKSPACE"] = str(root)
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{root / 'mlflow.db'}"
-    from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, PREFECT_SERVER_ANALYTICS_ENABLED, temporary_settings
+    from prefect.settings import (
+        PREFECT_LOCAL_STORAGE_PATH,
+        PREFECT_SERVER_ANALYTICS_ENABLED,
+        temporary_settings,
+    )
     from prefect.testing.utilities import prefect_test_harness
 
-    settings = {PREFECT_LOCAL_STORAGE_PATH: root / "prefect" / "results", PREFECT_SERVER_ANALYTICS_ENABLED: False}
+    settings = {
+        PREFECT_LOCAL_STORAGE_PATH: root / "prefect" / "results",
+        PREFECT_SERVER_ANALYTICS_ENABLED: False,
+    }
     with temporary_settings(settings), prefect_test_harness(server_startup_timeout=120):
         yield root
     for name, value in saved.items():
@@ -133,7 +144,9 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
             patch.setattr(_pipeline.Pipeline, "_report", remember)
             patch.setattr(pretrain, "on_failure_hooks", [remember_run])
             try:
-                pretrain(str(conf), {key.replace("__", "."): value for key, value in overrides.items()})
+                pretrain(
+                    str(conf), {key.replace("__", "."): value for key, value in overrides.items()}
+                )
             except Exception as error:
                 result.error = error
         return result

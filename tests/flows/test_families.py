@@ -1,4 +1,5 @@
-"""Each family's small configuration through the whole flow, on real text: the standard library's."""
+"""Each family's small configuration through the whole flow, on real text: the standard
+library's."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +38,10 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def own_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A workspace beside the session's, whose tests count what is in it; the Prefect server is the session's."""
+    """A workspace beside the session's, whose tests count what is in it.
+
+    The Prefect server is the session's.
+    """
     root = tmp_path_factory.mktemp("families")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGACORE_WORKSPACE", str(root))
@@ -46,7 +50,9 @@ def own_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def trained(request: pytest.FixtureRequest, own_workspace: Path) -> tuple[str, dict[str, str], Path]:
+def trained(
+    request: pytest.FixtureRequest, own_workspace: Path
+) -> tuple[str, dict[str, str], Path]:
     """Name of the configuration, what each stage did, and the run's directory."""
     from flows.pretrain import pretrain
 
@@ -61,7 +67,11 @@ def trained(request: pytest.FixtureRequest, own_workspace: Path) -> tuple[str, d
         patch.setattr(_pipeline.Pipeline, "_report", remember)
         pretrain(request.param, SHORT)
     runs = Workspace(own_workspace).folder("train")
-    (directory,) = [path.parent for path in runs.glob("*/run.json") if _json(path)["config"]["name"] == request.param]
+    (directory,) = [
+        path.parent
+        for path in runs.glob("*/run.json")
+        if _json(path)["config"]["name"] == request.param
+    ]
     return request.param, rows, directory
 
 
@@ -75,7 +85,9 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def test_every_stage_runs_and_the_export_is_of_the_familys_class(trained: tuple[str, dict[str, str], Path]) -> None:
+def test_every_stage_runs_and_the_export_is_of_the_familys_class(
+    trained: tuple[str, dict[str, str], Path],
+) -> None:
     name, rows, _ = trained
     # All read one corpus, and it is collected once.
     assert {stage for stage, outcome in rows.items() if outcome != "ran"} <= {"collect"}
@@ -84,7 +96,9 @@ def test_every_stage_runs_and_the_export_is_of_the_familys_class(trained: tuple[
     assert [FAMILIES[name][0]] in classes
 
 
-def test_the_losses_are_reported_by_themselves_and_fall(trained: tuple[str, dict[str, str], Path]) -> None:
+def test_the_losses_are_reported_by_themselves_and_fall(
+    trained: tuple[str, dict[str, str], Path],
+) -> None:
     name, _, directory = trained
     expected = FAMILIES[name][1]
     steps, evaluations = events(directory, "step"), events(directory, "evaluation")

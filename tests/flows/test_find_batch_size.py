@@ -1,4 +1,5 @@
-"""The flow `finetune --find-batch-size`: real probes and epochs of two distributions, and nothing of it twice."""
+"""The flow `finetune --find-batch-size`: real probes and epochs of two distributions, and nothing
+of it twice."""
 
 import json
 from pathlib import Path
@@ -20,7 +21,11 @@ def write_conf(root: Path) -> Path:
         "name": "compared",
         "model": {"path": str(root / "model")},
         "data": {
-            "source": {"kind": "files", "train": [str(root / "train.jsonl")], "valid": [str(root / "valid.jsonl")]},
+            "source": {
+                "kind": "files",
+                "train": [str(root / "train.jsonl")],
+                "valid": [str(root / "valid.jsonl")],
+            },
             "workers": 1,
         },
         "task": TASKS["classification"],
@@ -35,7 +40,10 @@ def write_conf(root: Path) -> Path:
 
 @pytest.mark.timeout(400)
 def test_two_distributions_are_compared_and_the_second_time_nothing_runs(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from flows.finetune import finetune
     from tasks import _pipeline
@@ -57,14 +65,22 @@ def test_two_distributions_are_compared_and_the_second_time_nothing_runs(
     assert {row.stage: row.outcome for row in second.rows} == dict.fromkeys(stages, "cached")
     assert second.summary == first.summary
     capsys.readouterr()
-    finetune(str(conf), {"find_batch_size.methods": [*METHODS, "zero3"]}, dry_run=True, find_batch_size=True)
+    finetune(
+        str(conf),
+        {"find_batch_size.methods": [*METHODS, "zero3"]},
+        dry_run=True,
+        find_batch_size=True,
+    )
     planned = capsys.readouterr().out
     assert planned.count("cached") == len(stages)
     assert "find-batch-size 3" in planned
     assert "ddp, zero2, zero3 are compared, with 1 CPU rank" in planned
     assert len(seen) == 2, "a dry run runs nothing"
 
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.summary.splitlines()[:4]]
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in first.summary.splitlines()[:4]
+    ]
     assert table[0][:2] == ["method", "largest batch per rank"]
     assert table[0][-2:] == ["accuracy", "f1"]
     assert [row[:2] for row in table[2:]] == [["ddp", "4"], ["zero2", "4"]]

@@ -1,4 +1,6 @@
-"""The flow `finetune` on a tiny DeBERTa: what runs again and what does not, what MLflow has, and a rank that is lost.
+"""The flow `finetune` on a tiny DeBERTa.
+
+What runs again and what does not, what MLflow has, and a rank that is lost.
 
 The tests of this file share one workspace and run in order.
 """
@@ -51,7 +53,9 @@ class Place:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_pipeline.Pipeline, "_report", remember)
-            finetune(str(self.conf), {key.replace("__", "."): value for key, value in overrides.items()})
+            finetune(
+                str(self.conf), {key.replace("__", "."): value for key, value in overrides.items()}
+            )
 
     def stages(self, outcome: str) -> list[str]:
         return [stage for stage, seen in self.outcomes.items() if seen == outcome]
@@ -59,13 +63,18 @@ class Place:
     @property
     def runs(self) -> list[Path]:
         """Directories of all runs, the newest last."""
-        return sorted((path.parent for path in self.workspace.glob("finetuned/*/run.json")), key=os.path.getmtime)
+        return sorted(
+            (path.parent for path in self.workspace.glob("finetuned/*/run.json")),
+            key=os.path.getmtime,
+        )
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     lines = (directory / "events.jsonl").read_text(encoding="utf-8").splitlines(True)
     return [
-        event for event in map(json.loads, (line for line in lines if line.endswith("\n"))) if event["kind"] == kind
+        event
+        for event in map(json.loads, (line for line in lines if line.endswith("\n")))
+        if event["kind"] == kind
     ]
 
 
@@ -79,7 +88,11 @@ def place(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "name": "tiny-words",
         "model": {"path": str(write_model(data / "export" / "model", "deberta"))},
         "data": {
-            "source": {"kind": "files", "train": [str(data / "train.jsonl")], "valid": [str(data / "valid.jsonl")]},
+            "source": {
+                "kind": "files",
+                "train": [str(data / "train.jsonl")],
+                "valid": [str(data / "valid.jsonl")],
+            },
             "workers": 1,
         },
         "task": {"kind": "classification", "sentence1_column": "sentence", "max_length": 16},
@@ -112,7 +125,14 @@ def register_parent(place: Place) -> tuple[str, str]:
     tracking = Tracking(Workspace.of(), "pretrain")
     run = tracking.client.create_run(tracking.experiment_id)
     receipt = publish_model(
-        tracking, run.info.run_id, place.model, PARENT, digest="d" * 64, iteration=7, metrics={}, tags={}
+        tracking,
+        run.info.run_id,
+        place.model,
+        PARENT,
+        digest="d" * 64,
+        iteration=7,
+        metrics={},
+        tags={},
     )
     return receipt["version"], receipt["run_id"]
 
@@ -127,8 +147,13 @@ def test_two_ranks_improve_on_the_start_and_the_child_knows_its_parent(place: Pl
     assert f"validation accuracy {result['value']:.4f}" in place.summary
     assert f"`models:/{PARENT}/{version}` of MLflow run {run_id}" in place.summary
     assert json.loads((run / "run.json").read_text(encoding="utf-8"))["ranks"] == 2
-    lineage = json.loads(next(place.workspace.glob("pretrained/*/lineage.json")).read_text(encoding="utf-8"))
-    assert (lineage["registry"]["parent_version"], lineage["registry"]["parent_run_id"]) == (version, run_id)
+    lineage = json.loads(
+        next(place.workspace.glob("pretrained/*/lineage.json")).read_text(encoding="utf-8")
+    )
+    assert (lineage["registry"]["parent_version"], lineage["registry"]["parent_run_id"]) == (
+        version,
+        run_id,
+    )
 
 
 def test_mlflow_has_the_curves_the_checkpoints_and_the_child(place: Place) -> None:
@@ -157,7 +182,9 @@ def test_mlflow_has_the_curves_the_checkpoints_and_the_child(place: Place) -> No
     assert [point.step for point in client.get_metric_history(child.run_id, "train/loss")] == steps
     assert len(client.get_metric_history(child.run_id, "epoch/train_seconds")) == 3
     assert run.data.metrics["export/valid_accuracy"] == max(point.value for point in history)
-    assert [item.dataset.name.partition("-")[0] for item in run.inputs.dataset_inputs] == ["examples"]
+    assert [item.dataset.name.partition("-")[0] for item in run.inputs.dataset_inputs] == [
+        "examples"
+    ]
     models = client.search_logged_models([run.info.experiment_id], "model_type = 'checkpoint'")
     assert {model.tags["checkpoint_state"] for model in models} == {"kept", "deleted"}
     last = next(model for model in models if model.params["step"] == str(steps[-1]))
@@ -176,7 +203,8 @@ def test_mlflow_loads_a_classifier(place: Place) -> None:
 def test_the_second_run_is_cached_from_wherever_the_same_model_comes(place: Place) -> None:
     place.finetune(model__path=f"models:/{PARENT}@candidate")
     assert place.stages("cached") == STAGES
-    # The same files by their path: it is no other parent's child, as nobody has published this directory.
+    # The same files by their path: it is no other parent's child, as nobody has published this
+    # directory.
     place.finetune()
     assert place.stages("cached") == STAGES[:4]
     assert len(place.runs) == 1
@@ -197,13 +225,19 @@ def test_a_damaged_artifact_is_built_again(place: Place) -> None:
     assert place.stages("ran") == ["dataset", "examples"]
 
 
-def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(place: Place) -> None:
+def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(
+    place: Place,
+) -> None:
     before = set(place.runs)
 
     def kill_one_rank() -> None:
         def saved() -> bool:
             new = [run for run in place.runs if run not in before]
-            return bool(new) and (new[0] / "events.jsonl").exists() and bool(events(new[0], "checkpoint"))
+            return (
+                bool(new)
+                and (new[0] / "events.jsonl").exists()
+                and bool(events(new[0], "checkpoint"))
+            )
 
         wait_for("a checkpoint", saved, 120)
         ranks = [
@@ -235,9 +269,13 @@ def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(p
 
 def test_what_cannot_work_is_refused_before_anything_runs(place: Place) -> None:
     count = len(list(place.workspace.glob("finetuned/*")))
-    with pytest.raises(ConfigError, match=r"models:/nobody@candidate, which the model registry .* does not have"):
+    with pytest.raises(
+        ConfigError, match=r"models:/nobody@candidate, which the model registry .* does not have"
+    ):
         place.finetune(model__path="models:/nobody@candidate")
-    with pytest.raises(ConfigError, match=r"would be registered as tiny-parent, the name of model\.path"):
+    with pytest.raises(
+        ConfigError, match=r"would be registered as tiny-parent, the name of model\.path"
+    ):
         place.finetune(model__path=f"models:/{PARENT}/1", tracking__registered_model=PARENT)
     with pytest.raises(ConfigError, match="zero2, which divides a model"):
         place.finetune(launch__distributed="zero2")
@@ -251,9 +289,16 @@ def test_the_command_line_says_it_in_a_sentence_and_plans(place: Place) -> None:
     environment = os.environ | server_environment(place.workspace)
     command = [sys.executable, "-m", "flows.finetune", "--conf", str(place.conf), "--dry-run"]
     plan = subprocess.run(
-        [*command, "-o", "train.precision=fp16"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [*command, "-o", "train.precision=fp16"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert plan.returncode == ConfigError.exit_code, plan.stderr
-    assert plan.stderr.splitlines()[-1].startswith("error: train.precision is fp16, which needs a GPU")
+    assert plan.stderr.splitlines()[-1].startswith(
+        "error: train.precision is fp16, which needs a GPU"
+    )
     assert "known after finetune" in plan.stdout
     assert plan.stdout.count("cached") == 3

@@ -1,4 +1,5 @@
-"""The whole system: text → pretrained BERT → fine-tuned classifier, against the same fine-tuning of random weights."""
+"""The whole system: text → pretrained BERT → fine-tuned classifier, against the same fine-tuning of
+random weights."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +37,10 @@ def own_workspace(workspace: Path, tmp_path: Path) -> Iterator[Path]:
 def accuracy(root: Path, *, random_weights: bool) -> float:
     """Of the best model on the validation split."""
     for path in root.glob("finetuned/*/run.json"):
-        if json.loads(path.read_text(encoding="utf-8"))["config"]["model"]["random_weights"] == random_weights:
+        if (
+            json.loads(path.read_text(encoding="utf-8"))["config"]["model"]["random_weights"]
+            == random_weights
+        ):
             result = json.loads(path.with_name("result.json").read_text(encoding="utf-8"))
             assert result["metric"] == "accuracy"
             return float(result["value"])
@@ -50,10 +54,15 @@ def test_pretraining_helps(own_workspace: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs"
     assert code_pairs.main([str(pairs)]) == 0
     pretrain("bert-tiny", PRETRAINING | {"data.source.path": str(pairs / "corpus")})
-    splits = {f"data.source.{name}": [str(pairs / f"{name}.jsonl")] for name in ("train", "valid", "test")}
+    splits = {
+        f"data.source.{name}": [str(pairs / f"{name}.jsonl")] for name in ("train", "valid", "test")
+    }
     overrides = splits | {"launch.threads_per_rank": 1, "data.workers": 1}
     finetune("bert-tiny", overrides)
-    finetune("bert-tiny", overrides | {"model.random_weights": True, "tracking.registered_model": "bert-tiny-random"})
+    finetune(
+        "bert-tiny",
+        overrides | {"model.random_weights": True, "tracking.registered_model": "bert-tiny-random"},
+    )
     helped = accuracy(own_workspace, random_weights=False)
     without = accuracy(own_workspace, random_weights=True)
     assert helped > without + 0.05, f"{helped:.3f} with pretraining, {without:.3f} without"

@@ -1,4 +1,5 @@
-"""Only the failed stage is rerun: failures injected, outputs deleted and damaged, one parameter changed at a time.
+"""Only the failed stage is rerun: failures injected, outputs deleted and damaged, one parameter
+changed at a time.
 
 The tests of this file share one workspace and run in order: each begins where the one before ended.
 """
@@ -49,12 +50,17 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 def only_artifact(bench: Bench, folder: str) -> Path:
     """The one artifact of a folder (there is one as long as no parameter was changed)."""
-    (artifact,) = (path for path in (bench.workspace / folder).iterdir() if not path.name.startswith("."))
+    (artifact,) = (
+        path for path in (bench.workspace / folder).iterdir() if not path.name.startswith(".")
+    )
     return artifact
 
 
 def largest_file(directory: Path) -> Path:
-    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in directory.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -70,7 +76,9 @@ def test_failed_stage_alone_runs_again(bench: Bench, stage: str) -> None:
     assert run.stages("cached") == STAGES[: max(place - 1, 0)]
     assert run.stages("ran") == STAGES[max(place - 1, 0) : place]
     if stage != "train":
-        assert not list((bench.workspace / FOLDERS[stage]).glob("[!.]*")), "a failed stage left something behind"
+        assert not list((bench.workspace / FOLDERS[stage]).glob("[!.]*")), (
+            "a failed stage left something behind"
+        )
 
 
 def test_last_stage_completes_then_everything_is_cached(bench: Bench) -> None:
@@ -91,7 +99,9 @@ def test_deleted_output_is_built_again_and_nothing_else(bench: Bench, stage: str
     assert run.stages("ran") == [stage]
 
 
-@pytest.mark.parametrize("stage", ["collect", "tokenizer", "tokenize", "index", "evaluate", "convert", "publish"])
+@pytest.mark.parametrize(
+    "stage", ["collect", "tokenizer", "tokenize", "index", "evaluate", "convert", "publish"]
+)
 def test_damaged_output_is_built_again(bench: Bench, stage: str) -> None:
     victim = largest_file(only_artifact(bench, FOLDERS[stage]))
     content = bytearray(victim.read_bytes())

@@ -1,4 +1,7 @@
-"""Several sources and several shards: each is a task of its own, and only what changed runs again."""
+"""Several sources and several shards.
+
+Each is a task of its own, and only what changed runs again.
+"""
 
 import contextlib
 import json
@@ -26,7 +29,8 @@ Rows = dict[str, str]
 
 @pytest.fixture
 def place(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace of the test's own on the session's server, and a tokenizer that needs no training."""
+    """A workspace of the test's own on the session's server, and a tokenizer that needs no
+    training."""
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "workspace"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'workspace' / 'mlflow.db'}")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -56,7 +60,10 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
 
 def source(place: Path, name: str, documents: int, size: int = 200) -> dict[str, Any]:
     path = place / f"{name}.jsonl"
-    lines = (json.dumps({"text": f"{name} {number} " + "word " * (size // 5)}) for number in range(documents))
+    lines = (
+        json.dumps({"text": f"{name} {number} " + "word " * (size // 5)})
+        for number in range(documents)
+    )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {"kind": "jsonl", "files": [str(path)]}
 
@@ -71,9 +78,20 @@ def write_conf(place: Path, **data: Any) -> str:
 
 
 def test_only_what_changed_of_a_blend_runs_again(place: Path, rows: Rows) -> None:
-    members = [{"weight": 0.7, "source": source(place, "a", 60)}, {"weight": 0.3, "source": source(place, "b", 60)}]
+    members = [
+        {"weight": 0.7, "source": source(place, "a", 60)},
+        {"weight": 0.3, "source": source(place, "b", 60)},
+    ]
     prepare_data(write_conf(place, blend=members))
-    assert list(rows) == ["collect", "collect 2", "tokenizer", "tokenize", "tokenize 2", "blend", "index"]
+    assert list(rows) == [
+        "collect",
+        "collect 2",
+        "tokenizer",
+        "tokenize",
+        "tokenize 2",
+        "blend",
+        "index",
+    ]
     assert set(rows.values()) == {"ran"}
     members[0]["weight"] = 0.5
     prepare_data(write_conf(place, blend=members))
@@ -89,7 +107,10 @@ def test_only_what_changed_of_a_blend_runs_again(place: Path, rows: Rows) -> Non
 
 
 def test_a_blend_is_trained_on(place: Path, rows: Rows) -> None:
-    members = [{"weight": 3, "source": source(place, "a", 60)}, {"weight": 1, "source": source(place, "b", 60)}]
+    members = [
+        {"weight": 3, "source": source(place, "a", 60)},
+        {"weight": 1, "source": source(place, "b", 60)},
+    ]
     pretrain(write_conf(place, blend=members))
     assert set(rows.values()) == {"ran"}
     assert list(rows)[-3:] == ["evaluate", "convert", "publish"]
@@ -100,11 +121,23 @@ def test_each_split_has_sources_of_its_own(place: Path, rows: Rows) -> None:
     held_out = {"weight": 1, "source": source(place, "held-out", 60)}
     blends = {"train": [train], "valid": [held_out], "test": [held_out]}
     prepare_data(write_conf(place, split_blends=blends, split=None))
-    assert list(rows) == ["collect", "collect 2", "tokenizer", "tokenize", "tokenize 2", "blend", "index"]
+    assert list(rows) == [
+        "collect",
+        "collect 2",
+        "tokenizer",
+        "tokenize",
+        "tokenize 2",
+        "blend",
+        "index",
+    ]
 
 
 def tokens_of(place: Path) -> tuple[bytes, bytes]:
-    (directory,) = (path for path in (place / "workspace" / "tokenized").iterdir() if not path.name.startswith("."))
+    (directory,) = (
+        path
+        for path in (place / "workspace" / "tokenized").iterdir()
+        if not path.name.startswith(".")
+    )
     (prefix,) = token_prefixes(directory)
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
@@ -115,7 +148,12 @@ def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
     given = source(place, "large", 700, size=5000)
     prepare_data(write_conf(place, source=given))
     whole = tokens_of(place)
-    assert len(IndexedDataset(*token_prefixes(next((place / "workspace" / "tokenized").glob("[!.]*"))))) == 700
+    assert (
+        len(
+            IndexedDataset(*token_prefixes(next((place / "workspace" / "tokenized").glob("[!.]*"))))
+        )
+        == 700
+    )
 
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(place / "sharded" / "workspace"))
     calls: list[Any] = []
@@ -123,7 +161,12 @@ def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
 
     def sometimes(shard: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(shard)
-        if broken and shard[0].start > 0 and shard[0].stop is not None and shard[0].start < 1_500_000:
+        if (
+            broken
+            and shard[0].start > 0
+            and shard[0].stop is not None
+            and shard[0].start < 1_500_000
+        ):
             raise DataFormatError("injected failure")
         return original(shard, *args, **kwargs)
 
@@ -141,7 +184,9 @@ def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
 
 
 @pytest.mark.parametrize("runner", ["processes", "dask"])
-def test_shards_run_in_other_processes(place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+def test_shards_run_in_other_processes(
+    place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
     given = source(place, "large", 500, size=5000)
     prepare_data(write_conf(place, source=given))
     whole = tokens_of(place)
@@ -159,13 +204,17 @@ def kill_workers_once_they_start(stop: threading.Event) -> None:
                     child.kill()
 
 
-def test_a_shard_whose_worker_is_killed_ends_the_stage_with_one_sentence(place: Path, rows: Rows) -> None:
+def test_a_shard_whose_worker_is_killed_ends_the_stage_with_one_sentence(
+    place: Path, rows: Rows
+) -> None:
     given = source(place, "large", 500, size=5000)
     stop = threading.Event()
     killer = threading.Thread(target=kill_workers_once_they_start, args=(stop,))
     killer.start()
     try:
-        with pytest.raises(WorkerLostError, match=r"the worker of shard 1 of 3 died .*: the shards that are done"):
+        with pytest.raises(
+            WorkerLostError, match=r"the worker of shard 1 of 3 died .*: the shards that are done"
+        ):
             prepare_data(write_conf(place, source=given, shard_mb=1, shard_runner="processes"))
     finally:
         stop.set()

@@ -1,4 +1,7 @@
-"""A training that is asked to stop: the flow says so, and the same command goes on as if nothing had been."""
+"""A training that is asked to stop.
+
+The flow says so, and the same command goes on as if nothing had been.
+"""
 
 import os
 import signal
@@ -32,11 +35,17 @@ def conf(tmp_path: Path, bench: Bench) -> Path:
 
 
 def ended(workspace: Path) -> list[tuple[str, int]]:
-    return [(event["reason"], event["iteration"]) for event in events_of(workspace) if event["kind"] == "exit"]
+    return [
+        (event["reason"], event["iteration"])
+        for event in events_of(workspace)
+        if event["kind"] == "exit"
+    ]
 
 
 def reached(workspace: Path) -> int:
-    return max((event["iteration"] for event in events_of(workspace) if event["kind"] == "step"), default=0)
+    return max(
+        (event["iteration"] for event in events_of(workspace) if event["kind"] == "step"), default=0
+    )
 
 
 def finished(flow: "subprocess.Popen[bytes]", workspace: Path) -> tuple[int, str]:
@@ -46,12 +55,17 @@ def finished(flow: "subprocess.Popen[bytes]", workspace: Path) -> tuple[int, str
 
 
 def test_stop_preempt_and_go_on_to_the_end(conf: Path, tmp_path: Path) -> None:
-    """Stopped by an interval; then SIGUSR1 to the flow, whose retry goes on by itself to the end."""
+    """Stopped by an interval.
+
+    Then SIGUSR1 to the flow, whose retry goes on by itself to the end.
+    """
     workspace = tmp_path / "workspace"
     workspace.mkdir()
     code, log = finished(start(conf, workspace, "train.exit_interval=10"), workspace)
     assert code == 75, log[-3000:]
-    assert f"training stopped at iteration 10 of {ITERATIONS} since train.exit_interval is 10" in log
+    assert (
+        f"training stopped at iteration 10 of {ITERATIONS} since train.exit_interval is 10" in log
+    )
     assert "Traceback" not in log
     assert "error: " not in log
     assert ended(workspace) == [("exit_interval", 10)]
@@ -75,7 +89,9 @@ def test_stop_preempt_and_go_on_to_the_end(conf: Path, tmp_path: Path) -> None:
     assert "test PPL" in log
 
 
-def test_a_flow_run_that_is_stopped_ends_in_a_state_of_its_own(bench: Bench, tmp_path: Path) -> None:
+def test_a_flow_run_that_is_stopped_ends_in_a_state_of_its_own(
+    bench: Bench, tmp_path: Path
+) -> None:
     from flows.pretrain import pretrain
 
     overrides: dict[str, Any] = {"train.exit_interval": 1, "seed": 75}

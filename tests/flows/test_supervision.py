@@ -1,4 +1,5 @@
-"""The flow's process is stopped or killed in the middle of a training: no rank outlives it, and a rerun resumes."""
+"""The flow's process is stopped or killed in the middle of a training: no rank outlives it, and a
+rerun resumes."""
 
 import json
 import os
@@ -22,8 +23,15 @@ ENOUGH = 100_000
 
 
 def events_of(workspace: Path) -> list[dict[str, Any]]:
-    """The events of the one run in a workspace; of a line that is being written nothing is taken."""
-    lines = [line for path in workspace.glob("runs/*/events.jsonl") for line in path.read_text().splitlines(True)]
+    """The events of the one run in a workspace.
+
+    Of a line that is being written nothing is taken.
+    """
+    lines = [
+        line
+        for path in workspace.glob("runs/*/events.jsonl")
+        for line in path.read_text().splitlines(True)
+    ]
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
@@ -48,7 +56,12 @@ def conf(tmp_path: Path, bench: Bench) -> Path:
     """Two ranks that train for ever, with a checkpoint every few iterations."""
     config = tiny_config(bench.corpus)
     config["name"] = "endless"
-    config["train"] |= {"train_iters": ENOUGH, "eval_interval": ENOUGH, "global_batch_size": 4, "log_interval": 10}
+    config["train"] |= {
+        "train_iters": ENOUGH,
+        "eval_interval": ENOUGH,
+        "global_batch_size": 4,
+        "log_interval": 10,
+    }
     # A constant rate: then fewer iterations make the same run.
     config["optim"] = {"lr": 1e-3, "lr_decay_style": "constant"}
     config["checkpoint"] = {"save_interval": 10, "keep_last": 2}
@@ -65,25 +78,37 @@ def start(conf: Path, workspace: Path, *overrides: str) -> "subprocess.Popen[byt
     for override in overrides:
         command += ["-o", override]
     log = open(workspace.with_suffix(".log"), "ab")  # noqa: SIM115 - it lives as long as the process
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=hear_interrupts)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=hear_interrupts
+    )
 
 
 def hear_interrupts() -> None:
-    """A shell that starts tests in its background has them ignore SIGINT, and so all that they start."""
+    """A shell that starts tests in its background has them ignore SIGINT, and so all that they
+    start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def last_checkpoint(workspace: Path) -> int:
-    return max((event["iteration"] for event in events_of(workspace) if event["kind"] == "checkpoint"), default=0)
+    return max(
+        (event["iteration"] for event in events_of(workspace) if event["kind"] == "checkpoint"),
+        default=0,
+    )
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
-def test_no_rank_outlives_the_flow_and_a_rerun_resumes(conf: Path, tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name
+)
+def test_no_rank_outlives_the_flow_and_a_rerun_resumes(
+    conf: Path, tmp_path: Path, how: signal.Signals
+) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()
     flow = start(conf, workspace)
     try:
-        wait_for("a checkpoint", lambda: last_checkpoint(workspace) > 0 or flow.poll() is not None, 120)
+        wait_for(
+            "a checkpoint", lambda: last_checkpoint(workspace) > 0 or flow.poll() is not None, 120
+        )
         assert flow.poll() is None, workspace.with_suffix(".log").read_text()[-3000:]
         assert len(ranks_of(workspace)) >= 3
         flow.send_signal(how)
@@ -112,7 +137,11 @@ def test_timeout_ends_every_rank_with_its_own_error(bench: Bench, conf: Path) ->
     with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes"):
         pretrain(str(conf), {"launch.timeout_minutes": 0.15, "seed": 7})
     # The others in this process (the server) do not carry the run's job file in their command line.
-    wait_for("the end of every rank", lambda: not list(filter(is_rank, ranks_of(bench.workspace))), STOP_GRACE + 5)
+    wait_for(
+        "the end of every rank",
+        lambda: not list(filter(is_rank, ranks_of(bench.workspace))),
+        STOP_GRACE + 5,
+    )
 
 
 def is_rank(process: psutil.Process) -> bool:
@@ -120,7 +149,10 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def test_lost_rank_is_retried_and_resumes(bench: Bench, conf: Path) -> None:
-    """One rank is killed in the middle; Prefect's retry goes on from the last complete checkpoint."""
+    """One rank is killed in the middle.
+
+    Prefect's retry goes on from the last complete checkpoint.
+    """
     import threading
 
     from flows.pretrain import pretrain
@@ -128,7 +160,14 @@ def test_lost_rank_is_retried_and_resumes(bench: Bench, conf: Path) -> None:
     before = {path for path in bench.workspace.glob("runs/*") if path.is_dir()}
 
     def run_directory() -> Path | None:
-        return next((path for path in bench.workspace.glob("runs/*") if path.is_dir() and path not in before), None)
+        return next(
+            (
+                path
+                for path in bench.workspace.glob("runs/*")
+                if path.is_dir() and path not in before
+            ),
+            None,
+        )
 
     def kill_one_rank() -> None:
         def saved() -> bool:

@@ -1,4 +1,7 @@
-"""Zero-shot scores as a stage: they are measured once for a text, and are in MLflow and in the summary."""
+"""Zero-shot scores as a stage.
+
+They are measured once for a text, and are in MLflow and in the summary.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +23,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(texts: Path) -> dict[str, object]:
-    paths = {"wikitext": str(texts / "wiki"), "lambada": str(texts / "lambada"), "overlapping_eval": 16}
+    paths = {
+        "wikitext": str(texts / "wiki"),
+        "lambada": str(texts / "lambada"),
+        "overlapping_eval": 16,
+    }
     # A seed of its own: other tests of this workspace extend the run of the plain configuration.
     return {"seed": 77} | {f"evaluate__zero_shot__{name}": value for name, value in paths.items()}
 
@@ -37,15 +44,26 @@ def test_a_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Pat
     (directory,) = Workspace(bench.workspace).folder("zeroshot").glob("[!.]*")
     scores = json.loads((directory / "zeroshot.json").read_text(encoding="utf-8"))
     assert scores["lambada"]["passages"] == 8
-    assert f"| WikiText PPL per word, windows 16 apart | {scores['wikitext']['word_ppl']:,.2f} |" in summaries[0]
+    assert (
+        f"| WikiText PPL per word, windows 16 apart | {scores['wikitext']['word_ppl']:,.2f} |"
+        in summaries[0]
+    )
     client = MlflowClient()
-    runs = [json.loads(path.read_text())["run_id"] for path in bench.workspace.glob("runs/*/mlflow.json")]
+    runs = [
+        json.loads(path.read_text())["run_id"]
+        for path in bench.workspace.glob("runs/*/mlflow.json")
+    ]
     metrics = [client.get_run(run_id).data.metrics for run_id in runs]
-    expected = {"wikitext_ppl": scores["wikitext"]["word_ppl"], "lambada_accuracy": scores["lambada"]["accuracy"]}
+    expected = {
+        "wikitext_ppl": scores["wikitext"]["word_ppl"],
+        "lambada_accuracy": scores["lambada"]["accuracy"],
+    }
     assert any(expected.items() <= found.items() for found in metrics)
 
 
-def test_the_same_text_elsewhere_is_not_scored_again(bench: Bench, texts: Path, tmp_path: Path) -> None:
+def test_the_same_text_elsewhere_is_not_scored_again(
+    bench: Bench, texts: Path, tmp_path: Path
+) -> None:
     for path in texts.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert bench.pretrain(**values(tmp_path)).stages("ran") == []

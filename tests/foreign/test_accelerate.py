@@ -46,7 +46,12 @@ WRITTEN: dict[str, Any] = {
     "use_cpu": False,
 }
 """As the questionnaire writes it, with the keys of older versions too."""
-ON_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "mixed_precision": "no", "use_cpu": True}
+ON_CPU = {
+    "distributed_type": "MULTI_CPU",
+    "num_processes": 2,
+    "mixed_precision": "no",
+    "use_cpu": True,
+}
 
 
 @pytest.fixture
@@ -62,8 +67,16 @@ def zero(**changes: Any) -> dict[str, Any]:
 
 def test_what_was_written_is_taken(files: Files) -> None:
     config = files.load(WRITTEN)
-    assert (config.launch.distributed, config.launch.nproc_per_node, config.launch.nnodes) == ("zero2", 2, 1)
-    assert (config.train.precision, config.train.gradient_accumulation_steps, config.optim.clip_grad) == (
+    assert (config.launch.distributed, config.launch.nproc_per_node, config.launch.nnodes) == (
+        "zero2",
+        2,
+        1,
+    )
+    assert (
+        config.train.precision,
+        config.train.gradient_accumulation_steps,
+        config.optim.clip_grad,
+    ) == (
         "fp16",
         2,
         0.5,
@@ -77,8 +90,14 @@ def test_what_was_written_is_taken(files: Files) -> None:
     ("accelerate", "launch"),
     [
         ({"distributed_type": "NO"}, {"distributed": "ddp", "nproc_per_node": 1}),
-        ({"distributed_type": "MULTI_GPU", "num_processes": 4}, {"distributed": "ddp", "nproc_per_node": 4}),
-        ({"distributed_type": "MULTI_GPU", "num_processes": -1}, {"nproc_per_node": "auto", "allow_cpu": False}),
+        (
+            {"distributed_type": "MULTI_GPU", "num_processes": 4},
+            {"distributed": "ddp", "nproc_per_node": 4},
+        ),
+        (
+            {"distributed_type": "MULTI_GPU", "num_processes": -1},
+            {"nproc_per_node": "auto", "allow_cpu": False},
+        ),
         (ON_CPU, {"distributed": "ddp", "nproc_per_node": 2, "allow_cpu": True}),
         (zero(zero_stage=0), {"distributed": "ddp"}),
         (zero(zero_stage=None), {"distributed": "zero2"}),
@@ -88,8 +107,17 @@ def test_what_was_written_is_taken(files: Files) -> None:
             {"distributed": "zero3-offload", "deepspeed_config": None},
         ),
         (
-            zero(deepspeed_hostfile="hosts", deepspeed_inclusion_filter="a:0,1@b", deepspeed_multinode_launcher="pdsh")
-            | {"num_machines": 2, "num_processes": 4, "main_process_ip": "10.0.0.1", "main_process_port": 29500},
+            zero(
+                deepspeed_hostfile="hosts",
+                deepspeed_inclusion_filter="a:0,1@b",
+                deepspeed_multinode_launcher="pdsh",
+            )
+            | {
+                "num_machines": 2,
+                "num_processes": 4,
+                "main_process_ip": "10.0.0.1",
+                "main_process_port": 29500,
+            },
             {
                 "hostfile": "hosts",
                 "include": ("a:0,1", "b"),
@@ -105,14 +133,17 @@ def test_what_was_written_is_taken(files: Files) -> None:
         ),
     ],
 )
-def test_launch_values_are_translated(files: Files, accelerate: dict[str, Any], launch: dict[str, Any]) -> None:
+def test_launch_values_are_translated(
+    files: Files, accelerate: dict[str, Any], launch: dict[str, Any]
+) -> None:
     config = files.load(accelerate)
     assert {name: getattr(config.launch, name) for name in launch} == launch
     assert reread(config) == config
 
 
 @pytest.mark.parametrize(
-    ("said", "precision"), [("no", "fp32"), (False, "fp32"), ("bf16", "bf16"), ("FP16", "fp16"), (None, "auto")]
+    ("said", "precision"),
+    [("no", "fp32"), (False, "fp32"), ("bf16", "bf16"), ("FP16", "fp16"), (None, "auto")],
 )
 def test_precisions(files: Files, said: Any, precision: str) -> None:
     assert files.load(WRITTEN | {"mixed_precision": said}).train.precision == precision
@@ -128,17 +159,30 @@ def test_offload_of_one_part_is_told_by_deepspeeds_own_terms(files: Files, what:
     assert config.launch.distributed == "zero3"
     settings = config.launch.deepspeed_config
     assert isinstance(settings, dict)
-    assert settings["zero_optimization"] == {"stage": 3, f"offload_{what}": {"device": "cpu", "pin_memory": True}}
+    assert settings["zero_optimization"] == {
+        "stage": 3,
+        f"offload_{what}": {"device": "cpu", "pin_memory": True},
+    }
     assert reread(config) == config
     optimizer_alone = files.load(zero(offload_optimizer_device="cpu"))
     assert optimizer_alone.launch.distributed == "zero2"
 
 
 def test_the_json_that_it_names_is_read_from_beside_it(files: Files) -> None:
-    accelerate = WRITTEN | {"deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}}
-    content = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.25, "fp16": {"enabled": "true"}}
+    accelerate = WRITTEN | {
+        "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}
+    }
+    content = {
+        "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0.25,
+        "fp16": {"enabled": "true"},
+    }
     config = files.load(accelerate, content)
-    assert (config.launch.distributed, config.optim.clip_grad, config.train.precision) == ("zero3", 0.25, "fp16")
+    assert (config.launch.distributed, config.optim.clip_grad, config.train.precision) == (
+        "zero3",
+        0.25,
+        "fp16",
+    )
     assert reread(config) == config
     same = files.load(accelerate, content, launch__deepspeed_config="ds.json")
     assert same == config
@@ -147,8 +191,13 @@ def test_the_json_that_it_names_is_read_from_beside_it(files: Files) -> None:
 def test_two_jsons_that_differ_are_refused_with_both(files: Files) -> None:
     (files.directory / "other.json").write_text('{"zero_optimization": {"stage": 2}}')
     accelerate = WRITTEN | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
-    message = files.refusal(accelerate, {"zero_optimization": {"stage": 3}}, launch__deepspeed_config="other.json")
-    assert "deepspeed_config_file of accelerate.yaml is ds.json but launch.deepspeed_config is other.json" in message
+    message = files.refusal(
+        accelerate, {"zero_optimization": {"stage": 3}}, launch__deepspeed_config="other.json"
+    )
+    assert (
+        "deepspeed_config_file of accelerate.yaml is ds.json but launch.deepspeed_config is "
+        "other.json"
+    ) in message
 
 
 def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> None:
@@ -159,7 +208,10 @@ def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> No
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment of accelerate.yaml is AMAZON_SAGEMAKER"),
+        (
+            {"compute_environment": "AMAZON_SAGEMAKER"},
+            "compute_environment of accelerate.yaml is AMAZON_SAGEMAKER",
+        ),
         *[
             (
                 {"distributed_type": kind, "deepspeed_config": {}},
@@ -172,12 +224,18 @@ def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> No
             "deepspeed_config of accelerate.yaml is given but distributed_type is MULTI",
         ),
         ({"deepspeed_config": 3}, "deepspeed_config of accelerate.yaml is 3: give a mapping"),
-        ({"mixed_precision": "fp8"}, "mixed_precision of accelerate.yaml is fp8: use no, fp16, bf16"),
+        (
+            {"mixed_precision": "fp8"},
+            "mixed_precision of accelerate.yaml is fp8: use no, fp16, bf16",
+        ),
         (
             {"num_processes": 3, "num_machines": 2},
             "num_processes of accelerate.yaml is 3, which num_machines 2 does not",
         ),
-        ({"num_processes": "two"}, "num_processes of accelerate.yaml is two: give an integer above 0"),
+        (
+            {"num_processes": "two"},
+            "num_processes of accelerate.yaml is two: give an integer above 0",
+        ),
         ({"num_machines": 0}, "num_machines of accelerate.yaml is 0: give an integer above 0"),
         ({"machine_rank": 1}, "machine_rank of accelerate.yaml is 1"),
         (
@@ -194,10 +252,15 @@ def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> No
             "use_cpu of accelerate.yaml is true but distributed_type is MULTI_GPU",
         ),
         ({"use_cpu": "maybe"}, "use_cpu of accelerate.yaml is maybe: give true or false"),
-        ({"mixed_presicion": "no"}, "unknown key mixed_presicion in accelerate.yaml (did you mean mixed_precision?)"),
+        (
+            {"mixed_presicion": "no"},
+            "unknown key mixed_presicion in accelerate.yaml (did you mean mixed_precision?)",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(files: Files, changes: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_done_is_refused_by_name(
+    files: Files, changes: dict[str, Any], sentence: str
+) -> None:
     assert sentence in files.refusal(WRITTEN | changes)
 
 
@@ -219,30 +282,64 @@ SWITCHED_ON: dict[str, Any] = {
 @pytest.mark.parametrize("key", accelerate_yaml.REFUSED)
 def test_keys_that_are_refused(files: Files, key: str) -> None:
     on = {"some": "value"} if key.endswith("config") else True
-    assert f"{key} of accelerate.yaml is " in files.refusal(WRITTEN | {key: SWITCHED_ON.get(key, on)})
+    assert f"{key} of accelerate.yaml is " in files.refusal(
+        WRITTEN | {key: SWITCHED_ON.get(key, on)}
+    )
     for off in (None, False, *accelerate_yaml.REFUSED[key][1]):
-        parse_finetune_config(minimal() | {"launch": {"accelerate_config": WRITTEN | {key: off}}}, origin="test")
+        parse_finetune_config(
+            minimal() | {"launch": {"accelerate_config": WRITTEN | {key: off}}}, origin="test"
+        )
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"zero_stage": 1}, "deepspeed_config.zero_stage of accelerate.yaml is 1: use 2 or 3"),
-        ({"zero_stage": "two"}, "deepspeed_config.zero_stage of accelerate.yaml is two: use 2 or 3"),
-        ({"offload_optimizer_device": "nvme"}, "offload_optimizer_device of accelerate.yaml is nvme: use cpu or none"),
+        (
+            {"zero_stage": "two"},
+            "deepspeed_config.zero_stage of accelerate.yaml is two: use 2 or 3",
+        ),
+        (
+            {"offload_optimizer_device": "nvme"},
+            "offload_optimizer_device of accelerate.yaml is nvme: use cpu or none",
+        ),
         (
             {"offload_param_device": "cpu"},
-            "offload_param_device of accelerate.yaml is cpu but deepspeed_config.zero_stage of accelerate.yaml is 2",
+            (
+                "offload_param_device of accelerate.yaml is cpu but deepspeed_config.zero_stage of "
+                "accelerate.yaml is 2"
+            ),
         ),
         (
             {"zero_stage": 0, "offload_optimizer_device": "cpu"},
-            "offload_optimizer_device of accelerate.yaml is cpu but deepspeed_config.zero_stage of accelerate.yaml",
+            (
+                "offload_optimizer_device of accelerate.yaml is cpu but "
+                "deepspeed_config.zero_stage of accelerate.yaml"
+            ),
         ),
-        ({"gradient_clipping": -1}, "gradient_clipping of accelerate.yaml is -1: give a number above 0"),
-        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps of accelerate.yaml is 1.5: give a number"),
-        ({"deepspeed_multinode_launcher": "openmpi"}, "deepspeed_multinode_launcher of accelerate.yaml is openmpi"),
-        ({"deepspeed_moe_layer_cls_names": "A"}, "deepspeed_moe_layer_cls_names of accelerate.yaml is A, which is ref"),
-        ({"zero_stages": 2}, "unknown key deepspeed_config.zero_stages in accelerate.yaml (did you mean zero_stage?)"),
+        (
+            {"gradient_clipping": -1},
+            "gradient_clipping of accelerate.yaml is -1: give a number above 0",
+        ),
+        (
+            {"gradient_accumulation_steps": 1.5},
+            "gradient_accumulation_steps of accelerate.yaml is 1.5: give a number",
+        ),
+        (
+            {"deepspeed_multinode_launcher": "openmpi"},
+            "deepspeed_multinode_launcher of accelerate.yaml is openmpi",
+        ),
+        (
+            {"deepspeed_moe_layer_cls_names": "A"},
+            "deepspeed_moe_layer_cls_names of accelerate.yaml is A, which is ref",
+        ),
+        (
+            {"zero_stages": 2},
+            (
+                "unknown key deepspeed_config.zero_stages in accelerate.yaml (did you mean "
+                "zero_stage?)"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_done_with_deepspeed_is_refused_by_name(
@@ -258,13 +355,22 @@ def test_what_cannot_be_done_with_deepspeed_is_refused_by_name(
             {"launch__distributed": "zero3"},
             "zero_stage of accelerate.yaml is 2, which is launch.distributed zero2, but",
         ),
-        ({"launch__nproc_per_node": 4}, "num_processes of accelerate.yaml is 2 but launch.nproc_per_node is 4"),
-        ({"train__precision": "bf16"}, "mixed_precision of accelerate.yaml is fp16 but train.precision is bf16"),
+        (
+            {"launch__nproc_per_node": 4},
+            "num_processes of accelerate.yaml is 2 but launch.nproc_per_node is 4",
+        ),
+        (
+            {"train__precision": "bf16"},
+            "mixed_precision of accelerate.yaml is fp16 but train.precision is bf16",
+        ),
         (
             {"train__gradient_accumulation_steps": 1},
             "gradient_accumulation_steps of accelerate.yaml is 2 but train.grad",
         ),
-        ({"optim__clip_grad": 1.0}, "gradient_clipping of accelerate.yaml is 0.5 but optim.clip_grad is 1.0"),
+        (
+            {"optim__clip_grad": 1.0},
+            "gradient_clipping of accelerate.yaml is 0.5 but optim.clip_grad is 1.0",
+        ),
         (
             {"launch__nnodes": 2, "launch__hostfile": "hosts"},
             "num_machines of accelerate.yaml is 1 but launch.nnodes is 2",
@@ -281,13 +387,21 @@ def test_values_that_the_configuration_contradicts_are_named_with_both_sides(
 
 
 def test_values_that_both_say_alike_are_taken(files: Files) -> None:
-    config = files.load(WRITTEN, launch__distributed="zero2", train__precision="fp16", optim__clip_grad=0.5)
+    config = files.load(
+        WRITTEN, launch__distributed="zero2", train__precision="fp16", optim__clip_grad=0.5
+    )
     assert config == files.load(WRITTEN)
 
 
 def test_auto_leaves_it_to_the_file(files: Files) -> None:
-    config = files.load(WRITTEN, launch__nproc_per_node="auto", train__precision="auto", launch__nnodes=None)
-    assert (config.launch.nproc_per_node, config.train.precision, config.launch.nnodes) == (2, "fp16", 1)
+    config = files.load(
+        WRITTEN, launch__nproc_per_node="auto", train__precision="auto", launch__nnodes=None
+    )
+    assert (config.launch.nproc_per_node, config.train.precision, config.launch.nnodes) == (
+        2,
+        "fp16",
+        1,
+    )
 
 
 def test_a_cpu_that_the_configuration_forbids(files: Files) -> None:
@@ -369,18 +483,35 @@ def test_an_fsdp_block_is_read_by_accelerates_own_definition() -> None:
         (3, "fsdp_config of accelerate.yaml is 3: give a mapping"),
         (
             {"fsdp_offload_parms": True},
-            "unknown key fsdp_config.fsdp_offload_parms in accelerate.yaml (did you mean fsdp_offload_params?)",
+            (
+                "unknown key fsdp_config.fsdp_offload_parms in accelerate.yaml (did you mean "
+                "fsdp_offload_params?)"
+            ),
         ),
         ({"fsdp_version": 3}, "fsdp_config.fsdp_version of accelerate.yaml is 3: give 1 or 2"),
-        ({"fsdp_offload_params": 7}, "fsdp_offload_params of accelerate.yaml is 7: give true or false"),
-        ({"fsdp_min_num_params": "x"}, "fsdp_min_num_params of accelerate.yaml is x: give an integer"),
-        ({"fsdp_sharding_strategy": "ALL"}, "is ALL: give one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"),
+        (
+            {"fsdp_offload_params": 7},
+            "fsdp_offload_params of accelerate.yaml is 7: give true or false",
+        ),
+        (
+            {"fsdp_min_num_params": "x"},
+            "fsdp_min_num_params of accelerate.yaml is x: give an integer",
+        ),
+        (
+            {"fsdp_sharding_strategy": "ALL"},
+            "is ALL: give one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+        ),
         ({"fsdp_reshard_after_forward": "ALL"}, "is ALL: give one of FULL_SHARD, SHARD_GRAD_OP"),
-        ({"fsdp_transformer_layer_cls_to_wrap": 4}, "cls_to_wrap of accelerate.yaml is 4: give text"),
+        (
+            {"fsdp_transformer_layer_cls_to_wrap": 4},
+            "cls_to_wrap of accelerate.yaml is 4: give text",
+        ),
         (FSDP, "fsdp_version': 2}, which is refused: FSDP is not used here, ZeRO divides the same"),
     ],
 )
-def test_an_fsdp_block_that_cannot_be_is_refused_by_name(files: Files, block: Any, sentence: str) -> None:
+def test_an_fsdp_block_that_cannot_be_is_refused_by_name(
+    files: Files, block: Any, sentence: str
+) -> None:
     assert sentence in files.refusal(
         WRITTEN | {"distributed_type": "FSDP", "deepspeed_config": {}, "fsdp_config": block}
     )

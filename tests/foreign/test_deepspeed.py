@@ -47,13 +47,21 @@ def test_the_path_is_replaced_by_the_content_when_the_yaml_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = {"engine": "deepspeed", "deepspeed.config": "conf/ds/zero2.json", "train.precision": "fp32"}
+    overrides = {
+        "engine": "deepspeed",
+        "deepspeed.config": "conf/ds/zero2.json",
+        "train.precision": "fp32",
+    }
     config = load_config("gpt2-tiny", overrides, conf_dir=ROOT / "conf")
-    assert config.deepspeed.config == json.loads((ROOT / "conf/ds/zero2.json").read_text(encoding="utf-8"))
+    assert config.deepspeed.config == json.loads(
+        (ROOT / "conf/ds/zero2.json").read_text(encoding="utf-8")
+    )
     (tmp_path / "job.json").write_text(config.model_dump_json(), encoding="utf-8")
     assert read_config(tmp_path / "job.json") == config
     (tmp_path / "conf" / "ds").mkdir(parents=True)
-    (tmp_path / "conf" / "ds" / "zero2.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
+    (tmp_path / "conf" / "ds" / "zero2.json").write_text(
+        '{"zero_optimization": {"stage": 1}}', encoding="utf-8"
+    )
     assert load_config("gpt2-tiny", overrides, conf_dir=ROOT / "conf").deepspeed.config == nested(
         "zero_optimization.stage", 1
     )
@@ -62,11 +70,18 @@ def test_the_path_is_replaced_by_the_content_when_the_yaml_is_loaded(
 def test_a_path_may_be_relative_to_the_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"steps_per_print": 5}', encoding="utf-8")
     text = (ROOT / "conf" / "gpt2-tiny.yaml").read_text(encoding="utf-8")
-    (tmp_path / "run.yaml").write_text(f"{text}\nengine: deepspeed\ndeepspeed: {{config: mine.json}}\n", "utf-8")
+    (tmp_path / "run.yaml").write_text(
+        f"{text}\nengine: deepspeed\ndeepspeed: {{config: mine.json}}\n", "utf-8"
+    )
     assert load_config(str(tmp_path / "run.yaml")).deepspeed.config == {"steps_per_print": 5}
-    with pytest.raises(ConfigError, match=r"deepspeed.config is 'none.json': there is no file none.json or .*"):
+    with pytest.raises(
+        ConfigError, match=r"deepspeed.config is 'none.json': there is no file none.json or .*"
+    ):
         load_config(str(tmp_path / "run.yaml"), {"deepspeed.config": "none.json"})
-    assert load_config(str(tmp_path / "run.yaml"), {"engine": "native"}).deepspeed.config == "mine.json"
+    assert (
+        load_config(str(tmp_path / "run.yaml"), {"engine": "native"}).deepspeed.config
+        == "mine.json"
+    )
 
 
 def test_a_path_that_nobody_read_is_refused() -> None:
@@ -75,7 +90,9 @@ def test_a_path_that_nobody_read_is_refused() -> None:
 
 
 def test_something_else_than_a_path_or_an_object_is_refused() -> None:
-    assert "deepspeed.config is [1]: give a path, or the content of DeepSpeed's JSON" in refusal([1])
+    assert "deepspeed.config is [1]: give a path, or the content of DeepSpeed's JSON" in refusal(
+        [1]
+    )
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -91,18 +108,31 @@ def test_our_examples_are_taken_with_any_configuration(name: str, precision: str
 
 
 def test_zero_is_read_from_the_json() -> None:
-    assert zero_of(asking(public("accelerate-zero2"), **PUBLIC["accelerate-zero2"])) == ZeroSettings(2)
+    assert zero_of(
+        asking(public("accelerate-zero2"), **PUBLIC["accelerate-zero2"])
+    ) == ZeroSettings(2)
     name = "accelerate-zero3-offload"
     assert zero_of(asking(public(name), **PUBLIC[name])) == ZeroSettings(3, "cpu", "cpu")
     disk = {"device": "nvme", "nvme_path": "/nvme"}
-    content = {"zero_optimization": {"stage": "3", "offload_param": disk, "offload_optimizer": {"device": "none"}}}
+    content = {
+        "zero_optimization": {
+            "stage": "3",
+            "offload_param": disk,
+            "offload_optimizer": {"device": "none"},
+        }
+    }
     assert zero_of(asking(content)) == ZeroSettings(3, "none", "nvme", "/nvme")
     assert zero_of(asking({}, parallel={"use_distributed_optimizer": True})) == ZeroSettings(1)
     assert zero_of(asking(content, engine="native")) == ZeroSettings(0)
 
 
 def test_zero_is_read_from_the_section() -> None:
-    section = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "cpu", "nvme_path": "/nvme"}
+    section = {
+        "zero_stage": 3,
+        "offload_optimizer": "nvme",
+        "offload_param": "cpu",
+        "nvme_path": "/nvme",
+    }
     assert zero_of(asking(deepspeed=section)) == ZeroSettings(3, "nvme", "cpu", "/nvme")
     assert zero_of(asking(parallel={"use_distributed_optimizer": True})) == ZeroSettings(1)
     assert zero_of(asking(deepspeed=section, engine="native")) == ZeroSettings(0)
@@ -136,27 +166,74 @@ def test_values_are_read_as_what_they_mean(key: str, given: Any, meant: Any) -> 
     [
         ("fp16.enabled", 1, "fp16.enabled of deepspeed.config is 1: give true or false"),
         ("fp16.enabled", "yes", 'fp16.enabled of deepspeed.config is "yes": give true or false'),
-        ("train_batch_size", 0, "train_batch_size of deepspeed.config is 0: give an integer above 0"),
-        ("train_batch_size", 2.5, "train_batch_size of deepspeed.config is 2.5: give an integer above 0"),
-        ("train_batch_size", True, "train_batch_size of deepspeed.config is true: give an integer above 0"),
+        (
+            "train_batch_size",
+            0,
+            "train_batch_size of deepspeed.config is 0: give an integer above 0",
+        ),
+        (
+            "train_batch_size",
+            2.5,
+            "train_batch_size of deepspeed.config is 2.5: give an integer above 0",
+        ),
+        (
+            "train_batch_size",
+            True,
+            "train_batch_size of deepspeed.config is true: give an integer above 0",
+        ),
         ("zero_optimization.sub_group_size", -1, "is -1: give an integer that is not negative"),
-        ("zero_optimization.stage", 4, "zero_optimization.stage of deepspeed.config is 4: give one of 0, 1, 2, 3"),
-        ("gradient_clipping", "much", 'gradient_clipping of deepspeed.config is "much": give a finite number'),
+        (
+            "zero_optimization.stage",
+            4,
+            "zero_optimization.stage of deepspeed.config is 4: give one of 0, 1, 2, 3",
+        ),
+        (
+            "gradient_clipping",
+            "much",
+            'gradient_clipping of deepspeed.config is "much": give a finite number',
+        ),
         ("gradient_clipping", 1e999, "is Infinity: give a finite number"),
         ("wandb.project", 7, "wandb.project of deepspeed.config is 7: give text"),
         ("comms_logger.prof_ops", "all", 'is "all": give a list'),
-        ("zero_optimization.offload_param", "cpu", 'offload_param of deepspeed.config is "cpu": give an object'),
-        ("optimizer.type", "auto", 'optimizer.type of deepspeed.config is "auto": say which, or remove it'),
+        (
+            "zero_optimization.offload_param",
+            "cpu",
+            'offload_param of deepspeed.config is "cpu": give an object',
+        ),
+        (
+            "optimizer.type",
+            "auto",
+            'optimizer.type of deepspeed.config is "auto": say which, or remove it',
+        ),
         ("optimizer.params.lr", 1, "optimizer.params without optimizer.type: say the type"),
-        ("scheduler.params.warmup_num_steps", 1, "scheduler.params without scheduler.type: say the type"),
-        ("scheduler", {"type": None, "params": {"warmup_num_steps": 1}}, "without scheduler.type: say the type"),
-        ("optimizer.type", "Lamb", "optimizer.type of deepspeed.config is Lamb but megacore trains with AdamW alone"),
-        ("scheduler.type", "OneCycle", "is OneCycle, and no optim.lr_decay_style is like it: use WarmupLR, "),
+        (
+            "scheduler.params.warmup_num_steps",
+            1,
+            "scheduler.params without scheduler.type: say the type",
+        ),
+        (
+            "scheduler",
+            {"type": None, "params": {"warmup_num_steps": 1}},
+            "without scheduler.type: say the type",
+        ),
+        (
+            "optimizer.type",
+            "Lamb",
+            "optimizer.type of deepspeed.config is Lamb but megacore trains with AdamW alone",
+        ),
+        (
+            "scheduler.type",
+            "OneCycle",
+            "is OneCycle, and no optim.lr_decay_style is like it: use WarmupLR, ",
+        ),
         ("scheduler.type", "LRRangeTest", "is LRRangeTest, and no optim.lr_decay_style is like it"),
         (
             "scheduler",
             {"params": {"cos_min_ratio": 0.1}, "type": "WarmupLR"},
-            "unknown key scheduler.params.cos_min_ratio in deepspeed.config: WarmupLR has warmup_min_lr,",
+            (
+                "unknown key scheduler.params.cos_min_ratio in deepspeed.config: WarmupLR has "
+                "warmup_min_lr,"
+            ),
         ),
     ],
 )
@@ -166,18 +243,33 @@ def test_a_value_of_another_kind_is_refused(key: str, given: Any, sentence: str)
 
 def test_betas_are_two() -> None:
     content = {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}
-    assert "optimizer.params.betas of deepspeed.config is [0.9]: give a list of two numbers" in refusal(content)
+    assert (
+        "optimizer.params.betas of deepspeed.config is [0.9]: give a list of two numbers"
+        in refusal(content)
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("zero_optimisation", "unknown key zero_optimisation in deepspeed.config (did you mean zero_optimization?)"),
+        (
+            "zero_optimisation",
+            "unknown key zero_optimisation in deepspeed.config (did you mean zero_optimization?)",
+        ),
         ("zero_optimization.stages", "(did you mean zero_optimization.stage?)"),
         ("stage", "unknown key stage in deepspeed.config (did you mean zero_optimization.stage?)"),
         ("fp16.initial_scale", "(did you mean fp16.initial_scale_power?)"),
-        ("zero_optimization.offload_optimizer.devise", "(did you mean zero_optimization.offload_optimizer.device?)"),
-        ("bf16.xyz", "(known: bf16_master_weights_and_grads, bf16_optimizer_states, check_grad_overflow, enabled,"),
+        (
+            "zero_optimization.offload_optimizer.devise",
+            "(did you mean zero_optimization.offload_optimizer.device?)",
+        ),
+        (
+            "bf16.xyz",
+            (
+                "(known: bf16_master_weights_and_grads, bf16_optimizer_states, "
+                "check_grad_overflow, enabled,"
+            ),
+        ),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_right_name(key: str, hint: str) -> None:
@@ -232,12 +324,19 @@ def test_older_blocks_and_flags_are_read() -> None:
 
 
 def test_null_says_nothing() -> None:
-    assert dict(read_keys({"steps_per_print": None, "zero_optimization": {"offload_param": None}})) == {}
+    assert (
+        dict(read_keys({"steps_per_print": None, "zero_optimization": {"offload_param": None}}))
+        == {}
+    )
 
 
 def test_auto_is_filled_from_the_section_and_the_width_of_the_model() -> None:
     zero = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "overlap_comm": "auto"}
-    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    sizes = (
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
     zero |= dict.fromkeys((*sizes, "stage3_max_live_parameters"), "auto")
     section = {"config": {"zero_optimization": zero}, "zero_stage": 3, "offload_optimizer": "cpu"}
     assert asked_of(asking(deepspeed=section)).values == {
@@ -248,7 +347,10 @@ def test_auto_is_filled_from_the_section_and_the_width_of_the_model() -> None:
         "zero_optimization.stage3_param_persistence_threshold": 320,
     }
     without = asked_of(asking({"zero_optimization": zero}))
-    assert without.values == {"zero_optimization.stage": 0, "zero_optimization.reduce_bucket_size": 1024}
+    assert without.values == {
+        "zero_optimization.stage": 0,
+        "zero_optimization.reduce_bucket_size": 1024,
+    }
 
 
 OTHERS: dict[str, Any] = {
@@ -266,16 +368,19 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_of_the_section_beside_a_json_that_says_otherwise_is_refused(field: str) -> None:
     value = OTHERS.get(field, 8)
-    other = {"zero_stage": 1, "pin_memory": True, "nvme_path": "/b"}.get(field, "none" if value == "cpu" else False)
+    other = {"zero_stage": 1, "pin_memory": True, "nvme_path": "/b"}.get(
+        field, "none" if value == "cpu" else False
+    )
     other = 16 if value == 8 else other
     section = {field: value, "config": nested(FIELDS[field][0], other)}
     shown, others = json.dumps(value), json.dumps(other)
     assert (
-        f"deepspeed.{field} is {shown} but {FIELDS[field][0]} of deepspeed.config is {others}: remove one of them"
-        in refusal(deepspeed=section)
-    )
-    assert f"deepspeed.{field} is {shown} but deepspeed.config takes its place and does not say" in refusal(
-        deepspeed={field: value, "config": {}}
+        f"deepspeed.{field} is {shown} but {FIELDS[field][0]} of deepspeed.config is {others}: "
+        "remove one of them"
+    ) in refusal(deepspeed=section)
+    assert (
+        f"deepspeed.{field} is {shown} but deepspeed.config takes its place and does not say"
+        in refusal(deepspeed={field: value, "config": {}})
     )
     equal = {field: value, "config": nested(FIELDS[field][0], value)}
     assert asked_of(asking(deepspeed=equal, engine="native")).values[FIELDS[field][0]] == value
@@ -284,15 +389,23 @@ def test_a_field_of_the_section_beside_a_json_that_says_otherwise_is_refused(fie
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale of deepspeed.config is refused by DeepSpeed: fp16.loss_scale"),
-        ({"zero_optimization": {"cpu_offload": True, "stages": 1}}, "unknown key zero_optimization.stages"),
+        (
+            {"fp16": {"loss_scale": -1}},
+            "fp16.loss_scale of deepspeed.config is refused by DeepSpeed: fp16.loss_scale",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "stages": 1}},
+            "unknown key zero_optimization.stages",
+        ),
     ],
 )
 def test_deepspeeds_own_models_check_each_block(content: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal(content)
 
 
-def test_a_json_without_deepspeed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_json_without_deepspeed_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     sentence = refusal({})
     assert "deepspeed.config is DeepSpeed's JSON, which DeepSpeed itself checks" in sentence
@@ -302,14 +415,20 @@ def test_a_json_without_deepspeed_is_refused_with_what_to_install(monkeypatch: p
 
 def run_python(script: str) -> str:
     found = subprocess.run(
-        [sys.executable, "-c", f"import os, sys; {script}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"import os, sys; {script}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert found.returncode == 0, found.stderr
     return found.stdout + found.stderr
 
 
 def test_deepspeed_is_imported_for_a_json_alone_and_leaves_no_trace() -> None:
-    load = "from megacore.config import load_config; load_config('gpt2-tiny', {'engine': 'deepspeed'"
+    load = (
+        "from megacore.config import load_config; load_config('gpt2-tiny', {'engine': 'deepspeed'"
+    )
     show = "print(*sorted({'torch', 'deepspeed', 'accelerate'} & set(sys.modules)))"
     assert run_python(f"{load}}}); {show}") == "\n"
     before = "before = dict(os.environ)"

@@ -17,7 +17,9 @@ from tests.config._finetune import minimal, reread
 
 AUTO = "auto"
 TUTORIAL: dict[str, Any] = json.loads(
-    (Path(__file__).resolve().parents[2] / "conf" / "ds" / "finetune-zero2.json").read_text(encoding="utf-8")
+    (Path(__file__).resolve().parents[2] / "conf" / "ds" / "finetune-zero2.json").read_text(
+        encoding="utf-8"
+    )
 )
 
 
@@ -60,7 +62,11 @@ def settings(config: FinetuneConfig) -> dict[str, Any]:
 
 def test_the_tutorials_file() -> None:
     config = asking(TUTORIAL, optim={"warmup_steps": 7})
-    assert (config.launch.distributed, config.train.precision, config.optim.lr_scheduler) == ("zero2", "fp16", "linear")
+    assert (config.launch.distributed, config.train.precision, config.optim.lr_scheduler) == (
+        "zero2",
+        "fp16",
+        "linear",
+    )
     kept = settings(config)
     assert kept["optimizer"]["params"] == {
         "lr": AUTO, "weight_decay": AUTO, "betas": AUTO, "eps": AUTO, "adam_w_mode": True,
@@ -75,9 +81,23 @@ def test_the_tutorials_file() -> None:
     [
         ({"stage": 2}, "zero2"),
         ({"stage": 3}, "zero3"),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "zero3-offload"),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
+            "zero3-offload",
+        ),
         ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, "zero3-offload"),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}, "zero3"),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "none"},
+            },
+            "zero3",
+        ),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, "zero2"),
         ({"stage": 3, "offload_param": {"device": "none", "pin_memory": True}}, "zero3"),
     ],
@@ -89,7 +109,9 @@ def test_the_distribution_is_taken_from_it(zero: dict[str, Any], distributed: An
     assert asking({"zero_optimization": zero}, launch={"distributed": distributed}) == config
 
 
-@pytest.mark.parametrize("content", [{}, {"zero_optimization": {"stage": AUTO}}, {"zero_optimization": {}}])
+@pytest.mark.parametrize(
+    "content", [{}, {"zero_optimization": {"stage": AUTO}}, {"zero_optimization": {}}]
+)
 @pytest.mark.parametrize("distributed", ["zero2", "zero3"])
 def test_the_stage_that_it_leaves_open_is_filled(content: dict[str, Any], distributed: str) -> None:
     config = asking(content, launch={"distributed": distributed})
@@ -98,11 +120,24 @@ def test_the_stage_that_it_leaves_open_is_filled(content: dict[str, Any], distri
 
 
 def test_the_offload_that_it_leaves_open_is_filled() -> None:
-    open_ = {"zero_optimization": {"offload_optimizer": {"device": AUTO}, "offload_param": {"device": AUTO}}}
+    open_ = {
+        "zero_optimization": {
+            "offload_optimizer": {"device": AUTO},
+            "offload_param": {"device": AUTO},
+        }
+    }
     zero = settings(asking(open_, launch={"distributed": "zero3-offload"}))["zero_optimization"]
-    assert zero == {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert zero == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    }
     zero = settings(asking(open_, launch={"distributed": "zero3"}))["zero_optimization"]
-    assert zero == {"stage": 3, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
+    assert zero == {
+        "stage": 3,
+        "offload_optimizer": {"device": "none"},
+        "offload_param": {"device": "none"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -121,27 +156,53 @@ def test_the_offload_that_it_leaves_open_is_filled() -> None:
         (
             {"zero_optimization": {"stage": 3}},
             {"launch": {"distributed": "zero3-offload"}},
-            "stage of JSON is 3 without offload of both parts, which is launch.distributed zero3, but launch."
-            "distributed is zero3-offload",
+            (
+                "stage of JSON is 3 without offload of both parts, which is launch.distributed "
+                "zero3, but launch."
+                "distributed is zero3-offload"
+            ),
         ),
         (
             {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}},
             {"launch": {"distributed": "zero3"}},
-            "stage of JSON is 3 with both parts offloaded, which is launch.distributed zero3-offload, but",
+            (
+                "stage of JSON is 3 with both parts offloaded, which is launch.distributed "
+                "zero3-offload, but"
+            ),
         ),
-        ({}, {"launch": {"distributed": "ddp"}}, "is DeepSpeed's JSON but launch.distributed is ddp"),
-        ({}, {}, "zero_optimization.stage of JSON is missing, and launch.distributed too"),
-        ({"zero_optimization": {"stage": 0}}, {}, "zero_optimization.stage of JSON is 0: use 2 or 3"),
-        ({"zero_optimization": {"stage": 1}}, {}, "zero_optimization.stage of JSON is 1: use 2 or 3"),
         (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
+            {},
+            {"launch": {"distributed": "ddp"}},
+            "is DeepSpeed's JSON but launch.distributed is ddp",
+        ),
+        ({}, {}, "zero_optimization.stage of JSON is missing, and launch.distributed too"),
+        (
+            {"zero_optimization": {"stage": 0}},
+            {},
+            "zero_optimization.stage of JSON is 0: use 2 or 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}},
+            {},
+            "zero_optimization.stage of JSON is 1: use 2 or 3",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/x"},
+                }
+            },
             {},
             "offload_optimizer.device of JSON is nvme: use cpu or none",
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             {},
-            "offload_param.device of JSON is cpu but zero_optimization.stage of JSON is 2: use stage 3, or none",
+            (
+                "offload_param.device of JSON is cpu but zero_optimization.stage of JSON is 2: use "
+                "stage 3, or none"
+            ),
         ),
     ],
 )
@@ -174,7 +235,10 @@ def test_a_number_is_taken_where_ours_is_a_default_and_refused_where_it_is_anoth
     assert reread(config) == config
     assert asking(content, **{section: {name: value}}) == config
     message = refusal(content, **{section: {name: other}})
-    assert f"{key} of JSON is {value} but {field} is {other}: change one of them, or remove {field}" in message
+    assert (
+        f"{key} of JSON is {value} but {field} is {other}: change one of them, or remove {field}"
+        in message
+    )
 
 
 def test_betas() -> None:
@@ -219,7 +283,11 @@ def test_precisions(blocks: dict[str, Any], precision: str) -> None:
             "bf16",
             "bf16.enabled of JSON is false, which is train.precision fp32, but train",
         ),
-        ({"fp16": {"enabled": False}}, "fp16", "fp16.enabled of JSON is false but train.precision is fp16"),
+        (
+            {"fp16": {"enabled": False}},
+            "fp16",
+            "fp16.enabled of JSON is false but train.precision is fp16",
+        ),
         (
             {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
             "auto",
@@ -229,13 +297,19 @@ def test_precisions(blocks: dict[str, Any], precision: str) -> None:
 )
 def test_precisions_that_contradict(blocks: dict[str, Any], precision: str, sentence: str) -> None:
     content = {"zero_optimization": {"stage": 2}} | blocks
-    message = refusal(content, train={"precision": precision}).replace("launch.deepspeed_config", "JSON")
+    message = refusal(content, train={"precision": precision}).replace(
+        "launch.deepspeed_config", "JSON"
+    )
     assert sentence in message
 
 
 @pytest.mark.parametrize(
     ("kind", "course"),
-    [("WarmupLR", "constant_with_warmup"), ("WarmupDecayLR", "linear"), ("WarmupCosineLR", "cosine")],
+    [
+        ("WarmupLR", "constant_with_warmup"),
+        ("WarmupDecayLR", "linear"),
+        ("WarmupCosineLR", "cosine"),
+    ],
 )
 def test_schedulers(kind: str, course: str) -> None:
     content = merged(TUTORIAL, {"scheduler": None}) | {"scheduler": {"type": kind}}
@@ -248,9 +322,9 @@ def test_schedulers(kind: str, course: str) -> None:
     other = "polynomial"
     message = refusal(content, optim={"lr_scheduler": other})
     assert (
-        f"scheduler.type of JSON is {kind}, which is optim.lr_scheduler {course}, but optim.lr_scheduler is {other}"
-        in (message)
-    )
+        f"scheduler.type of JSON is {kind}, which is optim.lr_scheduler {course}, but "
+        f"optim.lr_scheduler is {other}"
+    ) in (message)
 
 
 @pytest.mark.parametrize(
@@ -260,12 +334,18 @@ def test_schedulers(kind: str, course: str) -> None:
             {"type": "OneCycle", "params": {}},
             "scheduler.type of JSON is OneCycle, and no optim.lr_scheduler is like it",
         ),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "warmup_num_steps of JSON is 0: DeepSpeed takes 1"),
+        (
+            {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+            "warmup_num_steps of JSON is 0: DeepSpeed takes 1",
+        ),
         (
             {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9, "total_num_steps": 9}},
             "warmup_num_steps of JSON is 9 but total_num_steps is 9",
         ),
-        ({"type": "WarmupLR", "params": {"total_num_steps": 9}}, "unknown key scheduler.params.total_num_steps"),
+        (
+            {"type": "WarmupLR", "params": {"total_num_steps": 9}},
+            "unknown key scheduler.params.total_num_steps",
+        ),
         ({"params": {"warmup_num_steps": 9}}, "has scheduler.params without scheduler.type"),
     ],
 )
@@ -275,15 +355,30 @@ def test_schedulers_that_cannot_be(scheduler: dict[str, Any], sentence: str) -> 
 
 @pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adamax", "NAdam", "RAdam"])
 def test_optimizers_that_torch_has(kind: str) -> None:
-    config = asking({"zero_optimization": {"stage": 2}, "optimizer": {"type": kind.lower(), "params": {"lr": 1e-3}}})
-    assert settings(config)["optimizer"] == {"type": kind, "params": {"lr": 1e-3, "weight_decay": AUTO}}
+    config = asking(
+        {
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": kind.lower(), "params": {"lr": 1e-3}},
+        }
+    )
+    assert settings(config)["optimizer"] == {
+        "type": kind,
+        "params": {"lr": 1e-3, "weight_decay": AUTO},
+    }
     assert reread(config) == config
 
 
 def test_parameters_of_other_optimizers_are_left_alone() -> None:
     params = {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "dampening": AUTO}
-    kept = settings(asking({"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD", "params": params}}))
-    assert kept["optimizer"]["params"] == {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": AUTO}
+    kept = settings(
+        asking({"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD", "params": params}})
+    )
+    assert kept["optimizer"]["params"] == {
+        "lr": 1e-3,
+        "momentum": 0.9,
+        "nesterov": True,
+        "weight_decay": AUTO,
+    }
 
 
 @pytest.mark.parametrize(
@@ -293,11 +388,26 @@ def test_parameters_of_other_optimizers_are_left_alone() -> None:
             ({"type": kind}, f"optimizer.type of JSON is {kind} and DeepSpeed would")
             for kind in ("Adagrad", "Lamb", "Muon")
         ],
-        ({"type": "SGD", "params": {"eps": 1e-8}}, "optimizer.params.eps of JSON is no parameter of SGD, which has lr"),
-        ({"type": "AdamW", "params": {"momentum": 0.9}}, "optimizer.params.momentum of JSON is no parameter of AdamW"),
-        ({"type": "AdamW", "params": {"torch_adam": False}}, "torch_adam of JSON is false, which is refused"),
-        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "max_grad_norm of JSON is 1.0, which is refused"),
-        ({"type": "AdamW", "params": {"lr": "high"}}, 'optimizer.params.lr of JSON is "high": give a finite number'),
+        (
+            {"type": "SGD", "params": {"eps": 1e-8}},
+            "optimizer.params.eps of JSON is no parameter of SGD, which has lr",
+        ),
+        (
+            {"type": "AdamW", "params": {"momentum": 0.9}},
+            "optimizer.params.momentum of JSON is no parameter of AdamW",
+        ),
+        (
+            {"type": "AdamW", "params": {"torch_adam": False}},
+            "torch_adam of JSON is false, which is refused",
+        ),
+        (
+            {"type": "AdamW", "params": {"max_grad_norm": 1.0}},
+            "max_grad_norm of JSON is 1.0, which is refused",
+        ),
+        (
+            {"type": "AdamW", "params": {"lr": "high"}},
+            'optimizer.params.lr of JSON is "high": give a finite number',
+        ),
     ],
 )
 def test_optimizers_that_cannot_be(optimizer: dict[str, Any], sentence: str) -> None:
@@ -323,14 +433,18 @@ def test_the_batch_is_the_product(batch: int, launch: dict[str, Any], fits: bool
     else:
         message = refusal(content, launch=launch)
         assert (
-            f"train_batch_size of JSON is {batch} but train.micro_batch_size 8 x train.gradient_accumulation_"
-            in message
-        )
+            f"train_batch_size of JSON is {batch} but train.micro_batch_size 8 x "
+            "train.gradient_accumulation_"
+        ) in message
         assert " = " in message
 
 
 def test_numbers_of_the_json_are_in_the_product() -> None:
-    content = {"zero_optimization": {"stage": 2}, "train_batch_size": 80, "train_micro_batch_size_per_gpu": 40}
+    content = {
+        "zero_optimization": {"stage": 2},
+        "train_batch_size": 80,
+        "train_micro_batch_size_per_gpu": 40,
+    }
     assert asking(content, launch={"nproc_per_node": 2}).train.micro_batch_size == 40
     assert "train.micro_batch_size 40 x train.gradient_accumulation_steps 1 x 4 ranks = 160" in (
         refusal(content, launch={"nproc_per_node": 4})
@@ -344,7 +458,9 @@ def test_every_key_of_deepspeed_is_honoured_or_refused() -> None:
     missing = {
         key
         for key in (*definitions().keys, *REFUSED)
-        if key not in FORM.keys and key not in FORM.refused and key.split(".")[0] not in FORM.refused
+        if key not in FORM.keys
+        and key not in FORM.refused
+        and key.split(".")[0] not in FORM.refused
     }
     assert missing == set()
     assert set(FORM.keys) & set(FORM.refused) == set()
@@ -352,13 +468,29 @@ def test_every_key_of_deepspeed_is_honoured_or_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tensorboard", "wandb", "comet", "csv_monitor", "activation_checkpointing", "aio", "zero_force_ds_cpu_optimizer"],
+    [
+        "tensorboard",
+        "wandb",
+        "comet",
+        "csv_monitor",
+        "activation_checkpointing",
+        "aio",
+        "zero_force_ds_cpu_optimizer",
+    ],
 )
 def test_what_a_fine_tuning_has_not_is_refused_unless_it_is_off(name: str) -> None:
     zero = {"zero_optimization": {"stage": 2}}
     whole = name.startswith("zero_force")
-    on: Any = True if whole else {"profile": True} if name.startswith("activation") else {"enabled": True}
-    off: Any = False if whole else {"profile": False} if name.startswith("activation") else {"enabled": False}
+    on: Any = (
+        True if whole else {"profile": True} if name.startswith("activation") else {"enabled": True}
+    )
+    off: Any = (
+        False
+        if whole
+        else {"profile": False}
+        if name.startswith("activation")
+        else {"enabled": False}
+    )
     assert f"{name} of JSON is " in refusal(zero | {name: on})
     assert name not in settings(asking(zero | {name: off}))
 
@@ -369,7 +501,13 @@ def test_reasons_speak_of_a_fine_tuning(key: str) -> None:
         assert key in FORM.keys
         return
     reason = FORM.refused[key].reason
-    for word in ("megacore trains", "section parallel", "deepspeed.cpu_adam", "megacore plan", "any engine"):
+    for word in (
+        "megacore trains",
+        "section parallel",
+        "deepspeed.cpu_adam",
+        "megacore plan",
+        "any engine",
+    ):
         assert word not in reason
 
 

@@ -19,11 +19,15 @@ from tests._dist import still_alive
 from tests.generate import _tiny
 
 VOCAB = 300
-OPTIONS = (GenerateOptions(max_new_tokens=20), GenerateOptions(max_new_tokens=20, top_p=0.9, seed=8))
+OPTIONS = (
+    GenerateOptions(max_new_tokens=20),
+    GenerateOptions(max_new_tokens=20, top_p=0.9, seed=8),
+)
 
 
 def run(root: Path) -> dict[str, Any]:
-    """Continuations by each kind of model below `root`, and scores of the first, on all ranks there are."""
+    """Continuations by each kind of model below `root`, and scores of the first, on all ranks there
+    are."""
     if not dist.is_initialized():
         return on_mesh(root, ProcessMesh.serial())
     meshes = {"tensor": RankLayout(tensor=2), "data": RankLayout(data=2)}
@@ -41,12 +45,19 @@ def on_mesh(root: Path, mesh: ProcessMesh) -> dict[str, Any]:
         model = load_gpt(find_model(root / kind), mesh, device=device, dtype=torch.float32)
         prompts = _tiny.prompts((5, 1, 17), VOCAB)
         found[kind] = [
-            [one.tokens for one in generate(model, prompts, options, vocab_size=VOCAB, end=_tiny.EOD)]
+            [
+                one.tokens
+                for one in generate(model, prompts, options, vocab_size=VOCAB, end=_tiny.EOD)
+            ]
             for options in OPTIONS
         ]
     model = load_gpt(find_model(root / "gpt2"), mesh, device=device, dtype=torch.float32)
     tokenizer = load_tokenizer(root / "tokenizer")
     scorer = Scorer(model, mesh, device, vocab_size=VOCAB, batch_size=4)
-    found["wikitext"] = scorer.wikitext(read_wikitext(root / "wiki", tokenizer), _tiny.POSITIONS, 40)
-    found["lambada"] = scorer.lambada(read_lambada(root / "lambada.jsonl", tokenizer), _tiny.POSITIONS)
+    found["wikitext"] = scorer.wikitext(
+        read_wikitext(root / "wiki", tokenizer), _tiny.POSITIONS, 40
+    )
+    found["lambada"] = scorer.lambada(
+        read_lambada(root / "lambada.jsonl", tokenizer), _tiny.POSITIONS
+    )
     return found

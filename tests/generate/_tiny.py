@@ -44,7 +44,9 @@ KINDS: dict[str, dict[str, Any]] = {
 """Models by what their positions are."""
 
 
-def spec(vocab_size: int = VOCAB, *, eod: int = EOD, tokenizer: Path | None = None, **model: Any) -> ModelSpec:
+def spec(
+    vocab_size: int = VOCAB, *, eod: int = EOD, tokenizer: Path | None = None, **model: Any
+) -> ModelSpec:
     """Two layers of 32 with 4 heads; `model` replaces values."""
     values = {
         "num_layers": 2,
@@ -92,7 +94,11 @@ def write_tokenizer(directory: Path, vocab_size: int = 300) -> Tokenizer:
     return load_tokenizer(directory)
 
 
-def prompts(lengths: tuple[int, ...] = (5, 1, 17, 9, 30), vocab_size: int = VOCAB) -> list[list[int]]:
+def prompts(
+    lengths: tuple[int, ...] = (5, 1, 17, 9, 30), vocab_size: int = VOCAB
+) -> list[list[int]]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]

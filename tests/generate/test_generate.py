@@ -1,4 +1,5 @@
-"""Continuations do not depend on the cache nor on the prompts beside them, and end where they must."""
+"""Continuations do not depend on the cache nor on the prompts beside them, and end where they
+must."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,14 +36,21 @@ def continuations(
 def test_cache_and_company_change_nothing(kind: str) -> None:
     model, prompts = _tiny.random_model(_tiny.spec(**_tiny.KINDS[kind])), _tiny.prompts()
     for options in OPTIONS:
-        alone = [step_by_step(model, prompt, number, options) for number, prompt in enumerate(prompts)]
+        alone = [
+            step_by_step(model, prompt, number, options) for number, prompt in enumerate(prompts)
+        ]
         for batch_size, use_cache in itertools.product((1, 2, 5), (True, False)):
-            found = continuations(model, prompts, options, batch_size=batch_size, use_cache=use_cache)
+            found = continuations(
+                model, prompts, options, batch_size=batch_size, use_cache=use_cache
+            )
             assert [one.tokens for one in found] == alone, (options, batch_size, use_cache)
 
 
-def step_by_step(model: GPTModel, prompt: list[int], number: int, options: GenerateOptions) -> tuple[int, ...]:
-    """What the prompt becomes when it is read from its beginning for every token, without padding."""
+def step_by_step(
+    model: GPTModel, prompt: list[int], number: int, options: GenerateOptions
+) -> tuple[int, ...]:
+    """What the prompt becomes when it is read from its beginning for every token, without
+    padding."""
     from megacore.generate.generate import Chooser
 
     tokens, chooser = list(prompt), Chooser(options, [number])
@@ -59,7 +67,9 @@ def test_long_prompts_are_read_in_parts() -> None:
     model = _tiny.random_model(_tiny.spec(max_position_embeddings=700, **_tiny.LLAMA))
     prompts = _tiny.prompts((600, 257, 3))
     options = GenerateOptions(max_new_tokens=5)
-    assert continuations(model, prompts, options) == continuations(model, prompts, options, use_cache=False)
+    assert continuations(model, prompts, options) == continuations(
+        model, prompts, options, use_cache=False
+    )
 
 
 def test_a_document_ends_with_its_token() -> None:
@@ -79,7 +89,9 @@ def test_prompts_have_limits_of_their_own() -> None:
     model = _tiny.random_model(_tiny.spec())
     found = continuations(model, _tiny.prompts((3, 60)), GenerateOptions(), end=None)
     assert [len(one.tokens) for one in found] == [61, 4]
-    assert found[1] == continuations(model, _tiny.prompts((3, 60))[1:], GenerateOptions(), end=None)[0]
+    assert (
+        found[1] == continuations(model, _tiny.prompts((3, 60))[1:], GenerateOptions(), end=None)[0]
+    )
 
 
 def test_padding_of_the_vocabulary_is_never_chosen() -> None:
@@ -94,5 +106,8 @@ def test_padding_of_the_vocabulary_is_never_chosen() -> None:
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
     model = _tiny.random_model(_tiny.spec())
-    with pytest.raises(ConfigError, match="prompt 2 has the id 101, which the model's vocabulary of 101 entries lacks"):
+    with pytest.raises(
+        ConfigError,
+        match="prompt 2 has the id 101, which the model's vocabulary of 101 entries lacks",
+    ):
         continuations(model, [[1], [2, 101]], GenerateOptions())

@@ -19,7 +19,10 @@ from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions, new_token_l
         ({"top_p": 0.0}, "top_p is 0.0: give a probability above 0 and up to 1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_p": float("nan")}, "top_p is nan"),
-        ({"temperature": 0, "top_k": 3}, "temperature is 0, which takes the most probable token, but top_k is 3"),
+        (
+            {"temperature": 0, "top_k": 3},
+            "temperature is 0, which takes the most probable token, but top_k is 3",
+        ),
         ({"temperature": 0.0, "top_p": 0.9}, "but top_p is 0.9: leave one of them out"),
     ],
 )
@@ -31,9 +34,17 @@ def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str)
 
 @pytest.mark.parametrize(
     ("values", "temperature"),
-    [({}, 0.0), ({"temperature": 0.7}, 0.7), ({"top_k": 5}, 1.0), ({"top_p": 0.9}, 1.0), ({"seed": 3}, 0.0)],
+    [
+        ({}, 0.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"top_k": 5}, 1.0),
+        ({"top_p": 0.9}, 1.0),
+        ({"seed": 3}, 0.0),
+    ],
 )
-def test_sampling_is_asked_for_by_any_of_its_options(values: dict[str, Any], temperature: float) -> None:
+def test_sampling_is_asked_for_by_any_of_its_options(
+    values: dict[str, Any], temperature: float
+) -> None:
     options = GenerateOptions(**values)
     assert options.resolved_temperature == temperature
     assert options.samples == (temperature > 0)
@@ -43,7 +54,10 @@ def test_new_tokens_are_bounded_by_the_positions() -> None:
     prompts = [[1] * 4, [1] * 90]
     assert new_token_limits(prompts, GenerateOptions(), 100) == [DEFAULT_NEW_TOKENS, 10]
     assert new_token_limits(prompts, GenerateOptions(max_new_tokens=10), 100) == [10, 10]
-    with pytest.raises(ConfigError, match="max_new_tokens is 11, but prompt 2 has 90 of the model's 100 positions and"):
+    with pytest.raises(
+        ConfigError,
+        match="max_new_tokens is 11, but prompt 2 has 90 of the model's 100 positions and",
+    ):
         new_token_limits(prompts, GenerateOptions(max_new_tokens=11), 100)
 
 
@@ -51,7 +65,10 @@ def test_new_tokens_are_bounded_by_the_positions() -> None:
     ("prompt", "message"),
     [
         ([], "prompt 2 is empty: give it at least one token"),
-        ([1] * 100, "prompt 2 has 100 tokens and the model 100 positions.*shorten the prompt to at most 99"),
+        (
+            [1] * 100,
+            "prompt 2 has 100 tokens and the model 100 positions.*shorten the prompt to at most 99",
+        ),
         ([1] * 130, "prompt 2 has 130 tokens"),
     ],
 )

@@ -35,16 +35,22 @@ def ranks(root: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", ["tensor", "data"])
 @pytest.mark.parametrize("kind", _tiny.KINDS)
-def test_tokens_are_the_same(layout: str, kind: str, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_tokens_are_the_same(
+    layout: str, kind: str, alone: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
     for rank in ranks:
         assert rank[layout][kind] == alone[kind]
     assert alone[kind][0] != alone[kind][1]
 
 
 @pytest.mark.parametrize("layout", ["tensor", "data"])
-def test_scores_are_the_same(layout: str, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_scores_are_the_same(
+    layout: str, alone: dict[str, Any], ranks: list[dict[str, Any]]
+) -> None:
     for rank in ranks:
         assert rank[layout]["wikitext"].loss == pytest.approx(alone["wikitext"].loss, rel=1e-6)
         assert rank[layout]["wikitext"].tokens == alone["wikitext"].tokens
         assert rank[layout]["lambada"].correct == alone["lambada"].correct
-        assert rank[layout]["lambada"].target_ppl == pytest.approx(alone["lambada"].target_ppl, rel=1e-5)
+        assert rank[layout]["lambada"].target_ppl == pytest.approx(
+            alone["lambada"].target_ppl, rel=1e-5
+        )

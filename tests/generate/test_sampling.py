@@ -44,7 +44,11 @@ def test_frequencies_are_the_probabilities(options: GenerateOptions, weights: Te
 def test_draws_at_the_ends_never_name_an_impossible_token() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, -1)
     draws = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    for options in (GenerateOptions(temperature=1.0), GenerateOptions(top_p=1.0), GenerateOptions(top_k=4)):
+    for options in (
+        GenerateOptions(temperature=1.0),
+        GenerateOptions(top_p=1.0),
+        GenerateOptions(top_k=4),
+    ):
         assert set(sample(logits, draws, options).tolist()) == {1, 2}
 
 
@@ -55,7 +59,10 @@ def test_a_prompt_draws_by_its_number_alone() -> None:
     together.keep([2])
     last = together.choose(logits)
     alone = Chooser(options, [2])
-    assert [int(alone.choose(logits)) for _ in range(4)] == [*(int(step[2]) for step in steps), int(last)]
+    assert [int(alone.choose(logits)) for _ in range(4)] == [
+        *(int(step[2]) for step in steps),
+        int(last),
+    ]
     assert len({tuple(int(step[row]) for step in steps) for row in range(3)}) == 3
     other = Chooser(GenerateOptions(temperature=1.0, seed=6), [0])
     assert int(other.choose(logits)) != int(steps[0][0])

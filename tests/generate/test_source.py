@@ -19,17 +19,29 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _tiny.write_tokenizer(directory / name, size)
     own = _tiny.spec(300, tokenizer=directory / "own")
     for iteration in (5, 10):
-        _tiny.write_checkpoint(directory / "run" / "checkpoints", own, _tiny.random_model(own), iteration)
+        _tiny.write_checkpoint(
+            directory / "run" / "checkpoints", own, _tiny.random_model(own), iteration
+        )
     return directory
 
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [("run", "iter_0000010"), ("run/checkpoints", "iter_0000010"), ("run/checkpoints/iter_0000005", "iter_0000005")],
+    [
+        ("run", "iter_0000010"),
+        ("run/checkpoints", "iter_0000010"),
+        ("run/checkpoints/iter_0000005", "iter_0000005"),
+    ],
 )
-def test_a_path_names_a_checkpoint_or_the_newest_of_several(root: Path, path: str, name: str) -> None:
+def test_a_path_names_a_checkpoint_or_the_newest_of_several(
+    root: Path, path: str, name: str
+) -> None:
     source = find_model(root / path)
-    assert (Path(source.directory).name, source.exported, source.spec.vocab_size) == (name, False, 300)
+    assert (Path(source.directory).name, source.exported, source.spec.vocab_size) == (
+        name,
+        False,
+        300,
+    )
 
 
 def test_damaged_checkpoints_are_passed_over_or_named(root: Path, tmp_path: Path) -> None:
@@ -40,14 +52,21 @@ def test_damaged_checkpoints_are_passed_over_or_named(root: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 3 bytes instead of"):
         find_model(newest)
     (tmp_path / "run/checkpoints/iter_0000005/complete.json").unlink()
-    with pytest.raises(CheckpointError, match=r"is complete; of the newest: .*__0_0\.distcp has 3 bytes instead of"):
+    with pytest.raises(
+        CheckpointError, match=r"is complete; of the newest: .*__0_0\.distcp has 3 bytes instead of"
+    ):
         find_model(tmp_path / "run")
     (tmp_path / "megatron" / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="is a checkpoint of Megatron-LM: make one of it with `megacore import`"):
+    with pytest.raises(
+        CheckpointError,
+        match="is a checkpoint of Megatron-LM: make one of it with `megacore import`",
+    ):
         find_model(tmp_path / "megatron")
 
 
-@pytest.mark.parametrize(("path", "message"), [("nowhere", "is no directory"), ("own", "has no complete.json")])
+@pytest.mark.parametrize(
+    ("path", "message"), [("nowhere", "is no directory"), ("own", "has no complete.json")]
+)
 def test_what_is_no_model_is_named(root: Path, path: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         find_model(root / path)
@@ -59,7 +78,10 @@ def test_other_families_are_refused_by_name(root: Path) -> None:
     bert = source.model_copy(update={"spec": source.spec.model_copy(update={"family": "bert"})})
     with pytest.raises(
         ConfigError,
-        match="family bert, which fills in masked words: megacore generate needs one of family gpt or t5",
+        match=(
+            "family bert, which fills in masked words: megacore generate needs one of family gpt "
+            "or t5"
+        ),
     ):
         require_family(bert, ("gpt", "t5"), "megacore generate")
 
@@ -79,7 +101,9 @@ def test_a_checkpoint_names_its_tokenizer(root: Path) -> None:
 def test_a_tokenizer_of_another_size_is_refused_with_both(root: Path) -> None:
     source = find_model(root / "run")
     for name, size in (("other", 310), ("smaller", 290)):
-        with pytest.raises(ConfigError, match=f"a vocabulary of {size} entries and the model in .* one of 300"):
+        with pytest.raises(
+            ConfigError, match=f"a vocabulary of {size} entries and the model in .* one of 300"
+        ):
             find_tokenizer(source, root / name)
 
 
@@ -88,15 +112,21 @@ def test_a_model_of_others_may_have_spare_rows(root: Path) -> None:
     named = with_tokenizer(root, str(root / "smaller"))
     assert find_tokenizer(named, None).vocab_size == 290
     assert find_tokenizer(named, root / "smaller").vocab_size == 290
-    assert find_tokenizer(with_tokenizer(root, str(root / "gone")), root / "smaller").vocab_size == 290
-    with pytest.raises(ConfigError, match=r"a vocabulary of 310 entries and the model in .* one of 300"):
+    assert (
+        find_tokenizer(with_tokenizer(root, str(root / "gone")), root / "smaller").vocab_size == 290
+    )
+    with pytest.raises(
+        ConfigError, match=r"a vocabulary of 310 entries and the model in .* one of 300"
+    ):
         find_tokenizer(with_tokenizer(root, None), root / "other")
 
 
 def test_missing_tokenizers_are_named(root: Path) -> None:
     with pytest.raises(ConfigError, match="came without a tokenizer: give --tokenizer"):
         find_tokenizer(with_tokenizer(root, None), None)
-    with pytest.raises(DataFormatError, match=r"names the tokenizer in .*gone, where there is none"):
+    with pytest.raises(
+        DataFormatError, match=r"names the tokenizer in .*gone, where there is none"
+    ):
         find_tokenizer(with_tokenizer(root, str(root / "gone")), None)
     with pytest.raises(DataFormatError, match=r"the tokenizer .*gone is no directory"):
         find_tokenizer(find_model(root / "run"), root / "gone")

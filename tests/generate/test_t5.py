@@ -19,7 +19,9 @@ END, START, NEW_TOKENS = 1, 0, 15
 
 
 @pytest.fixture(scope="module", params=["relu", "gated-gelu"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, T5Model]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, T5Model]:
     """Version 1.0 and 1.1, by transformers and by us."""
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -43,17 +45,23 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             parameter.copy_(1 + 0.2 * drawn if parameter.dim() == 1 else 0.3 * drawn)
     directory: Path = tmp_path_factory.mktemp("t5")
     theirs.save_pretrained(directory)
-    ours = load_model(find_model(directory), ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32)
+    ours = load_model(
+        find_model(directory), ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32
+    )
     assert isinstance(ours, T5Model)
     return theirs, ours
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_greedy_tokens_are_those_of_transformers(pair: tuple[Any, T5Model], batch_size: int) -> None:
+def test_greedy_tokens_are_those_of_transformers(
+    pair: tuple[Any, T5Model], batch_size: int
+) -> None:
     theirs, ours = pair
     prompts = _tiny.prompts()
     options = GenerateOptions(max_new_tokens=NEW_TOKENS)
-    found = generate(ours, prompts, options, vocab_size=_tiny.VOCAB, end=END, start=START, batch_size=batch_size)
+    found = generate(
+        ours, prompts, options, vocab_size=_tiny.VOCAB, end=END, start=START, batch_size=batch_size
+    )
     for prompt, one in zip(prompts, found, strict=True):
         expected = theirs.generate(
             torch.tensor([prompt]),
@@ -67,20 +75,31 @@ def test_greedy_tokens_are_those_of_transformers(pair: tuple[Any, T5Model], batc
     assert len({one.tokens for one in found}) > 1
 
 
-def test_sampled_answers_do_not_depend_on_the_prompts_beside_them(pair: tuple[Any, T5Model]) -> None:
+def test_sampled_answers_do_not_depend_on_the_prompts_beside_them(
+    pair: tuple[Any, T5Model],
+) -> None:
     options = GenerateOptions(max_new_tokens=NEW_TOKENS, temperature=1.0)
     both = [
-        generate(pair[1], _tiny.prompts(), options, vocab_size=_tiny.VOCAB, end=END, batch_size=size) for size in (1, 3)
+        generate(
+            pair[1], _tiny.prompts(), options, vocab_size=_tiny.VOCAB, end=END, batch_size=size
+        )
+        for size in (1, 3)
     ]
     assert both[0] == both[1]
 
 
 def test_answers_have_positions_of_their_own() -> None:
     prompts = [[1] * 90]
-    assert new_token_limits(prompts, GenerateOptions(max_new_tokens=100), 100, answers=True) == [100]
+    assert new_token_limits(prompts, GenerateOptions(max_new_tokens=100), 100, answers=True) == [
+        100
+    ]
     with pytest.raises(
-        ConfigError, match="max_new_tokens is 101, but the model has 100 positions: lower it to at most"
+        ConfigError,
+        match="max_new_tokens is 101, but the model has 100 positions: lower it to at most",
     ):
         new_token_limits(prompts, GenerateOptions(max_new_tokens=101), 100, answers=True)
-    with pytest.raises(ConfigError, match="prompt 1 has 101 tokens and the model 100 positions: shorten the prompt to"):
+    with pytest.raises(
+        ConfigError,
+        match="prompt 1 has 101 tokens and the model 100 positions: shorten the prompt to",
+    ):
         new_token_limits([[1] * 101], GenerateOptions(), 100, answers=True)

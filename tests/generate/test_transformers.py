@@ -65,7 +65,12 @@ def _sizes() -> dict[str, Any]:
     }
 
 
-CLASSES: dict[str, Callable[[], Any]] = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "neox": _neox}
+CLASSES: dict[str, Callable[[], Any]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "neox": _neox,
+}
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * drawn if parameter.dim() == 1 and name.endswith("weight") else 0.3 * drawn)
+            parameter.copy_(
+                1 + 0.2 * drawn if parameter.dim() == 1 and name.endswith("weight") else 0.3 * drawn
+            )
     theirs.save_pretrained(directory)
-    ours = load_gpt(find_model(directory), ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32)
+    ours = load_gpt(
+        find_model(directory), ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32
+    )
     return Pair(theirs, ours)
 
 

@@ -1,6 +1,8 @@
-"""`python -m tests.hosts._flow CONF OVERRIDES …`: the flow `pretrain` on a host, once for each set of overrides (JSON).
+"""`python -m tests.hosts._flow CONF OVERRIDES …`: the flow `pretrain` on a host, once for each set
+of overrides (JSON).
 
-Prefect's server is one of this process. Between two flows the trained run is moved away, so that each trains.
+Prefect's server is one of this process. Between two flows the trained run is moved away, so that
+each trains.
 """
 
 import json
@@ -8,14 +10,21 @@ import os
 import sys
 from pathlib import Path
 
-from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, PREFECT_SERVER_ANALYTICS_ENABLED, temporary_settings
+from prefect.settings import (
+    PREFECT_LOCAL_STORAGE_PATH,
+    PREFECT_SERVER_ANALYTICS_ENABLED,
+    temporary_settings,
+)
 from prefect.testing.utilities import prefect_test_harness
 
 
 def main() -> None:
     workspace = Path(os.environ["MEGACORE_WORKSPACE"])
     conf, *overrides = sys.argv[1:]
-    settings = {PREFECT_LOCAL_STORAGE_PATH: workspace / "prefect", PREFECT_SERVER_ANALYTICS_ENABLED: False}
+    settings = {
+        PREFECT_LOCAL_STORAGE_PATH: workspace / "prefect",
+        PREFECT_SERVER_ANALYTICS_ENABLED: False,
+    }
     with temporary_settings(settings), prefect_test_harness(server_startup_timeout=120):
         from flows.pretrain import pretrain
 

@@ -1,8 +1,9 @@
-"""The first process of a stand-in for a machine: prepares its view of the files, and lives as long as its stdin.
+"""The first process of a stand-in for a machine: prepares its view of the files, and lives as long
+as its stdin.
 
-Started in mount, UTS, IPC, PID and network namespaces of its own, with one JSON word: `name`, `hosts` (its
-/etc/hosts), `shadow` (what replaces /etc/shadow, or null), `binds` (path: what lies there on this machine) and `sshd`
-(the configuration of its sshd).
+Started in mount, UTS, IPC, PID and network namespaces of its own, with one JSON word: `name`,
+`hosts` (its /etc/hosts), `shadow` (what replaces /etc/shadow, or null), `binds` (path: what lies
+there on this machine) and `sshd` (the configuration of its sshd).
 """
 
 import json
@@ -20,7 +21,8 @@ def mount(*words: str) -> None:
 
 def prepare(name: str, hosts: str, shadow: str | None, binds: dict[str, str]) -> None:
     socket.sethostname(name)
-    # The old /sys shows the network of the machine outside; its control groups are still the right ones.
+    # The old /sys shows the network of the machine outside; its control groups are still the right
+    # ones.
     mount("-t", "tmpfs", "none", "/run")
     os.makedirs("/run/cgroup")
     mount("--rbind", "/sys/fs/cgroup", "/run/cgroup")
@@ -40,7 +42,9 @@ def prepare(name: str, hosts: str, shadow: str | None, binds: dict[str, str]) ->
 def main() -> None:
     said = json.loads(sys.argv[1])
     prepare(said["name"], said["hosts"], said["shadow"], said["binds"])
-    server = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", said["sshd"]], stdin=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        ["/usr/sbin/sshd", "-D", "-e", "-f", said["sshd"]], stdin=subprocess.DEVNULL
+    )
 
     def leave_with_the_rig() -> None:
         while sys.stdin.buffer.read(1):

@@ -1,4 +1,7 @@
-"""A small training on the hosts' own workspaces: data as artifacts on host a, and its stages run there."""
+"""A small training on the hosts' own workspaces.
+
+Data as artifacts on host a, and its stages run there.
+"""
 
 import json
 import subprocess
@@ -33,10 +36,13 @@ try:
 except MegacoreError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
-"""What a stage does before it starts ranks on several hosts; ends with the error as its last line."""
+"""What a stage does before it starts ranks on several hosts; ends with the error as its last
+line."""
 
 
-def config(rig: Rig, engine: str = "native", *, launch: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+def config(
+    rig: Rig, engine: str = "native", *, launch: dict[str, Any] | None = None, **sections: Any
+) -> RunConfig:
     """A run on both hosts with a rank on each, whose workspaces are their own."""
     reached = {
         "hostfile": str(rig.hostfile()),
@@ -48,7 +54,8 @@ def config(rig: Rig, engine: str = "native", *, launch: dict[str, Any] | None = 
 
 
 def write_data(disk: Path) -> None:
-    """Token files, index maps and a tokenizer, each an artifact as the stages make them, below a host's workspace."""
+    """Token files, index maps and a tokenizer, each an artifact as the stages make them, below a
+    host's workspace."""
     _runs.write_data(disk / "data", _runs.config())
     (disk / "index").mkdir()
     (disk / "data" / "index").rename(disk / "index" / "maps")
@@ -81,7 +88,11 @@ def write_job(rig: Rig, made: TrainJob) -> Path:
 
 def as_seen_outside(rig: Rig, path: Path, host: str = "a") -> Path:
     """Where a path of a host lies for this process."""
-    return rig.disk(host) / path.relative_to(rig.workspace) if path.is_relative_to(rig.workspace) else path
+    return (
+        rig.disk(host) / path.relative_to(rig.workspace)
+        if path.is_relative_to(rig.workspace)
+        else path
+    )
 
 
 def prepare(rig: Rig, made: TrainJob, host: str = "a") -> str:
@@ -121,8 +132,16 @@ class Attempt:
         self.rig, self.run = rig, as_seen_outside(rig, Path(job.run_directory))
         self._attempt = job.attempt
         self._outcome = logs / f"attempt-{job.attempt}.json"
-        words = [sys.executable, "-m", "tests.hosts._train", str(write_job(rig, job)), str(self._outcome)]
-        self.process: subprocess.Popen[bytes] = rig.start("a", words, logs / f"attempt-{job.attempt}.log")
+        words = [
+            sys.executable,
+            "-m",
+            "tests.hosts._train",
+            str(write_job(rig, job)),
+            str(self._outcome),
+        ]
+        self.process: subprocess.Popen[bytes] = rig.start(
+            "a", words, logs / f"attempt-{job.attempt}.log"
+        )
 
     def until_saved(self) -> int:
         """Wait until this attempt has saved a checkpoint, while both hosts train; its iteration."""
@@ -134,7 +153,9 @@ class Attempt:
             found[:] = [
                 event["iteration"]
                 for event in events(self.run)
-                if event["kind"] == "checkpoint" and event["attempt"] == self._attempt and event["seconds"] is not None
+                if event["kind"] == "checkpoint"
+                and event["attempt"] == self._attempt
+                and event["seconds"] is not None
             ]
             return bool(found)
 

@@ -1,11 +1,13 @@
-"""Stand-ins for machines: network, mount, UTS, IPC and process namespaces, joined by a bridge, each with an sshd.
+"""Stand-ins for machines: network, mount, UTS, IPC and process namespaces, joined by a bridge, each
+with an sshd.
 
     with hosts(directory) as rig:
         rig.run("a", [sys.executable, "-m", "..."])
 
-Every host has `rig.workspace` at the same path, and there a directory of its own; all else of the file system is the
-same for all, `rig.shared` among it. Their names are resolved by ssh alone, through `rig.ssh_config`; their own name is
-127.0.1.1 in /etc/hosts, as on Debian. Nothing of the machine outside is changed, and all is gone with the rig.
+Every host has `rig.workspace` at the same path, and there a directory of its own; all else of the
+file system is the same for all, `rig.shared` among it. Their names are resolved by ssh alone,
+through `rig.ssh_config`; their own name is 127.0.1.1 in /etc/hosts, as on Debian. Nothing of the
+machine outside is changed, and all is gone with the rig.
 """
 
 import contextlib
@@ -37,16 +39,34 @@ def rig_problem() -> str | None:
     """Why no hosts can be made here; None where they can."""
     if os.geteuid() != 0:
         return "hosts in network namespaces need root"
-    missing = [name for name in ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "nsenter", "mount") if not _which(name)]
+    missing = [
+        name
+        for name in ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "nsenter", "mount")
+        if not _which(name)
+    ]
     if missing:
         return f"hosts in network namespaces need {', '.join(missing)}, which are not installed"
     probe = f"{_PREFIX}{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", probe], capture_output=True, text=True, check=False
+    )
     if made.returncode != 0:
         return f"network namespaces are not allowed here: {made.stderr.strip()}"
     try:
         inside = ["ip", "-n", probe, "link", "add", "x", "type", "veth", "peer", "name", "y"]
-        own = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"]
+        own = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "mount",
+            "-t",
+            "tmpfs",
+            "none",
+            "/mnt",
+        ]
         bridge = ["ip", "-n", probe, "link", "add", "z", "type", "bridge"]
         for words in (inside, own, bridge):
             tried = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -131,15 +151,36 @@ class Rig:
     def inside(self, host: str, words: Sequence[str]) -> list[str]:
         """What runs `words` on a host, without ssh."""
         target = ["nsenter", "--target", str(self.hosts[host].init)]
-        return [*target, "--mount", "--uts", "--ipc", "--net", "--pid", f"--wdns={ROOT}", "--", *words]
+        return [
+            *target,
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--net",
+            "--pid",
+            f"--wdns={ROOT}",
+            "--",
+            *words,
+        ]
 
     def run(
-        self, host: str, words: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120
+        self,
+        host: str,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120,
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command on a host, to its end."""
         command, environment = self.inside(host, words), {**os.environ, **(env or {})}
         return subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
 
     def start(
@@ -160,11 +201,18 @@ class Rig:
         return process
 
     def processes(self, host: str) -> dict[int, str]:
-        """Command lines of a host's processes by their ids outside, without its init and zombies."""
+        """Command lines of a host's processes by their ids outside, without its init and
+        zombies."""
         found = {}
         for pid in _members(self.hosts[host].init):
             try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                line = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
             except OSError:  # it ended while we looked
                 continue
             if line and pid != self.hosts[host].init:
@@ -182,7 +230,9 @@ class Rig:
     def freeze(self, host: str) -> None:
         """Stop every process of a host, its sshd among them; its kernel still takes connections."""
         deadline = time.monotonic() + 10
-        while awake := [pid for pid in _members(self.hosts[host].init) if _state(pid) not in "TZtX"]:
+        while awake := [
+            pid for pid in _members(self.hosts[host].init) if _state(pid) not in "TZtX"
+        ]:
             if time.monotonic() > deadline:
                 raise RigError(f"processes {awake} of {host} do not stop")
             for pid in awake:
@@ -198,7 +248,8 @@ class Rig:
             process.wait(timeout=30)
 
     def restore(self, host: str) -> None:
-        """Plug the cable in, let frozen processes go on, start a killed host again, with its disk as it was."""
+        """Plug the cable in, let frozen processes go on, start a killed host again, with its disk
+        as it was."""
         here = self.hosts[host]
         _do("ip", "-n", self.switch, "link", "set", here.port, "up")
         if here.process is not None and here.process.poll() is None:
@@ -218,25 +269,62 @@ class Rig:
             "binds": {str(self.workspace): str(host.directory / "workspace")},
             "sshd": str(host.directory / "sshd_config"),
         }
-        own = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--propagation", "private"]
-        command = ["nsenter", f"--net=/run/netns/{host.namespace}", "--", *own, sys.executable, "-S", str(_INIT)]
+        own = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--propagation",
+            "private",
+        ]
+        command = [
+            "nsenter",
+            f"--net=/run/netns/{host.namespace}",
+            "--",
+            *own,
+            sys.executable,
+            "-S",
+            str(_INIT),
+        ]
         with open(host.directory / "log", "ab") as log:
             process = subprocess.Popen(
-                [*command, json.dumps(said)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+                [*command, json.dumps(said)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
             )
         host.process = process
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
             process.kill()
-            raise RigError(f"host {host.name} did not start: {(host.directory / 'log').read_text()[-500:]}")
-        (host.init,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+            raise RigError(
+                f"host {host.name} did not start: {(host.directory / 'log').read_text()[-500:]}"
+            )
+        (host.init,) = map(
+            int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        )
 
     def _wait_for_ssh(self, host: Host) -> None:
-        words = ["ssh", "-F", str(self.ssh_config), "-o", "BatchMode=yes", "-o", "ConnectTimeout=2", host.name, "true"]
+        words = [
+            "ssh",
+            "-F",
+            str(self.ssh_config),
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            "ConnectTimeout=2",
+            host.name,
+            "true",
+        ]
         deadline = time.monotonic() + 20
         while (tried := self.run(host.name, words, timeout=20)).returncode != 0:
             if time.monotonic() > deadline:
-                raise RigError(f"ssh does not reach {host.name}: {tried.stderr} {host.directory / 'log'}")
+                raise RigError(
+                    f"ssh does not reach {host.name}: {tried.stderr} {host.directory / 'log'}"
+                )
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -257,12 +345,17 @@ class Rig:
 
 @contextlib.contextmanager
 def hosts(directory: Path, names: Sequence[str] = ("a", "b")) -> Iterator[Rig]:
-    """Hosts `names`, with what they need in `directory`, which must be empty or absent. Raises RigError."""
+    """Hosts `names`, with what they need in `directory`, which must be empty or absent.
+
+    Raises RigError.
+    """
     _remove_dead()
     directory.mkdir(parents=True, exist_ok=True)
     prefix = f"{_PREFIX}{os.getpid()}-{os.urandom(2).hex()}"
     made = {
-        name: Host(name, f"10.77.0.{number}", f"{prefix}-{name}", f"to{number}", directory / "hosts" / name)
+        name: Host(
+            name, f"10.77.0.{number}", f"{prefix}-{name}", f"to{number}", directory / "hosts" / name
+        )
         for number, name in enumerate(names, start=1)
     }
     rig = Rig(directory, made, f"{prefix}-switch")
@@ -283,8 +376,18 @@ def _lay_out(rig: Rig) -> None:
         place.mkdir(parents=True)
     identity = rig.directory / "identity"
     _keygen(identity)
-    lines = ["Host *", "  User root", f"  Port {SSH_PORT}", f"  IdentityFile {identity}", "  IdentitiesOnly yes"]
-    lines += ["  StrictHostKeyChecking no", f"  UserKnownHostsFile {rig.directory / 'known_hosts'}", "  LogLevel ERROR"]
+    lines = [
+        "Host *",
+        "  User root",
+        f"  Port {SSH_PORT}",
+        f"  IdentityFile {identity}",
+        "  IdentitiesOnly yes",
+    ]
+    lines += [
+        "  StrictHostKeyChecking no",
+        f"  UserKnownHostsFile {rig.directory / 'known_hosts'}",
+        "  LogLevel ERROR",
+    ]
     _do("ip", "netns", "add", rig.switch)
     _do("ip", "-n", rig.switch, "link", "add", "bridge", "type", "bridge")
     _do("ip", "-n", rig.switch, "link", "set", "bridge", "up")
@@ -333,13 +436,18 @@ def _keygen(path: Path) -> None:
 
 
 def _unlocked_shadow(directory: Path) -> str | None:
-    """A copy of /etc/shadow for a host where sshd would refuse a locked root; None where it would not."""
+    """A copy of /etc/shadow for a host where sshd would refuse a locked root.
+
+    None where it would not.
+    """
     lines = Path("/etc/shadow").read_text().splitlines(True)
     if not any(line.startswith("root:!") for line in lines):
         return None
     path = directory / "shadow"
     path.touch(mode=0o600)
-    path.write_text("".join("root:*:1::::::\n" if line.startswith("root:") else line for line in lines))
+    path.write_text(
+        "".join("root:*:1::::::\n" if line.startswith("root:") else line for line in lines)
+    )
     return str(path)
 
 
@@ -374,7 +482,9 @@ def _environment(pid: int) -> dict[str, str]:
 
 def _remove_dead() -> None:
     """Remove network namespaces of rigs whose process was killed."""
-    known = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    known = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=False
+    ).stdout
     for line in known.splitlines():
         name = line.split()[0]
         owner = name.removeprefix(_PREFIX).partition("-")[0]

@@ -1,4 +1,7 @@
-"""`python -m tests.hosts._train JOB OUTCOME`: a training on a host as the task starts it, and how and when it ended."""
+"""`python -m tests.hosts._train JOB OUTCOME`.
+
+A training on a host as the task starts it, and how and when it ended.
+"""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""The flow `pretrain` on host a with ranks on a and b, by either launcher, is the flow with both ranks on one host."""
+"""The flow `pretrain` on host a with ranks on a and b, by either launcher, is the flow with both
+ranks on one host."""
 
 import json
 import sys
@@ -19,11 +20,19 @@ KINDS = ("torchrun", "deepspeed")
 
 @pytest.fixture(scope="module")
 def flows(rig: Rig) -> Rig:
-    """The hosts after one flow by each launcher; what was trained lies in `trained-0` and `trained-1` of host a."""
+    """The hosts after one flow by each launcher.
+
+    What was trained lies in `trained-0` and `trained-1` of host a.
+    """
     pytest.importorskip("deepspeed")
     write_corpus(rig.disk("a") / "corpus")
     config = tiny_config(rig.workspace / "corpus")
-    config["train"] |= {"global_batch_size": 8, "train_iters": 6, "eval_interval": 3, "profile": {"from": 5, "to": 5}}
+    config["train"] |= {
+        "global_batch_size": 8,
+        "train_iters": 6,
+        "eval_interval": 3,
+        "profile": {"from": 5, "to": 5},
+    }
     config["checkpoint"] = {"save_interval": 3, "keep_last": 2}
     config["launch"] = {
         "hostfile": str(rig.hostfile()),
@@ -53,13 +62,26 @@ def on_one_host(flows: Rig, tmp_path_factory: pytest.TempPathFactory) -> list[di
     there = flows.disk("a") / "trained-0"
     told = TrainJob.read(there / "run.json")
     launch = told.config.launch.model_copy(
-        update={"hostfile": None, "ssh_config": None, "data_placement": "shared", "nproc_per_node": 2}
+        update={
+            "hostfile": None,
+            "ssh_config": None,
+            "data_placement": "shared",
+            "nproc_per_node": 2,
+        }
     )
     run = flows.workspace / "runs" / "one"
-    update = {"config": told.config.model_copy(update={"launch": launch}), "hosts": {}, "run_directory": str(run)}
-    path = _jobs.write_job(flows, told.model_copy(update={**update, "exit_directory": str(run / "exit")}))
+    update = {
+        "config": told.config.model_copy(update={"launch": launch}),
+        "hosts": {},
+        "run_directory": str(run),
+    }
+    path = _jobs.write_job(
+        flows, told.model_copy(update={**update, "exit_directory": str(run / "exit")})
+    )
     outcome = tmp_path_factory.mktemp("one") / "outcome"
-    done = flows.run("a", [sys.executable, "-m", "tests.hosts._train", str(path), str(outcome)], timeout=120)
+    done = flows.run(
+        "a", [sys.executable, "-m", "tests.hosts._train", str(path), str(outcome)], timeout=120
+    )
     assert json.loads(outcome.read_text())["error"] == "", done.stderr
     return _jobs.events(_jobs.as_seen_outside(flows, run))
 
@@ -72,13 +94,16 @@ def numbers(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
-def test_two_hosts_train_as_one_does(flows: Rig, on_one_host: list[dict[str, Any]], number: int) -> None:
+def test_two_hosts_train_as_one_does(
+    flows: Rig, on_one_host: list[dict[str, Any]], number: int
+) -> None:
     trained = flows.disk("a") / f"trained-{number}"
     found = numbers(_jobs.events(trained))
     assert len([row for row in found if row[1] is not None]) >= 6
     assert found == numbers(on_one_host)
     assert (
-        "hosts: a (rank 0 through eth0), b (rank 1 through eth0)" in (trained / "logs" / "attempt-001.log").read_text()
+        "hosts: a (rank 0 through eth0), b (rank 1 through eth0)"
+        in (trained / "logs" / "attempt-001.log").read_text()
     )
 
 
@@ -87,8 +112,13 @@ def test_every_file_of_the_run_is_on_the_host_that_started_it(flows: Rig) -> Non
         trained = flows.disk("a") / f"trained-{number}"
         names = {path.name for path in (trained / "checkpoints" / "iter_0000006").iterdir()}
         assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "complete.json"} <= names
-        assert {path.name for path in (trained / "exit").glob("*.beat")} == {"rank_00000.beat", "rank_00001.beat"}
-        assert {"rank_0.json.gz", "rank_1.json.gz"} <= {path.name for path in (trained / "profile").iterdir()}
+        assert {path.name for path in (trained / "exit").glob("*.beat")} == {
+            "rank_00000.beat",
+            "rank_00001.beat",
+        }
+        assert {"rank_0.json.gz", "rank_1.json.gz"} <= {
+            path.name for path in (trained / "profile").iterdir()
+        }
     for stage in ("evaluations", "exports"):
         assert [path for path in (flows.disk("a") / stage).iterdir() if path.is_dir()]
     left = flows.disk("b")
@@ -98,9 +128,15 @@ def test_every_file_of_the_run_is_on_the_host_that_started_it(flows: Rig) -> Non
 
 def test_host_b_has_what_its_ranks_read_and_no_more(flows: Rig) -> None:
     told = TrainJob.read(flows.disk("a") / "trained-0" / "run.json")
-    for directory in (told.index_directory, told.tokenizer_directory, str(Path(told.token_prefixes[0]).parent)):
+    for directory in (
+        told.index_directory,
+        told.tokenizer_directory,
+        str(Path(told.token_prefixes[0]).parent),
+    ):
         here, there = (_jobs.as_seen_outside(flows, Path(directory), host) for host in "ab")
         named = {*Manifest.read(here).files, "manifest.json"}
-        assert {name: content for name, content in _jobs.digests(here).items() if name in named} == _jobs.digests(there)
+        assert {
+            name: content for name, content in _jobs.digests(here).items() if name in named
+        } == _jobs.digests(there)
     assert not (flows.disk("b") / "corpora").exists()
     assert not (flows.disk("b") / "exports").exists()

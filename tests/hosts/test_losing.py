@@ -1,4 +1,7 @@
-"""A host is killed, frozen or cut off in the middle of a training: the run ends everywhere, and goes on."""
+"""A host is killed, frozen or cut off in the middle of a training.
+
+The run ends everywhere, and goes on.
+"""
 
 import time
 from collections.abc import Callable
@@ -20,7 +23,12 @@ HOST_TIMEOUT = 5.0
 
 def training(rig: Rig, name: str, **changes: Any) -> TrainJob:
     """A run over as many iterations as leave time to lose a host three times."""
-    launch = {"host_timeout": HOST_TIMEOUT, "stop_grace": 3.0, "nnodes": "1:2", **changes.pop("launch", {})}
+    launch = {
+        "host_timeout": HOST_TIMEOUT,
+        "stop_grace": 3.0,
+        "nnodes": "1:2",
+        **changes.pop("launch", {}),
+    }
     run = _jobs.config(
         rig,
         train={"train_iters": ITERATIONS, "global_batch_size": 32, "eval_interval": 1000},
@@ -40,20 +48,29 @@ def data(rig: Rig) -> Rig:
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {event["iteration"]: event["lm_loss"] for event in _jobs.events(run) if event["kind"] == "step"}
+    return {
+        event["iteration"]: event["lm_loss"]
+        for event in _jobs.events(run)
+        if event["kind"] == "step"
+    }
 
 
 @pytest.fixture(scope="module")
 def undisturbed(data: Rig, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of the run when nothing happens to it, on two hosts."""
-    attempt = _jobs.Attempt(data, training(data, "undisturbed"), tmp_path_factory.mktemp("undisturbed"))
+    attempt = _jobs.Attempt(
+        data, training(data, "undisturbed"), tmp_path_factory.mktemp("undisturbed")
+    )
     said = attempt.outcome(120)
     assert said["error"] == "", said
     return losses(attempt.run)
 
 
 def lose(attempt: _jobs.Attempt, how: Callable[[str], None]) -> int:
-    """Lose host b in the middle: the run ends on host a with its name; the newest checkpoint that it had reported."""
+    """Lose host b in the middle: the run ends on host a with its name.
+
+    The newest checkpoint that it had reported.
+    """
     reached = attempt.until_saved()
     began = time.time()
     how("b")
@@ -79,11 +96,15 @@ def test_a_run_survives_the_loss_of_a_host_in_every_way(
     second = attempt(2)
     frozen_at = lose(second, data.freeze)
     data.restore("b")
-    _jobs.wait_for(lambda: not data.ranks("b"), 10, "the end of the ranks on host b once it goes on")
+    _jobs.wait_for(
+        lambda: not data.ranks("b"), 10, "the end of the ranks on host b once it goes on"
+    )
 
     third = attempt(3)
     cut_at = lose(third, data.cut)
-    _jobs.wait_for(lambda: not data.ranks("b"), LIMIT, "the end of the ranks on host b, which nobody can tell")
+    _jobs.wait_for(
+        lambda: not data.ranks("b"), LIMIT, "the end of the ranks on host b, which nobody can tell"
+    )
 
     fourth = attempt(4)  # host b is still gone
     said = fourth.outcome(120)
@@ -93,17 +114,23 @@ def test_a_run_survives_the_loss_of_a_host_in_every_way(
     found = _jobs.events(first.run)
     starts = [event for event in found if event["kind"] == "start"]
     assert [event["attempt"] for event in starts] == [1, 2, 3, 4]
-    assert [(event["ranks"], event["hosts"]) for event in starts] == [(2, ["a", "b"])] * 3 + [(1, ["a"])]
+    assert [(event["ranks"], event["hosts"]) for event in starts] == [(2, ["a", "b"])] * 3 + [
+        (1, ["a"])
+    ]
     resumed_from = [event["resumed_from"] for event in starts]
     assert resumed_from[0] is None
-    assert all(resumed >= lost for resumed, lost in zip(resumed_from[1:], (killed_at, frozen_at, cut_at), strict=True))
+    assert all(
+        resumed >= lost
+        for resumed, lost in zip(resumed_from[1:], (killed_at, frozen_at, cut_at), strict=True)
+    )
     together = losses(first.run)
     assert together.keys() == undisturbed.keys()
     alone_from = resumed_from[3]
     assert {n: x for n, x in together.items() if n <= alone_from} == {
         n: x for n, x in undisturbed.items() if n <= alone_from
     }
-    # One rank sums in another order than two: the same samples in the same order, another last digit.
+    # One rank sums in another order than two: the same samples in the same order, another last
+    # digit.
     worst = max(abs(together[n] - undisturbed[n]) for n in together)
     assert worst < 1e-5, worst
     steps = [event for event in found if event["kind"] == "step"]

@@ -1,4 +1,5 @@
-"""What each host has or sees of a job's files, over real ssh and rsync between stand-ins for machines."""
+"""What each host has or sees of a job's files, over real ssh and rsync between stand-ins for
+machines."""
 
 import os
 import shutil
@@ -18,7 +19,10 @@ if shutil.which("rsync") is None:
 
 @pytest.fixture(scope="module")
 def data(rig: Rig) -> Rig:
-    """The hosts, prepared for one job: a had the data in its workspace, and all have it in the shared directory."""
+    """The hosts, prepared for one job.
+
+    A had the data in its workspace, and all have it in the shared directory.
+    """
     _jobs.write_data(rig.disk("a"))
     _jobs.write_data(rig.shared)
     (rig.disk("a") / "corpora").mkdir()
@@ -30,14 +34,21 @@ def data(rig: Rig) -> Rig:
 def test_a_host_gets_what_it_lacks_and_nothing_else(data: Rig) -> None:
     for name in ("data", "index", "tokenizer"):
         assert _jobs.digests(data.disk("b") / name) == _jobs.digests(data.disk("a") / name)
-    assert sorted(path.name for path in data.disk("b").iterdir()) == ["data", "index", "runs", "tokenizer"]
+    assert sorted(path.name for path in data.disk("b").iterdir()) == [
+        "data",
+        "index",
+        "runs",
+        "tokenizer",
+    ]
     assert [path.name for path in (data.disk("b") / "runs" / "first").iterdir()] == ["run.json"]
     assert [path.name for path in (data.disk("a") / "runs" / "first").iterdir()] == ["run.json"]
 
 
 def test_what_is_right_stays_and_what_is_damaged_is_replaced(data: Rig) -> None:
     made = _jobs.job(data, _jobs.config(data), "again")
-    tokens, index = (data.disk("b") / name for name in ("data/tokens_text_document.bin", "index/maps"))
+    tokens, index = (
+        data.disk("b") / name for name in ("data/tokens_text_document.bin", "index/maps")
+    )
     kept = {path: path.stat().st_ino for path in index.iterdir()}
     content = bytearray(tokens.read_bytes())
     content[100] ^= 1
@@ -51,9 +62,14 @@ def test_what_is_right_stays_and_what_is_damaged_is_replaced(data: Rig) -> None:
     assert sorted(same) == sorted(set(kept) - {victim}), "linked, not copied again"
     tokens.write_bytes(content)
     entry = (data.disk("a") / "data/tokens_text_document.bin").stat()
-    os.utime(tokens, ns=(entry.st_atime_ns, entry.st_mtime_ns))  # damaged in a way that only its hash shows
+    # damaged in a way that only its hash shows
+    os.utime(tokens, ns=(entry.st_atime_ns, entry.st_mtime_ns))
     assert (
-        _jobs.prepare(data, made.model_copy(update={"config": made.config.model_copy(update={"verify": "full"})})) == ""
+        _jobs.prepare(
+            data,
+            made.model_copy(update={"config": made.config.model_copy(update={"verify": "full"})}),
+        )
+        == ""
     )
     assert tokens.read_bytes() == (data.disk("a") / "data/tokens_text_document.bin").read_bytes()
 
@@ -91,7 +107,10 @@ def test_a_host_has_the_checkpoint_to_resume_from_and_no_other(data: Rig) -> Non
     assert _jobs.prepare(data, made) == ""
     assert [path.name for path in there.iterdir()] == ["iter_0000003"]
     assert _jobs.digests(there / "iter_0000003") == _jobs.digests(here / "iter_0000003")
-    assert sorted(path.name for path in (there.parent / "set-aside").iterdir()) == ["iter_0000003", "iter_0000009"]
+    assert sorted(path.name for path in (there.parent / "set-aside").iterdir()) == [
+        "iter_0000003",
+        "iter_0000009",
+    ]
     assert not (there.parent / "exit").exists()
     # A damaged one here is no candidate.
     (here / "iter_0000003" / "state.json").write_text("[]")
@@ -104,8 +123,9 @@ def test_what_cannot_be_copied_is_said(data: Rig, tmp_path: Path) -> None:
     (data.disk("b") / "tokenizer").rename(data.disk("b") / "tokenizer-before")
     small = data.hosts["b"].directory / "workspace" / "tokenizer"
     small.write_text("a file in the way")
-    assert f"host b: {data.workspace / 'tokenizer'} is no directory (tokenizer): move it away" in _jobs.prepare(
-        data, made
+    assert (
+        f"host b: {data.workspace / 'tokenizer'} is no directory (tokenizer): move it away"
+        in _jobs.prepare(data, made)
     )
     small.unlink()
     backwards = _jobs.config(data, launch={"hostfile": str(data.hostfile(names=["b", "a"]))})
@@ -152,7 +172,8 @@ def test_a_shared_path_is_proven_in_both_directions(data: Rig) -> None:
     shutil.copytree(data.disk("a") / "index", data.disk("a") / "elsewhere")
     said = _jobs.prepare(data, _jobs.job(data, shared, "shared", data.shared, index_directory=maps))
     assert said.startswith(
-        f"LaunchError: host b: index maps: {maps} is not there, though launch.data_placement is shar"
+        f"LaunchError: host b: index maps: {maps} is not there, though launch.data_placement is "
+        "shar"
     )
     own = str(data.workspace / "runs" / "own")
     for host in "ab":
@@ -169,8 +190,12 @@ def test_a_host_that_does_not_answer_is_named(data: Rig) -> None:
     never = _jobs.prepare(data, made)
     any_more = _jobs.prepare(data, made.model_copy(update={"attempt": 2}))
     data.restore("b")
-    assert never.startswith("LaunchError: host b does not say which files it has: ssh cannot reach it")
-    assert any_more.startswith("HostLostError: host b does not say which files it has: ssh cannot reach it")
+    assert never.startswith(
+        "LaunchError: host b does not say which files it has: ssh cannot reach it"
+    )
+    assert any_more.startswith(
+        "HostLostError: host b does not say which files it has: ssh cannot reach it"
+    )
 
 
 def test_nothing_of_the_copying_outlives_the_process(data: Rig, tmp_path: Path) -> None:
@@ -184,11 +209,17 @@ def test_nothing_of_the_copying_outlives_the_process(data: Rig, tmp_path: Path) 
     made = _jobs.job(data, _jobs.config(data), "big", token_prefixes=[prefix])
     path = _jobs.write_job(data, made)
     started = data.start("a", [sys.executable, "-c", _jobs.PREPARE, str(path)], tmp_path / "log")
-    _jobs.wait_for(lambda: any("rsync" in line for line in data.processes("b").values()), 60, "copying")
+    _jobs.wait_for(
+        lambda: any("rsync" in line for line in data.processes("b").values()), 60, "copying"
+    )
     for pid in [pid for pid, line in data.processes("a").items() if _jobs.PREPARE[:40] in line]:
         os.kill(pid, 9)
     started.wait(timeout=20)
-    _jobs.wait_for(lambda: not any("rsync" in line for h in "ab" for line in data.processes(h).values()), 20, "its end")
+    _jobs.wait_for(
+        lambda: not any("rsync" in line for h in "ab" for line in data.processes(h).values()),
+        20,
+        "its end",
+    )
     assert not (data.disk("b") / "big" / "tokens_text_document.bin").exists()
     shutil.rmtree(big)
     shutil.rmtree(data.disk("b") / "big")

@@ -17,14 +17,21 @@ SEQ_LENGTH = 5
 LENGTHS = [3, 1, 0, 20, 2, 0, 9, 30, 5, 6, 7, 8]
 
 
-def check_every_sample(directory: Path, prefixes: tuple[str, ...], split: str, **values: Any) -> int:
-    """The parts of each sample are the tokens that training reads; returns how many samples there are."""
+def check_every_sample(
+    directory: Path, prefixes: tuple[str, ...], split: str, **values: Any
+) -> int:
+    """The parts of each sample are the tokens that training reads.
+
+    Returns how many samples there are.
+    """
     config = run_config(seq_length=SEQ_LENGTH, **values)
     dataset = open_split(prefixes, directory, split, config, tokenizer_directory=directory)
     for number in range(len(dataset)):
         sample = find_sample(directory, split, number)
         tokens = IndexedDataset(sample.prefix)
-        read = [tokens.get(part.sequence, part.start, part.stop - part.start) for part in sample.parts]
+        read = [
+            tokens.get(part.sequence, part.start, part.stop - part.start) for part in sample.parts
+        ]
         row = dataset.gather([number])[0]
         np.testing.assert_array_equal(np.concatenate(read), row[row >= 0])
         assert sample.tokens == np.count_nonzero(row >= 0)
@@ -41,7 +48,12 @@ def check_every_sample(directory: Path, prefixes: tuple[str, ...], split: str, *
 def test_parts_are_what_training_reads(tmp_path: Path, packing: Any, extra: bool) -> None:
     prefix = write_tokens(tmp_path / "a", LENGTHS)
     options = IndexOptions(
-        split="8,4", seq_length=SEQ_LENGTH, seed=3, packing=packing, add_extra_token=extra, drop_last_partial=False
+        split="8,4",
+        seq_length=SEQ_LENGTH,
+        seed=3,
+        packing=packing,
+        add_extra_token=extra,
+        drop_last_partial=False,
     )
     build_index_maps(Mixture.single(prefix), tmp_path, options, (40, None, 0))
     values = {"packing": packing, "add_extra_token": extra, "drop_last_partial": False}
@@ -51,8 +63,12 @@ def test_parts_are_what_training_reads(tmp_path: Path, packing: Any, extra: bool
 
 
 def test_blends_are_followed_to_their_members(tmp_path: Path) -> None:
-    prefixes = tuple(write_tokens(tmp_path / name, LENGTHS[place:]) for place, name in enumerate("abc"))
-    members = [Member(prefix, weight) for prefix, weight in zip(prefixes, (1.0, 5.0, 2.0), strict=True)]
+    prefixes = tuple(
+        write_tokens(tmp_path / name, LENGTHS[place:]) for place, name in enumerate("abc")
+    )
+    members = [
+        Member(prefix, weight) for prefix, weight in zip(prefixes, (1.0, 5.0, 2.0), strict=True)
+    ]
     (tmp_path / "index").mkdir()
     options = IndexOptions(split="1,1", seq_length=SEQ_LENGTH, seed=3)
     build_index_maps(Mixture.blend(members), tmp_path / "index", options, (30, 8, 0))
@@ -63,14 +79,22 @@ def test_blends_are_followed_to_their_members(tmp_path: Path) -> None:
 
 
 def test_each_split_numbers_its_own_members(tmp_path: Path) -> None:
-    prefixes = tuple(write_tokens(tmp_path / name, LENGTHS[place:]) for place, name in enumerate("abc"))
+    prefixes = tuple(
+        write_tokens(tmp_path / name, LENGTHS[place:]) for place, name in enumerate("abc")
+    )
     a, b, c = (Member(prefix, 1.0) for prefix in prefixes)
     (tmp_path / "index").mkdir()
     options = IndexOptions(split=None, seq_length=SEQ_LENGTH, seed=3)
     build_index_maps(Mixture.per_split([a], [c, b], []), tmp_path / "index", options, (10, 9, 0))
-    assert {find_sample(tmp_path / "index", "train", number).prefix for number in range(10)} == {prefixes[0]}
-    assert {find_sample(tmp_path / "index", "valid", number).prefix for number in range(9)} == set(prefixes[1:])
-    with pytest.raises(DataFormatError, match=r"has no test samples \(it has \d+ train, \d+ valid\)"):
+    assert {find_sample(tmp_path / "index", "train", number).prefix for number in range(10)} == {
+        prefixes[0]
+    }
+    assert {find_sample(tmp_path / "index", "valid", number).prefix for number in range(9)} == set(
+        prefixes[1:]
+    )
+    with pytest.raises(
+        DataFormatError, match=r"has no test samples \(it has \d+ train, \d+ valid\)"
+    ):
         find_sample(tmp_path / "index", "test", 0)
 
 
@@ -78,7 +102,9 @@ def test_each_split_numbers_its_own_members(tmp_path: Path) -> None:
 def index(tmp_path: Path) -> Path:
     """The maps of the tokens `a` beside them."""
     prefix = write_tokens(tmp_path / "a", LENGTHS)
-    build_index_maps(Mixture.single(prefix), tmp_path, IndexOptions("1", SEQ_LENGTH, seed=3), (None, 0, 0))
+    build_index_maps(
+        Mixture.single(prefix), tmp_path, IndexOptions("1", SEQ_LENGTH, seed=3), (None, 0, 0)
+    )
     return tmp_path
 
 
@@ -88,7 +114,9 @@ def test_samples_that_are_not_there(index: Path, number: int) -> None:
         find_sample(index, "train", number)
 
 
-@pytest.mark.parametrize(("name", "value"), [("document", 10**6), ("document", -1), ("sample", 10**6), ("shuffle", -1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("document", 10**6), ("document", -1), ("sample", 10**6), ("shuffle", -1)]
+)
 def test_maps_that_do_not_fit(index: Path, name: str, value: int) -> None:
     path = map_path(index, "train", name)
     values = np.load(path).astype(np.int64)
@@ -102,7 +130,9 @@ def test_maps_of_an_older_version(index: Path) -> None:
     assert is_index_directory(index)
     (index / "index.json").unlink()
     assert is_index_directory(index)
-    with pytest.raises(DataFormatError, match=r"has no index.json: .* build them again with `megacore index`"):
+    with pytest.raises(
+        DataFormatError, match=r"has no index.json: .* build them again with `megacore index`"
+    ):
         describe_index(index)
     assert not is_index_directory(index.parent)
 
@@ -110,5 +140,7 @@ def test_maps_of_an_older_version(index: Path) -> None:
 def test_maps_of_sentences_without_a_description(tmp_path: Path) -> None:
     (tmp_path / "train_sentence_index.npy").touch()
     assert is_index_directory(tmp_path)
-    with pytest.raises(DataFormatError, match=r"has no index\.json: its index maps are of an older version"):
+    with pytest.raises(
+        DataFormatError, match=r"has no index\.json: its index maps are of an older version"
+    ):
         describe_index(tmp_path)

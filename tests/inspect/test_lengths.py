@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from megacore.inspect import tokens as lengths
 from megacore.inspect.tokens import bin_lengths, ranked, summarize_lengths
 
-lengths_of = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 2**31 - 1)), min_size=1, max_size=30)
+lengths_of = st.lists(
+    st.one_of(st.integers(0, 12), st.integers(0, 2**31 - 1)), min_size=1, max_size=30
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,9 @@ def test_bins_hold_every_sequence_once(values: list[int], per_octave: int) -> No
     edges = bins.edges.tolist()
     assert edges == sorted(set(edges))
     assert (bins.sequences.sum(), bins.tokens.sum()) == (len(values), sum(values))
-    for low, high, count, tokens in zip(edges[:-1], edges[1:], bins.sequences, bins.tokens, strict=True):
+    for low, high, count, tokens in zip(
+        edges[:-1], edges[1:], bins.sequences, bins.tokens, strict=True
+    ):
         inside = [value for value in values if low <= value < high]
         assert (count, tokens) == (len(inside), sum(inside))
     assert bins.sequences[0] > 0

@@ -1,4 +1,7 @@
-"""`inspect` shows what BERT and T5 read of a sample; `verify` holds sentence maps against their sentences."""
+"""`inspect` shows what BERT and T5 read of a sample.
+
+`verify` holds sentence maps against their sentences.
+"""
 
 import json
 from pathlib import Path
@@ -29,7 +32,9 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def build(tmp_path: Path, kind: Any, *, blend: bool = False) -> Path:
-    prefixes = [write_lengths(tmp_path / name, DOCUMENTS[place:]).prefix for place, name in enumerate("ab")]
+    prefixes = [
+        write_lengths(tmp_path / name, DOCUMENTS[place:]).prefix for place, name in enumerate("ab")
+    ]
     weighted = [Member(prefix, weight) for prefix, weight in zip(prefixes, (1.0, 2.0), strict=True)]
     mixture = Mixture.blend(weighted) if blend else Mixture.single(prefixes[0])
     sentences = SentenceOptions(kind, minimum_sentences=2 if kind == "bert" else 1)
@@ -44,7 +49,11 @@ def build(tmp_path: Path, kind: Any, *, blend: bool = False) -> Path:
 def test_the_sentences_of_a_sample(tmp_path: Path, tokenizer: Path, blend: bool) -> None:
     directory = build(tmp_path, "bert", blend=blend)
     sample = find_sample(directory, "train", 7)
-    rows = np.load(map_path(directory / f"member-0{sample.member}" if blend else directory, "train", "sentence"))
+    rows = np.load(
+        map_path(
+            directory / f"member-0{sample.member}" if blend else directory, "train", "sentence"
+        )
+    )
     first, end, _ = rows[sample.row].tolist()
     assert [part.sequence for part in sample.parts] == list(range(first, end))
     assert all(part.start == 0 and part.stop == part.length for part in sample.parts)
@@ -70,7 +79,9 @@ def test_what_t5_writes(tmp_path: Path, tokenizer: Path) -> None:
     assert made["options"]["mean_span_length"] == 3.0
 
 
-def test_options_are_those_of_the_manifest(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_those_of_the_manifest(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = build(tmp_path, "bert")
     before = report_sample(directory, "train", 0, tokenizer)["made"]
     given = {"masked_lm": {"masked_lm_prob": 0.5, "pairs": True}}
@@ -111,7 +122,13 @@ def test_whole_maps_are_verified(tmp_path: Path, blend: bool) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([0, 1, 20], "sample 1 has the sentences 0 to 0, which are not 2 or more of one document of the train split"),
+        (
+            [0, 1, 20],
+            (
+                "sample 1 has the sentences 0 to 0, which are not 2 or more of one document of the "
+                "train split"
+            ),
+        ),
         ([3, 7, 20], "sample 1 has the sentences 3 to 6"),
         ([30, 33, 20], "of one document of the train split, 0 to 29"),
         ([0, 3, 31], "samples of .* to 31 tokens where 2 to 29 have room"),

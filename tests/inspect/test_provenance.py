@@ -83,7 +83,11 @@ def test_a_shard_does_not_know_its_lines(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_named_while_it_is_there(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
-    for directory, expected in (("tokenizer", tmp_path / "tokenizer"), ("gone", None), (None, None)):
+    for directory, expected in (
+        ("tokenizer", tmp_path / "tokenizer"),
+        ("gone", None),
+        (None, None),
+    ):
         write_documents(tmp_path / "documents.json", [], tokenizer={"directory": directory})
         assert Origins.read(tmp_path / "documents.json").tokenizer_path == expected
 
@@ -97,7 +101,9 @@ def test_the_tokenizer_is_named_while_it_is_there(tmp_path: Path) -> None:
         json.dumps({"format": 2}),
         json.dumps({"format": 1, "files": 3}),
         json.dumps({"format": 1, "files": [entry("a", -1)], "shuffle_seed": None}),
-        json.dumps({"format": 1, "files": [entry("a", 1, skipped_lines=[2, 2])], "shuffle_seed": None}),
+        json.dumps(
+            {"format": 1, "files": [entry("a", 1, skipped_lines=[2, 2])], "shuffle_seed": None}
+        ),
         json.dumps({"format": 1, "files": [], "shuffle_seed": "x"}),
         json.dumps({"format": 1, "files": [], "shuffle_seed": -1}),
         json.dumps({"format": 1, "files": [], "shuffle_seed": None, "append_eod": True}),

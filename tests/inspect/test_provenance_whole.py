@@ -1,4 +1,5 @@
-"""The way back with what really writes it: collected, tokenized, sharded, merged, shuffled, indexed."""
+"""The way back with what really writes it: collected, tokenized, sharded, merged, shuffled,
+indexed."""
 
 import gzip
 import json
@@ -19,7 +20,12 @@ from megacore.inspect.report import find_tokenizer, open_decoder, report_sample
 from megacore.inspect.tokens import document_tokens, find_prefixes
 from megacore.inspect.verify import verify
 from megacore.token_files.indexed_dataset import IndexedDataset
-from megacore.tokenizer.tokenize import TokenizeOptions, merge_shards, tokenize_corpus, tokenize_shard
+from megacore.tokenizer.tokenize import (
+    TokenizeOptions,
+    merge_shards,
+    tokenize_corpus,
+    tokenize_shard,
+)
 from tests.data._corpus import END_OF_TEXT, byte_tokenizer
 
 TEXTS = [f"Text {number}. " + "It has wörds. " * (number % 7) for number in range(60)]
@@ -49,7 +55,9 @@ def write_source(directory: Path, kind: str) -> Source:
         lines.insert(place, bad)
     (directory / "a.jsonl").write_text("\n".join(lines[:35]) + "\n")
     (directory / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[35:]).encode()))
-    return JsonlSource(kind="jsonl", files=(str(directory / "a.jsonl"), str(directory / "b.jsonl.gz")))
+    return JsonlSource(
+        kind="jsonl", files=(str(directory / "a.jsonl"), str(directory / "b.jsonl.gz"))
+    )
 
 
 def check_documents(prefix: str) -> None:
@@ -73,7 +81,9 @@ def check_documents(prefix: str) -> None:
 
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "source_tree"])
-def test_every_document_is_found_again(tmp_path: Path, tokenizer: Path, kind: str, seed: int | None) -> None:
+def test_every_document_is_found_again(
+    tmp_path: Path, tokenizer: Path, kind: str, seed: int | None
+) -> None:
     for name in ("corpus", "tokens", "merged", "index"):
         (tmp_path / name).mkdir()
     collect(write_source(tmp_path / "source", kind), tmp_path / "corpus")
@@ -109,9 +119,20 @@ def test_every_document_is_found_again(tmp_path: Path, tokenizer: Path, kind: st
 
 def test_what_the_command_line_wrote_is_found_again(tmp_path: Path, tokenizer: Path) -> None:
     write_source(tmp_path / "source", "jsonl")
-    arguments = ["tokenize", "--input", f"{tmp_path}/source/a.jsonl", f"{tmp_path}/source/b.jsonl.gz"]
+    arguments = [
+        "tokenize",
+        "--input",
+        f"{tmp_path}/source/a.jsonl",
+        f"{tmp_path}/source/b.jsonl.gz",
+    ]
     arguments += ["--output-prefix", f"{tmp_path}/a", "--tokenizer", "hf"]
-    arguments += ["--tokenizer-file", f"{tokenizer}/tokenizer.json", "--append-eod", "--on-bad-line", "skip"]
+    arguments += [
+        "--tokenizer-file",
+        f"{tokenizer}/tokenizer.json",
+        "--append-eod",
+        "--on-bad-line",
+        "skip",
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     prefix = f"{tmp_path}/a_text_document"

@@ -43,12 +43,19 @@ def test_lines_of_a_zstd_file(tmp_path: Path) -> None:
     assert (found.text, found.source) == (TEXTS[2], None)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=8), end=st.booleans())
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=8),
+    end=st.booleans(),
+)
 def test_every_line_is_found(tmp_path: Path, texts: list[str], end: bool) -> None:
     content = "\n".join(json.dumps({"text": text}) for text in texts) + ("\n" if end else "")
     (tmp_path / "a.jsonl").write_text("\ufeff" + content, encoding="utf-8")
-    assert [read_document(place(tmp_path / "a.jsonl", line)).text for line in range(1, len(texts) + 1)] == texts
+    assert [
+        read_document(place(tmp_path / "a.jsonl", line)).text for line in range(1, len(texts) + 1)
+    ] == texts
     with pytest.raises(DataFormatError, match=f"has {len(texts)} lines, not {len(texts) + 1}"):
         read_document(place(tmp_path / "a.jsonl", len(texts) + 1))
 
@@ -64,7 +71,10 @@ def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
 
 def test_what_is_no_document_any_more(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n')
-    for path, line, message in ((tmp_path / "a.jsonl", 2, "a.jsonl:2 is blank"), (tmp_path / "b", 1, "cannot be read")):
+    for path, line, message in (
+        (tmp_path / "a.jsonl", 2, "a.jsonl:2 is blank"),
+        (tmp_path / "b", 1, "cannot be read"),
+    ):
         with pytest.raises(DataFormatError, match=message):
             read_document(place(path, line))
 
@@ -73,5 +83,8 @@ def test_a_file_of_another_size_is_not_taken_for_the_one_that_was_read(tmp_path:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
     assert read_document(Place(str(path), 2, "text", 32)).text == "two"
-    with pytest.raises(DataFormatError, match=r"a\.jsonl has 32 bytes and had 48 when it was tokenized: line 2 may be"):
+    with pytest.raises(
+        DataFormatError,
+        match=r"a\.jsonl has 32 bytes and had 48 when it was tokenized: line 2 may be",
+    ):
         read_document(Place(str(path), 2, "text", 48))

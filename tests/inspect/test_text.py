@@ -31,9 +31,16 @@ def test_a_directory_and_a_file_decode_alike(tokenizer: Path) -> None:
 
 def test_vocabularies_are_enough_to_decode(tmp_path: Path) -> None:
     backend = byte_tokenizer()
-    (tmp_path / "vocab.json").write_text(json.dumps(backend.backend.get_vocab(with_added_tokens=True)))
-    assert open_decoder(tmp_path / "vocab.json")(np.append(backend.encode("naïve"), 256)) == "naïve<|endoftext|>"
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "token", "##s"]))
+    (tmp_path / "vocab.json").write_text(
+        json.dumps(backend.backend.get_vocab(with_added_tokens=True))
+    )
+    assert (
+        open_decoder(tmp_path / "vocab.json")(np.append(backend.encode("naïve"), 256))
+        == "naïve<|endoftext|>"
+    )
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "token", "##s"])
+    )
     assert open_decoder(tmp_path / "vocab.txt")(np.array([5, 6, 3])) == "tokens [SEP]"
 
 

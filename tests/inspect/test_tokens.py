@@ -12,7 +12,12 @@ from tests.data._files import write_tokens
 def test_description_counts_everything(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_tokens(tmp_path / "a", [5, 0, 3, 0]))
     report = describe(dataset)
-    assert (report.documents, report.empty_documents, report.sequences, report.tokens) == (4, 2, 2, 8)
+    assert (report.documents, report.empty_documents, report.sequences, report.tokens) == (
+        4,
+        2,
+        2,
+        8,
+    )
     assert (report.dtype, report.bin_bytes, report.idx_bytes) == ("uint16", 16, 34 + 12 * 2 + 8 * 5)
     assert (report.smallest_id, report.largest_id) == (0, 7)
     assert report.lengths is not None
@@ -59,7 +64,13 @@ def test_a_nearly_right_path_is_corrected(tmp_path: Path) -> None:
 def test_documents_and_their_sequences(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_tokens(tmp_path / "a", [0, 2, 0, 0, 3]))
     assert [document_of(dataset, sequence) for sequence in range(2)] == [1, 4]
-    assert [document_tokens(dataset, number).tolist() for number in range(5)] == [[], [0, 1], [], [], [2, 3, 4]]
+    assert [document_tokens(dataset, number).tolist() for number in range(5)] == [
+        [],
+        [0, 1],
+        [],
+        [],
+        [2, 3, 4],
+    ]
     assert document_tokens(dataset, 4, 2).tolist() == [2, 3]
     for number in (-1, 5):
         with pytest.raises(IndexError, match="has no document"):

@@ -55,7 +55,10 @@ def test_modes_are_told(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 0, 3])
     with open(f"{prefix}.idx", "ab") as file:
         file.write(bytes(2))
-    assert results(prefix)["a.idx"] == "version 1, uint16, 2 sequences and modes, 92 bytes as these take"
+    assert (
+        results(prefix)["a.idx"]
+        == "version 1, uint16, 2 sequences and modes, 92 bytes as these take"
+    )
 
 
 def test_documents_json_belongs_to_the_files(tmp_path: Path) -> None:
@@ -73,7 +76,9 @@ def test_hashes_of_the_command_lines_manifest(tmp_path: Path) -> None:
     write_manifest(Path(f"{prefix}.manifest.json"), "a.*")
     assert results(prefix)["a.manifest.json"] == "2 files, 98 bytes, sha256 as it was written"
     flip(Path(f"{prefix}.bin"))
-    with pytest.raises(ArtifactError, match=r"a\.bin has another content than when it was written: build it again"):
+    with pytest.raises(
+        ArtifactError, match=r"a\.bin has another content than when it was written: build it again"
+    ):
         results(prefix)
     Path(f"{prefix}.manifest.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"a\.manifest\.json is damaged"):
@@ -118,7 +123,9 @@ def test_every_member_of_a_blend_is_checked(tmp_path: Path) -> None:
         (lambda path: path.unlink(), "is missing"),
     ],
 )
-def test_damage_of_an_artifact_is_named(artifact: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_damage_of_an_artifact_is_named(
+    artifact: Path, damage: Callable[[Path], None], message: str
+) -> None:
     for name in ("tokens_text_document.bin", "tokens_text_document.idx"):
         (artifact / name).rename(artifact / name.replace("tokens", "other"))
     seal(artifact, StageKey("convert", 1, {}, {}), {}, 1.0)
@@ -129,7 +136,9 @@ def test_damage_of_an_artifact_is_named(artifact: Path, damage: Callable[[Path],
 
 
 def test_a_directory_of_nothing_known(tmp_path: Path) -> None:
-    with pytest.raises(DataFormatError, match=r"holds neither token files .* nor index maps, nor a manifest\.json"):
+    with pytest.raises(
+        DataFormatError, match=r"holds neither token files .* nor index maps, nor a manifest\.json"
+    ):
         results(tmp_path)
 
 
@@ -155,7 +164,14 @@ def index(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_maps_are_checked_against_their_tokens(index: Path) -> None:
     found = results(index)
-    assert list(found) == ["index.json", "tokens 0", "train maps 0", "valid maps 0", "test maps 0", "manifest"]
+    assert list(found) == [
+        "index.json",
+        "tokens 0",
+        "train maps 0",
+        "valid maps 0",
+        "test maps 0",
+        "manifest",
+    ]
     assert "each sample once" in found["train maps 0"]
     assert found["test maps 0"] == "no samples"
 
@@ -165,7 +181,11 @@ def test_maps_are_checked_against_their_tokens(index: Path) -> None:
     [
         ("document", lambda values: values.__setitem__(0, 99), "names sequence 99 of 8"),
         ("document", lambda values: values.__setitem__(0, -1), "names sequence -1 of 8"),
-        ("document", lambda values: values.__setitem__(0, (values[0] + 1) % 5), r"has sequence \d \d+ times, but"),
+        (
+            "document",
+            lambda values: values.__setitem__(0, (values[0] + 1) % 5),
+            r"has sequence \d \d+ times, but",
+        ),
         ("sample", lambda values: values.__setitem__((1, 1), 10**6), r"row 1 is \[\d+, 1000000\]"),
         ("sample", lambda values: values.__setitem__((2, 0), 10**6), r"row 2 is \[1000000, \d+\]"),
         (
@@ -177,7 +197,9 @@ def test_maps_are_checked_against_their_tokens(index: Path) -> None:
         ("shuffle", lambda values: values.__setitem__(0, len(values)), r"names sample \d+ of \d+"),
     ],
 )
-def test_damaged_maps_are_named(index: Path, name: str, damage: Callable[[np.ndarray], None], message: str) -> None:
+def test_damaged_maps_are_named(
+    index: Path, name: str, damage: Callable[[np.ndarray], None], message: str
+) -> None:
     path = map_path(index, "train", name)
     values = np.load(path).astype(np.int64)
     damage(values)
@@ -186,16 +208,22 @@ def test_damaged_maps_are_named(index: Path, name: str, damage: Callable[[np.nda
         results(index)
 
 
-def test_samples_of_another_length_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_another_length_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify_maps, "_BLOCK", 4)
     prefix = write_tokens(tmp_path / "a", LENGTHS)
-    build_index_maps(Mixture.single(prefix), tmp_path, IndexOptions("1", SEQ_LENGTH, seed=3), (40, 0, 0))
+    build_index_maps(
+        Mixture.single(prefix), tmp_path, IndexOptions("1", SEQ_LENGTH, seed=3), (40, 0, 0)
+    )
     path = map_path(tmp_path, "train", "sample")
     rows = np.load(path)
     inside = next(row for row in range(1, len(rows)) if rows[row, 1] > 0)
     rows[inside, 1] -= 1
     np.save(path, rows)
-    with pytest.raises(DataFormatError, match=rf"sample {inside} begins {inside * SEQ_LENGTH - 1} tokens into"):
+    with pytest.raises(
+        DataFormatError, match=rf"sample {inside} begins {inside * SEQ_LENGTH - 1} tokens into"
+    ):
         results(tmp_path)
 
 
@@ -221,7 +249,9 @@ def blend(tmp_path: Path) -> Path:
     prefixes = [write_tokens(tmp_path / name, LENGTHS) for name in "ab"]
     (tmp_path / "index").mkdir()
     mixture = Mixture.blend([Member(prefixes[0], 3.0), Member(prefixes[1], 1.0)])
-    build_index_maps(mixture, tmp_path / "index", IndexOptions("6,3", SEQ_LENGTH, seed=3), (40, 8, 0))
+    build_index_maps(
+        mixture, tmp_path / "index", IndexOptions("6,3", SEQ_LENGTH, seed=3), (40, 8, 0)
+    )
     return tmp_path / "index"
 
 

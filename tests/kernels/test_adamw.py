@@ -1,4 +1,7 @@
-"""AdamW by every implementation that runs here, against its formula in float64; apex by a stand-in."""
+"""AdamW by every implementation that runs here, against its formula in float64.
+
+Apex by a stand-in.
+"""
 
 import math
 import sys
@@ -46,7 +49,11 @@ def run(update: AdamW, targets: list[Tensor] | None) -> list[Tensor]:
     weights = draw(0)
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     for step in range(1, STEPS + 1):
-        update(AdamTensors(weights, draw(step), first, second, targets), values(step), torch.tensor(DIVISOR))
+        update(
+            AdamTensors(weights, draw(step), first, second, targets),
+            values(step),
+            torch.tensor(DIVISOR),
+        )
     return weights
 
 
@@ -62,7 +69,8 @@ def test_the_formula(implementation: Any, publishes: bool) -> None:
 
 
 def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in has the arguments of amp_C.multi_tensor_adam_capturable, and computes by torch."""
+    """The stand-in has the arguments of amp_C.multi_tensor_adam_capturable, and computes by
+    torch."""
 
     def multi_tensor_adam_capturable(
         chunk: int,
@@ -78,7 +86,12 @@ def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
         weight_decay: float,
         inverse_scale: Tensor,
     ) -> None:
-        assert (overflow.item(), overflow.dtype, mode, bool(bias_correction)) == (0, torch.int32, 1, True)
+        assert (overflow.item(), overflow.dtype, mode, bool(bias_correction)) == (
+            0,
+            torch.int32,
+            1,
+            True,
+        )
         gradients, weights, first, second = lists
         of = Hyperparameters(float(lr), weight_decay, beta1, beta2, eps, int(step))
         tensors = AdamTensors(weights, gradients, first, second, None)

@@ -12,7 +12,14 @@ from megacore.errors import ConfigError
 from megacore.kernels import activation, choice, dropout, norm, rope
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels, summary
 from megacore.kernels.cpu import common
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, first_usable, has_apex
+from megacore.kernels.implementation import (
+    Implementation,
+    Setting,
+    cpp_runs,
+    everywhere,
+    first_usable,
+    has_apex,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 POINTWISE = {
@@ -27,7 +34,11 @@ POINTWISE = {
 
 
 def test_every_operation_is_named_and_has_a_callable() -> None:
-    for kernels in (choose_kernels(CPU, torch.float32), choose_kernels(CPU, torch.bfloat16), plain_kernels()):
+    for kernels in (
+        choose_kernels(CPU, torch.float32),
+        choose_kernels(CPU, torch.bfloat16),
+        plain_kernels(),
+    ):
         assert set(kernels.names) == set(Kernels.__dataclass_fields__) - {"names"}
         for operation, name in kernels.names.items():
             assert name
@@ -43,7 +54,9 @@ def test_plain_torch_is_usable_everywhere_and_last() -> None:
     assert all(name.startswith("torch") for name in plain_kernels().names.values())
 
 
-def test_types_and_machines_without_kernels_compute_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_and_machines_without_kernels_compute_with_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for dtype in (torch.float16, torch.float64):
         names = dict(choose_kernels(CPU, dtype).names)
         assert names.pop("sum_of_squares")  # of main gradients, which are fp32
@@ -57,7 +70,13 @@ def test_types_and_machines_without_kernels_compute_with_torch(monkeypatch: pyte
 @pytest.mark.skipif(not common.runs_bf16(), reason="this CPU has no AVX512-BF16")
 def test_a_cpu_with_the_instructions_has_kernels_of_its_own() -> None:
     names = choose_kernels(CPU, torch.bfloat16).names
-    for operation in ("attention", "packed_attention", "cross_entropy", "optimizer", "weight_gradient"):
+    for operation in (
+        "attention",
+        "packed_attention",
+        "cross_entropy",
+        "optimizer",
+        "weight_gradient",
+    ):
         assert names[operation].startswith("C++"), operation
 
 
@@ -83,7 +102,9 @@ def test_a_module_that_is_not_compiled_is_named(monkeypatch: pytest.MonkeyPatch)
         raise ModuleNotFoundError("No module named 'megacore.kernels.cpu._kernels'")
 
     monkeypatch.setitem(choice._OPERATIONS, "rotate", (Implementation("C++", load, everywhere),))
-    with pytest.raises(ConfigError, match=r"_kernels'\): install megacore again.*train\.kernels to plain"):
+    with pytest.raises(
+        ConfigError, match=r"_kernels'\): install megacore again.*train\.kernels to plain"
+    ):
         choose_kernels(CPU, torch.float32)
 
 
@@ -100,7 +121,8 @@ def test_the_summary_groups_operations_by_what_computes_them() -> None:
 
 
 class Apex(ModuleType):
-    """Stands in for `apex.normalization.fused_layer_norm`: the same arguments, computed by torch."""
+    """Stands in for `apex.normalization.fused_layer_norm`: the same arguments, computed by
+    torch."""
 
     def __init__(self) -> None:
         super().__init__("apex.normalization.fused_layer_norm")
@@ -144,26 +166,36 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Apex:
 
 def test_apex_norms_on_gpus(apex: Apex) -> None:
     generator = torch.Generator().manual_seed(1)
-    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((3, 4, 10), (10,), (10,)))
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator) for shape in ((3, 4, 10), (10,), (10,))
+    )
     name, layer_norm = first_usable(norm.LAYER_NORM, Setting(GPU, torch.bfloat16))
     assert name == "apex FusedLayerNorm"
-    torch.testing.assert_close(layer_norm(x, weight, bias, 0.5), F.layer_norm(x, (10,), weight, bias, 0.5))
+    torch.testing.assert_close(
+        layer_norm(x, weight, bias, 0.5), F.layer_norm(x, (10,), weight, bias, 0.5)
+    )
     name, rms_norm = first_usable(norm.RMS_NORM, Setting(GPU, torch.bfloat16))
     assert name == "apex FusedRMSNorm"
     torch.testing.assert_close(rms_norm(x, weight, 0.5), F.rms_norm(x, (10,), weight, 0.5))
     assert apex.shapes == [[10], [10]]
-    torch.testing.assert_close(layer_norm(x, weight, None, 0.5), F.layer_norm(x, (10,), weight, None, 0.5))
+    torch.testing.assert_close(
+        layer_norm(x, weight, None, 0.5), F.layer_norm(x, (10,), weight, None, 0.5)
+    )
     assert len(apex.shapes) == 2
 
 
 def test_apex_norms_are_not_for_graphs_or_cpus(apex: Apex) -> None:
     for implementations in (norm.LAYER_NORM, norm.RMS_NORM):
-        assert first_usable(implementations, Setting(GPU, torch.bfloat16, compiled=True))[0] == "torch"
+        assert (
+            first_usable(implementations, Setting(GPU, torch.bfloat16, compiled=True))[0] == "torch"
+        )
         assert "apex" not in first_usable(implementations, Setting(CPU, torch.bfloat16))[0]
 
 
 @pytest.mark.parametrize("operation", POINTWISE)
-def test_plain_torch_where_nothing_else_runs(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_where_nothing_else_runs(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(norm, "has_apex", lambda module: False)
     assert first_usable(POINTWISE[operation], Setting(GPU, torch.bfloat16))[0] == "torch"
     assert first_usable(POINTWISE[operation], Setting(CPU, torch.float16))[0] == "torch"

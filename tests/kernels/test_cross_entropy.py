@@ -1,4 +1,5 @@
-"""Losses and gradients in place of logits, by every implementation that runs here, against float64."""
+"""Losses and gradients in place of logits, by every implementation that runs here, against
+float64."""
 
 from collections.abc import Iterator
 
@@ -29,11 +30,15 @@ def running() -> Iterator[tuple[Implementation[CrossEntropy], torch.dtype]]:
         for each in IMPLEMENTATIONS:
             if each.usable(Setting(torch.device("cpu"), dtype)):
                 yield each, dtype
-    # What a GPU gets through torch.compile: its parts as they are, and one of them compiled for this CPU.
+    # What a GPU gets through torch.compile: its parts as they are, and one of them compiled for
+    # this CPU.
     pieces = CrossEntropy(whole_statistics, whole_gradient_, whole_loss_)
     yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.float32
     yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.bfloat16
-    yield Implementation("torch.compile without inductor", lambda: compiled("aot_eager"), everywhere), torch.bfloat16
+    yield (
+        Implementation("torch.compile without inductor", lambda: compiled("aot_eager"), everywhere),
+        torch.bfloat16,
+    )
 
 
 @pytest.fixture(params=running(), ids=lambda pair: f"{pair[0].name} {pair[1]}")
@@ -68,7 +73,9 @@ def test_at_once(kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_l
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), TERMS)
-def test_in_two_parts(kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_loss: float) -> None:
+def test_in_two_parts(
+    kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_loss: float
+) -> None:
     """What two ranks do: statistics of each part, then the gradient of each from what both know."""
     logits, labels = logits_and_labels(kernel[1])
     expected, gradient = exact(logits, labels, smoothing, z_loss)
@@ -78,19 +85,29 @@ def test_in_two_parts(kernel: tuple[CrossEntropy, torch.dtype], smoothing: float
         torch.where(labels < cut, labels, torch.full_like(labels, -1)),
         torch.where(labels >= cut, labels - cut, torch.full_like(labels, -1)),
     ]
-    found = [kernel[0].statistics(part, column, True) for part, column in zip(parts, columns, strict=True)]
+    found = [
+        kernel[0].statistics(part, column, True)
+        for part, column in zip(parts, columns, strict=True)
+    ]
     maximum = torch.maximum(found[0][0], found[1][0])
     total = sum(each[2] * (each[0] - maximum).exp() for each in found)
     assert isinstance(total, Tensor)
     log_normaliser = total.log() + maximum
     label, logit_sum = found[0][1] + found[1][1], found[0][3] + found[1][3]
-    loss = log_normaliser - (1 - smoothing) * label - smoothing * logit_sum / WIDTH + z_loss * log_normaliser.square()
+    loss = (
+        log_normaliser
+        - (1 - smoothing) * label
+        - smoothing * logit_sum / WIDTH
+        + z_loss * log_normaliser.square()
+    )
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-4)
     factor = 1 + 2 * z_loss * log_normaliser if z_loss else None
     for part, column in zip(parts, columns, strict=True):
         kernel[0].gradient_(part, column, log_normaliser, factor, 1 - smoothing, smoothing / WIDTH)
     tolerance = TOLERANCES[kernel[1]]
-    torch.testing.assert_close(torch.cat(parts, 1).double(), gradient, rtol=tolerance, atol=tolerance * 1e-2)
+    torch.testing.assert_close(
+        torch.cat(parts, 1).double(), gradient, rtol=tolerance, atol=tolerance * 1e-2
+    )
 
 
 def test_the_scale_is_of_the_gradient_alone(kernel: tuple[CrossEntropy, torch.dtype]) -> None:
@@ -110,7 +127,9 @@ def test_a_logit_that_is_not_a_number_is_seen(kernel: tuple[CrossEntropy, torch.
 
 @pytest.mark.parametrize("rows_per_block", [1, 3, 100])
 def test_blocks_of_any_size(rows_per_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_CACHED_ELEMENTS", rows_per_block * WIDTH // torch.get_num_threads())
+    monkeypatch.setattr(
+        cross_entropy, "_CACHED_ELEMENTS", rows_per_block * WIDTH // torch.get_num_threads()
+    )
     logits, labels = logits_and_labels(torch.float32)
     expected, gradient = exact(logits, labels, 0.1, 0.01)
     losses = cross_entropy.loss_(logits, labels, 0.1, 0.01, 1.0)

@@ -30,13 +30,17 @@ RUNNING = [
 ]
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), RUNNING, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), RUNNING, ids=lambda value: getattr(value, "name", str(value))
+)
 def test_the_product_is_added(implementation: Any, dtype: torch.dtype) -> None:
     main, dy, x = factors(dtype)
     expected = main.double() + dy.double().t() @ x.double()
     implementation.load()(main, dy, x)
     rounded = dtype == torch.bfloat16 and implementation is IMPLEMENTATIONS[-1]
-    torch.testing.assert_close(main.double(), expected, rtol=1e-2 if rounded else 1e-5, atol=2e-2 if rounded else 1e-5)
+    torch.testing.assert_close(
+        main.double(), expected, rtol=1e-2 if rounded else 1e-5, atol=2e-2 if rounded else 1e-5
+    )
 
 
 def test_fp32_factors_are_added_on_a_gpu_as_on_a_cpu() -> None:
@@ -47,7 +51,8 @@ def test_fp32_factors_are_added_on_a_gpu_as_on_a_cpu() -> None:
 
 
 def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in has the arguments of wgrad_gemm_accum_fp32: the input, the output's gradient, the main gradient."""
+    """The stand-in has the arguments of wgrad_gemm_accum_fp32: the input, the output's gradient,
+    the main gradient."""
 
     def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
         assert x.is_contiguous()

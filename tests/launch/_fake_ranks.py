@@ -1,7 +1,10 @@
-"""A tiny stand-in for torchrun: starts ranks in sessions of their own, each writes its id and behaves as told.
+"""A tiny stand-in for torchrun.
 
-Those whose behaviour ends in "-watched" keep a heartbeat: rank 1 is stopped or killed in a forward pass, and rank 0
-waits for it in a collective; the launcher looks at rank 0 first, so it notices nothing.
+Starts ranks in sessions of their own, each writes its id and behaves as told.
+
+Those whose behaviour ends in "-watched" keep a heartbeat: rank 1 is stopped or killed in a forward
+pass, and rank 0 waits for it in a collective; the launcher looks at rank 0 first, so it notices
+nothing.
 
 python _fake_ranks.py DIRECTORY BEHAVIOUR RANKS
 """
@@ -27,7 +30,10 @@ def launcher(directory: Path, behaviour: str, ranks: int) -> int:
     if behaviour.startswith("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     command = [sys.executable, __file__, str(directory), behaviour]
-    children = [subprocess.Popen([*command, "--rank", str(rank)], start_new_session=True) for rank in range(ranks)]
+    children = [
+        subprocess.Popen([*command, "--rank", str(rank)], start_new_session=True)
+        for rank in range(ranks)
+    ]
     code = max(1 if child.wait() else 0 for child in children)
     if behaviour == "orphaned-waiting":
         time.sleep(LIFETIME)  # the launcher outlives its own children

@@ -44,4 +44,6 @@ def rank_pids(directory: Path, ranks: int = 2) -> list[int]:
 
 
 def none_alive(pids: list[int], seconds: float) -> float:
-    return wait_until(lambda: not any(alive(pid) for pid in pids), seconds, f"processes {pids} ended")
+    return wait_until(
+        lambda: not any(alive(pid) for pid in pids), seconds, f"processes {pids} ended"
+    )

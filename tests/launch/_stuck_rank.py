@@ -1,4 +1,7 @@
-"""A rank that torchrun starts: one of two sleeps in its forward pass, the other waits for it in an all-reduce."""
+"""A rank that torchrun starts.
+
+One of two sleeps in its forward pass, the other waits for it in an all-reduce.
+"""
 
 import argparse
 import json

@@ -30,9 +30,19 @@ class OddDataError(DataFormatError):
     [
         (ConfigError("lr is 7: lower it"), "ConfigError", "lr is 7: lower it", 2),
         (OddDataError("x.bin is odd"), "DataFormatError", "x.bin is odd", 3),
-        (OSError(28, "No space left on device", "f"), "WorkspaceError", "cannot write f: No space left", 4),
+        (
+            OSError(28, "No space left on device", "f"),
+            "WorkspaceError",
+            "cannot write f: No space left",
+            4,
+        ),
         (MemoryError(), "MemoryExhaustedError", "out of memory", 7),
-        (torch.OutOfMemoryError("CUDA out of memory"), "MemoryExhaustedError", "CUDA out of memory", 7),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            "MemoryExhaustedError",
+            "CUDA out of memory",
+            7,
+        ),
         (ZeroDivisionError("by zero"), "TrainingError", "ZeroDivisionError: by zero", 7),
         (FileNotFoundError(2, "No such file", "f"), "TrainingError", "FileNotFoundError", 7),
     ],
@@ -128,7 +138,13 @@ def test_own_failures_come_first_then_stops_then_the_earliest(tmp_path: Path) ->
         (2.0, False, "PreemptedError"),
     ]
     for rank, (moment, secondary, error) in enumerate(cases):
-        reason = {"rank": rank, "error": error, "message": "m", "time": moment, "secondary": secondary}
+        reason = {
+            "rank": rank,
+            "error": error,
+            "message": "m",
+            "time": moment,
+            "secondary": secondary,
+        }
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(reason))
     (tmp_path / "rank_4.json").write_text('{"rank": 4')
     (tmp_path / "rank_5.json").write_text('{"another": "form"}')
@@ -152,11 +168,19 @@ os.rename({str(pid_file)!r} + ".tmp", {str(pid_file)!r})
 time.sleep(30)
 """
     parent = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"],
+        [
+            sys.executable,
+            "-c",
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])",
+        ],
         env=environment(),
     )
     wait_until(pid_file.exists, 15, "child started")
     parent.kill()
     parent.wait()
     stat = Path("/proc", pid_file.read_text(), "stat")
-    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", 3, "child died")
+    wait_until(
+        lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z",
+        3,
+        "child died",
+    )

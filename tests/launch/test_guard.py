@@ -18,7 +18,17 @@ LIMIT = GRACE + 5
 @contextmanager
 def guarded(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     guard = subprocess.Popen(
-        [sys.executable, "-m", "megacore.launch.guard", "--log", str(log), "--grace", str(GRACE), "--", *command],
+        [
+            sys.executable,
+            "-m",
+            "megacore.launch.guard",
+            "--log",
+            str(log),
+            "--grace",
+            str(GRACE),
+            "--",
+            *command,
+        ],
         stdin=subprocess.PIPE,
         env=environment(),
     )
@@ -30,11 +40,17 @@ def guarded(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
         guard.wait(timeout=15)
 
 
-@pytest.mark.parametrize(("script", "code"), [("exit(0)", 0), ("exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-def test_exits_with_the_commands_code_and_keeps_its_output(tmp_path: Path, script: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit(0)", 0), ("exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)]
+)
+def test_exits_with_the_commands_code_and_keeps_its_output(
+    tmp_path: Path, script: str, code: int
+) -> None:
     log = tmp_path / "log"
     log.write_text("earlier\n")
-    with guarded([sys.executable, "-c", f"import os; print('said', flush=True); {script}"], log) as guard:
+    with guarded(
+        [sys.executable, "-c", f"import os; print('said', flush=True); {script}"], log
+    ) as guard:
         assert guard.wait(timeout=15) == code
     assert log.read_text() == "earlier\nsaid\n"
 
@@ -72,7 +88,8 @@ def test_stop_ends_every_rank(tmp_path: Path, behaviour: str, stop: signal.Signa
 
 
 def test_a_notice_reaches_the_ranks_alone_and_each_once(tmp_path: Path) -> None:
-    # Rank 1 begins to catch the signal half a second after rank 0, and after the guard got it; the launcher never does.
+    # Rank 1 begins to catch the signal half a second after rank 0, and after the guard got it; the
+    # launcher never does.
     with guarded(fake_ranks(tmp_path, "notified"), tmp_path / "log") as guard:
         wait_until((tmp_path / "rank_0.catches").exists, 15, "rank 0 catches")
         assert not (tmp_path / "rank_1.catches").exists()
@@ -114,18 +131,23 @@ def test_sigkill_of_the_guard_ends_ranks_that_die_with_their_parent(tmp_path: Pa
         none_alive([*pids, launcher], 2)
 
 
-def test_death_of_the_parent_is_noticed_though_another_process_holds_the_pipe(tmp_path: Path) -> None:
+def test_death_of_the_parent_is_noticed_though_another_process_holds_the_pipe(
+    tmp_path: Path,
+) -> None:
     # A fork of the parent that lives on keeps the pipe's other end open.
     parent = f"""
 import os, subprocess, sys, time
-guard = subprocess.Popen([sys.executable, "-m", "megacore.launch.guard", "--log", {str(tmp_path / "log")!r},
-    "--grace", "{GRACE}", "--", *{fake_ranks(tmp_path, "polite")!r}], stdin=subprocess.PIPE)
+guard = subprocess.Popen([sys.executable, "-m", "megacore.launch.guard",
+    "--log", {str(tmp_path / "log")!r}, "--grace", "{GRACE}",
+    "--", *{fake_ranks(tmp_path, "polite")!r}], stdin=subprocess.PIPE)
 if os.fork() == 0:
     time.sleep(20)
     os._exit(0)
 time.sleep(20)
 """
-    driver = subprocess.Popen([sys.executable, "-c", parent], env=environment(), start_new_session=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", parent], env=environment(), start_new_session=True
+    )
     try:
         pids = rank_pids(tmp_path)
         driver.kill()
@@ -136,7 +158,10 @@ time.sleep(20)
 
 
 def test_descendants_include_grandchildren_and_no_zombies() -> None:
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(20)'])"
+    script = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; "
+        "time.sleep(20)'])"
+    )
     child = subprocess.Popen([sys.executable, "-c", script])
     try:
         wait_until(lambda: len(descendants(child.pid)) == 1, 10, "grandchild started")

@@ -13,15 +13,35 @@ V1 = "9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n"
 @pytest.mark.parametrize(
     ("files", "count"),
     [
-        ({"proc/self/cgroup": "0::/job/7\n", "sys/fs/cgroup/job/7/memory.events": "oom 5\noom_kill 3\n"}, 3),
+        (
+            {
+                "proc/self/cgroup": "0::/job/7\n",
+                "sys/fs/cgroup/job/7/memory.events": "oom 5\noom_kill 3\n",
+            },
+            3,
+        ),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.events": "oom_kill 4\n"}, 4),
-        ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/job/7/memory.oom_control": "under_oom 0\noom_kill 6\n"}, 6),
+        (
+            {
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/memory/job/7/memory.oom_control": "under_oom 0\noom_kill 6\n",
+            },
+            6,
+        ),
         ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 2\n"}, 2),
-        ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/job/7/memory.oom_control": "under_oom 0\n"}, 9),
+        (
+            {
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/memory/job/7/memory.oom_control": "under_oom 0\n",
+            },
+            9,
+        ),
         ({}, 9),
     ],
 )
-def test_the_own_groups_count_comes_before_the_machines(tmp_path: Path, files: dict[str, str], count: int) -> None:
+def test_the_own_groups_count_comes_before_the_machines(
+    tmp_path: Path, files: dict[str, str], count: int
+) -> None:
     for name, text in {"proc/vmstat": "pgfault 1\noom_kill 9\n", **files}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,9 @@ def test_a_state_is_read_back_and_forgotten(tmp_path: Path) -> None:
     assert read_launcher_state(directory) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "lost", "detail": "", "time": 0}', '{"state": "queued"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"state": "lost", "detail": "", "time": 0}', '{"state": "queued"}']
+)
 def test_a_torn_file_says_nothing(text: str, tmp_path: Path) -> None:
     launcher_state_path(tmp_path).write_text(text)
     assert read_launcher_state(tmp_path) is None

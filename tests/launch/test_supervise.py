@@ -21,7 +21,14 @@ from megacore.errors import (
 )
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
-from tests.launch._processes import alive, environment, fake_ranks, none_alive, rank_pids, wait_until
+from tests.launch._processes import (
+    alive,
+    environment,
+    fake_ranks,
+    none_alive,
+    rank_pids,
+    wait_until,
+)
 
 GRACE = 1.0
 LIMIT = GRACE + 5
@@ -32,8 +39,15 @@ class Cancelled(BaseException):
 
 
 def run(tmp_path: Path, command: list[str], **options: Any) -> None:
-    settings: dict[str, Any] = {"stop_grace": GRACE, "poll_interval": 0.05, "env": environment(), **options}
-    supervise(command, log=tmp_path / "logs" / "train.log", exit_directory=tmp_path / "exit", **settings)
+    settings: dict[str, Any] = {
+        "stop_grace": GRACE,
+        "poll_interval": 0.05,
+        "env": environment(),
+        **options,
+    }
+    supervise(
+        command, log=tmp_path / "logs" / "train.log", exit_directory=tmp_path / "exit", **settings
+    )
 
 
 def test_success_polls_and_leaves_nothing(tmp_path: Path) -> None:
@@ -53,8 +67,12 @@ def test_last_poll_sees_what_was_written_at_the_end(tmp_path: Path) -> None:
     assert seen == ["the last line\n"]
 
 
-@pytest.mark.parametrize(("behaviour", "error"), [("polite", KeyboardInterrupt), ("stubborn", Cancelled)])
-def test_whatever_is_raised_ends_every_rank_first(tmp_path: Path, behaviour: str, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    ("behaviour", "error"), [("polite", KeyboardInterrupt), ("stubborn", Cancelled)]
+)
+def test_whatever_is_raised_ends_every_rank_first(
+    tmp_path: Path, behaviour: str, error: type[BaseException]
+) -> None:
     pids: list[int] = []
     raised_at = 0.0
 
@@ -93,13 +111,26 @@ def test_reason_of_an_earlier_attempt_is_not_believed(tmp_path: Path) -> None:
 
 def test_a_rank_that_noticed_a_lost_peer_does_not_hide_the_first_reason(tmp_path: Path) -> None:
     reasons = [
-        {"rank": 1, "error": "RankLostError", "message": "lost a peer", "time": 10.0, "secondary": True},
-        {"rank": 0, "error": "DataFormatError", "message": "x.bin is damaged", "time": 11.0, "secondary": False},
+        {
+            "rank": 1,
+            "error": "RankLostError",
+            "message": "lost a peer",
+            "time": 10.0,
+            "secondary": True,
+        },
+        {
+            "rank": 0,
+            "error": "DataFormatError",
+            "message": "x.bin is damaged",
+            "time": 11.0,
+            "secondary": False,
+        },
     ]
     script = f"""
 import json, pathlib
 for reason in {reasons!r}:
-    pathlib.Path({str(tmp_path / "exit")!r}, f"rank_{{reason['rank']}}.json").write_text(json.dumps(reason))
+    path = pathlib.Path({str(tmp_path / "exit")!r}, f"rank_{{reason['rank']}}.json")
+    path.write_text(json.dumps(reason))
 exit(1)
 """
     with pytest.raises(Exception, match=r"rank 0: x\.bin is damaged") as caught:
@@ -114,8 +145,17 @@ def test_signal_is_named_with_the_last_log_lines(tmp_path: Path) -> None:
 
 
 def test_lost_rank_of_torchrun_wins_over_what_its_peers_noticed(tmp_path: Path) -> None:
-    report = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
-    peer = {"rank": 0, "error": "TrainingError", "message": "odd network", "time": 1.0, "secondary": False}
+    report = (
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+        "  exitcode  : -9 (pid: 7)\n"
+    )
+    peer = {
+        "rank": 0,
+        "error": "TrainingError",
+        "message": "odd network",
+        "time": 1.0,
+        "secondary": False,
+    }
     script = f"""
 import json, pathlib
 pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
@@ -136,7 +176,10 @@ for rank in (0, 1):
 print(sys.argv[4])
 sys.exit(int(sys.argv[3]))
 """
-KILLED = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n"
+KILLED = (
+    "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+    "  exitcode  : -9 (pid: 7)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -161,22 +204,44 @@ def test_a_stop_on_request_wins_over_whatever_the_launcher_says(
 @pytest.mark.parametrize(
     ("counts", "number", "error", "message"),
     [
-        ((7, 8), 9, MemoryExhaustedError, "the job ran out of main memory: the kernel's .* ended it, with .* GiB of"),
+        (
+            (7, 8),
+            9,
+            MemoryExhaustedError,
+            "the job ran out of main memory: the kernel's .* ended it, with .* GiB of",
+        ),
         ((7, 7), 9, RankLostError, r"the job was ended by SIGKILL without"),
         ((7, 8), 11, RankLostError, "the job was ended by SIGSEGV without"),
-        ((None, None), 9, RankLostError, r"the job was ended by SIGKILL \(as the kernel does when memory runs out\)"),
+        (
+            (None, None),
+            9,
+            RankLostError,
+            r"the job was ended by SIGKILL \(as the kernel does when memory runs out\)",
+        ),
     ],
 )
 def test_a_kill_for_want_of_memory_is_told_from_others(
-    tmp_path: Path, counts: tuple[int | None, int | None], number: int, error: type[LaunchError], message: str
+    tmp_path: Path,
+    counts: tuple[int | None, int | None],
+    number: int,
+    error: type[LaunchError],
+    message: str,
 ) -> None:
     command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {number})"]
     with pytest.raises(error, match=message):
         run(tmp_path, command, count_oom_kills=iter(counts).__next__)
 
 
-def test_a_rank_that_only_lost_its_peer_does_not_hide_a_kill_for_want_of_memory(tmp_path: Path) -> None:
-    peer = {"rank": 0, "error": "RankLostError", "message": "lost a peer", "time": 1.0, "secondary": True}
+def test_a_rank_that_only_lost_its_peer_does_not_hide_a_kill_for_want_of_memory(
+    tmp_path: Path,
+) -> None:
+    peer = {
+        "rank": 0,
+        "error": "RankLostError",
+        "message": "lost a peer",
+        "time": 1.0,
+        "secondary": True,
+    }
     script = f"""
 import json, pathlib
 pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
@@ -186,8 +251,16 @@ exit(1)
         run(tmp_path, [sys.executable, "-c", script], count_oom_kills=iter([1, 2]).__next__)
 
 
-def test_the_rank_that_gave_no_reason_is_named_where_the_launcher_names_none(tmp_path: Path) -> None:
-    peer = {"rank": 0, "error": "RankLostError", "message": "lost a peer", "time": 1.0, "secondary": True}
+def test_the_rank_that_gave_no_reason_is_named_where_the_launcher_names_none(
+    tmp_path: Path,
+) -> None:
+    peer = {
+        "rank": 0,
+        "error": "RankLostError",
+        "message": "lost a peer",
+        "time": 1.0,
+        "secondary": True,
+    }
     script = f"""
 import json, pathlib
 pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
@@ -212,7 +285,14 @@ exit(1)
     table = (tmp_path / "logs" / "train-ranks.txt").read_text()
     assert "Python stacks" not in table, "they were not there to be asked"
     (line,) = [line for line in table.splitlines() if line.startswith("->")]
-    assert line.split()[1:2] + line.split()[4:] == ["1", "dead", "5", "backward-compute", "0", line.split()[-1]]
+    assert line.split()[1:2] + line.split()[4:] == [
+        "1",
+        "dead",
+        "5",
+        "backward-compute",
+        "0",
+        line.split()[-1],
+    ]
 
 
 def test_a_notice_of_the_flow_process_reaches_the_ranks(tmp_path: Path) -> None:
@@ -285,7 +365,9 @@ def start_driver(tmp_path: Path, behaviour: str) -> "subprocess.Popen[bytes]":
         ("polite", signal.SIGINT),
     ],
 )
-def test_death_of_the_flow_process_ends_every_rank(tmp_path: Path, behaviour: str, number: signal.Signals) -> None:
+def test_death_of_the_flow_process_ends_every_rank(
+    tmp_path: Path, behaviour: str, number: signal.Signals
+) -> None:
     driver = start_driver(tmp_path, behaviour)
     pids = rank_pids(tmp_path)
     driver.send_signal(number)
@@ -295,7 +377,11 @@ def test_death_of_the_flow_process_ends_every_rank(tmp_path: Path, behaviour: st
 
 def guard_of(driver: "subprocess.Popen[bytes]") -> int:
     below = descendants(driver.pid)
-    (guard,) = [pid for pid in below if b"megacore.launch.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (guard,) = [
+        pid
+        for pid in below
+        if b"megacore.launch.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     return guard
 
 
@@ -309,7 +395,9 @@ def test_sigkill_of_the_guard_is_a_lost_rank_and_ends_even_strangers(tmp_path: P
     assert b"RankLostError" in errors
 
 
-def test_sigkill_of_guard_and_flow_together_ends_ranks_that_die_with_their_parent(tmp_path: Path) -> None:
+def test_sigkill_of_guard_and_flow_together_ends_ranks_that_die_with_their_parent(
+    tmp_path: Path,
+) -> None:
     driver = start_driver(tmp_path, "stubborn-chained")
     pids = rank_pids(tmp_path)
     guard = guard_of(driver)

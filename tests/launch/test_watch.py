@@ -1,4 +1,5 @@
-"""Ranks that stand still or are gone end their job soon, with an account of where each of them was."""
+"""Ranks that stand still or are gone end their job soon, with an account of where each of them
+was."""
 
 import json
 import os
@@ -12,14 +13,27 @@ from typing import Any
 import pytest
 
 from megacore.cluster import rank_commands
-from megacore.errors import DataFormatError, MegacoreError, MemoryExhaustedError, RankLostError, RankStalledError
+from megacore.errors import (
+    DataFormatError,
+    MegacoreError,
+    MemoryExhaustedError,
+    RankLostError,
+    RankStalledError,
+)
 from megacore.launch import watch
 from megacore.launch.exit_reason import write_reason
 from megacore.launch.failure import Attempt
 from megacore.launch.guard import descendants
 from megacore.launch.rank_table import RankState, furthest_behind, rank_states, table
 from megacore.launch.supervise import supervise
-from megacore.launch.watch import LOST_LIMIT, REMOTE_DELAY, START_DELAY, KillCounter, RankWatch, Trouble
+from megacore.launch.watch import (
+    LOST_LIMIT,
+    REMOTE_DELAY,
+    START_DELAY,
+    KillCounter,
+    RankWatch,
+    Trouble,
+)
 from megacore.observe.heartbeat import ENDED, Beat, Heartbeat, beat_path, read_heartbeat
 from tests.launch._processes import environment, fake_ranks, wait_until
 
@@ -49,7 +63,13 @@ def end_of(tmp_path: Path, command: list[str], **options: Any) -> tuple[Megacore
     log = tmp_path / "logs" / "attempt-003.log"
     with pytest.raises(MegacoreError) as caught:
         supervise(
-            command, log=log, exit_directory=tmp_path / "exit", stop_grace=25.0, poll_interval=0.05, ranks=2, **options
+            command,
+            log=log,
+            exit_directory=tmp_path / "exit",
+            stop_grace=25.0,
+            poll_interval=0.05,
+            ranks=2,
+            **options,
         )
     assert time.monotonic() - started < 25.0, "stuck ranks get no grace"
     assert set(descendants(os.getpid())) <= before
@@ -58,7 +78,9 @@ def end_of(tmp_path: Path, command: list[str], **options: Any) -> tuple[Megacore
 
 def row(text: str, rank: int) -> str:
     """The line of a rank in the table."""
-    (line,) = [line for line in text.splitlines() if line.removeprefix("->").split()[:1] == [str(rank)]]
+    (line,) = [
+        line for line in text.splitlines() if line.removeprefix("->").split()[:1] == [str(rank)]
+    ]
     return line
 
 
@@ -70,13 +92,23 @@ def test_a_stalled_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
     error, text, log = end_of(tmp_path, command, env=env, stall_limit=2.5)
     assert isinstance(error, RankStalledError)
     host = os.uname().nodename
-    expected = f"furthest behind is rank 1 on {host} in phase forward-compute of iteration 2, at launch/_stuck_rank.py:"
+    expected = (
+        f"furthest behind is rank 1 on {host} in phase forward-compute of iteration 2, at "
+        "launch/_stuck_rank.py:"
+    )
     assert expected in str(error)
     assert "(hangs_here) < launch/_stuck_rank.py:" in str(error)
     assert "\n" not in str(error)
     assert str(tmp_path / "logs" / "attempt-003-ranks.txt") in str(error)
     assert row(text, 1).startswith("->")
-    assert row(text, 1).split()[4:-1] == ["running", "2", "forward-compute", "data-parallel", "wait", "1"]
+    assert row(text, 1).split()[4:-1] == [
+        "running",
+        "2",
+        "forward-compute",
+        "data-parallel",
+        "wait",
+        "1",
+    ]
     assert row(text, 0).split()[3:-1] == ["running", "2", *["data-parallel", "wait"] * 2, "2"]
     stuck, others = text.index("Python stacks of rank 1"), text.index("Python stacks of rank 0")
     assert "in hangs_here" in text[stuck:others]
@@ -86,18 +118,28 @@ def test_a_stalled_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
 
 def test_a_stopped_rank_is_named_though_it_cannot_write_its_stack(tmp_path: Path) -> None:
     error, text, _ = end_of(
-        tmp_path, fake_ranks(tmp_path, "stubborn-stopped-watched"), env=environment(), stall_limit=1.5
+        tmp_path,
+        fake_ranks(tmp_path, "stubborn-stopped-watched"),
+        env=environment(),
+        stall_limit=1.5,
     )
     assert isinstance(error, RankStalledError)
     assert "furthest behind is rank 1" in str(error)
     assert "stopped" in row(text, 1)
-    assert "Python stacks of rank 1:\nno stack: the process is stopped (SIGSTOP), so it cannot write one" in text
+    assert (
+        "Python stacks of rank 1:\n"
+        "no stack: the process is stopped (SIGSTOP), so it cannot write one"
+    ) in text
     assert "in waits_in_a_collective" in text
 
 
-def test_a_killed_rank_ends_a_job_that_hangs_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_ends_a_job_that_hangs_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "LOST_LIMIT", 1.0)
-    error, text, _ = end_of(tmp_path, fake_ranks(tmp_path, "stubborn-killed-watched"), env=environment())
+    error, text, _ = end_of(
+        tmp_path, fake_ranks(tmp_path, "stubborn-killed-watched"), env=environment()
+    )
     assert type(error) is RankLostError
     assert "in phase forward-compute of iteration 7 is gone without giving a reason" in str(error)
     assert row(text, 1).startswith("->")
@@ -208,7 +250,9 @@ def test_another_process_under_the_same_id_is_not_the_rank(tmp_path: Path) -> No
     assert ours is not None
     assert ours.alive
     start = ours.process_start.to_bytes(8, "little")
-    beat_path(tmp_path, 0).write_bytes(data.replace(start, (ours.process_start - 1).to_bytes(8, "little")))
+    beat_path(tmp_path, 0).write_bytes(
+        data.replace(start, (ours.process_start - 1).to_bytes(8, "little"))
+    )
     clock = Clock()
     assert look(RankWatch(tmp_path, stall_limit=None, clock=clock), clock, 15) == Trouble(lost=(0,))
     assert heartbeat.phase == "start"
@@ -224,7 +268,11 @@ Heartbeat(beat_path(Path({str(directory)!r}), 0)).beat("forward-compute", 3)
 
 
 def state(
-    rank: int, phase: str = "forward-compute", iteration: int = 3, collectives: int = 9, idle: float = 5.0
+    rank: int,
+    phase: str = "forward-compute",
+    iteration: int = 3,
+    collectives: int = 9,
+    idle: float = 5.0,
 ) -> RankState:
     beat = Beat(rank, "host", 1, 1, 0, 1, iteration, phase, collectives, "x wait", 0.0)
     return RankState(rank, beat, "running", idle, "no stack")
@@ -253,5 +301,7 @@ def test_a_rank_that_never_came_is_in_the_table(tmp_path: Path) -> None:
     assert row(text, 1).split() == ["->", "1", "absent"]
     assert "rendezvous" in row(text, 0)
     assert furthest_behind(states).where == "which has not begun its work"
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL, "this process would have died had it been asked"
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL, (
+        "this process would have died had it been asked"
+    )
     wait_until(lambda: rank_states(tmp_path, 2, stacks=True) != [], 5, "looked")

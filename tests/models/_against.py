@@ -1,4 +1,5 @@
-"""A model against the same in transformers, and one computed by several ranks against one computed by a single one."""
+"""A model against the same in transformers, and one computed by several ranks against one computed
+by a single one."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ from tests._tensor_ranks import joined
 EXACT = 1e-9
 """Bar of what is computed in float64 alone."""
 NEAR = 1e-5
-"""Bar where transformers computes a part in float32, whatever the model's type: RMSNorm and MPT's softmax."""
+"""Bar where transformers computes a part in float32, whatever the model's type: RMSNorm and MPT's
+softmax."""
 
 
 def in_transformers(name: str, **options: Any) -> tuple[Model, nn.Module]:
@@ -46,25 +48,43 @@ def translated(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _untie(theirs: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give the head weights of its own where ours has them: transformers 5 ties every T5's when it is built."""
+    """Give the head weights of its own where ours has them.
+
+    transformers 5 ties every T5's when it is built.
+    """
     head = theirs.get_output_embeddings()
     if "lm_head.weight" in weights and head.weight is theirs.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone())
 
 
 def assert_equal(
-    name: str, ours: Model, theirs: nn.Module, given: ModelInput, their_logits: list[Tensor], loss: Tensor, bar: float
+    name: str,
+    ours: Model,
+    theirs: nn.Module,
+    given: ModelInput,
+    their_logits: list[Tensor],
+    loss: Tensor,
+    bar: float,
 ) -> None:
     """Compare logits where they count, the loss, and every gradient."""
-    counts = {"gpt": None, "bert": given.present, "t5": given.loss_mask}[_families.spec(name).family]
+    counts = {"gpt": None, "bert": given.present, "t5": given.loss_mask}[
+        _families.spec(name).family
+    ]
     for mine, reference in zip(_families.logits(ours, given), their_logits, strict=True):
         where = slice(None) if counts is None or reference.dim() < 3 else counts
         assert difference(mine[where], reference[where]) <= bar
     theirs.zero_grad()
     loss.backward()
     torch.testing.assert_close(_families.total(ours.run(given)), loss, rtol=bar, atol=0)
-    found = {key: value for key, value in _families.backward([ours], given).items() if not key.startswith("losses")}
-    differences = {key: difference(value, _gradient(theirs, key)) for key, value in translated(name, found).items()}
+    found = {
+        key: value
+        for key, value in _families.backward([ours], given).items()
+        if not key.startswith("losses")
+    }
+    differences = {
+        key: difference(value, _gradient(theirs, key))
+        for key, value in translated(name, found).items()
+    }
     worst = max(differences, key=differences.__getitem__)
     assert differences[worst] <= bar, f"{worst}: {differences[worst]}"
 
@@ -75,7 +95,9 @@ def _gradient(theirs: nn.Module, name: str) -> Tensor:
     return gradient
 
 
-def assert_ranks_agree(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str, kind: str, parts: str) -> None:
+def assert_ranks_agree(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], name: str, kind: str, parts: str
+) -> None:
     """Compare losses and whole gradients of several ranks with those of one."""
     found = [rank[name][kind] for rank in ranks]
     expected = alone[name]["plain"]
@@ -98,7 +120,8 @@ def _whole(found: list[dict[str, Any]], parts: str, key: str) -> Tensor:
 
 
 def assert_dropout_repeats(rank: dict[str, Any], name: str, kind: str) -> None:
-    """The same seed gives the same bits however it is computed; in chunks the same numbers; another seed others."""
+    """The same seed gives the same bits however it is computed; in chunks the same numbers; another
+    seed others."""
     ways = rank[name]["dropped"][kind]
     expected = ways["none"]
     for way in ("again", "selective", "full", "full of one layer"):

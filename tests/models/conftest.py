@@ -9,7 +9,10 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Set and restore the number of threads: small tensors gain nothing from more, and busy cores cost much."""
+    """Set and restore the number of threads.
+
+    Small tensors gain nothing from more, and busy cores cost much.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

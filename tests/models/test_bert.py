@@ -26,7 +26,9 @@ from tests.models._against import (
 def test_against_transformers(name: str) -> None:
     ours, theirs = in_transformers(name)
     given = _families.given(_families.spec(name))
-    answers = {"next_sentence_label": given.sentence_labels} if "sop_loss" in ours.loss_names else {}
+    answers = (
+        {"next_sentence_label": given.sentence_labels} if "sop_loss" in ours.loss_names else {}
+    )
     assert given.present is not None
     found = theirs(
         given.tokens,
@@ -44,10 +46,16 @@ def test_chunks_against_the_whole(family_alone: dict[str, Any], name: str) -> No
     assert_ranks_agree([family_alone], family_alone, name, "plain", "chunks")
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")]
+)
 @pytest.mark.parametrize("name", ["bert", "megatron bert"])
 def test_two_ranks_against_one(
-    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], name: str, kind: str, parts: str
+    family_ranks: list[dict[str, Any]],
+    family_alone: dict[str, Any],
+    name: str,
+    kind: str,
+    parts: str,
 ) -> None:
     assert_ranks_agree(family_ranks, family_alone, name, kind, parts)
 
@@ -55,14 +63,28 @@ def test_two_ranks_against_one(
 def test_what_is_divided_and_what_is_a_part(family_ranks: list[dict[str, Any]]) -> None:
     found = family_ranks[0]["bert"]
     assert found["sequence"]["partitions"]["lm_head.bias"].dim == 0
-    assert not {name for name in found["sequence"]["partitions"] if name.startswith(("pooler", "lm_head.dense"))}
+    assert not {
+        name
+        for name in found["sequence"]["partitions"]
+        if name.startswith(("pooler", "lm_head.dense"))
+    }
     assert not found["plain"]["partial"]
-    heads = {name for name in found["sequence"]["partial"] if not name.startswith(("encoder", "embedding"))}
-    assert heads == {f"lm_head.{module}.{kind}" for module in ("dense", "layernorm") for kind in ("weight", "bias")}
+    heads = {
+        name
+        for name in found["sequence"]["partial"]
+        if not name.startswith(("encoder", "embedding"))
+    }
+    assert heads == {
+        f"lm_head.{module}.{kind}"
+        for module in ("dense", "layernorm")
+        for kind in ("weight", "bias")
+    }
 
 
 @pytest.mark.parametrize("kind", ["plain", "sequence"])
-def test_dropout_repeats(family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], kind: str) -> None:
+def test_dropout_repeats(
+    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], kind: str
+) -> None:
     for rank in (*family_ranks, *([family_alone] if kind == "plain" else [])):
         assert_dropout_repeats(rank, "bert", kind)
 
@@ -80,7 +102,9 @@ def test_what_is_in_padding_does_not_matter() -> None:
         assert torch.equal(found[name].losses[counts], term.losses[counts])
 
 
-@pytest.mark.parametrize(("task", "names"), [("sop", (LM_LOSS, "sop_loss")), ("nsp", (LM_LOSS, "nsp_loss"))])
+@pytest.mark.parametrize(
+    ("task", "names"), [("sop", (LM_LOSS, "sop_loss")), ("nsp", (LM_LOSS, "nsp_loss"))]
+)
 def test_the_task_names_the_loss(task: str, names: tuple[str, ...]) -> None:
     of = _families.spec("bert")
     model = _families.model(of, sentence_task=task)
@@ -108,7 +132,9 @@ def test_options_of_the_loss_are_the_masked_lms_alone_and_for_training() -> None
 def test_the_run_decides_the_model(task: str) -> None:
     config = tiny_config()
     data = config.data.model_copy(update={"masked_lm": MaskedLmConfig(sentence_task=task)})
-    model = build_model(config.model_copy(update={"family": "bert", "data": data}), 60, ProcessMesh.serial())
+    model = build_model(
+        config.model_copy(update={"family": "bert", "data": data}), 60, ProcessMesh.serial()
+    )
     assert isinstance(model, BertModel)
     assert model.loss_names == (LM_LOSS, f"{task}_loss")
     assert model.embedding.word_embeddings.weight.shape == (64, 32)
@@ -117,7 +143,10 @@ def test_the_run_decides_the_model(task: str) -> None:
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
 def test_parameters_have_megatrons_names(norm_position: str) -> None:
     model = _families.model(_families.spec("bert", norm_position=norm_position, num_layers=1))
-    norms = ("post_attention_layernorm", "input_layernorm" if norm_position == "pre" else "output_layernorm")
+    norms = (
+        "post_attention_layernorm",
+        "input_layernorm" if norm_position == "pre" else "output_layernorm",
+    )
     outer = "encoder.final_layernorm" if norm_position == "pre" else "embedding.layernorm"
     assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
         "embedding.word_embeddings.weight": (64, 32),
@@ -125,7 +154,11 @@ def test_parameters_have_megatrons_names(norm_position: str) -> None:
         "embedding.tokentype_embeddings.weight": (2, 32),
         f"{outer}.weight": (32,),
         f"{outer}.bias": (32,),
-        **{f"encoder.layers.0.{norm}.{kind}": (32,) for norm in norms for kind in ("weight", "bias")},
+        **{
+            f"encoder.layers.0.{norm}.{kind}": (32,)
+            for norm in norms
+            for kind in ("weight", "bias")
+        },
         "encoder.layers.0.self_attention.query_key_value.weight": (96, 32),
         "encoder.layers.0.self_attention.query_key_value.bias": (96,),
         "encoder.layers.0.self_attention.dense.weight": (32, 32),
@@ -149,7 +182,10 @@ def test_parameters_have_megatrons_names(norm_position: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gives_fp32_losses_near_the_exact_ones(dtype: torch.dtype) -> None:
     of = _families.spec("bert")
-    exact, found = _families.model(of).run(_families.given(of)), _families.model(of).to(dtype).run(_families.given(of))
+    exact, found = (
+        _families.model(of).run(_families.given(of)),
+        _families.model(of).to(dtype).run(_families.given(of)),
+    )
     assert isinstance(exact, dict)
     assert isinstance(found, dict)
     for name, term in found.items():

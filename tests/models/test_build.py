@@ -39,22 +39,31 @@ def test_parameters_are_fp32_and_have_megatrons_names() -> None:
 def test_parameter_count(vocab_size: int, ffn: int | None, positions: int | None) -> None:
     for groups in (None, 2):
         config = tiny_config(
-            num_layers=3, ffn_hidden_size=ffn, max_position_embeddings=positions, num_query_groups=groups
+            num_layers=3,
+            ffn_hidden_size=ffn,
+            max_position_embeddings=positions,
+            num_query_groups=groups,
         )
         model = build_model(config, vocab_size, ProcessMesh.serial())
-        assert parameter_count(config, vocab_size) == sum(parameter.numel() for parameter in model.parameters())
+        assert parameter_count(config, vocab_size) == sum(
+            parameter.numel() for parameter in model.parameters()
+        )
 
 
 def test_the_meta_device_allocates_nothing() -> None:
     config = tiny_config(num_layers=96, hidden_size=12288, num_attention_heads=96)
     model = build_model(config, 50257, ProcessMesh.serial(), device="meta")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config, 50257)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(
+        config, 50257
+    )
 
 
 def test_sequence_parallelism_needs_a_tensor_parallel_group() -> None:
     config = tiny_config()
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence_parallel": True})})
+    config = config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"sequence_parallel": True})}
+    )
     assert not build_model(config, 512, ProcessMesh.serial(), device="meta").sequence_parallel
     two = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, 2))
     model = build_model(config, 512, two, device="meta")

@@ -1,4 +1,5 @@
-"""Options of GPT against the decoders of transformers that they make, and over ranks and chunks against the whole."""
+"""Options of GPT against the decoders of transformers that they make, and over ranks and chunks
+against the whole."""
 
 from typing import Any
 
@@ -58,15 +59,30 @@ def test_alibi_against_transformers() -> None:
                 parameter.zero_()
     theirs = transformers.MptForCausalLM(
         transformers.MptConfig(
-            d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=LENGTH, attn_implementation="eager"
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            vocab_size=64,
+            max_seq_len=LENGTH,
+            attn_implementation="eager",
         )
     ).double()
-    theirs.load_state_dict(_as_mpt({key: value.detach() for key, value in ours.named_parameters()}), strict=False)
+    theirs.load_state_dict(
+        _as_mpt({key: value.detach() for key, value in ours.named_parameters()}), strict=False
+    )
     given = _families.given(_families.spec("alibi"))
     logits = theirs(given.tokens).logits
     assert difference(ours(given.tokens), logits) <= NEAR
-    F.cross_entropy(logits.flatten(0, 1), given.labels.where(given.loss_mask, -100).flatten()).backward()
-    found = _as_mpt({key: value for key, value in _families.backward([ours], given).items() if "losses" not in key})
+    F.cross_entropy(
+        logits.flatten(0, 1), given.labels.where(given.loss_mask, -100).flatten()
+    ).backward()
+    found = _as_mpt(
+        {
+            key: value
+            for key, value in _families.backward([ours], given).items()
+            if "losses" not in key
+        }
+    )
     assert len(found) == len(list(theirs.parameters()))
     for key, gradient in found.items():
         expected = theirs.get_parameter(key).grad
@@ -77,8 +93,9 @@ def test_alibi_against_transformers() -> None:
 def _as_mpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """MPT's names; its rows of queries, keys and values are three blocks."""
     names = {
-        "embedding.word_embeddings": "wte", "encoder.final_layernorm": "norm_f", "encoder.layers": "blocks",
-        "input_layernorm": "norm_1", "post_attention_layernorm": "norm_2", "self_attention.dense": "attn.out_proj",
+        "embedding.word_embeddings": "wte", "encoder.final_layernorm": "norm_f",
+        "encoder.layers": "blocks", "input_layernorm": "norm_1",
+        "post_attention_layernorm": "norm_2", "self_attention.dense": "attn.out_proj",
         "self_attention.query_key_value": "attn.Wqkv", "mlp.dense_h_to_4h": "ffn.up_proj",
         "mlp.dense_4h_to_h": "ffn.down_proj",
     }  # fmt: skip
@@ -96,7 +113,9 @@ def _as_mpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 20])
 def test_slopes_of_alibi_against_bloom(heads: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
-    biases = bloom.build_alibi_tensor(torch.ones(1, 3, dtype=torch.long), heads, torch.float32).view(heads, 3)
+    biases = bloom.build_alibi_tensor(
+        torch.ones(1, 3, dtype=torch.long), heads, torch.float32
+    ).view(heads, 3)
     torch.testing.assert_close(alibi_slopes(heads), biases[:, 1])
 
 
@@ -105,9 +124,15 @@ def test_chunks_against_the_whole(family_alone: dict[str, Any], name: str) -> No
     assert_ranks_agree([family_alone], family_alone, name, "plain", "chunks")
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")]
+)
 @pytest.mark.parametrize("name", [name for name in NAMES if name in DIVIDED])
 def test_two_ranks_against_one(
-    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], name: str, kind: str, parts: str
+    family_ranks: list[dict[str, Any]],
+    family_alone: dict[str, Any],
+    name: str,
+    kind: str,
+    parts: str,
 ) -> None:
     assert_ranks_agree(family_ranks, family_alone, name, kind, parts)

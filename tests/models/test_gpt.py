@@ -25,14 +25,20 @@ def _model(**values: Any) -> GPTModel:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+            )
     return model
 
 
 def _grads(model: GPTModel, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def _plain_logits(parameters: dict[str, Tensor], tokens: Tensor, layers: int, heads: int) -> Tensor:
@@ -75,7 +81,10 @@ def _plain_logits(parameters: dict[str, Tensor], tokens: Tensor, layers: int, he
 def test_logits_losses_and_gradients_against_plain_torch() -> None:
     model = _model()
     grads = _grads(model, model.loss(TOKENS, LABELS).mean())
-    leaves = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    leaves = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
     logits = _plain_logits(leaves, TOKENS, layers=2, heads=4)
     losses = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none").view(2, 16)
     losses.mean().backward()
@@ -83,7 +92,9 @@ def test_logits_losses_and_gradients_against_plain_torch() -> None:
     torch.testing.assert_close(model.loss(TOKENS, LABELS), losses)
     assert grads.keys() == leaves.keys()
     for name, leaf in leaves.items():
-        torch.testing.assert_close(grads[name], leaf.grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            grads[name], leaf.grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_shorter_sequence_sees_the_same_prefix() -> None:
@@ -93,14 +104,19 @@ def test_a_shorter_sequence_sees_the_same_prefix() -> None:
 
 def _to_transformers(model: GPTModel, heads: int) -> dict[str, Tensor]:
     names = {
-        "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attention.query_key_value": "attn.c_attn",
-        "self_attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj",
+        "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
+        "self_attention.query_key_value": "attn.c_attn", "self_attention.dense": "attn.c_proj",
+        "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj",
     }  # fmt: skip
     state = {}
     for name, value in model.state_dict().items():
         *path, kind = name.split(".")
         if path[0] == "embedding":
-            state["transformer.wte.weight" if path[1] == "word_embeddings" else "transformer.wpe.weight"] = value
+            state[
+                "transformer.wte.weight"
+                if path[1] == "word_embeddings"
+                else "transformer.wpe.weight"
+            ] = value
         elif path[1] == "final_layernorm":
             state[f"transformer.ln_f.{kind}"] = value
         else:
@@ -132,7 +148,9 @@ def test_logits_and_gradients_against_transformers() -> None:
     torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits)
     grads = _grads(model, model.loss(TOKENS, LABELS).mean())
     F.cross_entropy(theirs(TOKENS).logits.flatten(0, 1), LABELS.flatten()).backward()
-    torch.testing.assert_close(grads["embedding.word_embeddings.weight"], theirs.transformer.wte.weight.grad)
+    torch.testing.assert_close(
+        grads["embedding.word_embeddings.weight"], theirs.transformer.wte.weight.grad
+    )
     fc = theirs.transformer.h[0].mlp.c_fc.weight.grad
     torch.testing.assert_close(grads["encoder.layers.0.mlp.dense_h_to_4h.weight"], fc.T)
 

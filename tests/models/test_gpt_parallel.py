@@ -1,4 +1,5 @@
-"""Whole models divided over ranks against the serial one, and one model computed in several ways against itself."""
+"""Whole models divided over ranks against the serial one, and one model computed in several ways
+against itself."""
 
 from typing import Any
 
@@ -17,7 +18,9 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("world", ["two_ranks", "four_ranks"])
-def test_ranks_against_one(request: pytest.FixtureRequest, one_rank: Ranks, world: str, name: str) -> None:
+def test_ranks_against_one(
+    request: pytest.FixtureRequest, one_rank: Ranks, world: str, name: str
+) -> None:
     ranks = [found["gpt"][name] for found in request.getfixturevalue(world)]
     serial = one_rank[0]["gpt"][name]
     for value in ("logits", "loss", "evaluated"):
@@ -25,7 +28,9 @@ def test_ranks_against_one(request: pytest.FixtureRequest, one_rank: Ranks, worl
     assert ranks[0]["grads"].keys() == serial["grads"].keys()
     for parameter, expected in serial["grads"].items():
         found = _whole_gradient(ranks, parameter)
-        torch.testing.assert_close(found, expected, **CLOSE, msg=lambda text, name=parameter: f"{name}: {text}")
+        torch.testing.assert_close(
+            found, expected, **CLOSE, msg=lambda text, name=parameter: f"{name}: {text}"
+        )
 
 
 def _whole_gradient(ranks: list[dict[str, Any]], parameter: str) -> Tensor:
@@ -47,7 +52,9 @@ def test_options_of_the_loss_are_for_training_alone(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "sequence"])
 @pytest.mark.parametrize("way", ["selective", "full", "two in flight"])
-def test_recomputation_and_passes_in_flight_give_the_same_bits(ranks: Ranks, kind: str, way: str) -> None:
+def test_recomputation_and_passes_in_flight_give_the_same_bits(
+    ranks: Ranks, kind: str, way: str
+) -> None:
     for found in ranks:
         expected, got = found["dropout"][kind]["none"], found["dropout"][kind][way]
         assert got.keys() == expected.keys()
@@ -68,7 +75,9 @@ def test_replicated_activations_are_dropped_alike_and_divided_ones_apart(two_ran
     for kind in ("plain", "sequence"):
         first, second = (found["dropout"][kind]["none"] for found in two_ranks)
         assert torch.equal(first["loss 0"], second["loss 0"])
-    plain, sequence = (two_ranks[0]["dropout"][kind]["none"]["loss 0"] for kind in ("plain", "sequence"))
+    plain, sequence = (
+        two_ranks[0]["dropout"][kind]["none"]["loss 0"] for kind in ("plain", "sequence")
+    )
     assert not torch.allclose(plain, sequence, rtol=1e-3)
 
 
@@ -76,12 +85,18 @@ def test_replicated_activations_are_dropped_alike_and_divided_ones_apart(two_ran
     ("recompute", "layers", "kept"),
     [("selective", None, (0.5, 0.95)), ("full", None, (0.0, 0.1)), ("full", 2, (0.5, 0.6))],
 )
-def test_recomputation_keeps_less(recompute: str, layers: int | None, kept: tuple[float, float]) -> None:
+def test_recomputation_keeps_less(
+    recompute: str, layers: int | None, kept: tuple[float, float]
+) -> None:
     def numbers(values: dict[str, Any]) -> int:
         model = _gpt_ranks.model(ALONE, num_layers=4, attention_dropout=0.1, train=values)
         sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-            hidden = model.encoder(torch.zeros(2, 16, 32, dtype=torch.float64, requires_grad=True), 1)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: sizes.append(x.numel()) or x, lambda x: x
+        ):
+            hidden = model.encoder(
+                torch.zeros(2, 16, 32, dtype=torch.float64, requires_grad=True), 1
+            )
         assert hidden.requires_grad
         return sum(sizes)
 

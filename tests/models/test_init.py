@@ -56,11 +56,15 @@ def test_ranks_hold_the_parts_of_the_serial_weights(
             assert torch.equal(weights[name], expected), name
 
 
-def test_chunks_hold_the_weights_of_the_whole_and_the_last_a_copy_of_the_table(ranks: list[dict[str, Any]]) -> None:
+def test_chunks_hold_the_weights_of_the_whole_and_the_last_a_copy_of_the_table(
+    ranks: list[dict[str, Any]],
+) -> None:
     for found in ranks:
         whole, table = found["initial"]["fused"]["weights"], "embedding.word_embeddings.weight"
         chunks = [found["initial"][f"chunk {number}"] for number in range(len(CHUNKS))]
-        assert [name for chunk in chunks for name in chunk if name != table] == [key for key in whole if key != table]
+        assert [name for chunk in chunks for name in chunk if name != table] == [
+            key for key in whole if key != table
+        ]
         assert [table in chunk for chunk in chunks] == [True, False, True]
         for chunk in chunks:
             assert all(torch.equal(value, whole[name]) for name, value in chunk.items())

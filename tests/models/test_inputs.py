@@ -21,16 +21,23 @@ from tests.data._config import data_config
 from tests.train import _runs
 
 EOD = 3
-ROWS = st.integers(2, 12).flatmap(lambda s: st.lists(st.lists(st.integers(-1, 5), min_size=s, max_size=s), min_size=1))
+ROWS = st.integers(2, 12).flatmap(
+    lambda s: st.lists(st.lists(st.integers(-1, 5), min_size=s, max_size=s), min_size=1)
+)
 
 
 def rules(**values: object) -> MaskRules:
-    flags = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "padded"), True)
+    flags = dict.fromkeys(
+        ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "padded"), True
+    )
     return MaskRules(**({"eod_id": EOD} | flags | values))  # type: ignore[arg-type]
 
 
 def loop(tokens: list[int], labels: list[int]) -> tuple[list[bool], list[int], list[list[bool]]]:
-    """Of one sample: whether labels count, positions, and which token sees which, one document after the other."""
+    """Of one sample.
+
+    Whether labels count, positions, and which token sees which, one document after the other.
+    """
     size = len(tokens)
     sees = [[k <= j for k in range(size)] for j in range(size)]
     positions = list(range(size))
@@ -82,8 +89,15 @@ def test_a_batch_without_masks_is_taken_as_it_is() -> None:
 
 def test_each_rule_stands_for_itself() -> None:
     batch = torch.tensor([[1, EOD, 2, -1]])
-    off = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, "padded": False}
-    assert rules(**off | {"eod_mask_loss": True}).read(batch).loss_mask.tolist() == [[True, False, True]]  # type: ignore[union-attr]
+    off = {
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "padded": False,
+    }
+    assert rules(**off | {"eod_mask_loss": True}).read(batch).loss_mask.tolist() == [
+        [True, False, True]
+    ]  # type: ignore[union-attr]
     assert rules(**off | {"padded": True}).read(batch).loss_mask.tolist() == [[True, True, False]]  # type: ignore[union-attr]
     positions = rules(**off | {"reset_position_ids": True}).read(batch)
     assert (positions.loss_mask, positions.documents) == (None, None)
@@ -118,18 +132,26 @@ def gradients(model: GPTModel, given: Iterator[Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
     for loss in given:
         loss.sum().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_documents_of_a_sample_are_learnt_as_if_each_were_alone(recompute: str, groups: int | None) -> None:
+def test_documents_of_a_sample_are_learnt_as_if_each_were_alone(
+    recompute: str, groups: int | None
+) -> None:
     config = tiny_config(train={"recompute": recompute}, num_query_groups=groups)
     model = build_model(config, 32, ProcessMesh.serial()).double()
     batch = torch.tensor([[5, 6, 7, EOD, 8, 9, EOD, 10, 11, 12, 13, 14, 15]])
     given = rules(padded=False, eod_mask_loss=False).read(batch)
     together = losses(model, given)
-    alone = [model.loss(batch[:, a:b], batch[:, a + 1 : b + 1]) for a, b in ((0, 4), (4, 7), (7, 12))]
+    alone = [
+        model.loss(batch[:, a:b], batch[:, a + 1 : b + 1]) for a, b in ((0, 4), (4, 7), (7, 12))
+    ]
     torch.testing.assert_close(together, torch.cat(alone, 1))
     expected = gradients(model, iter([torch.cat(alone, 1)]))
     found = gradients(
@@ -138,7 +160,9 @@ def test_documents_of_a_sample_are_learnt_as_if_each_were_alone(recompute: str, 
     )
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_mask_of_one_document_is_the_causal_one() -> None:
@@ -158,7 +182,9 @@ def test_losses_are_of_the_labels_that_count() -> None:
     ((total, count),) = stage.loss_sum(iter(batches), [2, 1]).tolist()
     model = stage.chunks[0].eval()
     with torch.no_grad():
-        losses = model.loss(batches[0][:, :-1].clamp(min=0), batches[0][:, 1:].clamp(min=0)).double()
+        losses = model.loss(
+            batches[0][:, :-1].clamp(min=0), batches[0][:, 1:].clamp(min=0)
+        ).double()
     # Of the first sample 1 -> EOD and 2 -> 5; of the second 4 -> 4 and 4 -> EOD.
     assert count == 4
     assert total == pytest.approx(float(losses[0, [0, 2]].sum() + losses[1, :2].sum()), rel=1e-6)

@@ -1,4 +1,5 @@
-"""Models of every family with the kernels that are chosen here against plain torch: dropout, recomputation, caches."""
+"""Models of every family with the kernels that are chosen here against plain torch: dropout,
+recomputation, caches."""
 
 from typing import Any
 
@@ -32,7 +33,9 @@ def spec(name: str, **values: Any) -> ModelSpec:
     return _families.spec(variant, **own, **values)
 
 
-def build(of: ModelSpec, kernels: Kernels, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+def build(
+    of: ModelSpec, kernels: Kernels, dtype: torch.dtype = torch.float32, **options: Any
+) -> Model:
     return _families.model(of, kernels=kernels, **options).to(dtype)
 
 
@@ -57,7 +60,10 @@ def test_losses_and_gradients(name: str, dropout: bool) -> None:
     given = _families.given(of)
     expected = _families.backward([build(of, plain_kernels())], given, dropout_seed=5)
     for recompute in ("none", "selective", "full"):
-        check(_families.backward([build(of, chosen(), recompute=recompute)], given, dropout_seed=5), expected)
+        check(
+            _families.backward([build(of, chosen(), recompute=recompute)], given, dropout_seed=5),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -66,7 +72,9 @@ def test_logits_without_gradients(name: str) -> None:
     given = _families.given(of)
     models = [build(of, kernels).eval() for kernels in (plain_kernels(), chosen())]
     with torch.inference_mode():
-        for found, expected in zip(*(_families.logits(own, given) for own in reversed(models)), strict=True):
+        for found, expected in zip(
+            *(_families.logits(own, given) for own in reversed(models)), strict=True
+        ):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         losses = [_families.total(own.run(given)) for own in models]
     torch.testing.assert_close(losses[1], losses[0])
@@ -80,7 +88,10 @@ def test_a_cache_gives_what_the_whole_text_gives(name: str, dtype: torch.dtype) 
     tokens = _families.given(spec(name)).tokens
     with torch.inference_mode():
         whole, cache = own(tokens), KeyValueCache(LENGTH)
-        parts = [own(tokens[:, first:end], cache=cache) for first, end in ((0, 5), (5, 8), (8, 9), (9, LENGTH))]
+        parts = [
+            own(tokens[:, first:end], cache=cache)
+            for first, end in ((0, 5), (5, 8), (8, 9), (9, LENGTH))
+        ]
     limit = 1e-4 if dtype == torch.float32 else 0.05
     assert float((torch.cat(parts, 1) - whole).abs().max() / whole.abs().max()) < limit
 
@@ -95,8 +106,19 @@ def test_frozen_weights_leave_the_others_their_gradients(name: str) -> None:
     for parameter, values in own.named_parameters():
         values.requires_grad_(parameter not in frozen)
     _families.total(own.run(given)).backward()
-    found = {parameter: values.grad for parameter, values in own.named_parameters() if values.grad is not None}
-    check(found, {parameter: expected[parameter] for parameter, _ in own.named_parameters() if parameter not in frozen})
+    found = {
+        parameter: values.grad
+        for parameter, values in own.named_parameters()
+        if values.grad is not None
+    }
+    check(
+        found,
+        {
+            parameter: expected[parameter]
+            for parameter, _ in own.named_parameters()
+            if parameter not in frozen
+        },
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -106,7 +128,11 @@ def test_what_is_no_number_reaches_the_loss(name: str, dtype: torch.dtype) -> No
     of = spec(name)
     given, own = _families.given(of), build(of, chosen(dtype), dtype)
     for parameter, values in own.named_parameters():
-        if "relative" in parameter or "position_embeddings" in parameter or "tokentype" in parameter:
+        if (
+            "relative" in parameter
+            or "position_embeddings" in parameter
+            or "tokentype" in parameter
+        ):
             continue  # rows of tables that this batch may leave alone
         with torch.no_grad():
             before = values.clone()

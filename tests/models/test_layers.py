@@ -1,4 +1,5 @@
-"""Attention and MLP against torch.nn for 1, 2 and 4 ranks: y, dx and every parameter's gradient in float64."""
+"""Attention and MLP against torch.nn for 1, 2 and 4 ranks: y, dx and every parameter's gradient in
+float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,9 @@ def _compare(parts: list[dict[str, Tensor]], expected: dict[str, Tensor], sequen
             dim = 1 if name.endswith("weight") else None
         else:
             dim = 0
-        torch.testing.assert_close(joined(parts, name, dim), value, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            joined(parts, name, dim), value, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -44,8 +47,12 @@ def test_attention_of_as_many_groups_as_heads_is_torchs() -> None:
     weight = random("query", 16, 16), random("key_value", 32, 16).unflatten(0, (HEADS, 2, 2))
     bias = random("query bias", 16), random("key_value bias", 32).unflatten(0, (HEADS, 2, 2))
     with torch.no_grad():
-        theirs.in_proj_weight.copy_(torch.cat([weight[0], *(part.flatten(0, 1) for part in weight[1].unbind(1))]))
-        theirs.in_proj_bias.copy_(torch.cat([bias[0], *(part.flatten(0, 1) for part in bias[1].unbind(1))]))
+        theirs.in_proj_weight.copy_(
+            torch.cat([weight[0], *(part.flatten(0, 1) for part in weight[1].unbind(1))])
+        )
+        theirs.in_proj_bias.copy_(
+            torch.cat([bias[0], *(part.flatten(0, 1) for part in bias[1].unbind(1))])
+        )
         theirs.out_proj.weight.copy_(random("dense", 16, 16))
         theirs.out_proj.bias.copy_(random("dense bias", 16))
     x = random("x", 2, 8, 16).requires_grad_()
@@ -73,10 +80,17 @@ def test_mlp(ranks: Ranks, sequence: bool) -> None:
 
 def test_heads_and_groups_that_do_not_divide_are_refused() -> None:
     three = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, 3))
-    with pytest.raises(ParallelLayoutError, match=r"num_attention_heads 4 .* tensor parallel size 3: use 6"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"num_attention_heads 4 .* tensor parallel size 3: use 6"
+    ):
         build_model(tiny_config(hidden_size=96, make_vocab_size_divisible_by=3), 510, three)
-    four = tiny_config(hidden_size=96, num_attention_heads=12, num_query_groups=4, make_vocab_size_divisible_by=3)
-    with pytest.raises(ParallelLayoutError, match=r"num_query_groups 4 cannot .* tensor parallel size 3: one must be"):
+    four = tiny_config(
+        hidden_size=96, num_attention_heads=12, num_query_groups=4, make_vocab_size_divisible_by=3
+    )
+    with pytest.raises(
+        ParallelLayoutError,
+        match=r"num_query_groups 4 cannot .* tensor parallel size 3: one must be",
+    ):
         build_model(four, 510, three)
 
 
@@ -87,7 +101,12 @@ def test_the_gradient_of_a_relative_bias_is_summed_in_fp32() -> None:
         table = RelativeBias(8, 16, 2, bidirectional=True, tp=ALONE, device="cpu").to(dtype)
         nn.init.zeros_(table.weight)
         bias = attention_bias(
-            queries=96, keys=96, causal=False, dtype=dtype, device=torch.device("cpu"), learned=table(96, 96)
+            queries=96,
+            keys=96,
+            causal=False,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            learned=table(96, 96),
         )
         assert bias is not None
         assert bias.dtype == dtype
@@ -105,7 +124,9 @@ def test_alibi_is_rounded_once() -> None:
     slopes = torch.tensor([0.01])
 
     def bias(dtype: torch.dtype) -> Tensor:
-        found = attention_bias(queries=1, keys=600, causal=True, dtype=dtype, device=torch.device("cpu"), slopes=slopes)
+        found = attention_bias(
+            queries=1, keys=600, causal=True, dtype=dtype, device=torch.device("cpu"), slopes=slopes
+        )
         assert found is not None
         return found
 

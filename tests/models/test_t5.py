@@ -32,7 +32,11 @@ def test_against_transformers(name: str) -> None:
     ours, theirs = in_transformers(name)
     given = _families.given(_families.spec(name))
     assert given.present is not None
-    found = theirs(given.tokens, attention_mask=given.present.long(), labels=given.labels.where(given.loss_mask, -100))
+    found = theirs(
+        given.tokens,
+        attention_mask=given.present.long(),
+        labels=given.labels.where(given.loss_mask, -100),
+    )
     assert_equal(name, ours, theirs, given, [found.logits], found.loss, NEAR)
 
 
@@ -41,22 +45,33 @@ def test_chunks_against_the_whole(family_alone: dict[str, Any], name: str) -> No
     assert_ranks_agree([family_alone], family_alone, name, "plain", "chunks")
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")]
+)
 @pytest.mark.parametrize("name", T5S)
 def test_two_ranks_against_one(
-    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], name: str, kind: str, parts: str
+    family_ranks: list[dict[str, Any]],
+    family_alone: dict[str, Any],
+    name: str,
+    kind: str,
+    parts: str,
 ) -> None:
     assert_ranks_agree(family_ranks, family_alone, name, kind, parts)
 
 
 @pytest.mark.parametrize("kind", ["plain", "sequence"])
-def test_dropout_repeats(family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], kind: str) -> None:
+def test_dropout_repeats(
+    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], kind: str
+) -> None:
     for rank in (*family_ranks, *([family_alone] if kind == "plain" else [])):
         assert_dropout_repeats(rank, "t5 v1.1", kind)
 
 
-def test_dropout_is_where_the_original_has_it_and_drawn_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside attention's weights: both embeddings, every branch, inside every MLP, and the output of both stacks."""
+def test_dropout_is_where_the_original_has_it_and_drawn_anew_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside attention's weights: both embeddings, every branch, inside every MLP, and the output
+    of both stacks."""
     drawn: list[Tensor] = []
     dropout = F.dropout
 
@@ -102,8 +117,14 @@ def test_a_decoders_chunk_hands_on_the_encoders_output() -> None:
 
 def test_recomputation_counts_layers_of_the_encoder_first() -> None:
     def recomputed(chunk: ModelChunk | None, layers: int | None) -> list[str]:
-        model = _families.model(_families.spec("t5 v1.1"), chunk=chunk, recompute="full", recompute_num_layers=layers)
-        return [name for name, module in model.named_modules() if getattr(module, "recompute", None) == "full"]
+        model = _families.model(
+            _families.spec("t5 v1.1"), chunk=chunk, recompute="full", recompute_num_layers=layers
+        )
+        return [
+            name
+            for name, module in model.named_modules()
+            if getattr(module, "recompute", None) == "full"
+        ]
 
     encoder = [f"encoder.layers.{layer}" for layer in range(2)]
     decoder = [f"decoder.layers.{layer}" for layer in range(3)]
@@ -114,7 +135,9 @@ def test_recomputation_counts_layers_of_the_encoder_first() -> None:
 
 
 def test_a_decoders_chunk_in_between_has_no_table() -> None:
-    model = _families.model(_families.spec("t5 v1.1"), chunk=ModelChunk(range(0), False, False, range(1, 2)))
+    model = _families.model(
+        _families.spec("t5 v1.1"), chunk=ModelChunk(range(0), False, False, range(1, 2))
+    )
     assert isinstance(model, T5Model)
     assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"decoder"}
     assert not [name for name, _ in model.named_parameters() if "final_layernorm" in name]
@@ -124,17 +147,32 @@ def test_a_decoders_chunk_in_between_has_no_table() -> None:
 def test_initial_weights_spread_as_in_transformers(name: str) -> None:
     """But for a head of its own, which has the spread that a matrix has in Mesh TensorFlow."""
     transformers = pytest.importorskip("transformers")
-    wide = {"hidden_size": 256, "ffn_hidden_size": 128, "kv_channels": 32, "relative_attention_num_buckets": 64}
+    wide = {
+        "hidden_size": 256,
+        "ffn_hidden_size": 128,
+        "kv_channels": 32,
+        "relative_attention_num_buckets": 64,
+    }
     of = _families.spec(name, **wide, relative_attention_max_distance=128)
     ours = _families.model(of)
     initialize(ours, of, seed=3)
-    weights = dict(form_of(of)[1].key_map(of).forward({key: value.detach() for key, value in ours.named_parameters()}))
-    theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**form_of(of)[1].write_config(of)))
+    weights = dict(
+        form_of(of)[1]
+        .key_map(of)
+        .forward({key: value.detach() for key, value in ours.named_parameters()})
+    )
+    theirs = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**form_of(of)[1].write_config(of))
+    )
     for key, value in weights.items():
         if value.dim() == 1:
             assert (value == 1).all(), key
             continue
-        spread = 256**-0.5 if key == "lm_head.weight" else float(theirs.get_parameter(key).detach().std())
+        spread = (
+            256**-0.5
+            if key == "lm_head.weight"
+            else float(theirs.get_parameter(key).detach().std())
+        )
         assert abs(float(value.std()) / spread - 1) < 8 / (2 * value.numel()) ** 0.5, key
         assert abs(float(value.mean()) / spread) < 5 / value.numel() ** 0.5, key
 
@@ -158,7 +196,9 @@ def test_initial_weights_are_the_same_in_every_layout(name: str) -> None:
 
 
 def test_the_run_decides_the_model() -> None:
-    config = tiny_config().model_copy(update={"family": "t5", "model": _families.spec("t5 v1.1").model})
+    config = tiny_config().model_copy(
+        update={"family": "t5", "model": _families.spec("t5 v1.1").model}
+    )
     model = build_model(config, 60, ProcessMesh.serial())
     assert isinstance(model, T5Model)
     assert model.embedding is not None
@@ -197,8 +237,13 @@ def test_parameters_have_megatrons_names() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gives_fp32_losses_near_the_exact_ones(dtype: torch.dtype) -> None:
     of = _families.spec("t5 v1.1")
-    exact, found = _families.model(of).run(_families.given(of)), _families.model(of).to(dtype).run(_families.given(of))
+    exact, found = (
+        _families.model(of).run(_families.given(of)),
+        _families.model(of).to(dtype).run(_families.given(of)),
+    )
     assert isinstance(exact, dict)
     assert isinstance(found, dict)
     assert found[LM_LOSS].losses.dtype == torch.float32
-    torch.testing.assert_close(found[LM_LOSS].losses.double(), exact[LM_LOSS].losses, rtol=0.03, atol=0.05)
+    torch.testing.assert_close(
+        found[LM_LOSS].losses.double(), exact[LM_LOSS].losses, rtol=0.03, atol=0.05
+    )

@@ -14,7 +14,12 @@ def test_each_event_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
     with EventWriter(path, attempt=3) as writer:
         writer.write("step", iteration=1, lm_loss=2.5)
         event = json.loads(path.read_text(encoding="utf-8"))
-    assert (event["kind"], event["attempt"], event["iteration"], event["lm_loss"]) == ("step", 3, 1, 2.5)
+    assert (event["kind"], event["attempt"], event["iteration"], event["lm_loss"]) == (
+        "step",
+        3,
+        1,
+        2.5,
+    )
     assert event["time"] > 1e9
 
 
@@ -49,7 +54,10 @@ def test_a_torn_last_line_is_left_alone_and_then_cut_by_the_next_writer(tmp_path
     assert [event["iteration"] for event, _ in EventReader(path)] == [1]
     with EventWriter(path, attempt=2) as writer:
         writer.write("step", iteration=2)
-    assert [(event["attempt"], event["iteration"]) for event, _ in EventReader(path)] == [(1, 1), (2, 2)]
+    assert [(event["attempt"], event["iteration"]) for event, _ in EventReader(path)] == [
+        (1, 1),
+        (2, 2),
+    ]
 
 
 def test_no_file_has_no_events(tmp_path: Path) -> None:
@@ -64,5 +72,8 @@ def test_a_complete_line_that_is_no_event_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_as_such() -> None:
-    with pytest.raises(WorkspaceError, match="No space left"), EventWriter(Path("/dev/full"), attempt=1) as writer:
+    with (
+        pytest.raises(WorkspaceError, match="No space left"),
+        EventWriter(Path("/dev/full"), attempt=1) as writer,
+    ):
         writer.write("step", iteration=1)

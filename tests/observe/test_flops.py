@@ -4,10 +4,17 @@ from typing import Literal
 
 import pytest
 
-from megacore.observe.flops import TransformerShape, measured_matmul_tflops, peak_by_name, step_flops
+from megacore.observe.flops import (
+    TransformerShape,
+    measured_matmul_tflops,
+    peak_by_name,
+    step_flops,
+)
 from tests._tiny import tiny_config
 
-SHAPE = TransformerShape(num_layers=24, hidden_size=1024, ffn_size=4096, seq_length=1024, vocab_size=50304)
+SHAPE = TransformerShape(
+    num_layers=24, hidden_size=1024, ffn_size=4096, seq_length=1024, vocab_size=50304
+)
 
 
 def test_with_recomputation_it_is_the_formula_of_narayanan_et_al() -> None:
@@ -37,7 +44,10 @@ def test_grouped_queries_save_the_keys_and_values_that_are_shared() -> None:
 
 def test_selective_recomputation_runs_attention_again() -> None:
     scores_and_context = 2 * 2 * 1024 * 1024 * 1024
-    assert step_flops(SHAPE, 5, "selective") - step_flops(SHAPE, 5, "none") == 5 * 24 * scores_and_context
+    assert (
+        step_flops(SHAPE, 5, "selective") - step_flops(SHAPE, 5, "none")
+        == 5 * 24 * scores_and_context
+    )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -49,7 +59,9 @@ def test_some_layers_recompute(recompute: Literal["selective", "full"]) -> None:
 
 def test_the_shape_of_a_configuration() -> None:
     config = tiny_config(num_query_groups=2)
-    assert TransformerShape.of(config, 64) == TransformerShape(2, 32, 128, 16, 64, key_value_size=16)
+    assert TransformerShape.of(config, 64) == TransformerShape(
+        2, 32, 128, 16, 64, key_value_size=16
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.observe.heartbeat import Beat, Heartbeat, beat_path, process_state, read_heartbeat, read_heartbeats
+from megacore.observe.heartbeat import (
+    Beat,
+    Heartbeat,
+    beat_path,
+    process_state,
+    read_heartbeat,
+    read_heartbeats,
+)
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 
@@ -25,7 +32,12 @@ def test_a_new_heartbeat_says_whose_it_is(tmp_path: Path) -> None:
     heartbeat = Heartbeat(beat_path(tmp_path / "exit", 3))
     found = read(tmp_path / "exit")
     assert (found.rank, found.pid, found.host) == (3, os.getpid(), os.uname().nodename)
-    assert (found.phase, found.iteration, found.collectives, found.collective) == ("start", None, 0, "")
+    assert (found.phase, found.iteration, found.collectives, found.collective) == (
+        "start",
+        None,
+        0,
+        "",
+    )
     assert found.here
     assert found.alive
     assert heartbeat.phase == "start"
@@ -49,7 +61,11 @@ def test_waits_are_counted_and_the_last_one_stays_known(tmp_path: Path) -> None:
     heartbeat.beat("data-parallel wait")
     heartbeat.beat("optimizer")
     found = read(tmp_path)
-    assert (found.phase, found.collectives, found.collective) == ("optimizer", 2, "data-parallel wait")
+    assert (found.phase, found.collectives, found.collective) == (
+        "optimizer",
+        2,
+        "data-parallel wait",
+    )
     assert not found.waits
 
 
@@ -106,7 +122,12 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not read(tmp_path).alive, "a zombie is gone"
     child.wait()
     found = read(tmp_path)
-    assert (found.phase, found.iteration, found.here, found.alive) == ("backward-compute", 12, True, False)
+    assert (found.phase, found.iteration, found.here, found.alive) == (
+        "backward-compute",
+        12,
+        True,
+        False,
+    )
     assert process_state(child.pid) == ""
 
 

@@ -8,7 +8,14 @@ from datetime import datetime
 
 import pytest
 
-from megacore.observe.logging import StepReport, configure_logging, perplexity, step_line, time_line, validation_line
+from megacore.observe.logging import (
+    StepReport,
+    configure_logging,
+    perplexity,
+    step_line,
+    time_line,
+    validation_line,
+)
 
 REPORT = StepReport(
     iteration=100,
@@ -35,10 +42,11 @@ REPORT = StepReport(
 def test_the_step_line() -> None:
     assert step_line(REPORT, datetime(2026, 1, 2, 3, 4, 5)) == (
         " [2026-01-02 03:04:05] iteration      100/  500000 | consumed samples:         6400 | "
-        "consumed tokens:        6553600 | elapsed time per iteration (ms): 343.2 | learning rate: 3.984E-06 | "
-        "global batch size:    64 | lm loss: 9.440000E+00 | loss scale: 262144.0 | grad norm: 2.500 | "
-        "number of skipped iterations:  15 | number of nan iterations:   0 | samples/s: 186.50 | tokens/s: 190955 | "
-        "TFLOPs: 70.000 | MFU: 16.8% | exposed communication (ms): 12.3 | memory (MB): 31000 |"
+        "consumed tokens:        6553600 | elapsed time per iteration (ms): 343.2 | learning rate: "
+        "3.984E-06 | global batch size:    64 | lm loss: 9.440000E+00 | loss scale: 262144.0 | "
+        "grad norm: 2.500 | number of skipped iterations:  15 | number of nan iterations:   0 | "
+        "samples/s: 186.50 | tokens/s: 190955 | TFLOPs: 70.000 | MFU: 16.8% | exposed "
+        "communication (ms): 12.3 | memory (MB): 31000 |"
     )
 
 
@@ -47,7 +55,10 @@ def test_an_unknown_peak_is_said() -> None:
 
 
 def test_the_validation_line() -> None:
-    line = " validation loss at iteration 1000 | lm loss value: 5.298317E+00 | lm loss PPL: 2.000000E+02 | "
+    line = (
+        " validation loss at iteration 1000 | lm loss value: 5.298317E+00 | lm loss PPL: "
+        "2.000000E+02 | "
+    )
     assert validation_line(1000, {"lm_loss": math.log(200.0)}) == line
     both = {"lm_loss": math.log(200.0), "sop_loss": 0.5}
     assert validation_line(1000, both) == f"{line}sop loss value: 5.000000E-01 | "
@@ -55,9 +66,14 @@ def test_the_validation_line() -> None:
 
 def test_further_losses_follow_the_first() -> None:
     report = dataclasses.replace(REPORT, further_losses={"nsp_loss": 0.25})
-    assert " | lm loss: 9.440000E+00 | nsp loss: 2.500000E-01 | loss scale: 262144.0 | " in step_line(report)
+    assert (
+        " | lm loss: 9.440000E+00 | nsp loss: 2.500000E-01 | loss scale: 262144.0 | "
+        in step_line(report)
+    )
     assert report.event == {**REPORT.event, "nsp_loss": 0.25}
-    assert set(REPORT.event) == {field.name for field in dataclasses.fields(StepReport)} - {"further_losses"}
+    assert set(REPORT.event) == {field.name for field in dataclasses.fields(StepReport)} - {
+        "further_losses"
+    }
 
 
 def test_a_hopeless_loss_has_infinite_perplexity() -> None:

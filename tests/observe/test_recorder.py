@@ -19,14 +19,19 @@ def account(directory: Path, rank: int, *, board: bool = False) -> None:
     with Recorder(directory, attempt=1, rank=rank, tensorboard=board) as recorder:
         recorder.event("start", ranks=2)
         recorder.step(REPORT, {"update": 1.0})
-        recorder.evaluation(100, {"lm_loss": 5.0}, samples=640, consumed_samples=6400, consumed_tokens=6553600)
+        recorder.evaluation(
+            100, {"lm_loss": 5.0}, samples=640, consumed_samples=6400, consumed_tokens=6553600
+        )
         recorder.warning("look here")
 
 
 def test_rank_0_writes_events_and_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "megacore"):
         account(tmp_path, 0)
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = [
+        json.loads(line)
+        for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [event["kind"] for event in events] == ["start", "step", "evaluation", "warning"]
     assert events[1]["lr"] == REPORT.lr
     assert events[2]["ppl"] == pytest.approx(148.413, abs=1e-3)
@@ -34,7 +39,9 @@ def test_rank_0_writes_events_and_lines(tmp_path: Path, caplog: pytest.LogCaptur
     assert "look here" in caplog.text
 
 
-def test_further_losses_are_values_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_further_losses_are_values_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     both = {"lm_loss": 5.0, "sop_loss": 0.5}
     with (
         caplog.at_level(logging.INFO, "megacore"),
@@ -43,7 +50,8 @@ def test_further_losses_are_values_of_their_own(tmp_path: Path, caplog: pytest.L
         recorder.step(replace(REPORT, further_losses={"sop_loss": 0.75}), {})
         recorder.evaluation(100, both, samples=1, consumed_samples=1, consumed_tokens=1)
     step, evaluation = (
-        json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        json.loads(line)
+        for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
     )
     assert (step["lm_loss"], step["sop_loss"]) == (REPORT.lm_loss, 0.75)
     assert {name: evaluation[name] for name in both} == both
@@ -59,13 +67,17 @@ def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert caplog.text == ""
 
 
-def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"\.\[tensorboard\]"):
         account(tmp_path, 0, board=True)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed"
+)
 def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -76,7 +88,9 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
     assert board.Scalars("lm loss validation ppl")[0].step == 100
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed"
+)
 def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

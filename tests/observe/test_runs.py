@@ -20,12 +20,19 @@ def workspace(tmp_path: Path) -> Workspace:
     workspace = Workspace(tmp_path)
     directory = workspace.folder("train") / "aaaa"
     (directory / "checkpoints").mkdir(parents=True)
-    (directory / "run.json").write_text(json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}}))
+    (directory / "run.json").write_text(
+        json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}})
+    )
     (directory / "checkpoints" / "shard").write_bytes(b"x" * 5000)
     with EventWriter(directory / "events.jsonl", attempt=1) as events:
         for iteration in (10, 20):
             events.write("step", iteration=iteration, consumed_tokens=iteration * 32, lm_loss=4.0)
-            events.write("evaluation", iteration=iteration, consumed_tokens=iteration * 32, ppl=100.0 / iteration)
+            events.write(
+                "evaluation",
+                iteration=iteration,
+                consumed_tokens=iteration * 32,
+                ppl=100.0 / iteration,
+            )
     return workspace
 
 
@@ -59,7 +66,9 @@ def test_states(workspace: Workspace) -> None:
     assert (run["state"], run["key"]) == ("damaged", "aaaa")
 
 
-def test_perplexity_of_the_test_split_belongs_to_the_run_it_was_measured_on(workspace: Workspace) -> None:
+def test_perplexity_of_the_test_split_belongs_to_the_run_it_was_measured_on(
+    workspace: Workspace,
+) -> None:
     directory = workspace.folder("train") / "aaaa"
     manifest = seal(directory, StageKey("train", 1, {}, {}), {}, 1.0)
     for digest, ppl in ((manifest.digest, 80.0), ("0" * 64, 70.0)):
@@ -72,7 +81,9 @@ def test_the_newest_run_comes_first_and_other_folders_are_no_runs(workspace: Wor
     other = workspace.folder("train") / "bbbb"
     other.mkdir()
     assert len(runs(workspace)) == 1
-    (other / "run.json").write_text(json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}}))
+    (other / "run.json").write_text(
+        json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}})
+    )
     with EventWriter(other / "events.jsonl", attempt=1) as events:
         events.write("start", ranks=1)
     assert [run["name"] for run in runs(workspace)] == ["later", "gpt2-test"]
@@ -84,7 +95,8 @@ def test_a_run_is_found_by_key_or_name_when_it_is_the_only_one(workspace: Worksp
     for name in ("aaaa", "aa", "gpt2-test"):
         assert find_run(workspace, name, state="incomplete") == directory
     with pytest.raises(
-        ConfigError, match=r"no run is running under 'aaaa' .* there are aaaa \(gpt2-test, incomplete\)"
+        ConfigError,
+        match=r"no run is running under 'aaaa' .* there are aaaa \(gpt2-test, incomplete\)",
     ):
         find_run(workspace, "aaaa", state="running")
     with pytest.raises(ConfigError, match="no run is incomplete under 'b'"):
@@ -95,7 +107,9 @@ def test_of_many_runs_a_message_names_those_of_the_name_or_a_few(workspace: Work
     for number in range(20):
         other = workspace.folder("train") / f"b{number:03}"
         other.mkdir()
-        (other / "run.json").write_text(json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}}))
+        (other / "run.json").write_text(
+            json.dumps({"config": {"name": "later", "train": {"train_iters": 5}}})
+        )
     with pytest.raises(ConfigError, match=r"there are aaaa \(gpt2-test, incomplete\): give"):
         find_run(workspace, "gpt2-test", state="running")
     for name in ("", "c"):
@@ -111,7 +125,8 @@ def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
 def test_listing_imports_nothing_heavy() -> None:
     code = (
         "import sys, megacore.observe.runs\n"
-        "assert not {'torch', 'mlflow', 'prefect', 'transformers'} & set(sys.modules), 'imported too early'"
+        "assert not {'torch', 'mlflow', 'prefect', 'transformers'} & set(sys.modules), 'imported "
+        "too early'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
@@ -133,5 +148,11 @@ def test_a_fine_tuning_is_listed_with_its_best_metric(tmp_path: Path) -> None:
     assert (run["metric"], run["valid_ppl"], run["state"]) == ("f1 0.7500", None, "incomplete")
     assert find_run(workspace, "bert-mrpc", state="incomplete") == directory
     with EventWriter(directory / "events.jsonl", attempt=1) as events:
-        events.write("evaluation", iteration=4, consumed_tokens=64, loss=0.7, metrics={"loss": 0.7, "ppl": 2.01})
+        events.write(
+            "evaluation",
+            iteration=4,
+            consumed_tokens=64,
+            loss=0.7,
+            metrics={"loss": 0.7, "ppl": 2.01},
+        )
     assert runs(workspace)[0]["valid_ppl"] == 2.01

@@ -18,7 +18,10 @@ SHAPES = {"a.weight": (4, 6), "a.bias": (6,), "norm.weight": (6,)}
 
 def parameters() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradients(step: int) -> dict[str, Tensor]:
@@ -29,11 +32,15 @@ def gradients(step: int) -> dict[str, Tensor]:
 class Optimized:
     """Parameters in two chunks with their optimizer."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, partitions: dict[str, Partition] | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, partitions: dict[str, Partition] | None = None
+    ) -> None:
         self.parameters = parameters()
         serial = ProcessMesh.serial(), ParallelConfig()
         chunks = (("a.weight", "a.bias"), ("norm.weight",))
-        self.syncs = [GradSync({name: self.parameters[name] for name in names}, *serial) for names in chunks]
+        self.syncs = [
+            GradSync({name: self.parameters[name] for name in names}, *serial) for names in chunks
+        ]
         self.optimizer = MainWeightAdamW(self.syncs, CONFIG, dtype, partitions)
 
     def put(self, step: int, factor: float = 1.0) -> None:
@@ -53,7 +60,9 @@ def reference(steps: int, max_norm: float = 0.0) -> dict[str, nn.Parameter]:
     groups = [{"params": [own["a.weight"]]}, {"params": [own["a.bias"], own["norm.weight"]]}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
     for step in range(steps):
-        for group, weight_decay in zip(optimizer.param_groups, (0.1 * (step + 1), 0.0), strict=True):
+        for group, weight_decay in zip(
+            optimizer.param_groups, (0.1 * (step + 1), 0.0), strict=True
+        ):
             group["lr"], group["weight_decay"] = 1e-2 / (step + 1), weight_decay
         for name, gradient in gradients(step).items():
             own[name].grad = gradient
@@ -92,7 +101,9 @@ def test_clipping_and_unscaling_are_part_of_the_update(max_norm: float, scale: f
     for step in range(4):
         own.put(step, scale)
         norm = own.optimizer.grad_norm(scale=scale)
-        own.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1), norm=norm, max_norm=max_norm, scale=scale)
+        own.optimizer.step(
+            1e-2 / (step + 1), 0.1 * (step + 1), norm=norm, max_norm=max_norm, scale=scale
+        )
     for name, expected in reference(4, max_norm).items():
         torch.testing.assert_close(own.parameters[name], expected, rtol=1e-6, atol=1e-6, msg=name)
 
@@ -132,12 +143,16 @@ def test_restored_tensors_and_step_count_continue_bit_identically() -> None:
     for name, tensor in whole.tensors().items():
         assert torch.equal(tensor, resumed.tensors()[name]), name
     assert set(saved) == {
-        f"{kind}.{name}" for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq") for name in SHAPES
+        f"{kind}.{name}"
+        for kind in ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+        for name in SHAPES
     }
 
 
 def test_a_tensor_parallel_part_knows_its_place_in_the_whole() -> None:
-    own = Optimized(partitions={"a.weight": Partition(dim=1, rank=2, size=3), "a.bias": Partition(0, 0, 2)})
+    own = Optimized(
+        partitions={"a.weight": Partition(dim=1, rank=2, size=3), "a.bias": Partition(0, 0, 2)}
+    )
     tensors = own.optimizer.tensors()
     weight, bias = tensors["model.a.weight"], tensors["optimizer.exp_avg.a.bias"]
     assert isinstance(weight, TensorShard)

@@ -56,13 +56,19 @@ def test_patience_counts_skipped_iterations_in_a_row_at_the_minimum(hysteresis: 
 
 
 def test_overflows_above_the_minimum_do_not_count() -> None:
-    scaler = DynamicLossScaler(LossScaleConfig(initial=4, window=100, hysteresis=1, minimum=1, patience=2))
+    scaler = DynamicLossScaler(
+        LossScaleConfig(initial=4, window=100, hysteresis=1, minimum=1, patience=2)
+    )
     assert exhausted(scaler, "xxxx") == [False, False, False, True]
 
 
 def test_a_restored_scaler_goes_on_counting() -> None:
     config = LossScaleConfig(initial=1, window=100, hysteresis=1, minimum=1, patience=3)
-    first, second, old = DynamicLossScaler(config), DynamicLossScaler(config), DynamicLossScaler(config)
+    first, second, old = (
+        DynamicLossScaler(config),
+        DynamicLossScaler(config),
+        DynamicLossScaler(config),
+    )
     assert exhausted(first, "xx") == [False, False]
     second.load_state(first.state())
     assert exhausted(second, "x") == [True]

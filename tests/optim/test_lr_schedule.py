@@ -9,23 +9,33 @@ from megacore.config.optim import LrDecayStyle, LrWsdDecayStyle
 from megacore.optim.param_schedule import LrSchedule
 from tests._tiny import tiny_config
 
-RECIPE_345M = LrSchedule(lr=1.5e-4, min_lr=1e-5, warmup_steps=3200, decay_steps=320_000, style="cosine")
+RECIPE_345M = LrSchedule(
+    lr=1.5e-4, min_lr=1e-5, warmup_steps=3200, decay_steps=320_000, style="cosine"
+)
 
 
-@pytest.mark.parametrize(("iteration", "skipped", "logged"), [(100, 15, "3.984E-06"), (1000, 17, "4.608E-05")])
-def test_the_345m_recipe_logs_the_published_learning_rates(iteration: int, skipped: int, logged: str) -> None:
+@pytest.mark.parametrize(
+    ("iteration", "skipped", "logged"), [(100, 15, "3.984E-06"), (1000, 17, "4.608E-05")]
+)
+def test_the_345m_recipe_logs_the_published_learning_rates(
+    iteration: int, skipped: int, logged: str
+) -> None:
     assert f"{RECIPE_345M.at(iteration - skipped):.3E}" == logged
 
 
 @pytest.mark.parametrize("style", get_args(LrDecayStyle))
 def test_warm_up_is_a_straight_line_from_zero(style: LrDecayStyle) -> None:
     schedule = LrSchedule(1e-3, 1e-4, 10, 100, style, wsd_steps=5)
-    assert [schedule.at(step) for step in (0, 1, 5, 10)] == pytest.approx([0.0, 1e-4, 5e-4, 1e-3], rel=1e-15)
+    assert [schedule.at(step) for step in (0, 1, 5, 10)] == pytest.approx(
+        [0.0, 1e-4, 5e-4, 1e-3], rel=1e-15
+    )
 
 
 def test_warm_up_may_start_above_zero() -> None:
     schedule = LrSchedule(1e-3, 0.0, 10, 100, "cosine", init_lr=5e-4)
-    assert [schedule.at(step) for step in (0, 1, 5, 10)] == pytest.approx([5e-4, 5.5e-4, 7.5e-4, 1e-3], rel=1e-15)
+    assert [schedule.at(step) for step in (0, 1, 5, 10)] == pytest.approx(
+        [5e-4, 5.5e-4, 7.5e-4, 1e-3], rel=1e-15
+    )
 
 
 def test_warm_up_may_rise_as_a_logarithm_that_is_at_the_peak_one_step_early() -> None:
@@ -61,7 +71,9 @@ def test_without_warm_up_the_first_step_is_on_the_decay() -> None:
 
 def test_inverse_square_root_falls_from_the_end_of_the_warm_up_to_the_floor() -> None:
     schedule = LrSchedule(1e-3, 2e-4, 16, 10_000, "inverse-square-root")
-    assert [schedule.at(step) for step in (16, 64, 100, 256)] == pytest.approx([1e-3, 5e-4, 4e-4, 2.5e-4], rel=1e-14)
+    assert [schedule.at(step) for step in (16, 64, 100, 256)] == pytest.approx(
+        [1e-3, 5e-4, 4e-4, 2.5e-4], rel=1e-14
+    )
     assert schedule.at(400) == pytest.approx(2e-4)
     assert schedule.at(401) == schedule.at(9_999) == schedule.at(10_001) == 2e-4
 

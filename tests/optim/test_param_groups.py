@@ -16,7 +16,10 @@ PARAMETERS = {
 def test_biases_and_layer_norms_do_not_decay() -> None:
     decayed, undecayed = param_groups(PARAMETERS.items())
     assert decayed.decays
-    assert decayed.names == ("embedding.word_embeddings.weight", "encoder.layers.0.mlp.dense_h_to_4h.weight")
+    assert decayed.names == (
+        "embedding.word_embeddings.weight",
+        "encoder.layers.0.mlp.dense_h_to_4h.weight",
+    )
     assert not undecayed.decays
     assert set(decayed.names) | set(undecayed.names) == set(PARAMETERS)
 

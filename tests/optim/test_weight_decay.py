@@ -10,7 +10,9 @@ from tests._tiny import tiny_config
 
 def test_linear_is_a_straight_line_that_ends() -> None:
     schedule = WeightDecaySchedule(0.02, 0.1, 100, "linear")
-    assert [schedule.at(step) for step in (0, 1, 25, 100)] == pytest.approx([0.02, 0.0208, 0.04, 0.1], rel=1e-14)
+    assert [schedule.at(step) for step in (0, 1, 25, 100)] == pytest.approx(
+        [0.02, 0.0208, 0.04, 0.1], rel=1e-14
+    )
     assert schedule.at(101) == 0.1
 
 

@@ -36,7 +36,9 @@ def test_every_rank_has_the_same_bits_of_a_sum(ranks: Ranks, way: str) -> None:
 
 
 @WAYS
-def test_parts_are_gathered_and_sums_are_scattered_along_any_dimension(ranks: Ranks, way: str) -> None:
+def test_parts_are_gathered_and_sums_are_scattered_along_any_dimension(
+    ranks: Ranks, way: str
+) -> None:
     inputs, size = _inputs(ranks), len(ranks)
     for rank, found in enumerate(_found(ranks, way)):
         assert torch.equal(found["own"], inputs[rank])  # what is sent is not changed
@@ -51,7 +53,13 @@ def test_several_may_be_under_way_and_are_waited_for_in_any_order(ranks: Ranks, 
     inputs, size = _inputs(ranks), len(ranks)
     total = torch.stack(inputs).sum(0)
     for rank, found in enumerate(_found(ranks, way)):
-        expected = [total, torch.cat(inputs, 1), total.chunk(size, 1)[rank], 2 * total, 3 * torch.cat(inputs, 1)]
+        expected = [
+            total,
+            torch.cat(inputs, 1),
+            total.chunk(size, 1)[rank],
+            2 * total,
+            3 * torch.cat(inputs, 1),
+        ]
         for number, value in enumerate(expected):
             torch.testing.assert_close(found[f"flight {number}"], value)
 

@@ -21,7 +21,17 @@ def test_a_seed_never_changes() -> None:
 
 
 def test_seeds_do_not_collide_when_parts_are_joined_alike() -> None:
-    assert len({stable_seed("a", 1, 23), stable_seed("a", 12, 3), stable_seed("a", 123), stable_seed("a1", 23)}) == 4
+    assert (
+        len(
+            {
+                stable_seed("a", 1, 23),
+                stable_seed("a", 12, 3),
+                stable_seed("a", 123),
+                stable_seed("a1", 23),
+            }
+        )
+        == 4
+    )
 
 
 def test_parameters_differ_by_name_and_by_seed() -> None:
@@ -59,7 +69,9 @@ def test_a_region_of_one_rank_changes_nothing() -> None:
 def test_a_region_sets_ranks_apart_and_repeats_itself(ranks: list[dict[str, Any]]) -> None:
     drawn = [found["region_rng"] for found in ranks]
     for place in ("before", "after"):
-        assert all(torch.equal(found[f"first {place}"], drawn[0][f"first {place}"]) for found in drawn)
+        assert all(
+            torch.equal(found[f"first {place}"], drawn[0][f"first {place}"]) for found in drawn
+        )
     assert len({tuple(found["first within"].tolist()) for found in drawn}) == len(ranks)
     for found in drawn:
         for place in ("before", "within", "after"):

@@ -1,4 +1,7 @@
-"""Trains the same small model in one layout after the other; the tests compare each with the serial run."""
+"""Trains the same small model in one layout after the other.
+
+The tests compare each with the serial run.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,7 +66,8 @@ class Result:
     terms: dict[str, list[float]]
     """Each of the losses by name."""
     validation: list[float]
-    """Sum of each of the losses of the first batch after the last step, on this rank's pipeline stage and replica."""
+    """Sum of each of the losses of the first batch after the last step, on this rank's pipeline
+    stage and replica."""
     differing: list[str]
     """Parameters whose first bits are not those of the serial model."""
 
@@ -91,7 +95,13 @@ def config(case: Case) -> RunConfig:
                 "make_vocab_size_divisible_by": 16,
                 **case.model,
             },
-            "optim": {"lr": 1e-3, "lr_warmup_iters": 3, "weight_decay": 0.1, "adam_eps": 1e-8, **case.optim},
+            "optim": {
+                "lr": 1e-3,
+                "lr_warmup_iters": 3,
+                "weight_decay": 0.1,
+                "adam_eps": 1e-8,
+                **case.optim,
+            },
             "train": {
                 "micro_batch_size": 4,
                 "global_batch_size": GLOBAL_BATCH,
@@ -110,7 +120,9 @@ def config(case: Case) -> RunConfig:
 
 
 def samples(family: Family = "gpt") -> Tensor:
-    """Rows of ids [steps x batch, width]: arithmetic sequences with noise, so that there is something to learn.
+    """Rows of ids [steps x batch, width].
+
+    Arithmetic sequences with noise, so that there is something to learn.
 
     Ends of documents are among them.
     """
@@ -139,11 +151,20 @@ def masked(sequences: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def corrupted(sequences: Tensor, generator: torch.Generator) -> Tensor:
-    """T5's rows: the decoder writes every other token of the beginning; both sides have padding in some."""
+    """T5's rows: the decoder writes every other token of the beginning.
+
+    Both sides have padding in some.
+    """
     ends = torch.randint(SEQ_LENGTH // 2, SEQ_LENGTH + 1, (len(sequences), 1), generator=generator)
     labels = sequences[:, : 2 * DECODER_LENGTH : 2]
     padding = torch.arange(DECODER_LENGTH) >= ends // 2
-    return torch.cat([sequences.masked_fill(torch.arange(SEQ_LENGTH) >= ends, -1), labels.masked_fill(padding, -1)], 1)
+    return torch.cat(
+        [
+            sequences.masked_fill(torch.arange(SEQ_LENGTH) >= ends, -1),
+            labels.masked_fill(padding, -1),
+        ],
+        1,
+    )
 
 
 def train(case: Case) -> Result:
@@ -151,7 +172,12 @@ def train(case: Case) -> Result:
     own = config(case)
     mesh = mesh_of(own)
     engine = build_engine(
-        own, VOCAB, mesh, special_tokens=TOKENS, device=torch.device("cpu"), precision=own.train.precision
+        own,
+        VOCAB,
+        mesh,
+        special_tokens=TOKENS,
+        device=torch.device("cpu"),
+        precision=own.train.precision,
     )
     differing = _differing(engine, own)
     schedule, data = LrSchedule.of(own), samples(case.family)
@@ -199,7 +225,10 @@ def _micro_batches(own: RunConfig, mesh: ProcessMesh, step: int) -> list[list[in
     size, replicas = own.train.micro_batch_size, mesh.data_parallel
     count = own.train.global_batch_size // (size * replicas.size)
     start = step * own.train.global_batch_size
-    return [micro_batch_indices(start, index, size, replicas.rank, replicas.size) for index in range(count)]
+    return [
+        micro_batch_indices(start, index, size, replicas.rank, replicas.size)
+        for index in range(count)
+    ]
 
 
 def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:
@@ -207,16 +236,21 @@ def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:
 
 
 def _differing(engine: Engine, own: RunConfig) -> list[str]:
-    """Names of this rank's initial weights that are not a part of the serial model's, bit for bit."""
+    """Names of this rank's initial weights that are not a part of the serial model's, bit for
+    bit."""
     serial = dict(Stage(own, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS).named_parameters)
     found = []
     for name, tensor in engine.tensors().items():
         if not name.startswith("model."):
             continue
         whole = serial[name.removeprefix("model.")].detach()
-        pieces = [((0,) * tensor.dim(), tensor)] if isinstance(tensor, Tensor) else tensor.pieces.items()
+        pieces = (
+            [((0,) * tensor.dim(), tensor)] if isinstance(tensor, Tensor) else tensor.pieces.items()
+        )
         for offsets, part in pieces:
-            place = tuple(slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True))
+            place = tuple(
+                slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True)
+            )
             if not torch.equal(whole[place], part):
                 found.append(name)
     return found

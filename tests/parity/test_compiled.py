@@ -11,7 +11,9 @@ SHORT = {"num_layers": 2}
 CASES = {
     "tp2 sp": Case(TP2 | SP, COMPILED, SHORT),
     "pp2, selective recomputation": Case(PP2, COMPILED | M4 | {"recompute": "selective"}, SHORT),
-    "llama dp2 distributed optimizer, full recomputation": Case(ZERO1, COMPILED | {"recompute": "full"}, LLAMA | SHORT),
+    "llama dp2 distributed optimizer, full recomputation": Case(
+        ZERO1, COMPILED | {"recompute": "full"}, LLAMA | SHORT
+    ),
 }
 
 
@@ -20,7 +22,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result
     workspace = tmp_path_factory.mktemp("workspace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGACORE_WORKSPACE", str(workspace))
-        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which torch sets once it has compiled something
+        # which torch sets once it has compiled something
+        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         results = run_distributed(2, train_all, CASES, timeout=120)
     assert any((workspace / "compiled").rglob("*.so")), "nothing was compiled into the workspace"
     return results
@@ -32,5 +35,7 @@ def serial() -> dict[str, Result]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+def test_two_ranks(
+    name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
+) -> None:
     compare(CASES[name], name, two_ranks, serial)

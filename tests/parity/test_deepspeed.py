@@ -8,7 +8,21 @@ import pytest
 from tests._dist import run_distributed
 from tests.architecture._source import ROOT
 from tests.parity._training import Case, Result, train_all
-from tests.parity.test_layouts import BF16, DOCUMENTS, DROPOUT, LLAMA, M4, M8, PP2, SMALL, SP, T5, T5_V11, TP2, compare
+from tests.parity.test_layouts import (
+    BF16,
+    DOCUMENTS,
+    DROPOUT,
+    LLAMA,
+    M4,
+    M8,
+    PP2,
+    SMALL,
+    SP,
+    T5,
+    T5_V11,
+    TP2,
+    compare,
+)
 
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage} for stage in (1, 2, 3))
 DIVIDE_ALL = ZERO_3 | {"stage3_param_persistence_threshold": 0}
@@ -27,28 +41,39 @@ def zero(
     return Case(parallel or {}, train or {}, engine="deepspeed", deepspeed=deepspeed, **values)
 
 
-def other(family: str, model: dict[str, Any], deepspeed: dict[str, Any], *layout: dict[str, Any]) -> Case:
+def other(
+    family: str, model: dict[str, Any], deepspeed: dict[str, Any], *layout: dict[str, Any]
+) -> Case:
     optim = {} if family == "gpt" else {"lr": 3e-3}
     return zero(deepspeed, *layout, model=model, optim=optim, steps=FEW, family=family)
 
 
-FILES = {name: json.loads((ROOT / f"conf/ds/{name}.json").read_text()) for name in ("zero2", "zero3-offload")}
+FILES = {
+    name: json.loads((ROOT / f"conf/ds/{name}.json").read_text())
+    for name in ("zero2", "zero3-offload")
+}
 """Of DeepSpeed's own form; what they leave to us is "auto"."""
 
 TWO_RANKS = {
     "stage 0": zero({"zero_stage": 0}),
-    "the native distributed optimizer is stage 1": zero({}, {"use_distributed_optimizer": True}, M4),
+    "the native distributed optimizer is stage 1": zero(
+        {}, {"use_distributed_optimizer": True}, M4
+    ),
     "stage 1": zero(ZERO_1),
     "stage 1, small buckets that overlap": zero(
         ZERO_1 | {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "overlap_comm": True}
     ),
     "stage 2": zero(ZERO_2, train=M4),
-    "stage 2, full recomputation in main memory": zero(ZERO_2 | {"cpu_checkpointing": True}, train=M4 | FULL),
+    "stage 2, full recomputation in main memory": zero(
+        ZERO_2 | {"cpu_checkpointing": True}, train=M4 | FULL
+    ),
     "stage 2, optimizer on the CPU": zero(ZERO_2 | OFFLOAD, train=M4),
     "stage 3": zero(DIVIDE_ALL, train=M4),
     "stage 3, small parameters whole": zero(ZERO_3),
     "stage 3, full recomputation": zero(DIVIDE_ALL, train=M4 | FULL),
-    "stage 3, everything on the CPU": zero(DIVIDE_ALL | OFFLOAD | {"offload_param": "cpu"}, train=M4),
+    "stage 3, everything on the CPU": zero(
+        DIVIDE_ALL | OFFLOAD | {"offload_param": "cpu"}, train=M4
+    ),
     "stage 2 by a file": zero({"config": FILES["zero2"]}, train=M4),
     "stage 3 on the CPU by a file": zero({"config": FILES["zero3-offload"]}, train=M4),
     "tp2 stage 1": zero(ZERO_1, TP2),
@@ -58,7 +83,9 @@ TWO_RANKS = {
     "pp2 stage 0": zero({"zero_stage": 0}, PP2, M4),
     "pp2 stage 1": zero(ZERO_1, PP2, M4),
     "pp2 stage 1 uneven": zero(ZERO_1, PP2 | {"pipeline_partition": [3, 1]}, M4),
-    "pp2 stage 1, documents by themselves, full recomputation": zero(ZERO_1, PP2, FULL, data=DOCUMENTS),
+    "pp2 stage 1, documents by themselves, full recomputation": zero(
+        ZERO_1, PP2, FULL, data=DOCUMENTS
+    ),
     "stage 2, dropout": zero(ZERO_2, model=DROPOUT, steps=FEW),
     "stage 1 bf16": zero(ZERO_1, train=BF16, model=SMALL),
     "stage 0 bf16": zero({"zero_stage": 0}, train=BF16, model=SMALL),
@@ -70,7 +97,9 @@ TWO_RANKS = {
     "llama stage 3": other("gpt", LLAMA, DIVIDE_ALL),
     "llama tp2 stage 3": other("gpt", LLAMA, DIVIDE_ALL, TP2),
     "bert stage 3": other("bert", SMALL, DIVIDE_ALL),
-    "bert pp2 stage 1, norms after sums": other("bert", SMALL | {"norm_position": "post"}, ZERO_1, PP2),
+    "bert pp2 stage 1, norms after sums": other(
+        "bert", SMALL | {"norm_position": "post"}, ZERO_1, PP2
+    ),
     "t5 stage 3, full recomputation": other("t5", T5_V11, DIVIDE_ALL, {}, FULL),
     "t5 pp2 stage 1": other("t5", T5, ZERO_1, PP2),
 }
@@ -99,10 +128,14 @@ def serial() -> dict[str, Result]:
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+def test_two_ranks(
+    name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
+) -> None:
     compare(TWO_RANKS[name], name, two_ranks, serial)
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks(name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+def test_four_ranks(
+    name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
+) -> None:
     compare(FOUR_RANKS[name], name, four_ranks, serial)

@@ -23,7 +23,8 @@ GQA = {"num_query_groups": 2}
 SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-3}
 SMALL = {"num_layers": 2}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-"""The mean of a micro batch is over the labels that count: micro batches must be the serial run's."""
+"""The mean of a micro batch is over the labels that count: micro batches must be the serial
+run's."""
 M4 = {"micro_batch_size": 2}
 """Four micro batches."""
 M8 = {"micro_batch_size": 1}
@@ -50,7 +51,11 @@ T5 = {
     "add_bias_linear": False,
     "activation": "relu",
 }
-T5_V11 = T5 | {"activation": "geglu_tanh", "untie_embeddings_and_output_weights": True, "kv_channels": 16}
+T5_V11 = T5 | {
+    "activation": "geglu_tanh",
+    "untie_embeddings_and_output_weights": True,
+    "kv_channels": 16,
+}
 
 
 def llama(parallel: dict[str, Any], **values: Any) -> Case:
@@ -97,7 +102,9 @@ TWO_RANKS = {
     "bert pp2": bert(PP2, norm_position="post", activation="gelu"),
     "bert pp2, dropout": bert(PP2, **DROPOUT),
     "bert dp2": bert({}, norm_position="post", activation="gelu"),
-    "bert dp2, plain kernels": replace(bert({}, norm_position="post", activation="gelu"), train=PLAIN),
+    "bert dp2, plain kernels": replace(
+        bert({}, norm_position="post", activation="gelu"), train=PLAIN
+    ),
     "t5 tp2": t5(TP2),
     "t5 tp2 sp": t5(TP2 | SP, T5_V11),
     "t5 pp2": t5(PP2),
@@ -118,7 +125,9 @@ FOUR_RANKS = {
         TP2 | PP2 | SP | INTERLEAVED, {"recompute": "full", "recompute_num_layers": 1}
     ),
     "pp4, documents by themselves": Case(PP4, data=DOCUMENTS),
-    "dp2 pp2 interleaved, distributed optimizer": Case(PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}),
+    "dp2 pp2 interleaved, distributed optimizer": Case(
+        PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}
+    ),
     "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1),
     "dp4": Case(train=M4),
     "tp2 pp2 sp bf16": Case(TP2 | PP2 | SP, BF16, SMALL),
@@ -135,7 +144,8 @@ FOUR_RANKS = {
 HOW = ("recompute", "kernels", "compile")
 """What the serial run does in its own way."""
 TOLERANCES = {"fp32": (1e-5, 1e-5), "bf16": (5e-4, 2e-2), "fp16": (1e-4, 2e-3)}
-"""Relative, of losses and of gradient norms: sums in another order are rounded to 2^-8 or 2^-11 elsewhere."""
+"""Relative, of losses and of gradient norms: sums in another order are rounded to 2^-8 or 2^-11
+elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +163,9 @@ def serial() -> dict[str, Result]:
     return {}
 
 
-def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+def compare(
+    case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[str, Result]
+) -> None:
     precision, z_loss = case.train.get("precision"), case.train.get("z_loss")
     key = repr((case.model, case.optim, case.data, precision, z_loss, case.steps, case.family))
     if key not in serial:
@@ -167,7 +179,8 @@ def compare(case: Case, name: str, ranks: list[dict[str, Result]], serial: dict[
         assert result.differing == []
         assert result.losses == pytest.approx(expected.losses, rel=loss_tolerance)
         assert result.terms == {
-            name: pytest.approx(losses, rel=loss_tolerance) for name, losses in expected.terms.items()
+            name: pytest.approx(losses, rel=loss_tolerance)
+            for name, losses in expected.terms.items()
         }
         assert result.grad_norms == pytest.approx(expected.grad_norms, rel=norm_tolerance)
     sums = sum_over_layout(case, [rank[name].validation for rank in ranks])
@@ -183,10 +196,14 @@ def sum_over_layout(case: Case, validations: list[list[float]]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+def test_two_ranks(
+    name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
+) -> None:
     compare(TWO_RANKS[name], name, two_ranks, serial)
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks(name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]) -> None:
+def test_four_ranks(
+    name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
+) -> None:
     compare(FOUR_RANKS[name], name, four_ranks, serial)

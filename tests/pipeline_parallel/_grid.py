@@ -29,7 +29,8 @@ def _micro_batches(stages: int) -> list[int]:
 
 
 def _grouped(stages: int) -> list[tuple[int, int]]:
-    """Micro batches and chunks: one and two groups with all numbers of chunks, and the most with one of them."""
+    """Micro batches and chunks: one and two groups with all numbers of chunks, and the most with
+    one of them."""
     few = [(stages * groups, chunks) for groups in (1, 2) for chunks in (2, 3, 4)]
     return [*few, (64 // stages * stages, 2 + (stages + 1) % 3)]
 
@@ -41,6 +42,8 @@ FLAT = [
     for micro_batches in _micro_batches(stages)
 ]
 INTERLEAVED = [
-    Case("1f1b", stages, micro_batches, chunks) for stages in range(2, 17) for micro_batches, chunks in _grouped(stages)
+    Case("1f1b", stages, micro_batches, chunks)
+    for stages in range(2, 17)
+    for micro_batches, chunks in _grouped(stages)
 ]
 CASES = FLAT + INTERLEAVED

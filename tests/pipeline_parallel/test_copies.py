@@ -28,7 +28,11 @@ def config(family: str, model: dict[str, Any], parallel: dict[str, Any]) -> RunC
     values: dict[str, Any] = {
         "name": "tiny",
         "family": family,
-        "data": {"source": {"kind": "source_tree"}, "tokenizer": {"kind": "hf", "name": "any"}, "seq_length": 16},
+        "data": {
+            "source": {"kind": "source_tree"},
+            "tokenizer": {"kind": "hf", "name": "any"},
+            "seq_length": 16,
+        },
         "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, **model},
         "optim": {"lr": 1e-3},
         "train": {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 1},
@@ -44,7 +48,11 @@ CASES = {
     "gpt": ("gpt", {}, PP4),
     "gpt untied": ("gpt", UNTIED, PP4),
     "gpt on one stage": ("gpt", {}, {}),
-    "gpt interleaved": ("gpt", {}, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "gpt interleaved": (
+        "gpt",
+        {},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
     "bert": ("bert", {}, PP4),
     "t5": ("t5", T5, PP4 | {"pipeline_model_parallel_split_rank": 2}),
     "t5, one stage each": ("t5", T5, {"pipeline_model_parallel_size": 2}),
@@ -61,13 +69,19 @@ def test_copies_are_what_several_chunks_hold(name: str) -> None:
         model = build_model(own, VOCAB, ProcessMesh.serial(), device="meta", chunk=chunk)
         for parameter, _ in model.named_parameters():
             holders.setdefault(parameter, []).append(number % stages)
-    expected = {parameter: tuple(numbers) for parameter, numbers in holders.items() if len(numbers) > 1}
+    expected = {
+        parameter: tuple(numbers) for parameter, numbers in holders.items() if len(numbers) > 1
+    }
     assert copied_parameters(own, VOCAB) == expected
 
 
 def test_a_stage_may_belong_to_several_groups() -> None:
     own = config(*CASES["t5"])
-    assert copied_parameters(own, VOCAB) == {WORD_EMBEDDINGS: (0, 2, 3), ENCODER_BIAS: (0, 1), DECODER_BIAS: (2, 3)}
+    assert copied_parameters(own, VOCAB) == {
+        WORD_EMBEDDINGS: (0, 2, 3),
+        ENCODER_BIAS: (0, 1),
+        DECODER_BIAS: (2, 3),
+    }
     assert shared_stages(own, VOCAB) == ((0, 1), (0, 2, 3), (2, 3))
     assert shared_stages(config(*CASES["gpt"]), VOCAB) == ((0, 3),)
     assert shared_stages(config(*CASES["gpt untied"]), VOCAB) == ()

@@ -1,4 +1,7 @@
-"""The executor with stages that do arithmetic by hand: what arrives, what leaves, and what is kept."""
+"""The executor with stages that do arithmetic by hand.
+
+What arrives, what leaves, and what is kept.
+"""
 
 from typing import Any
 
@@ -23,26 +26,36 @@ CASES = {
 
 
 class Multiply:
-    """Chunk c multiplies by its weight c + 2, the last one sums up to a loss; micro batch m is a tensor of m + 1."""
+    """Chunk c multiplies by its weight c + 2, the last one sums up to a loss.
+
+    Micro batch m is a tensor of m + 1.
+    """
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         self.numbers = [pipeline.model_chunk(stage, chunk) for chunk in range(pipeline.chunks)]
         self.last = pipeline.model_chunks - 1
-        self.weights = [torch.tensor(number + 2.0, dtype=torch.float64, requires_grad=True) for number in self.numbers]
+        self.weights = [
+            torch.tensor(number + 2.0, dtype=torch.float64, requires_grad=True)
+            for number in self.numbers
+        ]
         self.losses: dict[int, float] = {}
         self.order: list[tuple[str, int, int]] = []
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
         self.order.append(("forward", micro_batch, chunk))
         assert (hidden is None) == (self.numbers[chunk] == 0)
-        source = torch.full(SHAPE, micro_batch + 1.0, dtype=torch.float64) if hidden is None else hidden
+        source = (
+            torch.full(SHAPE, micro_batch + 1.0, dtype=torch.float64) if hidden is None else hidden
+        )
         output = source * self.weights[chunk]
         if self.numbers[chunk] < self.last:
             return output
         self.losses[micro_batch] = float(output.detach().sum())
         return output.sum()
 
-    def backward(self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None) -> None:
+    def backward(
+        self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
+    ) -> None:
         self.order.append(("backward", micro_batch, chunk))
         assert (grad is None) == (self.numbers[chunk] == self.last)
         torch.autograd.backward(output, grad)
@@ -86,7 +99,9 @@ def expected(micro_batches: int, chunks: int) -> tuple[dict[int, float], dict[in
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_whole_chain(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_losses_and_gradients_are_those_of_the_whole_chain(
+    name: str, ranks: list[dict[str, Any]]
+) -> None:
     kind, micro_batches, chunks = CASES[name]
     losses, gradients = expected(micro_batches, 2 * chunks)
     assert ranks[1][name]["losses"] == losses
@@ -94,12 +109,16 @@ def test_losses_and_gradients_are_those_of_the_whole_chain(name: str, ranks: lis
     assert found == pytest.approx(gradients, rel=1e-12)
     schedule = build_schedule(kind, 2, micro_batches, chunks)
     for stage in (0, 1):
-        assert ranks[stage][name]["order"] == [(p.direction.value, p.micro_batch, p.chunk) for p in schedule[stage]]
+        assert ranks[stage][name]["order"] == [
+            (p.direction.value, p.micro_batch, p.chunk) for p in schedule[stage]
+        ]
 
 
 def test_forward_passes_alone_leave_no_gradient(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["forward only"]["losses"] == expected(25, 4)[0]
-    assert set((ranks[0]["forward only"]["gradients"] | ranks[1]["forward only"]["gradients"]).values()) == {None}
+    assert set(
+        (ranks[0]["forward only"]["gradients"] | ranks[1]["forward only"]["gradients"]).values()
+    ) == {None}
 
 
 def test_one_stage_needs_no_process_group() -> None:

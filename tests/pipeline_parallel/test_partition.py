@@ -1,4 +1,7 @@
-"""The division of layers over chunks: as even as brute force finds it, and refusals with the numbers."""
+"""The division of layers over chunks.
+
+As even as brute force finds it, and refusals with the numbers.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -7,7 +10,13 @@ import pytest
 
 from megacore.config.parallel import T5Stages
 from megacore.errors import ParallelLayoutError
-from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, gpt_chunks, partition, t5_chunks
+from megacore.pipeline_parallel.partition import (
+    ModelChunk,
+    chunks_of,
+    gpt_chunks,
+    partition,
+    t5_chunks,
+)
 from tests._tiny import tiny_config
 
 
@@ -37,7 +46,9 @@ def sizes_of(chunks: Sequence[ModelChunk]) -> tuple[int, ...]:
 @pytest.mark.parametrize("last", [0.0, 0.6, 2.7, 9.0])
 @pytest.mark.parametrize("first", [0.0, 1.3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_unequal_layers_are_divided_as_well_as_brute_force_does(stages: int, first: float, last: float) -> None:
+def test_unequal_layers_are_divided_as_well_as_brute_force_does(
+    stages: int, first: float, last: float
+) -> None:
     costs = [1.0, 2.5, 0.5, 3.0, 1.0, 1.0, 2.0, 0.25]
     parts = partition([costs], stages, first=first, last=last)
     sizes = tuple(len(layers) for (layers,) in parts)
@@ -50,17 +61,22 @@ def test_unequal_layers_are_divided_as_well_as_brute_force_does(stages: int, fir
 
 @pytest.mark.parametrize("head", [0.0, 0.5, 1.0, 2.7, 6.2])
 @pytest.mark.parametrize(
-    ("layers", "stages", "chunks"), [(4, 2, 2), (7, 2, 2), (9, 2, 3), (9, 3, 2), (12, 3, 2), (10, 2, 4)]
+    ("layers", "stages", "chunks"),
+    [(4, 2, 2), (7, 2, 2), (9, 2, 3), (9, 3, 2), (12, 3, 2), (10, 2, 4)],
 )
 def test_interleaved_stages_are_as_even_as_brute_force_finds(
     layers: int, stages: int, chunks: int, head: float
 ) -> None:
-    sizes = sizes_of(gpt_chunks(layers, stages, chunks, layer_cost=1.0, embedding_cost=0.2, head_cost=head))
+    sizes = sizes_of(
+        gpt_chunks(layers, stages, chunks, layer_cost=1.0, embedding_cost=0.2, head_cost=head)
+    )
 
     def largest(each: Sequence[int]) -> float:
         return round(max(stage_costs([1.0] * layers, each, stages, 0.2, head)[0]), 9)
 
-    assert largest(sizes) == min(map(largest, divisions(layers, stages * chunks, empty_last=head > 0)))
+    assert largest(sizes) == min(
+        map(largest, divisions(layers, stages * chunks, empty_last=head > 0))
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +94,9 @@ def test_interleaved_stages_are_as_even_as_brute_force_finds(
         (12, 2, 3, 0.0, (2, 2, 2, 2, 2, 2)),
     ],
 )
-def test_balanced_counts_the_head(layers: int, stages: int, chunks: int, head: float, sizes: tuple[int, ...]) -> None:
+def test_balanced_counts_the_head(
+    layers: int, stages: int, chunks: int, head: float, sizes: tuple[int, ...]
+) -> None:
     assert sizes_of(gpt_chunks(layers, stages, chunks, head_cost=head)) == sizes
 
 
@@ -138,10 +156,25 @@ def test_a_list_is_taken_as_it_is() -> None:
             4,
             1,
             "uniform",
-            r"num_layers 10 .*size 4, .*uniform needs: use 8 or 12 layers, pipeline 5 or pipeline 2",
+            (
+                r"num_layers 10 .*size 4, .*uniform needs: use 8 or 12 layers, pipeline 5 or "
+                r"pipeline 2"
+            ),
         ),
-        (10, 2, 2, "uniform", r"10 .*size 2 x .*size 2 = 4 chunks.*8 or 12 layers, pipeline 2 x virtual 1 or"),
-        (3, 4, 1, "balanced", r"num_layers 3 is less than .* 4: .* at least 4 layers or pipeline 3 or pipeline 1"),
+        (
+            10,
+            2,
+            2,
+            "uniform",
+            r"10 .*size 2 x .*size 2 = 4 chunks.*8 or 12 layers, pipeline 2 x virtual 1 or",
+        ),
+        (
+            3,
+            4,
+            1,
+            "balanced",
+            r"num_layers 3 is less than .* 4: .* at least 4 layers or pipeline 3 or pipeline 1",
+        ),
         (3, 4, 1, "uniform", r"num_layers 3 is less than .* 4: .* at least 4 layers"),
         (8, 2, 2, (4, 4), r"\[4, 4\] has 2 entries for .* 2 x .* 2 = 4 chunks: give 4"),
         (8, 2, 1, (3, 4), r"\[3, 4\] adds up to 7 layers and model\.num_layers is 8"),
@@ -168,7 +201,12 @@ def test_many_layers_and_parts() -> None:
 
 
 def config_with(
-    stages: int, chunks: int = 1, style: object = "balanced", *, layers: int = 6, recompute: str = "none"
+    stages: int,
+    chunks: int = 1,
+    style: object = "balanced",
+    *,
+    layers: int = 6,
+    recompute: str = "none",
 ) -> list[ModelChunk]:
     config = tiny_config(num_layers=layers, train={"recompute": recompute})
     values = {
@@ -176,7 +214,9 @@ def config_with(
         "virtual_pipeline_model_parallel_size": chunks,
         "pipeline_partition": style,
     }
-    return chunks_of(config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}), 512)
+    return chunks_of(
+        config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}), 512
+    )
 
 
 def test_a_configuration_is_divided_by_its_operations() -> None:
@@ -239,7 +279,18 @@ def test_a_stage_of_t5_has_one_stack_and_the_first_of_each_embeds() -> None:
 
 def test_uniform_and_listed_stages_of_t5() -> None:
     assert both_stacks(t5_chunks(T5Stages(6, 3, 3, style="uniform"))) == [(3, 0), (3, 0), (0, 3)]
-    assert both_stacks(t5_chunks(T5Stages(4, 4, 3, split=1, style="uniform"))) == [(4, 0), (0, 2), (0, 2)]
-    assert both_stacks(t5_chunks(T5Stages(5, 4, 4, style=(2, 3, 3, 1)))) == [(2, 0), (3, 0), (0, 3), (0, 1)]
-    with pytest.raises(ParallelLayoutError, match=r"5 and .*num_decoder_layers 3 cannot be divided evenly over"):
+    assert both_stacks(t5_chunks(T5Stages(4, 4, 3, split=1, style="uniform"))) == [
+        (4, 0),
+        (0, 2),
+        (0, 2),
+    ]
+    assert both_stacks(t5_chunks(T5Stages(5, 4, 4, style=(2, 3, 3, 1)))) == [
+        (2, 0),
+        (3, 0),
+        (0, 3),
+        (0, 1),
+    ]
+    with pytest.raises(
+        ParallelLayoutError, match=r"5 and .*num_decoder_layers 3 cannot be divided evenly over"
+    ):
         t5_chunks(T5Stages(5, 3, 3, style="uniform"))

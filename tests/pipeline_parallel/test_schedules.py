@@ -1,4 +1,7 @@
-"""Schedules without processes: what every stage does, and that what is sent is received in the order it was sent."""
+"""Schedules without processes.
+
+What every stage does, and that what is sent is received in the order it was sent.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,7 +39,9 @@ def messages(schedule: Schedule) -> tuple[list[Message], list[Message]]:
     found: tuple[list[Message], list[Message]] = ([], [])
     for stage, passes in enumerate(schedule):
         for each in passes:
-            for kind, message in zip(found, (pipeline.send(stage, each), pipeline.receive(stage, each)), strict=True):
+            for kind, message in zip(
+                found, (pipeline.send(stage, each), pipeline.receive(stage, each)), strict=True
+            ):
                 if message is not None:
                     kind.append(message)
     return found
@@ -54,7 +59,11 @@ def warm_ups() -> Iterator[tuple[tuple[Pass, ...], int, int]]:
     for case in INTERLEAVED:
         for stage, passes in enumerate(case.schedule):
             total = case.micro_batches * case.chunks
-            yield passes, min(total, 2 * (case.stages - stage - 1) + (case.chunks - 1) * case.stages), total
+            yield (
+                passes,
+                min(total, 2 * (case.stages - stage - 1) + (case.chunks - 1) * case.stages),
+                total,
+            )
 
 
 def test_the_grid_reaches_its_corners() -> None:
@@ -99,7 +108,11 @@ def test_gradients_add_up_in_the_same_order_in_every_schedule() -> None:
 def test_in_flight_are_never_more_than_the_schedule_promises() -> None:
     for case in FLAT:
         for stage, passes in enumerate(case.schedule):
-            limit = case.micro_batches if case.kind == "gpipe" else min(case.micro_batches, case.stages - stage)
+            limit = (
+                case.micro_batches
+                if case.kind == "gpipe"
+                else min(case.micro_batches, case.stages - stage)
+            )
             assert max_in_flight(passes) == limit, (case, stage)
     for passes, warm_up, total in warm_ups():
         assert max_in_flight(passes) == min(total, warm_up + 1)
@@ -114,12 +127,18 @@ def test_interleaved_warm_up_is_megatrons() -> None:
 def test_every_send_has_its_receive_at_the_neighbour_in_the_ring() -> None:
     for case in CASES:
         sent, received = messages(case.schedule)
-        assert len(sent) == len(received) == 2 * case.micro_batches * (case.stages * case.chunks - 1), case
+        assert (
+            len(sent) == len(received) == 2 * case.micro_batches * (case.stages * case.chunks - 1)
+        ), case
         assert len({message.number for message in sent}) == len(sent), case
         assert set(sent) == set(received), case
         for message in sent:
             step = 1 if message.direction is Direction.FORWARD else -1
-            assert message.destination == (message.source + step) % case.stages == message.chunk % case.stages, case
+            assert (
+                message.destination
+                == (message.source + step) % case.stages
+                == message.chunk % case.stages
+            ), case
 
 
 def test_channels_keep_the_order_and_go_one_way() -> None:
@@ -127,7 +146,9 @@ def test_channels_keep_the_order_and_go_one_way() -> None:
         sent, received = map(by_route, messages(case.schedule))
         assert sent == received, case
         assert {channel for _, _, channel in sent} <= set(range(CHANNELS))
-        assert not sent.keys() & {(destination, source, channel) for source, destination, channel in sent}, case
+        assert not sent.keys() & {
+            (destination, source, channel) for source, destination, channel in sent
+        }, case
 
 
 def test_one_f_one_b_by_hand() -> None:
@@ -150,8 +171,8 @@ def test_interleaved_is_the_papers_figure() -> None:
     )
     assert written(last) == (
         "F0.0 F1.0 F2.0 F3.0 F0.1 "
-        "B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1 F4.0 B0.0 F5.0 B1.0 F6.0 B2.0 F7.0 B3.0 F4.1 B4.1 F5.1 B5.1 F6.1 B6.1 "
-        "F7.1 B7.1 B4.0 B5.0 B6.0 B7.0"
+        "B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1 F4.0 B0.0 F5.0 B1.0 F6.0 B2.0 F7.0 B3.0 F4.1 B4.1 F5.1 "
+        "B5.1 F6.1 B6.1 F7.1 B7.1 B4.0 B5.0 B6.0 B7.0"
     )
 
 
@@ -160,7 +181,8 @@ def test_messages_by_hand() -> None:
     forward, backward = Pass(Direction.FORWARD, 3, 1), Pass(Direction.BACKWARD, 3, 1)
     arriving = pipeline.receive(0, forward)
     assert arriving is not None
-    assert arriving[:5] == (Direction.FORWARD, 3, 2, 1, 0)  # chunk 2 of the model, from stage 1 at the wrap
+    # chunk 2 of the model, from stage 1 at the wrap
+    assert arriving[:5] == (Direction.FORWARD, 3, 2, 1, 0)
     leaving = pipeline.send(0, backward)
     assert leaving is not None
     assert leaving[:5] == (Direction.BACKWARD, 3, 1, 0, 1)
@@ -171,16 +193,26 @@ def test_messages_by_hand() -> None:
     assert pipeline.send(0, Pass(Direction.BACKWARD, 3, 0)) is None
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(1, 3, 1), (4, 3, 1), (4, 6, 2), (2, 5, 3), (3, 1, 4)])
-def test_forward_only_takes_any_number_of_micro_batches(stages: int, micro_batches: int, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "chunks"), [(1, 3, 1), (4, 3, 1), (4, 6, 2), (2, 5, 3), (3, 1, 4)]
+)
+def test_forward_only_takes_any_number_of_micro_batches(
+    stages: int, micro_batches: int, chunks: int
+) -> None:
     schedule = forward_only(stages, micro_batches, chunks)
-    everything = {Pass(Direction.FORWARD, each, chunk) for each in range(micro_batches) for chunk in range(chunks)}
+    everything = {
+        Pass(Direction.FORWARD, each, chunk)
+        for each in range(micro_batches)
+        for chunk in range(chunks)
+    }
     assert len(schedule) == stages
     for passes in schedule:
         assert (set(passes), len(passes)) == (everything, len(everything))
     sent, received = map(by_route, messages(schedule))
     assert sent == received
-    assert not sent.keys() & {(destination, source, channel) for source, destination, channel in sent}
+    assert not sent.keys() & {
+        (destination, source, channel) for source, destination, channel in sent
+    }
 
 
 def test_build_schedule_picks() -> None:
@@ -191,7 +223,9 @@ def test_build_schedule_picks() -> None:
 
 
 def test_micro_batches_that_cannot_be_interleaved_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ParallelLayoutError, match=r"^6 micro batches .*pipeline_model_parallel_size 4.* 4 or 8, or"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"^6 micro batches .*pipeline_model_parallel_size 4.* 4 or 8, or"
+    ):
         build_schedule("1f1b", 4, 6, 2)
     with pytest.raises(ParallelLayoutError, match=r"^3 micro batches .*so that they are 4, or set"):
         build_schedule("1f1b", 4, 3, 2)
@@ -203,9 +237,14 @@ def test_micro_batches_that_cannot_be_interleaved_are_refused_with_the_numbers()
 
 
 def test_other_counts_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ParallelLayoutError, match=r"gpipe.*virtual_pipeline_model_parallel_size is 2"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"gpipe.*virtual_pipeline_model_parallel_size is 2"
+    ):
         build_schedule("gpipe", 4, 8, 2)
-    with pytest.raises(ParallelLayoutError, match=r"virtual_pipeline_model_parallel_size is 2 .* is 1: with one stage"):
+    with pytest.raises(
+        ParallelLayoutError,
+        match=r"virtual_pipeline_model_parallel_size is 2 .* is 1: with one stage",
+    ):
         build_schedule("1f1b", 1, 8, 2)
     for counts in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (2, 0, 2)):
         with pytest.raises(ParallelLayoutError, match="every count must be at least 1"):

@@ -1,8 +1,18 @@
-"""The simulated time of a schedule: the bubble of the literature, and no stage that waits for ever."""
+"""The simulated time of a schedule.
+
+The bubble of the literature, and no stage that waits for ever.
+"""
 
 import pytest
 
-from megacore.pipeline_parallel.schedules import Direction, Pass, Pipeline, Schedule, build_schedule, forward_only
+from megacore.pipeline_parallel.schedules import (
+    Direction,
+    Pass,
+    Pipeline,
+    Schedule,
+    build_schedule,
+    forward_only,
+)
 from megacore.pipeline_parallel.simulate import ScheduleError, Timeline, simulate
 from tests.pipeline_parallel._grid import CASES
 
@@ -11,7 +21,8 @@ F, B = Direction.FORWARD, Direction.BACKWARD
 
 def spans(timeline: Timeline) -> list[list[tuple[str, int, float, float]]]:
     return [
-        [(span.work.direction.value[0], span.work.micro_batch, *span[1:]) for span in row] for row in timeline.spans
+        [(span.work.direction.value[0], span.work.micro_batch, *span[1:]) for span in row]
+        for row in timeline.spans
     ]
 
 
@@ -22,11 +33,15 @@ def test_the_bubble_of_equal_chunks_is_that_of_the_literature() -> None:
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1.0, 1.0), (3.0, 1.0), (1.0, 7.0), (0.7, 1.9)])
-def test_the_bubble_does_not_depend_on_the_ratio_of_forward_and_backward(forward: float, backward: float) -> None:
+def test_the_bubble_does_not_depend_on_the_ratio_of_forward_and_backward(
+    forward: float, backward: float
+) -> None:
     for case in CASES[::7]:
         chunks = case.stages * case.chunks
         timeline = simulate(case.schedule, [forward] * chunks, [backward] * chunks)
-        assert timeline.bubble_fraction == pytest.approx((case.stages - 1) / (case.micro_batches * case.chunks)), case
+        assert timeline.bubble_fraction == pytest.approx(
+            (case.stages - 1) / (case.micro_batches * case.chunks)
+        ), case
 
 
 def test_two_stages_by_hand() -> None:
@@ -48,19 +63,28 @@ def test_latency_delays_messages_and_keeps_nobody_busy() -> None:
 def test_a_slow_stage_sets_the_pace() -> None:
     timeline = simulate(build_schedule("1f1b", 2, 8), [1, 3])
     assert timeline.busy == (24, 72)
-    assert timeline.makespan == 72 + 1 + 2  # and the other stage's first forward and last backward pass
+    # and the other stage's first forward and last backward pass
+    assert timeline.makespan == 72 + 1 + 2
     assert timeline.bubble_fraction == pytest.approx(2 * 75 / 96 - 1)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 8, 1), (4, 8, 2), (3, 9, 3), (2, 2, 4)])
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "chunks"), [(4, 8, 1), (4, 8, 2), (3, 9, 3), (2, 2, 4)]
+)
 def test_a_pass_starts_when_its_stage_is_free_and_its_message_there(
     stages: int, micro_batches: int, chunks: int
 ) -> None:
-    schedule, pipeline, latency = build_schedule("1f1b", stages, micro_batches, chunks), Pipeline(stages, chunks), 0.25
+    schedule, pipeline, latency = (
+        build_schedule("1f1b", stages, micro_batches, chunks),
+        Pipeline(stages, chunks),
+        0.25,
+    )
     forward = [1 + 0.3 * chunk for chunk in range(stages * chunks)]
     timeline = simulate(schedule, forward, latency=latency)
     ends = {
-        pipeline.send(stage, span.work): span.end + latency for stage, row in enumerate(timeline.spans) for span in row
+        pipeline.send(stage, span.work): span.end + latency
+        for stage, row in enumerate(timeline.spans)
+        for span in row
     }
     for stage, row in enumerate(timeline.spans):
         assert tuple(span.work for span in row) == schedule[stage]
@@ -69,7 +93,9 @@ def test_a_pass_starts_when_its_stage_is_free_and_its_message_there(
             message = pipeline.receive(stage, span.work)
             assert span.start == max(free, 0.0 if message is None else ends[message])
             cost = forward[pipeline.model_chunk(stage, span.work.chunk)]
-            assert span.end - span.start == pytest.approx(cost * (1 if span.work.direction is F else 2))
+            assert span.end - span.start == pytest.approx(
+                cost * (1 if span.work.direction is F else 2)
+            )
             free = span.end
 
 
@@ -84,7 +110,10 @@ def test_forward_only_has_no_deadlock() -> None:
     "schedule",
     [
         # Stage 0 waits for a gradient before it sends the hidden states that it is the gradient of.
-        ((Pass(F, 0, 0), Pass(B, 0, 0), Pass(B, 1, 0), Pass(F, 1, 0)), (Pass(F, 0, 0), Pass(F, 1, 0), Pass(B, 0, 0))),
+        (
+            (Pass(F, 0, 0), Pass(B, 0, 0), Pass(B, 1, 0), Pass(F, 1, 0)),
+            (Pass(F, 0, 0), Pass(F, 1, 0), Pass(B, 0, 0)),
+        ),
         # The last stage goes backward before it went forward.
         ((Pass(F, 0, 0), Pass(B, 0, 0)), (Pass(B, 0, 0), Pass(F, 0, 0))),
         # A message that nobody sends.
@@ -92,5 +121,7 @@ def test_forward_only_has_no_deadlock() -> None:
     ],
 )
 def test_a_deadlock_is_an_error_that_names_who_waits(schedule: Schedule) -> None:
-    with pytest.raises(ScheduleError, match=r"2 stages ends in a deadlock: .*stage 1 waits with .* of micro batch"):
+    with pytest.raises(
+        ScheduleError, match=r"2 stages ends in a deadlock: .*stage 1 waits with .* of micro batch"
+    ):
         simulate(schedule)

@@ -22,7 +22,11 @@ LLAMA = {
     "model.num_query_groups": 2,
     "model.kv_channels": 64,
 }
-SENTENCES = {"data.append_eod": False, "data.split_sentences": True, "data.sentence_splitter": "rules"}
+SENTENCES = {
+    "data.append_eod": False,
+    "data.split_sentences": True,
+    "data.sentence_splitter": "rules",
+}
 BERT = {"family": "bert", "model.activation": "gelu", **SENTENCES}
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 T5 = {
@@ -51,7 +55,12 @@ def tiny(dropout: float = 0.0, recompute: str = "none", **overrides: object) -> 
 
 def family(**overrides: object) -> RunConfig:
     """A tiny model of any family, with the special tokens that they ask for."""
-    special = {"kind": "train-bpe", "vocab_size": VOCAB_SIZE, "special_tokens": SPECIAL, "vocab_extra_ids": 100}
+    special = {
+        "kind": "train-bpe",
+        "vocab_size": VOCAB_SIZE,
+        "special_tokens": SPECIAL,
+        "vocab_extra_ids": 100,
+    }
     return tiny(**{"data.tokenizer": special, "launch.nproc_per_node": "auto", **overrides})
 
 
@@ -70,7 +79,9 @@ def saved_bytes(config: RunConfig, precision: str) -> int:
     samples, length = config.train.micro_batch_size, config.data.seq_length
     decoder = config.data.span_corruption.decoder_seq_length
     width = {"gpt": length + 1, "bert": 3 * length + 1, "t5": length + decoder}[config.family]
-    given = input_rules(config, SpecialTokens(eod=0, pad=0)).read(torch.ones(samples, width, dtype=torch.int64))
+    given = input_rules(config, SpecialTokens(eod=0, pad=0)).read(
+        torch.ones(samples, width, dtype=torch.int64)
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         losses = model.run(given, dropout_seed=1)
     assert all(term.losses.isfinite().all() for term in losses.values())
@@ -83,4 +94,6 @@ def saved_bytes(config: RunConfig, precision: str) -> int:
             and found.shape[2:] in {(length, length), (decoder, decoder)}
         ):
             pack(found)
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)
+    return sum(
+        tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters
+    )

@@ -1,4 +1,7 @@
-"""Estimates of activations against what autograd keeps, for every family; GPT-2's are in test_memory."""
+"""Estimates of activations against what autograd keeps, for every family.
+
+GPT-2's are in test_memory.
+"""
 
 import pytest
 
@@ -15,16 +18,24 @@ from tests.plan._models import BERT, LLAMA, T5, VOCAB_SIZE, family, saved_bytes
     [LLAMA, BERT, BERT | {"model.norm_position": "post"}, T5, T5 | {"model.activation": "relu"}],
     ids=["llama", "bert", "bert post", "t5 gated", "t5 relu"],
 )
-def test_activations_of_every_family(overrides: dict[str, object], dropout: float, recompute: str) -> None:
+def test_activations_of_every_family(
+    overrides: dict[str, object], dropout: float, recompute: str
+) -> None:
     dropouts = {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
     config = family(**overrides | dropouts | {"train.recompute": recompute})
     (chunk,) = chunks_of(config, VOCAB_SIZE)
-    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(saved_bytes(config, "fp32"), rel=0.08)
+    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(
+        saved_bytes(config, "fp32"), rel=0.08
+    )
 
 
 @pytest.mark.parametrize(("limit", "layers"), [(1, (1, 0)), (4, (3, 1))])
-def test_the_first_layers_of_both_stacks_together_recompute(limit: int, layers: tuple[int, int]) -> None:
+def test_the_first_layers_of_both_stacks_together_recompute(
+    limit: int, layers: tuple[int, int]
+) -> None:
     config = family(**T5 | {"train.recompute": "full", "train.recompute_num_layers": limit})
     assert recomputed_layers(config, VOCAB_SIZE) == layers
     (chunk,) = chunks_of(config, VOCAB_SIZE)
-    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(saved_bytes(config, "fp32"), rel=0.08)
+    assert Activations(config, 4, "cpu").chunk(chunk) == pytest.approx(
+        saved_bytes(config, "fp32"), rel=0.08
+    )

@@ -1,4 +1,5 @@
-"""Advice on memory: valid configurations alone, estimated by the planner, the greatest saving first."""
+"""Advice on memory: valid configurations alone, estimated by the planner, the greatest saving
+first."""
 
 import importlib.util
 from typing import Any
@@ -31,27 +32,37 @@ def gpt2(**overrides: Any) -> RunConfig:
 def test_every_kind_is_estimated_and_the_greatest_saving_comes_first() -> None:
     config, there = gpt2(), place(8)
     found = savings(config, there)
-    assert [saving.bytes for saving in found] == sorted((saving.bytes for saving in found), reverse=True)
+    assert [saving.bytes for saving in found] == sorted(
+        (saving.bytes for saving in found), reverse=True
+    )
     assert len({saving.kind for saving in found}) == len(found)
-    assert {"batch", "zero", "offload", "tensor", "pipeline", "sequence"} <= {saving.kind for saving in found}
+    assert {"batch", "zero", "offload", "tensor", "pipeline", "sequence"} <= {
+        saving.kind for saving in found
+    }
     (batch,) = (saving for saving in found if saving.kind == "batch")
     halved = gpt2(train__micro_batch_size=4)
     assert batch.setting == "train.micro_batch_size: 8 -> 4"
     assert batch.after == estimate_memory(halved, 50_257, "bf16", "cuda", 8)
     assert batch.bytes == batch.before.total - batch.after.total > 0
-    assert str(batch) == f"{batch.setting} (predicted {pair(batch.before.total, batch.after.total)})"
+    assert (
+        str(batch) == f"{batch.setting} (predicted {pair(batch.before.total, batch.after.total)})"
+    )
 
 
 def test_what_is_refused_is_not_advised() -> None:
     alone = settings(gpt2(launch__nproc_per_node=1), place(1))
     assert {"tensor", "pipeline", "zero", "ranks"}.isdisjoint(alone), "one rank divides nothing"
-    list_of_layers = gpt2(parallel__pipeline_model_parallel_size=2, parallel__pipeline_partition=[12, 12])
+    list_of_layers = gpt2(
+        parallel__pipeline_model_parallel_size=2, parallel__pipeline_partition=[12, 12]
+    )
     assert "pipeline" not in settings(list_of_layers, place(8)), "the list has two entries"
     layers = {"model.num_layers": 3, "launch.nproc_per_node": "auto", "train.global_batch_size": 32}
     three = load_config("gpt2-tiny", layers)
     pipelined = load_config("gpt2-tiny", {**layers, "parallel.pipeline_model_parallel_size": 2})
     assert "pipeline" in settings(three, place(4, precision="fp32"))
-    assert "pipeline" not in settings(pipelined, place(4, precision="fp32")), "four stages of three layers"
+    assert "pipeline" not in settings(pipelined, place(4, precision="fp32")), (
+        "four stages of three layers"
+    )
 
 
 def test_every_configuration_that_is_advised_can_be_launched() -> None:
@@ -83,12 +94,15 @@ def test_a_users_own_deepspeed_json_is_named() -> None:
     assert advice.startswith(
         "zero_optimization.stage of deepspeed.config: 2 -> 3, zero_optimization.offload_optimizer."
     )
-    assert "zero_optimization.allgather_bucket_size of deepspeed.config: 200000000 -> null" in advice
+    assert (
+        "zero_optimization.allgather_bucket_size of deepspeed.config: 200000000 -> null" in advice
+    )
 
 
 def test_offloading_needs_a_gpu_and_main_memory() -> None:
     config = load_config(
-        "gpt2-xl-zero3-offload", {"deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"}
+        "gpt2-xl-zero3-offload",
+        {"deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"},
     )
     assert "offload" in settings(config, place(1, precision="fp16"))
     assert "offload" not in settings(config, place(1, precision="fp16", host=GIB))
@@ -103,7 +117,9 @@ def test_on_a_cpu_fewer_ranks_share_its_memory() -> None:
     assert str(ranks).endswith(" MiB for each of them)")
 
 
-def test_deepspeed_is_not_advised_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_is_not_advised_where_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = settings(gpt2(), place(8))
     assert "offload" not in found
@@ -113,7 +129,9 @@ def test_deepspeed_is_not_advised_where_it_is_not_installed(monkeypatch: pytest.
 def test_the_clause_has_the_prediction_by_part_and_three_settings() -> None:
     config, there = gpt2(), place(8)
     text = memory_advice(config, there, rank=3)
-    assert text.startswith(f"predicted for rank 3: {parts_of(there.estimate(config))}; what helps most: ")
+    assert text.startswith(
+        f"predicted for rank 3: {parts_of(there.estimate(config))}; what helps most: "
+    )
     for part in ("weights ", "gradients ", "optimizer ", "activations ", "logits ", "process "):
         assert part in text
     assert text.count(" (predicted ") == 3

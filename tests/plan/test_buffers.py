@@ -14,7 +14,9 @@ CPU = {"offload_optimizer": "cpu"}
 
 
 def memory(config: RunConfig, precision: str) -> DeepSpeedMemory:
-    settings = deepspeed_settings(config, precision=precision, device_type="cuda", data_parallel_size=1)
+    settings = deepspeed_settings(
+        config, precision=precision, device_type="cuda", data_parallel_size=1
+    )
     return DeepSpeedMemory(settings, precision)
 
 
@@ -26,13 +28,15 @@ def buffers(stage: int, precision: str, **overrides: object) -> Buffers:
 @pytest.mark.parametrize(
     ("stage", "precision", "overrides", "expected"),
     [
-        # Stage 1 and 2: a bucket in the type that travels, two of them when they overlap; a flat gradient for the step.
+        # Stage 1 and 2: a bucket in the type that travels, two of them when they overlap; a flat
+        # gradient for the step.
         (1, "fp32", {}, Buffers(4 * BUCKET, 4 * SHARE)),
         (1, "fp16", {"parallel.grad_reduce_dtype": "bf16"}, Buffers(2 * BUCKET, 4 * SHARE)),
         (1, "fp16", {"overlap_comm": True}, Buffers(2 * 4 * BUCKET, 4 * SHARE)),
         (2, "fp32", {}, Buffers(4 * BUCKET, 4 * SHARE)),
         (2, "bf16", {}, Buffers(4 * BUCKET)),
-        # bf16 with fp32 gradients has one flat buffer all along, which the formula counts, and keeps those in bf16.
+        # bf16 with fp32 gradients has one flat buffer all along, which the formula counts, and
+        # keeps those in bf16.
         (1, "bf16", {}, Buffers(4 * BUCKET + 2 * 4016)),
         # Offloaded: the largest gradient on its way, and what comes back.
         (1, "fp32", CPU, Buffers(4 * BUCKET + 4 * 3000, 0, 4 * 3000 + 4 * SHARE + 4 * SHARE)),
@@ -51,12 +55,19 @@ def buffers(stage: int, precision: str, **overrides: object) -> Buffers:
         (
             3,
             "fp16",
-            {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": "/nvme", "sub_group_size": 100},
+            {
+                "offload_optimizer": "nvme",
+                "offload_param": "nvme",
+                "nvme_path": "/nvme",
+                "sub_group_size": 100,
+            },
             Buffers(4 * BUCKET + 2 * 4016, 0, 4 * 4 * 100 + 5 * 2 * 100_000_000),
         ),
     ],
 )
-def test_buffers(stage: int, precision: str, overrides: dict[str, object], expected: Buffers) -> None:
+def test_buffers(
+    stage: int, precision: str, overrides: dict[str, object], expected: Buffers
+) -> None:
     assert buffers(stage, precision, **overrides) == expected
 
 

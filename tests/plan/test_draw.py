@@ -1,4 +1,7 @@
-"""Pictures of schedules: every pass has its box, idle time stays visible, and the bubble is in the title."""
+"""Pictures of schedules.
+
+Every pass has its box, idle time stays visible, and the bubble is in the title.
+"""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -60,14 +63,19 @@ def test_every_pass_has_a_box_in_the_colour_of_direction_and_chunk() -> None:
     idle = found.pop("#f0f0f0")
     assert idle == [(stage, 0.0, INTERLEAVED.makespan) for stage in range(4)]
     drawn = sorted(box for boxes in found.values() for box in boxes)
-    made = sorted((stage, span.start, span.end) for stage, row in enumerate(INTERLEAVED.spans) for span in row)
+    made = sorted(
+        (stage, span.start, span.end) for stage, row in enumerate(INTERLEAVED.spans) for span in row
+    )
     assert drawn == made
     assert {len(boxes) for boxes in found.values()} == {4 * 8}
 
 
 def test_boxes_say_their_micro_batch() -> None:
     axes = axes_of(INTERLEAVED)
-    written = sorted((round(text.get_position()[1]), text.get_position()[0], text.get_text()) for text in axes.texts)
+    written = sorted(
+        (round(text.get_position()[1]), text.get_position()[0], text.get_text())
+        for text in axes.texts
+    )
     expected = [
         (stage, (span.start + span.end) / 2, str(span.work.micro_batch))
         for stage, row in enumerate(INTERLEAVED.spans)
@@ -85,7 +93,12 @@ def test_title_axis_and_legend() -> None:
     axes = axes_of(INTERLEAVED, "gpt2-tiny, interleaved 1F1B")
     assert axes.get_title(loc="left") == "gpt2-tiny, interleaved 1F1B: pp 4, v 2, m 8: bubble 18.8%"
     assert "(pp − 1) / (m · v) = 18.8%" in axes.get_xlabel()
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1", "stage 2", "stage 3"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "stage 0",
+        "stage 1",
+        "stage 2",
+        "stage 3",
+    ]
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == [
@@ -100,6 +113,9 @@ def test_title_axis_and_legend() -> None:
 def test_the_title_has_the_bubble_of_unequal_chunks() -> None:
     timeline = simulate(build_schedule("gpipe", 2, 4), [1, 3])
     axes = axes_of(timeline, "GPipe")
-    assert axes.get_title(loc="left") == f"GPipe: pp 2, v 1, m 4: bubble {timeline.bubble_fraction:.1%}"
+    assert (
+        axes.get_title(loc="left")
+        == f"GPipe: pp 2, v 1, m 4: bubble {timeline.bubble_fraction:.1%}"
+    )
     assert timeline.bubble_fraction > 0.5
     assert "= 25.0% with equal chunks" in axes.get_xlabel()

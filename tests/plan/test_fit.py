@@ -20,13 +20,29 @@ BF16 = {"train.precision": "bf16"}
 
 
 def conf(name: str = "gpt2-xl-zero3-offload", **overrides: object) -> RunConfig:
-    """GPT-2 XL on 4 GPUs without offload, or another configuration; keys of the section deepspeed are plain."""
-    base = {**XL, "deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"} if "xl" in name else {}
-    given = {key if "." in key or key == "engine" else f"deepspeed.{key}": value for key, value in overrides.items()}
+    """GPT-2 XL on 4 GPUs without offload, or another configuration.
+
+    Keys of the section deepspeed are plain.
+    """
+    base = (
+        {**XL, "deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"}
+        if "xl" in name
+        else {}
+    )
+    given = {
+        key if "." in key or key == "engine" else f"deepspeed.{key}": value
+        for key, value in overrides.items()
+    }
     return load_config(name, base | given)
 
 
-def refusal(config: RunConfig, device: float, host: float = 1000.0, device_type: str = "cuda", ranks: int = 4) -> str:
+def refusal(
+    config: RunConfig,
+    device: float,
+    host: float = 1000.0,
+    device_type: str = "cuda",
+    ranks: int = 4,
+) -> str:
     """What is said where a rank has this many GiB."""
     place = Place(ranks, VOCAB_SIZE, config.train.precision, device_type, int(host * GIB))
     room = Room(int(device * GIB), int(host * GIB), device_type, ranks)
@@ -39,11 +55,23 @@ def refusal(config: RunConfig, device: float, host: float = 1000.0, device_type:
     ("given", "device", "advice"),
     [
         # Of each kind the least that suffices.
-        ({"zero_stage": 0, **BF16}, 25, "deepspeed.zero_stage: 0 -> 1 (predicted 31.5 -> 21.8 GiB)"),
+        (
+            {"zero_stage": 0, **BF16},
+            25,
+            "deepspeed.zero_stage: 0 -> 1 (predicted 31.5 -> 21.8 GiB)",
+        ),
         ({"zero_stage": 1}, 18, "deepspeed.zero_stage: 1 -> 2 (predicted 18.9 -> 14.5 GiB)"),
         ({"zero_stage": 1}, 14.3, "deepspeed.zero_stage: 1 -> 3 (predicted 18.9 -> 14.2 GiB)"),
-        ({"zero_stage": 3, "offload_optimizer": "cpu"}, 8.0, "train.micro_batch_size: 16 -> 8 (predicted 8.39 -> 5.79"),
-        ({"engine": "native"}, 25, "parallel.use_distributed_optimizer: false -> true (predicted 31.9 -> 18.8"),
+        (
+            {"zero_stage": 3, "offload_optimizer": "cpu"},
+            8.0,
+            "train.micro_batch_size: 16 -> 8 (predicted 8.39 -> 5.79",
+        ),
+        (
+            {"engine": "native"},
+            25,
+            "parallel.use_distributed_optimizer: false -> true (predicted 31.9 -> 18.8",
+        ),
         (
             {"engine": "native", "zero_stage": None},
             14.3,
@@ -51,7 +79,9 @@ def refusal(config: RunConfig, device: float, host: float = 1000.0, device_type:
         ),
     ],
 )
-def test_settings_that_suffice_are_named(given: dict[str, object], device: float, advice: str) -> None:
+def test_settings_that_suffice_are_named(
+    given: dict[str, object], device: float, advice: str
+) -> None:
     message = refusal(conf(**given), device)
     assert message.startswith("gpt2-xl-zero3-offload needs about ")
     assert f" and this machine has {device:.1f} GiB per rank: any of these suffices: " in message
@@ -78,16 +108,23 @@ def test_where_nothing_suffices_what_saves_most_is_named_first() -> None:
 
 def test_a_single_rank_of_one_sample_and_one_token_has_nothing_to_change() -> None:
     least = {"train.micro_batch_size": 1, "train.recompute": "full", "data.seq_length": 1}
-    alone = conf(zero_stage=3, offload_optimizer="cpu", offload_param="cpu", **least, **{"launch.nproc_per_node": 1})
+    alone = conf(
+        zero_stage=3,
+        offload_optimizer="cpu",
+        offload_param="cpu",
+        **least,
+        **{"launch.nproc_per_node": 1},
+    )
     assert refusal(alone, 1, ranks=1).endswith("GiB per rank: no setting would save any")
 
 
 def test_main_memory_is_checked_by_itself() -> None:
     config = conf(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
     assert refusal(config, 40, 7.5) == (
-        "gpt2-xl-zero3-offload offloads about 8.0 GiB per rank to main memory and this machine has 7.5 GiB of it per "
-        "rank: lower launch.nproc_per_node (4), or set deepspeed.offload_param to none, or set "
-        "deepspeed.offload_optimizer to none, or offload less or to nvme (deepspeed.offload_*)"
+        "gpt2-xl-zero3-offload offloads about 8.0 GiB per rank to main memory and this machine has "
+        "7.5 GiB of it per rank: lower launch.nproc_per_node (4), or set deepspeed.offload_param "
+        "to none, or set deepspeed.offload_optimizer to none, or offload less or to nvme "
+        "(deepspeed.offload_*)"
     )
     alone = refusal(config, 24, 20, ranks=1)
     assert "offloads about 31.9 GiB per rank to main memory and this machine has 20.0 GiB" in alone
@@ -101,6 +138,6 @@ def test_the_disk_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(17 * GIB))
     small = conf(zero_stage=3, offload_optimizer="nvme", nvme_path=str(tmp_path))
     assert refusal(small, 40) == (
-        f"gpt2-xl-zero3-offload offloads about 4.4 GiB per rank to {tmp_path}, 17.4 GiB of 4 ranks, and 17.0 GiB are "
-        "free there: give another path, or offload less"
+        f"gpt2-xl-zero3-offload offloads about 4.4 GiB per rank to {tmp_path}, 17.4 GiB of 4 "
+        "ranks, and 17.0 GiB are free there: give another path, or offload less"
     )

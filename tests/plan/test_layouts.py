@@ -10,7 +10,9 @@ from megacore.plan.layouts import layout_of
 
 def conf(**parallel: object) -> RunConfig:
     overrides = {f"parallel.{name}": value for name, value in parallel.items()}
-    return load_config("gpt2-tiny", {"launch.nproc_per_node": "auto", "train.micro_batch_size": 2} | overrides)
+    return load_config(
+        "gpt2-tiny", {"launch.nproc_per_node": "auto", "train.micro_batch_size": 2} | overrides
+    )
 
 
 def test_ranks_that_model_parallelism_leaves_are_data_parallel() -> None:
@@ -21,10 +23,13 @@ def test_ranks_that_model_parallelism_leaves_are_data_parallel() -> None:
 
 
 def test_what_depends_on_the_number_of_ranks_is_checked() -> None:
-    with pytest.raises(ParallelLayoutError, match=r"6 ranks are not a multiple of .* = 4 ranks per replica"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"6 ranks are not a multiple of .* = 4 ranks per replica"
+    ):
         layout_of(conf(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 6)
     with pytest.raises(
-        ParallelLayoutError, match=r"16 is not a multiple of .* 2 x 3 data-parallel ranks = 6: use 18, or use"
+        ParallelLayoutError,
+        match=r"16 is not a multiple of .* 2 x 3 data-parallel ranks = 6: use 18, or use",
     ):
         layout_of(conf(), 3)
     interleaved = conf(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
@@ -36,6 +41,10 @@ def test_what_depends_on_the_number_of_ranks_is_checked() -> None:
 def test_the_vocabulary_is_padded_first() -> None:
     config = conf(tensor_model_parallel_size=4)
     assert layout_of(config, 4, vocab_size=7).tensor == 4
-    odd = config.model_copy(update={"model": config.model.model_copy(update={"make_vocab_size_divisible_by": 2})})
-    with pytest.raises(ParallelLayoutError, match=r"padded vocabulary of 10 entries .* \(now 2\) to 4"):
+    odd = config.model_copy(
+        update={"model": config.model.model_copy(update={"make_vocab_size_divisible_by": 2})}
+    )
+    with pytest.raises(
+        ParallelLayoutError, match=r"padded vocabulary of 10 entries .* \(now 2\) to 4"
+    ):
         layout_of(odd, 4, vocab_size=9)

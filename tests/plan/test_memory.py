@@ -13,7 +13,13 @@ from megacore.models.parameters import (
 )
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan.memory import Activations, MemoryEstimate, engine_name, estimate_memory, estimate_stages
+from megacore.plan.memory import (
+    Activations,
+    MemoryEstimate,
+    engine_name,
+    estimate_memory,
+    estimate_stages,
+)
 from tests.plan._deepspeed import deepspeed
 from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
 
@@ -21,16 +27,22 @@ from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, save
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("recompute", "layers"), [("none", None), ("full", None), ("full", 1), ("selective", None), ("selective", 2)]
+    ("recompute", "layers"),
+    [("none", None), ("full", None), ("full", 1), ("selective", None), ("selective", 2)],
 )
 @pytest.mark.parametrize("groups", [None, 1])
 def test_activations_are_what_autograd_keeps(
     precision: str, dropout: float, recompute: str, layers: int | None, groups: int | None
 ) -> None:
-    config = tiny(dropout, recompute, **{"train.recompute_num_layers": layers, "model.num_query_groups": groups})
+    config = tiny(
+        dropout,
+        recompute,
+        **{"train.recompute_num_layers": layers, "model.num_query_groups": groups},
+    )
     kept = Activations(config, DTYPES[precision].itemsize, "cpu")
     estimate = estimate_memory(config, VOCAB_SIZE, precision, "cpu").activations
-    estimate -= kept.layer - kept.recomputed_layer  # what is computed again comes and goes in the backward pass
+    # what is computed again comes and goes in the backward pass
+    estimate -= kept.layer - kept.recomputed_layer
     assert estimate == pytest.approx(saved_bytes(config, precision), rel=0.1)
 
 
@@ -41,9 +53,9 @@ def test_documents_that_are_kept_apart_take_one_bias_for_all_layers(recompute: s
     # On a CPU, autograd keeps a statistic or two beside it.
     assert added == pytest.approx(4 * 128 * 128 * 4, rel=0.2)
     chunk = chunks_of(config, VOCAB_SIZE)[0]
-    assert Activations(config, 4, "cpu").chunk(chunk) - Activations(tiny(0.0, recompute), 4, "cpu").chunk(chunk) == (
-        4 * 128 * 128 * 4
-    )
+    assert Activations(config, 4, "cpu").chunk(chunk) - Activations(
+        tiny(0.0, recompute), 4, "cpu"
+    ).chunk(chunk) == (4 * 128 * 128 * 4)
 
 
 def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConfig:
@@ -62,9 +74,12 @@ def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConf
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence_parallel", "sbh"), [(1, False, 34), (2, False, 10 + 24 / 2), (4, False, 16), (4, True, 34 / 4)]
+    ("tp", "sequence_parallel", "sbh"),
+    [(1, False, 34), (2, False, 10 + 24 / 2), (4, False, 16), (4, True, 34 / 4)],
 )
-def test_a_layer_on_a_gpu_keeps_the_papers_bytes(tp: int, sequence_parallel: bool, sbh: float) -> None:
+def test_a_layer_on_a_gpu_keeps_the_papers_bytes(
+    tp: int, sequence_parallel: bool, sbh: float
+) -> None:
     config = layout(tp, **{"parallel.sequence_parallel": sequence_parallel})
     tokens = config.train.micro_batch_size * config.data.seq_length
     assert Activations(config, 2, "cuda").layer == sbh * tokens * config.model.hidden_size
@@ -77,7 +92,8 @@ def test_grouped_queries_keep_fewer_keys_and_values() -> None:
     tokens, head_dim, element = 2 * 128, 32, 4
     assert kept(1, None) - kept(1, 2) == tokens * element * 2 * 2 * head_dim
     assert kept(2, None) - kept(2, 2) == tokens * element * 2 * 1 * head_dim
-    assert kept(4, 2) - kept(4, None) == tokens * element * 2 * 1 * head_dim  # two gathered groups for one own head
+    # two gathered groups for one own head
+    assert kept(4, 2) - kept(4, None) == tokens * element * 2 * 1 * head_dim
 
 
 def test_selective_recomputation_drops_what_fused_attention_never_keeps() -> None:
@@ -100,7 +116,9 @@ def test_selective_recomputation_drops_what_fused_attention_never_keeps() -> Non
     ],
 )
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3)])
-def test_parameters_of_every_family_are_counted(overrides: dict[str, object], tp: int, pp: int) -> None:
+def test_parameters_of_every_family_are_counted(
+    overrides: dict[str, object], tp: int, pp: int
+) -> None:
     config = family(**overrides, **{"parallel.pipeline_model_parallel_size": pp})
     mesh = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, tp))
     for chunk in chunks_of(config, VOCAB_SIZE):
@@ -114,17 +132,25 @@ def test_parameters_of_every_family_are_counted(overrides: dict[str, object], tp
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"model.ffn_hidden_size": 300, "model.max_position_embeddings": 512}, {"model.num_query_groups": 2}],
+    [
+        {},
+        {"model.ffn_hidden_size": 300, "model.max_position_embeddings": 512},
+        {"model.num_query_groups": 2},
+    ],
 )
 def test_parameter_count_is_the_models(overrides: dict[str, object]) -> None:
     config = tiny(**overrides)
     model = build_model(config, VOCAB_SIZE, ProcessMesh.serial(), device="meta")
-    assert parameter_count(config, VOCAB_SIZE) == sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_count(config, VOCAB_SIZE) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize(("tp", "pp", "v"), [(1, 4, 1), (2, 2, 2), (4, 1, 1)])
-def test_stages_hold_the_model_and_a_copy_of_the_word_embeddings(tp: int, pp: int, v: int, groups: int | None) -> None:
+def test_stages_hold_the_model_and_a_copy_of_the_word_embeddings(
+    tp: int, pp: int, v: int, groups: int | None
+) -> None:
     config = layout(tp, pp, v, **{"model.num_query_groups": groups})
     stages = estimate_stages(config, VOCAB_SIZE, "fp32", "cpu")
     hidden, ffn, vocab = 128, 512, 2048
@@ -132,21 +158,34 @@ def test_stages_hold_the_model_and_a_copy_of_the_word_embeddings(tp: int, pp: in
     divided = parameter_count(config, VOCAB_SIZE) - whole_on_each
     copy = vocab * hidden // tp if pp > 1 else 0
     assert sum(stage.parameters for stage in stages) == whole_on_each + divided // tp + copy
-    assert layer_parameters(config.model, tp) * tp - layer_parameters(config.model) == (tp - 1) * 6 * hidden
+    assert (
+        layer_parameters(config.model, tp) * tp - layer_parameters(config.model)
+        == (tp - 1) * 6 * hidden
+    )
     assert ffn == config.model.ffn_size
     if pp == 4:
-        assert stages[1].parameters == stages[2].parameters == 2 * layer_parameters(config.model, tp)
+        assert (
+            stages[1].parameters == stages[2].parameters == 2 * layer_parameters(config.model, tp)
+        )
 
 
 def in_flight(config: RunConfig, stage: int, data_parallel_size: int = 1) -> float:
     """Micro batches whose activations a stage without embedding and head keeps."""
     one = Activations(config, 4, "cuda").chunk(chunks_of(config, VOCAB_SIZE)[stage])
-    return estimate_stages(config, VOCAB_SIZE, "fp32", "cuda", data_parallel_size)[stage].activations / one
+    return (
+        estimate_stages(config, VOCAB_SIZE, "fp32", "cuda", data_parallel_size)[stage].activations
+        / one
+    )
 
 
 def test_1f1b_keeps_as_many_micro_batches_as_stages_follow() -> None:
     assert [in_flight(layout(pp=4), stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert [in_flight(layout(pp=4), stage, data_parallel_size=16) for stage in range(4)] == [2, 2, 2, 1]
+    assert [in_flight(layout(pp=4), stage, data_parallel_size=16) for stage in range(4)] == [
+        2,
+        2,
+        2,
+        1,
+    ]
 
 
 def test_gpipe_keeps_all_micro_batches() -> None:
@@ -177,7 +216,9 @@ def test_the_worst_stage_counts() -> None:
     assert estimate_memory(flat, VOCAB_SIZE, "fp32", "cpu") == stages[0]
 
 
-@pytest.mark.parametrize(("precision", "weights"), [("fp32", (4.0, 4.0)), ("bf16", (6.0, 2.0 + 4.0 / 8))])
+@pytest.mark.parametrize(
+    ("precision", "weights"), [("fp32", (4.0, 4.0)), ("bf16", (6.0, 2.0 + 4.0 / 8))]
+)
 def test_the_distributed_optimizer_divides_main_weights_and_moments(
     precision: str, weights: tuple[float, float]
 ) -> None:
@@ -237,7 +278,8 @@ def test_zero_divides_what_its_stage_says(stage: int, precision: str, element: i
 
 def test_the_step_comes_when_activations_are_gone() -> None:
     large, small = (
-        estimate_memory(deepspeed(1, **{"train.micro_batch_size": b}), VOCAB_SIZE, "fp32", "cpu") for b in (4, 1)
+        estimate_memory(deepspeed(1, **{"train.micro_batch_size": b}), VOCAB_SIZE, "fp32", "cpu")
+        for b in (4, 1)
     )
     for estimate in (large, small):
         rest = estimate.total - estimate.weights - estimate.gradients - estimate.optimizer
@@ -249,7 +291,9 @@ def test_the_step_comes_when_activations_are_gone() -> None:
 
 def test_offloading_moves_bytes_to_main_memory() -> None:
     config = deepspeed(3, offload_optimizer="cpu", offload_param="cpu")
-    on_gpu, apart = (estimate_memory(each, VOCAB_SIZE, "fp16", "cuda", 2) for each in (deepspeed(3), config))
+    on_gpu, apart = (
+        estimate_memory(each, VOCAB_SIZE, "fp16", "cuda", 2) for each in (deepspeed(3), config)
+    )
     share = apart.parameters // 2
     assert (apart.weights, apart.gradients, apart.optimizer, apart.step) == (0, 0, 0, 0)
     assert apart.host == (2 + 4 + 12 + 4) * share
@@ -279,11 +323,19 @@ def test_replicas_of_a_stage_divide_its_part_of_the_model() -> None:
 
 def test_what_recomputation_keeps_may_be_divided_or_leave() -> None:
     def estimate(**deepspeed_values: object) -> MemoryEstimate:
-        values = {"train.recompute": "full", "parallel.tensor_model_parallel_size": 2, **deepspeed_values}
+        values = {
+            "train.recompute": "full",
+            "parallel.tensor_model_parallel_size": 2,
+            **deepspeed_values,
+        }
         return estimate_memory(deepspeed(1, **values), VOCAB_SIZE, "bf16", "cuda")
 
     inputs = 3 * 2 * 4 * 128 * 128
-    plain, divided, apart = estimate(), estimate(partition_activations=True), estimate(cpu_checkpointing=True)
+    plain, divided, apart = (
+        estimate(),
+        estimate(partition_activations=True),
+        estimate(cpu_checkpointing=True),
+    )
     both = estimate(partition_activations=True, cpu_checkpointing=True)
     # What the layer in work needs beside its input grows by as much as is kept of it less.
     assert plain.activations - divided.activations == inputs // 2 - inputs // 6

@@ -18,8 +18,15 @@ GPUS = Hardware(16, 64 * GIB, (Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB),) * 4, nat
 
 
 def conf(**overrides: Any) -> RunConfig:
-    values = {"model.num_layers": 8, "data.seq_length": 512, "train.micro_batch_size": 2, "launch.nproc_per_node": 4}
-    return load_config("gpt2-tiny", values | {key.replace("__", "."): value for key, value in overrides.items()})
+    values = {
+        "model.num_layers": 8,
+        "data.seq_length": 512,
+        "train.micro_batch_size": 2,
+        "launch.nproc_per_node": 4,
+    }
+    return load_config(
+        "gpt2-tiny", values | {key.replace("__", "."): value for key, value in overrides.items()}
+    )
 
 
 def shown(plan: PipelinePlan) -> str:
@@ -34,7 +41,9 @@ def test_serial() -> None:
     assert plan.timeline.bubble_fraction == plan.equal_bubble == 0
     assert plan.memory[0].parameters == parameter_count(plan.config, 8192)
     assert "│     0 │ embedding, 0-7, head │" in shown(plan)
-    assert plan.summary().startswith("tensor 1 x pipeline 1 x data 1 = 1 rank; 8 micro batches of 2")
+    assert plan.summary().startswith(
+        "tensor 1 x pipeline 1 x data 1 = 1 rank; 8 micro batches of 2"
+    )
 
 
 def test_pipeline_with_two_replicas() -> None:
@@ -50,7 +59,10 @@ def test_pipeline_with_two_replicas() -> None:
 
 
 def test_interleaved_has_a_column_for_each_chunk() -> None:
-    overrides = {"parallel__pipeline_model_parallel_size": 2, "parallel__virtual_pipeline_model_parallel_size": 2}
+    overrides = {
+        "parallel__pipeline_model_parallel_size": 2,
+        "parallel__virtual_pipeline_model_parallel_size": 2,
+    }
     plan = plan_pipeline(conf(**overrides), 8192, CPU)
     assert plan.name == "gpt2-tiny, interleaved 1F1B"
     assert plan.equal_bubble == 0.125
@@ -62,7 +74,11 @@ def test_interleaved_has_a_column_for_each_chunk() -> None:
 
 
 def test_recomputation_makes_backward_passes_longer() -> None:
-    for recompute, layers, ratio in (("none", None, 2.0), ("full", None, 3.0), ("full", 1, 2 + 1 / 4)):
+    for recompute, layers, ratio in (
+        ("none", None, 2.0),
+        ("full", None, 3.0),
+        ("full", 1, 2 + 1 / 4),
+    ):
         config = conf(
             parallel__pipeline_model_parallel_size=2,
             parallel__pipeline_partition=[4, 4],
@@ -70,7 +86,8 @@ def test_recomputation_makes_backward_passes_longer() -> None:
             train__recompute_num_layers=layers,
         )
         forward, backward = (
-            span.end - span.start for span in plan_pipeline(config, 8192, CPU).timeline.spans[0][::2][:2]
+            span.end - span.start
+            for span in plan_pipeline(config, 8192, CPU).timeline.spans[0][::2][:2]
         )
         assert backward / forward == pytest.approx(ratio)
 
@@ -93,12 +110,22 @@ def test_a_layout_that_cannot_work_is_refused() -> None:
 
 
 def test_deepspeed_is_named_and_what_is_offloaded_has_columns() -> None:
-    given = {"engine": "deepspeed", "deepspeed__offload_optimizer": "cpu", "launch__nproc_per_node": 2}
+    given = {
+        "engine": "deepspeed",
+        "deepspeed__offload_optimizer": "cpu",
+        "launch__nproc_per_node": 2,
+    }
     plan = plan_pipeline(conf(**given, deepspeed__zero_stage=2), 8192, GPUS)
-    assert plan.summary().splitlines()[0].endswith("samples per step; deepspeed ZeRO-2, optimizer on cpu")
+    assert (
+        plan.summary()
+        .splitlines()[0]
+        .endswith("samples per step; deepspeed ZeRO-2, optimizer on cpu")
+    )
     header, only = (line for line in shown(plan).splitlines() if line[0] in "┃│")
     names = [cell.strip() for cell in header.split("┃")]
     assert names[names.index("memory") + 1] == "host"
     assert "nvme" not in names
-    assert [cell.strip() for cell in only.split("│")][names.index("host")] == f"{plan.memory[0].host / 2**30:.1f} GiB"
+    assert [cell.strip() for cell in only.split("│")][
+        names.index("host")
+    ] == f"{plan.memory[0].host / 2**30:.1f} GiB"
     assert "host" not in shown(plan_pipeline(conf(engine="deepspeed"), 8192, GPUS))

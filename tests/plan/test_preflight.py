@@ -33,7 +33,10 @@ def test_345m_in_fp16_may_start_on_cpus_when_asked() -> None:
 
 @pytest.mark.parametrize("allow_cpu", [False, True])
 def test_deepspeed_has_no_fp16_on_cpus(allow_cpu: bool) -> None:
-    message = r"which DeepSpeed has on GPUs alone.* GiB.*precision to auto, or engine to native and launch\.allow_cpu"
+    message = (
+        r"which DeepSpeed has on GPUs alone.* GiB.*precision to auto, or engine to native and "
+        r"launch\.allow_cpu"
+    )
     with pytest.raises(ConfigError, match=message):
         preflight(conf("gpt2-345m-zero1", launch__allow_cpu=allow_cpu), VOCAB_SIZE, CPU)
 
@@ -41,7 +44,9 @@ def test_deepspeed_has_no_fp16_on_cpus(allow_cpu: bool) -> None:
 def test_345m_in_fp32_without_a_gpu_is_refused_for_its_days() -> None:
     with pytest.raises(ConfigError, match=r"sized for GPUs.*days.*train\.train_iters \(500000\)"):
         preflight(conf("gpt2-345m", train__precision="auto"), VOCAB_SIZE, CPU)
-    report = preflight(conf("gpt2-345m", train__precision="auto", launch__allow_cpu=True), VOCAB_SIZE, CPU)
+    report = preflight(
+        conf("gpt2-345m", train__precision="auto", launch__allow_cpu=True), VOCAB_SIZE, CPU
+    )
     assert report.precision == "fp32"
 
 
@@ -55,15 +60,29 @@ def test_tiny_runs_on_two_cores() -> None:
 @pytest.mark.parametrize("allow_cpu", [False, True])
 def test_memory_that_does_not_suffice_is_refused_with_advice(allow_cpu: bool) -> None:
     small = Hardware(2, 1 * GIB, cpu_flags=frozenset({"avx2"}))
-    config = conf("gpt2-tiny", train__micro_batch_size=64, train__global_batch_size=128, launch__allow_cpu=allow_cpu)
-    message = r"this machine has 0\.5 GiB per rank: this suffices: launch\.nproc_per_node: 2 -> 1 \(predicted 898"
+    config = conf(
+        "gpt2-tiny",
+        train__micro_batch_size=64,
+        train__global_batch_size=128,
+        launch__allow_cpu=allow_cpu,
+    )
+    message = (
+        r"this machine has 0\.5 GiB per rank: this suffices: launch\.nproc_per_node: 2 -> 1 "
+        r"\(predicted 898"
+    )
     with pytest.raises(ConfigError, match=message):
         preflight(config, 8192, small)
 
 
 def test_345m_fits_an_a100_and_not_a_small_card() -> None:
-    report = preflight(conf("gpt2-345m"), VOCAB_SIZE, Hardware(16, 64 * GIB, (A100,), native_bf16=True))
-    assert (report.device_type, report.precision, report.memory_available) == ("cuda", "fp16", 80 * GIB)
+    report = preflight(
+        conf("gpt2-345m"), VOCAB_SIZE, Hardware(16, 64 * GIB, (A100,), native_bf16=True)
+    )
+    assert (report.device_type, report.precision, report.memory_available) == (
+        "cuda",
+        "fp16",
+        80 * GIB,
+    )
     with pytest.raises(ConfigError, match=r"7\.\d GiB.*has 6\.0 GiB"):
         preflight(conf("gpt2-345m"), VOCAB_SIZE, Hardware(16, 64 * GIB, (Gpu("small", 6 * GIB),)))
 
@@ -76,7 +95,12 @@ def test_auto_precision_follows_the_hardware() -> None:
 
 
 def test_auto_ranks_are_one_per_gpu_else_one() -> None:
-    config = conf("gpt2-tiny", launch__nproc_per_node="auto", train__global_batch_size=64, train__micro_batch_size=4)
+    config = conf(
+        "gpt2-tiny",
+        launch__nproc_per_node="auto",
+        train__global_batch_size=64,
+        train__micro_batch_size=4,
+    )
     assert resolve_launch(config, CPU) == (1, 8)
     assert resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 4)) == (4, 4)
 
@@ -86,31 +110,45 @@ def test_auto_ranks_without_a_gpu_are_one_replica() -> None:
     config = conf("gpt2-tiny", launch__nproc_per_node="auto", **sizes)
     assert resolve_launch(config, CPU) == (4, 2)
     assert resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 8)) == (8, 2)
-    with pytest.raises(ParallelLayoutError, match=r"6 ranks are not a multiple .* = 4 ranks per replica: set launch"):
+    with pytest.raises(
+        ParallelLayoutError,
+        match=r"6 ranks are not a multiple .* = 4 ranks per replica: set launch",
+    ):
         resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 6))
 
 
 def test_a_layout_is_shown_and_divides_memory() -> None:
     sizes = {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 2}
     eight = Hardware(64, 512 * GIB, (A100,) * 8)
-    plain, divided = (preflight(conf("gpt2-345m-8gpu", **each), VOCAB_SIZE, eight) for each in ({}, sizes))
+    plain, divided = (
+        preflight(conf("gpt2-345m-8gpu", **each), VOCAB_SIZE, eight) for each in ({}, sizes)
+    )
     assert "on 8 GPU ranks in fp16" in plain.summary()
     assert "on 8 GPU ranks (tensor 2 x pipeline 2 x data 2) in fp16" in divided.summary()
     assert divided.parameters == plain.parameters == 354_871_296
     assert divided.memory.weights < 0.35 * plain.memory.weights
     assert plain.days < divided.days < 1.5 * plain.days
-    sharded = preflight(conf("gpt2-345m-8gpu", parallel__use_distributed_optimizer=True), VOCAB_SIZE, eight)
+    sharded = preflight(
+        conf("gpt2-345m-8gpu", parallel__use_distributed_optimizer=True), VOCAB_SIZE, eight
+    )
     assert sharded.memory.optimizer == plain.memory.optimizer / 8
 
 
 def test_a_vocabulary_is_checked_once_it_is_known(tmp_path: Path) -> None:
-    three = {"parallel__tensor_model_parallel_size": 3, "model__num_attention_heads": 6, "model__hidden_size": 96}
+    three = {
+        "parallel__tensor_model_parallel_size": 3,
+        "model__num_attention_heads": 6,
+        "model__hidden_size": 96,
+    }
     message = (
-        r"padded vocabulary of 8192 entries is not a multiple of parallel\.tensor_model_parallel_size 3: set model"
+        r"padded vocabulary of 8192 entries is not a multiple of "
+        r"parallel\.tensor_model_parallel_size 3: set model"
     )
     with pytest.raises(ParallelLayoutError, match=message):
         preflight(conf("gpt2-tiny", launch__nproc_per_node="auto", **three), 8192, CPU)
-    fits = conf("gpt2-tiny", launch__nproc_per_node="auto", model__make_vocab_size_divisible_by=384, **three)
+    fits = conf(
+        "gpt2-tiny", launch__nproc_per_node="auto", model__make_vocab_size_divisible_by=384, **three
+    )
     assert preflight(fits, 8192, CPU).ranks == 3
     hub = {"kind": "hf", "name": "openai-community/gpt2"}
     unknown = conf("gpt2-tiny", launch__nproc_per_node="auto", data__tokenizer=hub, **three)
@@ -122,7 +160,8 @@ def test_a_vocabulary_is_checked_once_it_is_known(tmp_path: Path) -> None:
 def test_advice_on_memory_is_estimated_for_this_machine() -> None:
     small = Hardware(64, 512 * GIB, (Gpu("small", 2 * GIB),) * 8)
     with pytest.raises(
-        ConfigError, match=r"no single setting suffices, these save most: .* -> .* \(predicted 7\.97 -> "
+        ConfigError,
+        match=r"no single setting suffices, these save most: .* -> .* \(predicted 7\.97 -> ",
     ):
         preflight(conf("gpt2-345m-8gpu"), VOCAB_SIZE, small)
     larger = Hardware(64, 512 * GIB, (Gpu("larger", 10 * GIB),) * 8)
@@ -139,8 +178,9 @@ def test_deepspeed_is_shown_with_its_stage_and_what_it_offloads() -> None:
     card = Hardware(16, 64 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB),))
     report = preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
     assert (
-        "1557.7 M parameters on 1 GPU rank in fp16 with deepspeed ZeRO-3, optimizer on cpu, weights on cpu: about "
-        "7.7 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of main memory, "
+        "1557.7 M parameters on 1 GPU rank in fp16 with deepspeed ZeRO-3, optimizer on cpu, "
+        "weights on cpu: about 7.7 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of main "
+        "memory, "
     ) in report.summary()
     disk = {"deepspeed__offload_optimizer": "nvme", "deepspeed__nvme_path": "/"}
     with_disk = preflight(conf("gpt2-xl-zero3-offload", **disk), VOCAB_SIZE, card).summary()
@@ -149,14 +189,17 @@ def test_deepspeed_is_shown_with_its_stage_and_what_it_offloads() -> None:
 
 def test_main_memory_for_what_is_offloaded_is_checked() -> None:
     card = Hardware(16, 30 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB),))
-    with pytest.raises(ConfigError, match=r"offloads about 31\.9 GiB per rank to main memory.* has 30\.0 GiB of it"):
+    with pytest.raises(
+        ConfigError, match=r"offloads about 31\.9 GiB per rank to main memory.* has 30\.0 GiB of it"
+    ):
         preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
 
 
 def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"engine is deepspeed, which is not installed: pip install megacore\[deepspeed\]"
+        ConfigError,
+        match=r"engine is deepspeed, which is not installed: pip install megacore\[deepspeed\]",
     ):
         preflight(conf("gpt2-tiny", engine="deepspeed"), 8192, CPU)
 
@@ -166,10 +209,19 @@ def test_threads_can_be_set() -> None:
 
 
 def test_impossible_layouts_are_refused_with_the_numbers() -> None:
-    auto = conf("gpt2-tiny", launch__nproc_per_node="auto", train__global_batch_size=8, train__micro_batch_size=4)
-    with pytest.raises(ParallelLayoutError, match=r"8 is not a multiple of train\.micro_batch_size 4 x 3"):
+    auto = conf(
+        "gpt2-tiny",
+        launch__nproc_per_node="auto",
+        train__global_batch_size=8,
+        train__micro_batch_size=4,
+    )
+    with pytest.raises(
+        ParallelLayoutError, match=r"8 is not a multiple of train\.micro_batch_size 4 x 3"
+    ):
         resolve_launch(auto, Hardware(16, 64 * GIB, (A100,) * 3))
-    with pytest.raises(ParallelLayoutError, match="nproc_per_node is 8 and this machine has 1 visible GPU"):
+    with pytest.raises(
+        ParallelLayoutError, match="nproc_per_node is 8 and this machine has 1 visible GPU"
+    ):
         resolve_launch(conf("gpt2-345m-8gpu"), Hardware(16, 64 * GIB, (A100,)))
 
 
@@ -198,5 +250,7 @@ def test_a_login_node_without_a_gpu_may_submit_what_is_sized_for_gpus(kind: str)
     )
     on_cpus = conf("gpt2-tiny", launch__kind=kind, launch__nproc_per_node=1, launch__allow_cpu=True)
     assert preflight(on_cpus, VOCAB_SIZE, CPU).unseen is None
-    none = conf("gpt2-tiny", launch__kind="slurm", launch__nproc_per_node=1, launch__slurm__gpus_per_node=0)
+    none = conf(
+        "gpt2-tiny", launch__kind="slurm", launch__nproc_per_node=1, launch__slurm__gpus_per_node=0
+    )
     assert preflight(none, VOCAB_SIZE, CPU).unseen is None

@@ -24,8 +24,12 @@ def test_flops_are_narayanans_formula_with_recomputation() -> None:
 
 
 def test_validations_count_as_forward_passes() -> None:
-    few = load_config("gpt2-tiny", {"train.train_iters": 100, "train.eval_interval": 100, "train.eval_iters": 30})
-    none = load_config("gpt2-tiny", {"train.train_iters": 100, "train.eval_interval": 101, "train.eval_iters": 1})
+    few = load_config(
+        "gpt2-tiny", {"train.train_iters": 100, "train.eval_interval": 100, "train.eval_iters": 30}
+    )
+    none = load_config(
+        "gpt2-tiny", {"train.train_iters": 100, "train.eval_interval": 101, "train.eval_iters": 1}
+    )
     forward_passes = few.eval_rounds * 30 - none.eval_rounds
     per_iteration = training_flops(none, 8192) / (100 + none.eval_rounds / 3)
     difference = training_flops(few, 8192) - training_flops(none, 8192)
@@ -33,7 +37,9 @@ def test_validations_count_as_forward_passes() -> None:
 
 
 def tiny(**overrides: object) -> RunConfig:
-    return load_config("gpt2-tiny", {key.replace("__", "."): value for key, value in overrides.items()})
+    return load_config(
+        "gpt2-tiny", {key.replace("__", "."): value for key, value in overrides.items()}
+    )
 
 
 def test_a_ramp_up_reads_fewer_samples() -> None:
@@ -41,9 +47,12 @@ def test_a_ramp_up_reads_fewer_samples() -> None:
     settings = {"train__micro_batch_size": 4, "train__train_iters": 50, "train__eval_interval": 99}
     whole, ramp = tiny(**settings), tiny(**settings, train__rampup_batch_size=rampup)
     per_sample = (
-        training_flops(tiny(**settings | {"train__train_iters": 51}), 8192) - training_flops(whole, 8192)
+        training_flops(tiny(**settings | {"train__train_iters": 51}), 8192)
+        - training_flops(whole, 8192)
     ) / 16
-    assert training_flops(whole, 8192) - training_flops(ramp, 8192) == pytest.approx(20 * 8 * per_sample)
+    assert training_flops(whole, 8192) - training_flops(ramp, 8192) == pytest.approx(
+        20 * 8 * per_sample
+    )
 
 
 def stages(pp: int, v: int = 1, **overrides: object) -> RunConfig:
@@ -54,7 +63,9 @@ def stages(pp: int, v: int = 1, **overrides: object) -> RunConfig:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("pp", "v", "partition"), [(1, 1, "balanced"), (4, 1, "uniform"), (2, 2, [3, 2, 2, 1])])
+@pytest.mark.parametrize(
+    ("pp", "v", "partition"), [(1, 1, "balanced"), (4, 1, "uniform"), (2, 2, [3, 2, 2, 1])]
+)
 def test_stages_share_the_operations(recompute: str, pp: int, v: int, partition: object) -> None:
     config = stages(pp, v, train__recompute=recompute, parallel__pipeline_partition=partition)
     each = stage_flops(config, 8192)
@@ -70,8 +81,13 @@ def test_stages_share_the_operations(recompute: str, pp: int, v: int, partition:
 def test_the_first_layers_of_each_chunk_recompute() -> None:
     some = {"train__recompute": "full", "train__recompute_num_layers": 2}
     assert recomputed_layers(stages(1, **some), 8192) == (2, 0)
-    assert recomputed_layers(stages(4, **some, parallel__pipeline_partition="uniform"), 8192) == (8, 0)
-    assert recomputed_layers(stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1]), 8192) == (6, 0)
+    assert recomputed_layers(stages(4, **some, parallel__pipeline_partition="uniform"), 8192) == (
+        8,
+        0,
+    )
+    assert recomputed_layers(
+        stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1]), 8192
+    ) == (6, 0)
     assert recomputed_layers(stages(2, train__recompute="full"), 8192) == (8, 0)
 
 
@@ -96,10 +112,20 @@ def test_the_published_run_takes_about_two_days_on_eight_a100() -> None:
 def test_cpu_rate_counts_busy_cores_and_instruction_sets() -> None:
     avx2 = Hardware(8, GIB, cpu_flags=frozenset({"avx2"}))
     avx512 = Hardware(8, GIB, cpu_flags=frozenset({"avx2", "avx512f"}))
-    assert assumed_flops_per_second(avx512, "fp32", 2, 4) > assumed_flops_per_second(avx2, "fp32", 2, 4)
-    assert assumed_flops_per_second(avx2, "fp32", 8, 4) == assumed_flops_per_second(avx2, "fp32", 8, 1)
-    assert assumed_flops_per_second(avx2, "fp32", 2, 1) == assumed_flops_per_second(avx2, "fp32", 8, 1) / 4
-    assert assumed_flops_per_second(avx2, "fp16", 2, 4) < assumed_flops_per_second(avx2, "fp32", 2, 4) / 10
+    assert assumed_flops_per_second(avx512, "fp32", 2, 4) > assumed_flops_per_second(
+        avx2, "fp32", 2, 4
+    )
+    assert assumed_flops_per_second(avx2, "fp32", 8, 4) == assumed_flops_per_second(
+        avx2, "fp32", 8, 1
+    )
+    assert (
+        assumed_flops_per_second(avx2, "fp32", 2, 1)
+        == assumed_flops_per_second(avx2, "fp32", 8, 1) / 4
+    )
+    assert (
+        assumed_flops_per_second(avx2, "fp16", 2, 4)
+        < assumed_flops_per_second(avx2, "fp32", 2, 4) / 10
+    )
 
 
 def test_an_unknown_gpu_counts_as_the_slowest_known() -> None:

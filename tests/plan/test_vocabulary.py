@@ -17,16 +17,25 @@ def test_vocabulary_size_from_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.merge_file.*merges\.txt is no file"):
         expected_vocab_size(config)
     merges.write_text("#version: 0.2\n")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_file.*vocab\.json cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer\.vocab_file.*vocab\.json cannot be read"
+    ):
         expected_vocab_size(config)
     vocab.write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
     assert expected_vocab_size(config) == 3
-    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<|endoftext|>"}]}
+    tokenizer = {
+        "model": {"vocab": {"a": 0, "b": 1}},
+        "added_tokens": [{"content": "b"}, {"content": "<|endoftext|>"}],
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     local = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path)}})
     assert expected_vocab_size(local) == 3
-    gone = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path / "typo.json")}})
-    with pytest.raises(ConfigError, match=r"data\.tokenizer\.name: the vocabulary .*typo\.json cannot be read"):
+    gone = load_config(
+        "gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path / "typo.json")}}
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer\.name: the vocabulary .*typo\.json cannot be read"
+    ):
         expected_vocab_size(gone)
     assert expected_vocab_size(load_config("gpt2-tiny")) == 8192
     assert expected_vocab_size(load_config("gpt2-345m")) == 50_257
@@ -34,8 +43,13 @@ def test_vocabulary_size_from_files(tmp_path: Path) -> None:
 
 def test_word_piece_has_an_entry_per_line(tmp_path: Path) -> None:
     vocab = tmp_path / "vocab.txt"
-    config = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "bert-wordpiece", "vocab_file": str(vocab)}})
-    with pytest.raises(ConfigError, match=r"data\.tokenizer\.vocab_file: the vocabulary .*vocab\.txt cannot be read"):
+    config = load_config(
+        "gpt2-tiny", {"data.tokenizer": {"kind": "bert-wordpiece", "vocab_file": str(vocab)}}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.tokenizer\.vocab_file: the vocabulary .*vocab\.txt cannot be read",
+    ):
         expected_vocab_size(config)
     vocab.write_text("[PAD]\n[SEP]\na\u2028b\n", encoding="utf-8")
     assert expected_vocab_size(config) == 3
@@ -43,8 +57,12 @@ def test_word_piece_has_an_entry_per_line(tmp_path: Path) -> None:
 
 def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
     model = tmp_path / "m.model"
-    config = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "sentencepiece", "model_file": str(model)}})
-    with pytest.raises(ConfigError, match=r"data\.tokenizer\.model_file: the model .*m\.model cannot be read"):
+    config = load_config(
+        "gpt2-tiny", {"data.tokenizer": {"kind": "sentencepiece", "model_file": str(model)}}
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer\.model_file: the model .*m\.model cannot be read"
+    ):
         expected_vocab_size(config)
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -67,5 +85,7 @@ def test_sentinels_are_counted(tmp_path: Path) -> None:
         ({"kind": "hf", "name": "owner/name"}, 50_257),
     ):
         for extra in (0, 28):
-            config = load_config("gpt2-tiny", {"data.tokenizer": {**choice, "vocab_extra_ids": extra}})
+            config = load_config(
+                "gpt2-tiny", {"data.tokenizer": {**choice, "vocab_extra_ids": extra}}
+            )
             assert expected_vocab_size(config) == entries + extra

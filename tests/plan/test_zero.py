@@ -10,7 +10,9 @@ from megacore.plan.zero import ModelState, zero_bytes
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_papers_figure(stage: int, gigabytes: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 GPUs."""
-    assert zero_bytes(7_500_000_000, stage, 64, "fp16").device.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    assert zero_bytes(7_500_000_000, stage, 64, "fp16").device.total / 1e9 == pytest.approx(
+        gigabytes, abs=0.05
+    )
 
 
 def test_each_stage_divides_one_thing_more() -> None:
@@ -26,7 +28,9 @@ def test_each_stage_divides_one_thing_more() -> None:
 
 def test_in_fp32_the_weights_are_the_main_weights() -> None:
     assert zero_bytes(1000, 1, 2, "fp32").device == ModelState(4000, 4000, 0, 4000)
-    assert zero_bytes(1000, 1, 2, "fp32", main_weights=True).device == ModelState(4000, 4000, 2000, 4000)
+    assert zero_bytes(1000, 1, 2, "fp32", main_weights=True).device == ModelState(
+        4000, 4000, 2000, 4000
+    )
 
 
 def test_gradients_may_accumulate_in_another_type() -> None:

@@ -1,4 +1,7 @@
-"""What a probe's end means, and what a method makes of the configuration; the ranks are small scripts."""
+"""What a probe's end means, and what a method makes of the configuration.
+
+The ranks are small scripts.
+"""
 
 import sys
 from dataclasses import replace
@@ -58,14 +61,18 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     return stand_in
 
 
-FITS = "open(job['output'], 'w').write(json.dumps({'peak_memory': 10 * job['config']['train']['micro_batch_size']}))\n"
+FITS = (
+    "open(job['output'], 'w').write(json.dumps({'peak_memory': 10 * "
+    "job['config']['train']['micro_batch_size']}))\n"
+)
 
 
 def fails(error: str, message: str) -> str:
     reason = {"rank": 0, "error": error, "message": message, "time": 0.0, "secondary": False}
     return (
         "os.makedirs(job['exit_directory'], exist_ok=True)\n"
-        f"open(job['exit_directory'] + '/rank_0.json', 'w').write(json.dumps({reason!r}))\nsys.exit(7)\n"
+        f"open(job['exit_directory'] + '/rank_0.json', 'w').write(json.dumps({reason!r}))\n"
+        "sys.exit(7)\n"
     )
 
 
@@ -84,7 +91,10 @@ def test_a_rank_without_memory_is_an_answer(tmp_path: Path, rank: Any) -> None:
 
 
 def test_an_abort_for_want_of_memory_is_one(tmp_path: Path, rank: Any) -> None:
-    rank("sys.stderr.write(\"terminate called after throwing an instance of 'std::bad_alloc'\\n\")\nos.abort()\n")
+    rank(
+        "sys.stderr.write(\"terminate called after throwing an instance of 'std::bad_alloc'\\n\")\n"
+        "os.abort()\n"
+    )
     answer = try_batch(job(tmp_path), 10**9, tmp_path, Watch())
     assert isinstance(answer, TooLarge)
     assert answer.reason.startswith("std::bad_alloc: ")
@@ -98,7 +108,9 @@ def test_an_abort_for_want_of_memory_is_one(tmp_path: Path, rank: Any) -> None:
         ("sys.exit(1)\n", RankLostError),
     ],
 )
-def test_another_failure_is_raised(tmp_path: Path, rank: Any, script: str, error: type[Exception]) -> None:
+def test_another_failure_is_raised(
+    tmp_path: Path, rank: Any, script: str, error: type[Exception]
+) -> None:
     rank(script)
     with pytest.raises(error):
         try_batch(job(tmp_path), None, tmp_path, Watch())
@@ -110,7 +122,13 @@ def roomy(room: int) -> str:
     tried = f"if job['config']['train']['micro_batch_size'] > {room}:\n" + "".join(
         f"    {line}\n" for line in out.splitlines()
     )
-    result = {"train_seconds_per_epoch": 2.0, "evaluation_seconds": 1.0, "metrics": {}, "metric": "f1", "value": 0.5}
+    result = {
+        "train_seconds_per_epoch": 2.0,
+        "evaluation_seconds": 1.0,
+        "metrics": {},
+        "metric": "f1",
+        "value": 0.5,
+    }
     return (
         f"{tried}if 'output' in job:\n    {FITS}else:\n"
         "    os.makedirs(job['run_directory'] + '/best/iter_1')\n"
@@ -134,14 +152,28 @@ def test_each_probe_has_a_folder_of_its_own_and_the_epoch_too(tmp_path: Path, ra
     heard: list[int] = []
     watch = Watch(on_answer=lambda batch, answer: heard.append(batch))
     made = config(launch={"nproc_per_node": 1}, find_batch_size={"memory_limit_gb": 2.0})
-    report = compare(made, "zero2", "pretrained", "examples", samples=24, scratch=tmp_path, watch=watch)
+    report = compare(
+        made, "zero2", "pretrained", "examples", samples=24, scratch=tmp_path, watch=watch
+    )
     assert heard == [4, 8, 6, 5]
-    assert {path.name for path in tmp_path.iterdir()} == {*(f"probe-{each:05d}" for each in heard), "epoch"}
-    assert (report["batch"], report["peak_memory"], report["memory_limit"], report["limit"]) == (5, 50, 2 * 10**9, 24)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(f"probe-{each:05d}" for each in heard),
+        "epoch",
+    }
+    assert (report["batch"], report["peak_memory"], report["memory_limit"], report["limit"]) == (
+        5,
+        50,
+        2 * 10**9,
+        24,
+    )
     assert report["reason"] == "rank 0: out of memory"
     assert report["epoch"]["value"] == 0.5
     measured = FinetuneJob.read(tmp_path / "epoch" / "run.json").config
-    assert (measured.launch.distributed, measured.train.micro_batch_size, measured.train.num_epochs) == ("zero2", 5, 1)
+    assert (
+        measured.launch.distributed,
+        measured.train.micro_batch_size,
+        measured.train.num_epochs,
+    ) == ("zero2", 5, 1)
     assert not (tmp_path / "epoch" / "best").exists()
 
 
@@ -162,20 +194,31 @@ def test_a_model_that_does_not_fit_at_all_has_no_epoch(tmp_path: Path, rank: Any
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_epoch_without_memory_is_told(tmp_path: Path, rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_without_memory_is_told(
+    tmp_path: Path, rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def epoch(measured: FinetuneJob, on_poll: Any) -> None:
         raise MemoryExhaustedError("rank 0: in an evaluation")
 
     rank(FITS)
     monkeypatch.setattr(batch_size_search, "finetune", epoch)
     report = search(tmp_path, 4)
-    assert (report["batch"], report["epoch"], report["epoch_failure"]) == (4, None, "rank 0: in an evaluation")
+    assert (report["batch"], report["epoch"], report["epoch_failure"]) == (
+        4,
+        None,
+        "rank 0: in an evaluation",
+    )
 
 
 def test_a_method_keeps_the_json_of_its_own_stage_with_an_open_batch() -> None:
-    json = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "train_batch_size": "auto"}
+    json = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": "auto",
+    }
     made = config(
-        launch={"distributed": "zero2", "deepspeed_config": json}, train={"num_epochs": 3, "exit_duration_minutes": 1}
+        launch={"distributed": "zero2", "deepspeed_config": json},
+        train={"num_epochs": 3, "exit_duration_minutes": 1},
     )
     own, other = method_config(made, "zero2", 16), method_config(made, "zero3", 16)
     assert own.launch.deepspeed_config == json | {"train_micro_batch_size_per_gpu": "auto"}
@@ -183,7 +226,11 @@ def test_a_method_keeps_the_json_of_its_own_stage_with_an_open_batch() -> None:
     assert other.launch.distributed == "zero3"
     for each in (own, other):
         train = each.train
-        assert (train.micro_batch_size, train.num_epochs, train.exit_duration_minutes) == (16, 1, None)
+        assert (train.micro_batch_size, train.num_epochs, train.exit_duration_minutes) == (
+            16,
+            1,
+            None,
+        )
 
 
 def test_the_memory_of_a_rank() -> None:
@@ -195,7 +242,9 @@ def test_the_memory_of_a_rank() -> None:
     assert memory_limit_of(asked, 2, ONE_GPU) == memory_limit_of(asked, 2, NO_GPU) == 20 * 10**9
 
 
-@pytest.mark.parametrize(("hardware", "owner"), [(ONE_GPU, "a GPU has 80.0"), (NO_GPU, "this machine has 32.0")])
+@pytest.mark.parametrize(
+    ("hardware", "owner"), [(ONE_GPU, "a GPU has 80.0"), (NO_GPU, "this machine has 32.0")]
+)
 def test_a_limit_beyond_the_memory_is_refused(hardware: Hardware, owner: str) -> None:
     with pytest.raises(ConfigError, match=rf"memory_limit_gb is 90 and {owner} GB: lower it"):
         check_methods(config(find_batch_size={"memory_limit_gb": 90}), hardware)
@@ -203,7 +252,9 @@ def test_a_limit_beyond_the_memory_is_refused(hardware: Hardware, owner: str) ->
 
 def test_a_method_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size_search.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"has zero2, which is DeepSpeed's, and deepspeed is not installed"):
+    with pytest.raises(
+        ConfigError, match=r"has zero2, which is DeepSpeed's, and deepspeed is not installed"
+    ):
         check_methods(config(), NO_GPU)
     check_methods(config(find_batch_size={"methods": ["ddp"]}), NO_GPU)
 

@@ -36,8 +36,15 @@ def run(job: ConvertJob, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 def test_a_job_fills_its_output_directory(job: ConvertJob, tmp_path: Path) -> None:
     result = run(job, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert {path.name for path in (tmp_path / "export").iterdir()} == {"model", "parity.json", "sample.txt"}
-    assert json.loads((tmp_path / "export" / "parity.json").read_text(encoding="utf-8"))["passed"] is True
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {
+        "model",
+        "parity.json",
+        "sample.txt",
+    }
+    assert (
+        json.loads((tmp_path / "export" / "parity.json").read_text(encoding="utf-8"))["passed"]
+        is True
+    )
     assert not list((tmp_path / "exit").glob("*.json"))
     beat = read_heartbeat(beat_path(tmp_path / "exit", 0))
     assert beat is not None
@@ -46,7 +53,9 @@ def test_a_job_fills_its_output_directory(job: ConvertJob, tmp_path: Path) -> No
 
 
 def test_a_failing_gate_leaves_its_reason(job: ConvertJob, tmp_path: Path) -> None:
-    config = job.config.model_copy(update={"export": job.config.export.model_copy(update={"parity_tolerance": 1e-12})})
+    config = job.config.model_copy(
+        update={"export": job.config.export.model_copy(update={"parity_tolerance": 1e-12})}
+    )
     result = run(job.model_copy(update={"config": config}), tmp_path)
     assert result.returncode == 6, result.stderr
     reason = json.loads((tmp_path / "exit" / "rank_0.json").read_text(encoding="utf-8"))
@@ -62,7 +71,9 @@ def test_several_ranks_are_refused(job: ConvertJob, tmp_path: Path) -> None:
     assert reason["message"] == "a conversion was asked to run on 2 ranks: it takes 1"
 
 
-def test_a_file_that_is_no_job_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_job_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(tmp_path / "job.json")])

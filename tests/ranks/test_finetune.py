@@ -26,9 +26,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("finetune")
     _tiny_task.write_model(root / "model", dropout=0.1)
-    lines = [{"text": " ".join(f"w{1 + (start + place) % 31}" for place in range(36))} for start in range(24)]
+    lines = [
+        {"text": " ".join(f"w{1 + (start + place) % 31}" for place in range(36))}
+        for start in range(24)
+    ]
     for name, rows in {"train": lines, "valid": lines[:4]}.items():
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (root / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     made = config(root)
     for name in ("rows", "pretrained", "examples", "cache"):
         (root / name).mkdir()
@@ -41,7 +46,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(root: Path, **sections: Any) -> Any:
     from tests.finetune import _tiny_task
 
-    source = {"kind": "files", "train": [str(root / "train.jsonl")], "valid": [str(root / "valid.jsonl")]}
+    source = {
+        "kind": "files",
+        "train": [str(root / "train.jsonl")],
+        "valid": [str(root / "valid.jsonl")],
+    }
     values: dict[str, Any] = {
         "model": {"path": str(root / "model")},
         "data": {"source": source, "workers": 1},
@@ -49,7 +58,9 @@ def config(root: Path, **sections: Any) -> Any:
         "checkpoint": {"save_interval": 4},
         "launch": {"stop_grace": 5.0},
     }
-    return _tiny_task.config(**{name: values.get(name, {}) | sections.get(name, {}) for name in values | sections})
+    return _tiny_task.config(
+        **{name: values.get(name, {}) | sections.get(name, {}) for name in values | sections}
+    )
 
 
 def job(root: Path, run_directory: Path, attempt: int, **values: Any) -> FinetuneJob:
@@ -92,7 +103,9 @@ def test_a_killed_run_goes_on_and_its_best_model_is_exported(data: Path, tmp_pat
     assert found[-1]["reason"] == "finished"
     result = json.loads((run_directory / "result.json").read_text(encoding="utf-8"))
     assert result["value"] < result["start_metrics"][result["metric"]]
-    assert "step 36/36 | loss " in (run_directory / "logs" / "attempt-002.log").read_text(encoding="utf-8")
+    assert "step 36/36 | loss " in (run_directory / "logs" / "attempt-002.log").read_text(
+        encoding="utf-8"
+    )
     (beat,) = read_heartbeats(run_directory / "exit")
     assert (beat.phase, beat.iteration) == ("ended", 36)
 
@@ -101,7 +114,10 @@ def test_a_killed_run_goes_on_and_its_best_model_is_exported(data: Path, tmp_pat
     scratch.mkdir()
     values = common(data, run_directory, 2) | {"exit_directory": str(scratch / "exit")}
     export = FinetuneExportJob(
-        **values, best=str(run_directory / result["best"]), output_directory=str(output), card={"Data": "counting"}
+        **values,
+        best=str(run_directory / result["best"]),
+        output_directory=str(output),
+        card={"Data": "counting"},
     )
     report = finetune_stages.export(export, scratch)
     assert report["relative_difference"] < 1e-4
@@ -119,7 +135,10 @@ def test_every_machine_must_see_what_its_ranks_read(data: Path, tmp_path: Path) 
     reads = {"pretrained model": data / "pretrained", "examples": data / "examples"}
     items = directory_items(reads, [], Path(made.exit_directory), full=False)
     files = {str(item.directory / name) for item in items for name in item.entries}
-    assert {str(data / "pretrained" / "model" / "model.safetensors"), str(run_directory / "run.json")} <= files
+    assert {
+        str(data / "pretrained" / "model" / "model.safetensors"),
+        str(run_directory / "run.json"),
+    } <= files
     assert any(name.startswith(str(data / "examples" / "train")) for name in files)
     assert {item.role for item in items} == {"pretrained model", "examples", JOB_FILES_ROLE}
     with pytest.raises(LaunchError, match=r"examples: .*nowhere is not there on this machine"):

@@ -52,14 +52,21 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     assert _runs.events(run_directory)[-1]["reason"] == "finished"
     assert not list((run_directory / "exit").glob("*.json"))
     beats = read_heartbeats(run_directory / "exit")
-    assert [(beat.rank, beat.phase, beat.iteration) for beat in beats] == [(0, "ended", 6), (1, "ended", 6)]
+    assert [(beat.rank, beat.phase, beat.iteration) for beat in beats] == [
+        (0, "ended", 6),
+        (1, "ended", 6),
+    ]
     assert all(beat.collectives >= 6 for beat in beats)
 
-    checkpoints = tuple(str(path) for path in sorted((run_directory / "checkpoints").glob("iter_*")))
+    checkpoints = tuple(
+        str(path) for path in sorted((run_directory / "checkpoints").glob("iter_*"))
+    )
     output = tmp_path / "out" / "scores.json"
     output.parent.mkdir()
     values = _runs.job(run, data, run_directory, ranks=2).model_dump()
-    EvaluateJob(**values, checkpoints=checkpoints, output=str(output)).write(tmp_path / "out" / "job.json")
+    EvaluateJob(**values, checkpoints=checkpoints, output=str(output)).write(
+        tmp_path / "out" / "job.json"
+    )
     result = start("evaluate", tmp_path / "out" / "job.json", 2)
     assert result.returncode == 0, result.stderr
     results = json.loads(output.read_text(encoding="utf-8"))
@@ -67,7 +74,9 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     assert results["unigram"].keys() == {"test", "valid"}
     assert all(1 < ppl < 2 * _runs.VOCAB_SIZE for ppl in results["unigram"].values())
     assert list(scores) == list(checkpoints)
-    left = {path.name for path in output.parent.iterdir() if not path.name.startswith(".rendezvous-")}
+    left = {
+        path.name for path in output.parent.iterdir() if not path.name.startswith(".rendezvous-")
+    }
     assert left == {"job.json", "scores.json", "torchrun"}
     check_scores(scores[checkpoints[-1]], run_directory, data)
 
@@ -109,7 +118,8 @@ def test_an_unreadable_job_is_one_sentence(tmp_path: Path) -> None:
 
 LAUNCHER = """
 import os, subprocess, sys
-rank = subprocess.Popen(sys.argv[2:], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"}, start_new_session=True)
+env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+rank = subprocess.Popen(sys.argv[2:], env=env, start_new_session=True)
 open(sys.argv[1], "w").write(str(rank.pid))
 rank.wait()
 """
@@ -117,7 +127,9 @@ rank.wait()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent death signal is Linux's")
 def test_a_rank_does_not_outlive_its_launcher(data: Path, tmp_path: Path) -> None:
-    endless = _runs.config(train=_runs.config().train.model_dump() | {"train_iters": 50, "eval_interval": 1})
+    endless = _runs.config(
+        train=_runs.config().train.model_dump() | {"train_iters": 50, "eval_interval": 1}
+    )
     job: TrainJob = _runs.job(endless, data, tmp_path)
     job.write(tmp_path / "run.json")
     command = rank_commands.torchrun_alone("megacore.ranks.pretrain", tmp_path / "run.json", 1)
@@ -149,6 +161,9 @@ def wait_until(condition: "object", timeout: float = TIMEOUT) -> bool:
 def ended(pid: int) -> bool:
     """Whether a process is gone or a zombie that nobody has reaped yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0]
+            == "Z"
+        )
     except (FileNotFoundError, ProcessLookupError):
         return True

@@ -22,7 +22,9 @@ def _own_arithmetic() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def test_a_lone_rank_gets_a_mesh_with_a_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_rank_gets_a_mesh_with_a_timer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with joined(_runs.job(_runs.config(), tmp_path, tmp_path)) as (mesh, device):
         assert mesh.world_size == 1
@@ -32,7 +34,11 @@ def test_a_lone_rank_gets_a_mesh_with_a_timer(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("error", "phase"),
-    [(None, "ended"), (PreemptedError("stopped"), "ended"), (LossError("the loss is nan"), "optimizer")],
+    [
+        (None, "ended"),
+        (PreemptedError("stopped"), "ended"),
+        (LossError("the loss is nan"), "optimizer"),
+    ],
 )
 def test_the_heartbeat_ends_with_the_work_and_not_with_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, phase: str
@@ -56,12 +62,23 @@ def test_the_heartbeat_ends_with_the_work_and_not_with_a_failure(
     ("parallel", "model", "ranks", "message"),
     [
         ({"tensor_model_parallel_size": 2}, {}, 3, r"3 ranks are not a multiple of"),
-        ({}, {}, 8, r"global_batch_size 8 is not a multiple of train\.micro_batch_size 2 x 8 data-parallel ranks = 16"),
+        (
+            {},
+            {},
+            8,
+            (
+                r"global_batch_size 8 is not a multiple of train\.micro_batch_size 2 x 8 "
+                r"data-parallel ranks = 16"
+            ),
+        ),
         (
             {"tensor_model_parallel_size": 2},
             {"make_vocab_size_divisible_by": 1},
             2,
-            r"padded vocabulary of 61 entries .* \(now 1\) to 2, or use tensor 1 x pipeline 2 x data 1",
+            (
+                r"padded vocabulary of 61 entries .* \(now 1\) to 2, or use tensor 1 x pipeline 2 "
+                r"x data 1"
+            ),
         ),
     ],
 )

@@ -12,7 +12,9 @@ from megacore.jobs.run import RankJob
 from megacore.ranks.rank import run_rank
 
 
-def take(arguments: list[str], monkeypatch: pytest.MonkeyPatch, known: str | None = None) -> tuple[int, str | None]:
+def take(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, known: str | None = None
+) -> tuple[int, str | None]:
     """Exit code for a job that is not there, and LOCAL_RANK then."""
     monkeypatch.delenv("RANK", raising=False)
     if known is None:
@@ -27,9 +29,12 @@ def take(arguments: list[str], monkeypatch: pytest.MonkeyPatch, known: str | Non
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--local_rank", "3"], ["--local_rank=3"], ["--local-rank", "3"], ["--local-rank=3"]]
+    "arguments",
+    [["--local_rank", "3"], ["--local_rank=3"], ["--local-rank", "3"], ["--local-rank=3"]],
 )
-def test_both_spellings_set_local_rank(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_spellings_set_local_rank(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert take(arguments, monkeypatch) == (2, "3")
     assert take(arguments, monkeypatch, known="3") == (2, "3")
 
@@ -39,9 +44,14 @@ def test_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert take([], monkeypatch, known="1") == (2, "1")
 
 
-def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_contradiction_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert take(["--local_rank=0"], monkeypatch, known="1")[0] == 2
-    assert "--local_rank is 0 and the environment's LOCAL_RANK is 1: unset LOCAL_RANK" in capsys.readouterr().err
+    assert (
+        "--local_rank is 0 and the environment's LOCAL_RANK is 1: unset LOCAL_RANK"
+        in capsys.readouterr().err
+    )
     assert take(["--local-rank=-1"], monkeypatch)[0] == 2
     assert "--local_rank is -1: ranks of a machine are counted from 0" in capsys.readouterr().err
 
@@ -69,7 +79,14 @@ run_rank(Child, asks_for_its_stacks, ["--config", {str(tmp_path / "job.json")!r}
 
 @pytest.mark.parametrize("module", ["pretrain", "evaluate", "convert", "generate", "zeroshot"])
 def test_every_entry_point_takes_it(module: str) -> None:
-    command = [sys.executable, "-m", f"megacore.launch.{module}", "--config", "absent.json", "--local-rank=0"]
+    command = [
+        sys.executable,
+        "-m",
+        f"megacore.launch.{module}",
+        "--config",
+        "absent.json",
+        "--local-rank=0",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "absent.json is not a job" in result.stderr
     assert "unrecognized arguments" not in result.stderr

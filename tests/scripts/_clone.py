@@ -23,7 +23,9 @@ from typing import Any
 from prefect import flow
 
 @flow(name="probe")
-def probe(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, wait: bool = False) -> None:
+def probe(
+    conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, wait: bool = False
+) -> None:
     child = subprocess.Popen(["sleep", "300"], start_new_session=True) if wait else None
     facts = {"cwd": os.getcwd(), "env": dict(os.environ), "child": child and child.pid}
     target = Path(os.environ["MEGACORE_WORKSPACE"], "probe.json")
@@ -43,14 +45,24 @@ class Clone:
         for name in ("conf", "flows", "tasks", "scripts"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
-        probe = {**deployments["definitions"]["base"], "name": "env", "entrypoint": "flows/probe.py:probe"}
+        probe = {
+            **deployments["definitions"]["base"],
+            "name": "env",
+            "entrypoint": "flows/probe.py:probe",
+        }
         deployments["deployments"].append(probe)
         (root / "prefect.yaml").write_text(yaml.safe_dump(deployments), encoding="utf-8")
         (root / "flows" / "probe.py").write_text(PROBE, encoding="utf-8")
         self.ports = free_ports(2)
 
-    def command(self, *arguments: str, timeout: float = 200, **variables: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    def command(
+        self, *arguments: str, timeout: float = 200, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        kept = {
+            name: os.environ[name]
+            for name in ("PATH", "LANG", "LD_LIBRARY_PATH")
+            if name in os.environ
+        }
         env = {
             **kept,
             "HOME": str(self.root / "home"),
@@ -60,7 +72,9 @@ class Clone:
             "MLFLOW_PORT": str(self.ports[1]),
             **variables,
         }
-        return subprocess.run(arguments, cwd=self.root, env=env, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            arguments, cwd=self.root, env=env, capture_output=True, text=True, timeout=timeout
+        )
 
     def servers(self, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return self.command(sys.executable, "scripts/servers.py", command, **variables)

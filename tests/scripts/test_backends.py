@@ -30,7 +30,9 @@ def set_all(environment: pytest.MonkeyPatch, values: dict[str, str]) -> None:
         environment.setenv(name, value)
 
 
-def test_nothing_said_is_the_workspaces_own(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_said_is_the_workspaces_own(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     check_backends()
     words = mlflow_command(Workspace(tmp_path), "127.0.0.1", 5000)
     assert f"sqlite:///{tmp_path / 'mlflow.db'}" in words
@@ -49,15 +51,21 @@ def test_a_database_is_in_no_argument(environment: pytest.MonkeyPatch, tmp_path:
     assert not any("postgresql" in word or "hidden-word" in word for word in words)
 
 
-def test_artifacts_lie_in_the_workspace_unless_said_otherwise(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_artifacts_lie_in_the_workspace_unless_said_otherwise(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     set_all(environment, POSTGRES)
     workspace = Workspace(tmp_path)
-    assert environment_of("mlflow", workspace)["MLFLOW_ARTIFACTS_DESTINATION"] == str(tmp_path / "mlartifacts")
+    assert environment_of("mlflow", workspace)["MLFLOW_ARTIFACTS_DESTINATION"] == str(
+        tmp_path / "mlartifacts"
+    )
     environment.setenv("MLFLOW_ARTIFACTS_DESTINATION", "s3://bucket/path")
     assert environment_of("mlflow", workspace)["MLFLOW_ARTIFACTS_DESTINATION"] == "s3://bucket/path"
 
 
-def test_servers_know_the_databases_and_nobody_else(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_servers_know_the_databases_and_nobody_else(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     set_all(environment, POSTGRES)
     for name in ("prefect", "mlflow"):
         assert set(POSTGRES) <= set(environment_of(name, Workspace(tmp_path)))
@@ -95,16 +103,21 @@ def test_a_driver_that_is_missing_is_named(environment: pytest.MonkeyPatch) -> N
     set_all(environment, POSTGRES)
     environment.setattr(_backends.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"driver is not installed: pip install -c constraints.txt -e '.\[postgres\]'"
+        ConfigError,
+        match=r"driver is not installed: pip install -c constraints.txt -e '.\[postgres\]'",
     ):
         check_backends()
 
 
-def test_users_need_a_database_a_key_and_their_file(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_users_need_a_database_a_key_and_their_file(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     environment.setenv("MLFLOW_AUTH_CONFIG_PATH", str(tmp_path / "none.ini"))
     with pytest.raises(ConfigError, match="MLFLOW_BACKEND_STORE_URI is not"):
         check_backends()
-    set_all(environment, {name: value for name, value in POSTGRES.items() if "SECRET_KEY" not in name})
+    set_all(
+        environment, {name: value for name, value in POSTGRES.items() if "SECRET_KEY" not in name}
+    )
     with pytest.raises(ConfigError, match="MLFLOW_FLASK_SERVER_SECRET_KEY is not"):
         check_backends()
     set_all(environment, POSTGRES)

@@ -1,4 +1,5 @@
-"""constraints.txt pins every package that is installed here, and what the project asks for fits it."""
+"""constraints.txt pins every package that is installed here, and what the project asks for fits
+it."""
 
 import re
 import tomllib
@@ -15,8 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def pins() -> dict[str, Version]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     entries = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in entries), entries
-    return {canonicalize_name(name): Version(version) for name, version in (line.split("==") for line in entries)}
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in entries), (
+        entries
+    )
+    return {
+        canonicalize_name(name): Version(version)
+        for name, version in (line.split("==") for line in entries)
+    }
 
 
 def requirements() -> list[Requirement]:

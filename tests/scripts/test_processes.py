@@ -1,4 +1,7 @@
-"""Processes are found by what they inherited and ended by id, however they hide; others are left alone."""
+"""Processes are found by what they inherited and ended by id, however they hide.
+
+Others are left alone.
+"""
 
 import os
 import socket
@@ -43,7 +46,12 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def spawn(processes: ModuleType, tmp_path: Path) -> Iterator[Callable[..., object]]:
     def start(*command: str, name: str = "helper") -> object:
         return processes.spawn(
-            name, list(command), token=TOKEN, env=dict(os.environ), cwd=tmp_path, log=tmp_path / f"{name}.log"
+            name,
+            list(command),
+            token=TOKEN,
+            env=dict(os.environ),
+            cwd=tmp_path,
+            log=tmp_path / f"{name}.log",
         )
 
     yield start

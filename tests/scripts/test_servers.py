@@ -70,7 +70,9 @@ def test_stop_and_status_without_servers(idle: Clone) -> None:
 def test_deploying_needs_the_name_of_a_server(idle: Clone) -> None:
     result = idle.servers("deploy")
     assert result.returncode == 2
-    assert result.stderr == "error: PREFECT_API_URL is not set: name the server, as https://prefect.example.org/api\n"
+    assert result.stderr == (
+        "error: PREFECT_API_URL is not set: name the server, as https://prefect.example.org/api\n"
+    )
 
 
 def test_a_start_that_fails_half_way_is_rolled_back(idle: Clone) -> None:
@@ -113,7 +115,10 @@ def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
 
 def _deployments_are_those_of_prefect_yaml(clone: Clone, prefect_url: str) -> None:
     request = urllib.request.Request(
-        f"{prefect_url}/api/deployments/filter", b"{}", {"content-type": "application/json"}, method="POST"
+        f"{prefect_url}/api/deployments/filter",
+        b"{}",
+        {"content-type": "application/json"},
+        method="POST",
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
         deployed = json.load(answer)

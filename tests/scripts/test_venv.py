@@ -1,4 +1,5 @@
-"""`make venv`: what it asks of the machine, in one sentence each, and what it installs in which order."""
+"""`make venv`: what it asks of the machine, in one sentence each, and what it installs in which
+order."""
 
 import os
 import shutil
@@ -33,7 +34,9 @@ class Machine:
         self.calls = root / "calls"
         self.bin.mkdir()
         self.calls.touch()
-        shutil.copytree(ROOT / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__")
+        )
         for name in ("Makefile", "pyproject.toml", "constraints.txt", "setup.py"):
             shutil.copy(ROOT / name, self.root)
         (self.root / "megacore").mkdir()
@@ -53,7 +56,12 @@ class Machine:
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(self.bin), "CALLS": str(self.calls), "HOME": str(self.root), **variables}
         return subprocess.run(
-            command or ("scripts/venv.sh",), cwd=self.root, env=env, capture_output=True, text=True, timeout=60
+            command or ("scripts/venv.sh",),
+            cwd=self.root,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
 
     @property
@@ -112,7 +120,9 @@ def test_a_failed_install_leaves_no_stamp(machine: Machine) -> None:
 def test_torch_comes_first_and_everything_is_constrained(machine: Machine) -> None:
     assert machine.run().returncode == 0
     assert machine.installed
-    installs = [line for line in machine.calls.read_text().splitlines() if line.startswith("-m pip install")]
+    installs = [
+        line for line in machine.calls.read_text().splitlines() if line.startswith("-m pip install")
+    ]
     assert len(installs) == 2
     assert all("-c constraints.txt" in line for line in installs)
     assert "torch" in installs[0].split()

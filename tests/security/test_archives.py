@@ -1,4 +1,7 @@
-"""An archive's entries stay where it is unpacked: nltk unpacks the one archive that is downloaded, Punkt's."""
+"""An archive's entries stay where it is unpacked.
+
+nltk unpacks the one archive that is downloaded, Punkt's.
+"""
 
 import stat
 import zipfile
@@ -28,13 +31,19 @@ def unpack(path: Path, root: Path) -> list[str]:
     from nltk import data
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "path", [str(root.parent)])  # else the archive itself is refused for where it is
+        # else the archive itself is refused for where it is
+        patch.setattr(data, "path", [str(root.parent)])
         messages = list(nltk_downloader._unzip_iter(str(path), str(root), verbose=False))
-    return [str(message.message) for message in messages if isinstance(message, nltk_downloader.ErrorMessage)]
+    return [
+        str(message.message)
+        for message in messages
+        if isinstance(message, nltk_downloader.ErrorMessage)
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", ["../escaped", "punkt_tab/../../escaped", "/usr/../{outside}/escaped", "{outside}/escaped"]
+    "name",
+    ["../escaped", "punkt_tab/../../escaped", "/usr/../{outside}/escaped", "{outside}/escaped"],
 )
 def test_entries_outside_are_refused(name: str, tmp_path: Path) -> None:
     outside, inside = tmp_path / "outside", tmp_path / "data" / "tokenizers"
@@ -48,7 +57,10 @@ def test_entries_outside_are_refused(name: str, tmp_path: Path) -> None:
 def test_a_good_archive_is_unpacked(tmp_path: Path) -> None:
     inside = tmp_path / "data" / "tokenizers"
     inside.mkdir(parents=True)
-    assert unpack(archive(inside / "punkt_tab.zip", {"punkt_tab/english/a.tab": "content"}), inside) == []
+    assert (
+        unpack(archive(inside / "punkt_tab.zip", {"punkt_tab/english/a.tab": "content"}), inside)
+        == []
+    )
     assert (inside / "punkt_tab" / "english" / "a.tab").read_text() == "content"
 
 

@@ -25,10 +25,17 @@ def test_servers_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setattr(servers, name, lambda *arguments: None)
     monkeypatch.setattr(servers.asyncio, "run", lambda coroutine: coroutine.close())
     monkeypatch.setattr(
-        servers, "_launch", lambda known, workspace, name, torchrun_alone: started.append(torchrun_alone)
+        servers,
+        "_launch",
+        lambda known, workspace, name, torchrun_alone: started.append(torchrun_alone),
     )
     known = servers.Servers("token", "http://127.0.0.1:1", "http://127.0.0.1:2", {"deploy": None})
-    for name in ("PREFECT_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_WORKER_QUERY_SECONDS", "PWD"):
+    for name in (
+        "PREFECT_API_URL",
+        "PREFECT_SERVER_UI_API_URL",
+        "PREFECT_WORKER_QUERY_SECONDS",
+        "PWD",
+    ):
         monkeypatch.setenv(name, "")
     for name in ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "PYTHONPATH", "PYTHONUNBUFFERED"):
         monkeypatch.setenv(name, "")
@@ -63,7 +70,13 @@ def test_shards_of_dask_are_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None
     from megacore.config import load_config
     from tasks.shards import shard_runner
 
-    monkeypatch.setitem(sys.modules, "prefect_dask", SimpleNamespace(DaskTaskRunner=lambda **options: options))
-    runner: Any = shard_runner(load_config("gpt2-tiny", {"data.shard_runner": "dask", "data.shard_mb": 1}).data)
+    monkeypatch.setitem(
+        sys.modules, "prefect_dask", SimpleNamespace(DaskTaskRunner=lambda **options: options)
+    )
+    runner: Any = shard_runner(
+        load_config("gpt2-tiny", {"data.shard_runner": "dask", "data.shard_mb": 1}).data
+    )
     assert runner["cluster_kwargs"]["host"] == "127.0.0.1"
-    assert runner["cluster_kwargs"]["dashboard_address"] is None, "Dask's own would listen everywhere"
+    assert runner["cluster_kwargs"]["dashboard_address"] is None, (
+        "Dask's own would listen everywhere"
+    )

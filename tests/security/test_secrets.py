@@ -1,4 +1,5 @@
-"""A planted secret is in nothing that is shown, logged or written, and downloads that need it still succeed."""
+"""A planted secret is in nothing that is shown, logged or written, and downloads that need it still
+succeed."""
 
 import json
 import logging
@@ -30,7 +31,9 @@ class Guarded(BaseHTTPRequestHandler):
     """Gives its file to whoever brings user, password and token."""
 
     def do_GET(self) -> None:
-        allowed = f"token={CANARY}" in self.path and self.headers.get("Authorization", "").startswith("Basic ")
+        allowed = f"token={CANARY}" in self.path and self.headers.get(
+            "Authorization", ""
+        ).startswith("Basic ")
         self.send_response(200 if allowed else 403)
         self.send_header("Content-Length", str(len(CORPUS) if allowed else 0))
         self.end_headers()
@@ -56,7 +59,11 @@ def source(port: int, token: str = CANARY) -> HttpSource:
 
 def written(directory: Path) -> list[str]:
     """The files below `directory` that hold the canary."""
-    return [str(path) for path in directory.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    return [
+        str(path)
+        for path in directory.rglob("*")
+        if path.is_file() and CANARY.encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,13 @@ def test_other_text_stays(text: str) -> None:
 
 
 def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_KEY", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
+    names = (
+        "HF_TOKEN",
+        "MLFLOW_TRACKING_PASSWORD",
+        "PREFECT_API_KEY",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+    )
     for number, name in enumerate(names):
         monkeypatch.setenv(name, f"{CANARY}{number}")
         assert redact(f"the server refused {CANARY}{number}.") == "the server refused ***."
@@ -111,7 +124,13 @@ def test_values_are_hidden_by_their_names() -> None:
         "hf_token": CANARY,
     }
     assert CANARY not in json.dumps(redact_values(values))
-    plain = {"eod_token": "<|endoftext|>", "key": "text", "tokens": 5, "prefix_token": "<fim_prefix>", "password": ""}
+    plain = {
+        "eod_token": "<|endoftext|>",
+        "key": "text",
+        "tokens": 5,
+        "prefix_token": "<fim_prefix>",
+        "password": "",
+    }
     assert redact_values(plain) == plain
 
 
@@ -131,7 +150,9 @@ def test_a_download_leaves_no_secret_behind(
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
     caplog.set_level(logging.DEBUG)
     key = StageKey.of("collect", 1, {"source": fingerprint(source(port))})
-    artifact, _ = build_artifact(tmp_path / "corpora", key, lambda directory: collect(source(port), directory))
+    artifact, _ = build_artifact(
+        tmp_path / "corpora", key, lambda directory: collect(source(port), directory)
+    )
     assert artifact.counts["documents"] == 20
     with pytest.raises(MegacoreError, match=r"answered 403"):
         collect(source(port, token="wrong-" + CANARY), tmp_path / "other")
@@ -153,13 +174,23 @@ def test_a_job_file_has_no_secret_and_can_be_read(port: int, tmp_path: Path) -> 
     assert isinstance(job, RankJob)
     path.unlink()
     published = {"source": source(port).model_dump_json()}
-    values = job.model_dump() | {"checkpoint": "iter_0000001", "output_directory": "out", "card": published}
+    values = job.model_dump() | {
+        "checkpoint": "iter_0000001",
+        "output_directory": "out",
+        "card": published,
+    }
     ConvertJob.model_validate(values).write(path)
     assert written(tmp_path) == []
-    assert ConvertJob.read(path).card["source"].startswith('{"kind":"http","files":[{"url":"http://***@127.0.0.1')
+    assert (
+        ConvertJob.read(path)
+        .card["source"]
+        .startswith('{"kind":"http","files":[{"url":"http://***@127.0.0.1')
+    )
 
 
-def test_a_job_keeps_the_paths_that_ranks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_keeps_the_paths_that_ranks_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "megacore"
     job = _runs.job(_runs.config(), place, place)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "megacore")
@@ -172,7 +203,9 @@ def test_a_job_keeps_the_paths_that_ranks_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_manifest_has_no_secret(tmp_path: Path) -> None:
-    key = StageKey.of("collect", 1, {"source": {"url": f"https://me:{CANARY}@host/a", "secret": CANARY}})
+    key = StageKey.of(
+        "collect", 1, {"source": {"url": f"https://me:{CANARY}@host/a", "secret": CANARY}}
+    )
     artifact, _ = build_artifact(tmp_path, key, lambda directory: {"documents": 1})
     assert artifact.key == key.key
     assert written(tmp_path) == []

@@ -1,4 +1,5 @@
-"""Nothing from a configuration, a hostfile, a path or the environment is read by a shell as more than a word."""
+"""Nothing from a configuration, a hostfile, a path or the environment is read by a shell as more
+than a word."""
 
 import ast
 import json
@@ -25,7 +26,10 @@ PLANTS = (
     "' ; touch pwned ; '",
     "%n && touch pwned",
 )
-ARGUMENTS = "import json, os, sys; json.dump([sys.argv, os.environ.get('NCCL_PLANTED')], open(sys.argv[1], 'w'))"
+ARGUMENTS = (
+    "import json, os, sys; json.dump([sys.argv, os.environ.get('NCCL_PLANTED')], open(sys.argv[1], "
+    "'w'))"
+)
 
 
 def calls(path: Path) -> list[ast.Call]:
@@ -37,7 +41,12 @@ def test_no_code_asks_for_a_shell() -> None:
         for call in calls(path):
             name = ast.unparse(call.func)
             where = f"{path}:{call.lineno}"
-            assert name not in {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}, where
+            assert name not in {
+                "os.system",
+                "os.popen",
+                "subprocess.getoutput",
+                "subprocess.getstatusoutput",
+            }, where
             shell = [keyword for keyword in call.keywords if keyword.arg == "shell"]
             assert not shell or ast.unparse(shell[0].value) == "False", where
 
@@ -48,7 +57,10 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs = tmp_path / "bin"
     programs.mkdir()
     script = f"#!{sys.executable}\nimport json, os, sys\n"
-    script += f"json.dump([sys.argv[1:], dict(os.environ), os.getcwd()], open({str(tmp_path / 'said.json')!r}, 'w'))\n"
+    script += (
+        "json.dump([sys.argv[1:], dict(os.environ), os.getcwd()], "
+        f"open({str(tmp_path / 'said.json')!r}, 'w'))\n"
+    )
     (programs / "python").write_text(script)
     (programs / "python").chmod(0o755)
     return programs / "python"
@@ -84,13 +96,20 @@ def test_the_guard_passes_words_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     said, planted = folder / "said.json", "".join(PLANTS)
     command = [sys.executable, "-c", ARGUMENTS, str(said), *PLANTS]
-    supervise(command, log=folder / "log", exit_directory=folder / "exit", env={"NCCL_PLANTED": planted}, timeout=60)
+    supervise(
+        command,
+        log=folder / "log",
+        exit_directory=folder / "exit",
+        env={"NCCL_PLANTED": planted},
+        timeout=60,
+    )
     assert json.loads(said.read_text()) == [["-c", str(said), *PLANTS], planted]
     assert list(tmp_path.rglob("pwned")) == []
 
 
 @pytest.mark.parametrize(
-    "plant", [*PLANTS, "-oProxyCommand=sh", "-Fconfig", "a@-Fconfig", "host,other", "^file", "h[1-3]"]
+    "plant",
+    [*PLANTS, "-oProxyCommand=sh", "-Fconfig", "a@-Fconfig", "host,other", "^file", "h[1-3]"],
 )
 def test_a_hostfile_names_machines_alone(plant: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"

@@ -29,7 +29,9 @@ class Place:
         return f"{self.owner}.{self.name}"
 
 
-def places(section: BaseModel, inherited: Declaration | None = None, path: tuple[str | int, ...] = ()) -> list[Place]:
+def places(
+    section: BaseModel, inherited: Declaration | None = None, path: tuple[str | int, ...] = ()
+) -> list[Place]:
     """Every field of a configuration that holds no section, with those of sections in it."""
     result: list[Place] = []
     for name, field in type(section).model_fields.items():
@@ -58,7 +60,11 @@ def section_classes(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def other_values(annotation: Any, value: Any) -> list[Any]:
     """Values of the type, the likeliest to be valid first; the present one is not among them."""
-    return [other for other in _values(annotation, value) if other != value or type(other) is not type(value)]
+    return [
+        other
+        for other in _values(annotation, value)
+        if other != value or type(other) is not type(value)
+    ]
 
 
 def _values(annotation: Any, value: Any) -> list[Any]:

@@ -47,7 +47,11 @@ def config() -> RunConfig:
 def facts(tmp_path: Path) -> RunFacts:
     """Facts with one data set."""
     tokens = Artifact(
-        stage="tokenize", key="ab" * 8, path=str(tmp_path / "tokenized"), digest="f" * 64, counts={"tokens": 1000}
+        stage="tokenize",
+        key="ab" * 8,
+        path=str(tmp_path / "tokenized"),
+        digest="f" * 64,
+        counts={"tokens": 1000},
     )
     return RunFacts("0123456789abcdef", {"tokens": tokens}, {"flow_run": "daring-lynx"})
 

@@ -19,19 +19,40 @@ class EventLog:
     def write(self, kind: str, iteration: int, **values: Any) -> None:
         """Append one event."""
         self.time += 1
-        event = {"kind": kind, "time": self.time, "attempt": self.attempt, "iteration": iteration, **values}
+        event = {
+            "kind": kind,
+            "time": self.time,
+            "attempt": self.attempt,
+            "iteration": iteration,
+            **values,
+        }
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
     def step(self, iteration: int, loss: float = 5.0, **values: Any) -> None:
         """A step event with the fields that these tests need."""
         tokens = iteration * TOKENS_PER_ITERATION
-        self.write("step", iteration, consumed_tokens=tokens, lm_loss=loss, lr=1e-3, grad_norm=1.0, **values)
+        self.write(
+            "step",
+            iteration,
+            consumed_tokens=tokens,
+            lm_loss=loss,
+            lr=1e-3,
+            grad_norm=1.0,
+            **values,
+        )
 
     def evaluation(self, iteration: int, loss: float = 5.0) -> None:
         """A validation."""
         tokens = iteration * TOKENS_PER_ITERATION
-        self.write("evaluation", iteration, consumed_tokens=tokens, lm_loss=loss, ppl=math.exp(loss), samples=8)
+        self.write(
+            "evaluation",
+            iteration,
+            consumed_tokens=tokens,
+            lm_loss=loss,
+            ppl=math.exp(loss),
+            samples=8,
+        )
 
     def checkpoint(self, iteration: int, loss: float | None = 5.0) -> None:
         """A saved checkpoint."""

@@ -50,7 +50,9 @@ def compute(policy: ArtifactPolicy, tmp_path: Path, config: RunConfig) -> str | 
         return policy.compute_key(context, {"config": config}, {})
 
 
-def test_record_of_a_whole_artifact_stays(tmp_path: Path, config: RunConfig, artifact: Artifact) -> None:
+def test_record_of_a_whole_artifact_stays(
+    tmp_path: Path, config: RunConfig, artifact: Artifact
+) -> None:
     policy, record = policy_and_record(tmp_path)
     assert compute(policy, tmp_path, config) == record.name
     assert record.exists()
@@ -92,7 +94,12 @@ def test_error_in_a_key_is_raised_and_not_swallowed(
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(RankLostError("rank 1"), True), (ConfigError("lr"), False), (ConnectionError(), True), (ValueError(), False)],
+    [
+        (RankLostError("rank 1"), True),
+        (ConfigError("lr"), False),
+        (ConnectionError(), True),
+        (ValueError(), False),
+    ],
 )
 def test_only_what_may_pass_is_retried(error: Exception, expected: bool) -> None:
     assert should_retry(None, None, Failed(data=error)) is expected

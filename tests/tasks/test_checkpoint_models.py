@@ -14,7 +14,9 @@ from tests.tasks.events import EventLog
 
 
 @pytest.fixture
-def forward(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> Callable[[], str]:
+def forward(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> Callable[[], str]:
     """Deliver all events as a new process."""
     return lambda: Forwarder(tracking, run_directory, config, facts).flush()
 
@@ -24,7 +26,8 @@ def kept(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[L
     return list(
         tracking.client.search_logged_models(
             [tracking.experiment_id],
-            f"source_run_id = '{run_id}' AND model_type = 'checkpoint' AND tags.checkpoint_state = 'kept'",
+            f"source_run_id = '{run_id}' AND model_type = 'checkpoint' AND tags.checkpoint_state = "
+            "'kept'",
             order_by=[{"field_name": f"metrics.{order_by}", "ascending": True}],
         )
     )
@@ -50,7 +53,9 @@ def test_the_best_checkpoint_is_the_first_row(
     assert metric(table[0], "valid_ppl") == pytest.approx(2.71828, abs=1e-4)
     assert table[0].tags["path"] == str(run_directory / "checkpoints" / "iter_0000200")
     assert table[0].tags["size_bytes"] == "1200"
-    log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}, timestamp_ms=1)
+    log_test_perplexities(
+        tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}, timestamp_ms=1
+    )
     log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0}, timestamp_ms=2)
     by_test = kept(tracking, run_id, "test_ppl")
     assert iterations(by_test) == [100, 300, 200]

@@ -22,7 +22,9 @@ from tests.train import _runs
 
 GOOD = Finding("disk", "ok", {"a": "much"})
 TIGHT = Finding("disk", "warning", {"b": "little"}, "b has 1 GiB free: make room", ("b",))
-BROKEN = Finding("packages", "error", {"b": "torch 1"}, "torch is 1 on b and 2 on a: install the same", ("b",))
+BROKEN = Finding(
+    "packages", "error", {"b": "torch 1"}, "torch is 1 on b and 2 on a: install the same", ("b",)
+)
 
 
 @pytest.fixture
@@ -50,7 +52,10 @@ def job(place: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> TrainJob
 
 
 def test_several_machines_are_examined_and_the_report_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    examined: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     examined.findings = (GOOD, TIGHT)
     check_hosts(job(tmp_path, monkeypatch))
@@ -64,10 +69,15 @@ def test_an_error_ends_the_start_with_host_and_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace
 ) -> None:
     examined.findings = (TIGHT, BROKEN)
-    with pytest.raises(LaunchError, match=r"packages on b: torch is 1 on b and 2 on a: install the same \(") as raised:
+    with pytest.raises(
+        LaunchError, match=r"packages on b: torch is 1 on b and 2 on a: install the same \("
+    ) as raised:
         check_hosts(job(tmp_path, monkeypatch))
     assert not raised.value.retryable
-    assert json.loads((tmp_path / "run" / PREFLIGHT_FILE).read_text())["checks"][0]["check"] == "packages"
+    assert (
+        json.loads((tmp_path / "run" / PREFLIGHT_FILE).read_text())["checks"][0]["check"]
+        == "packages"
+    )
 
 
 def test_all_is_examined_where_the_configuration_says_so(
@@ -81,7 +91,9 @@ def test_all_is_examined_where_the_configuration_says_so(
 def test_who_is_not_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace, case: str
 ) -> None:
-    launch: dict[str, Any] = {"off": {"preflight": "off"}, "one host": {"hostfile": None}}.get(case, {})
+    launch: dict[str, Any] = {"off": {"preflight": "off"}, "one host": {"hostfile": None}}.get(
+        case, {}
+    )
     examined.run_count = 2 if case == "retry" else 1
     check_hosts(job(tmp_path, monkeypatch, **launch))
     assert examined.calls == []

@@ -19,7 +19,9 @@ def artifact(name: str, digest: str = "d") -> Artifact:
 
 
 def key(config: FinetuneConfig, method: Any = "zero2", digest: str = "d") -> str:
-    return find_batch_size_key(config, method, artifact("pretrained"), artifact("examples", digest)).key
+    return find_batch_size_key(
+        config, method, artifact("pretrained"), artifact("examples", digest)
+    ).key
 
 
 def config(**sections: Any) -> FinetuneConfig:
@@ -35,12 +37,22 @@ JSON = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
         ({"train": {"micro_batch_size": 16}}, "zero2"),
         ({"train": {"num_epochs": 9, "max_steps": 4, "log_interval": 3}}, "zero2"),
         ({"launch": {"distributed": "zero3"}}, "zero2"),
-        ({"launch": {"distributed": "zero3", "deepspeed_config": {"zero_optimization": {"stage": 3}}}}, "zero2"),
+        (
+            {
+                "launch": {
+                    "distributed": "zero3",
+                    "deepspeed_config": {"zero_optimization": {"stage": 3}},
+                }
+            },
+            "zero2",
+        ),
         ({"find_batch_size": {"methods": ["zero2"]}}, "zero2"),
         ({"launch": {"stall_limit": 5}, "checkpoint": {"keep_last": 3}}, "zero2"),
     ],
 )
-def test_what_is_searched_and_what_only_runs_it_is_not_in_the_key(sections: dict[str, Any], method: str) -> None:
+def test_what_is_searched_and_what_only_runs_it_is_not_in_the_key(
+    sections: dict[str, Any], method: str
+) -> None:
     assert key(config(**sections), method) == key(config(), method)
 
 
@@ -71,7 +83,9 @@ def test_what_memory_time_and_metrics_depend_on_is(sections: dict[str, Any]) -> 
 def test_method_samples_and_machine_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key(config()), key(config(), "ddp"), key(config(), digest="e")}
     for gpus in ((Gpu("small", 10**10),), (Gpu("large", 10**10),), (Gpu("large", 8 * 10**10),)):
-        monkeypatch.setattr(stage.Hardware, "detect", staticmethod(lambda gpus=gpus: Hardware(4, 10**10, gpus)))
+        monkeypatch.setattr(
+            stage.Hardware, "detect", staticmethod(lambda gpus=gpus: Hardware(4, 10**10, gpus))
+        )
         keys.add(key(config()))
     monkeypatch.setattr(stage, "_version", lambda name: "0")
     keys.add(key(config()))
@@ -79,7 +93,12 @@ def test_method_samples_and_machine_are_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def report(method: str, batch: int, seconds: float | None, **changed: Any) -> dict[str, Any]:
-    epoch = {"train_seconds_per_epoch": seconds, "evaluation_seconds": 1.25, "metric": "f1", "value": 0.5}
+    epoch = {
+        "train_seconds_per_epoch": seconds,
+        "evaluation_seconds": 1.25,
+        "metric": "f1",
+        "value": 0.5,
+    }
     return {
         "method": method,
         "ranks": 2,
@@ -91,7 +110,9 @@ def report(method: str, batch: int, seconds: float | None, **changed: Any) -> di
         "peak_memory": 7_500_000_000 if batch else None,
         "reason": f"rank 0: out of memory with a micro batch of {batch + 1}",
         "tried": {},
-        "epoch": None if seconds is None else epoch | {"metrics": {"loss": 0.7, "accuracy": 0.75, "f1": 0.5}},
+        "epoch": None
+        if seconds is None
+        else epoch | {"metrics": {"loss": 0.7, "accuracy": 0.75, "f1": 0.5}},
         "epoch_failure": None,
     } | changed
 
@@ -106,8 +127,10 @@ REPORTS = [
 
 def test_the_table() -> None:
     assert as_markdown(table_rows(REPORTS)).splitlines() == [
-        "| method | largest batch per rank | peak memory of a rank (GB) | time per epoch (s) | evaluation (s) "
-        "| accuracy | f1 |",
+        (
+            "| method | largest batch per rank | peak memory of a rank (GB) | time per epoch (s) | "
+            "evaluation (s) | accuracy | f1 |"
+        ),
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| ddp | - | - | - | - | - | - |",
         "| zero2 | 40 | 7.50 | 108.5 | 1.2 | 0.7500 | 0.5000 |",
@@ -122,7 +145,10 @@ def test_what_stands_below_it_says_why_and_what_to_set() -> None:
     assert "- ddp: 1 does not fit: rank 0: out of memory with a micro batch of 1\n" in text
     assert "- zero2: 41 does not fit: " in text
     assert "- zero3: 64 is the most that was tried" in text
-    assert "- zero3-offload: 48 fits for some steps, and the epoch did not: rank 1: in an evaluation\n" in text
+    assert (
+        "- zero3-offload: 48 fits for some steps, and the epoch did not: rank 1: in an evaluation\n"
+        in text
+    )
     assert text.endswith("`launch.distributed=zero3 train.micro_batch_size=64`.\n")
 
 
@@ -133,5 +159,10 @@ def test_without_any_epoch_nothing_is_recommended() -> None:
 
 
 def test_the_artifact_says_what_was_found() -> None:
-    assert counts_of(REPORTS[1]) == {"method": "zero2", "batch": 40, "epoch_seconds": 108.5, "f1": 0.5}
+    assert counts_of(REPORTS[1]) == {
+        "method": "zero2",
+        "batch": 40,
+        "epoch_seconds": 108.5,
+        "f1": 0.5,
+    }
     assert counts_of(REPORTS[0]) == {"method": "ddp", "batch": 0}

@@ -46,7 +46,9 @@ def publish(tracking: Tracking, export: Path, name: str = "bert-base") -> dict[s
 
     run = tracking.client.create_run(tracking.experiment_id)
     digest = Manifest.read(export).digest
-    return publish_model(tracking, run.info.run_id, export, name, digest=digest, iteration=3, metrics={}, tags={})
+    return publish_model(
+        tracking, run.info.run_id, export, name, digest=digest, iteration=3, metrics={}, tags={}
+    )
 
 
 def test_an_alias_becomes_a_version_with_its_files_and_lineage(
@@ -57,7 +59,9 @@ def test_an_alias_becomes_a_version_with_its_files_and_lineage(
     assert config.model.path == "models:/bert-base/1"
     directory = parent_directory(config)
     assert directory is not None
-    assert (directory / "config.json").read_bytes() == (export / "model" / "config.json").read_bytes()
+    assert (directory / "config.json").read_bytes() == (
+        export / "model" / "config.json"
+    ).read_bytes()
     parent = parent_of(config)
     assert (parent.name, parent.version, parent.run_id) == ("bert-base", "1", receipt["run_id"])
     assert parent.model_id == receipt["model_id"]
@@ -90,7 +94,9 @@ def test_a_server_s_files_are_downloaded_once(
         shutil.copytree(local, Path(dst_path, "model"))
         return dst_path
 
-    monkeypatch.setattr(_parent, "_location", lambda tracking, version: "mlflow-artifacts:/1/models/m-1/artifacts")
+    monkeypatch.setattr(
+        _parent, "_location", lambda tracking, version: "mlflow-artifacts:/1/models/m-1/artifacts"
+    )
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", download)
     found = [parent_directory(config) for _ in range(2)]
     assert calls == [("mlflow-artifacts:/1/models/m-1/artifacts", tracking.uri)]
@@ -116,7 +122,9 @@ def test_what_the_registry_does_not_have(
         pinned(config_of(path))
 
 
-def test_a_version_whose_files_were_deleted(tracking: Tracking, own_workspace: Workspace, export: Path) -> None:
+def test_a_version_whose_files_were_deleted(
+    tracking: Tracking, own_workspace: Workspace, export: Path
+) -> None:
     receipt = publish(tracking, export)
     location = tracking.client.get_logged_model(receipt["model_id"]).artifact_location
     shutil.rmtree(location.removeprefix("file://"))
@@ -135,7 +143,10 @@ def test_without_a_store_nothing_is_made(tmp_path: Path, monkeypatch: pytest.Mon
     ("sections", "sentence"),
     [
         ({"train": {"precision": "fp16"}}, "train.precision is fp16, which needs a GPU"),
-        ({"launch": {"distributed": "zero3-offload"}}, "zero3-offload, which divides a model over the memory of GPUs"),
+        (
+            {"launch": {"distributed": "zero3-offload"}},
+            "zero3-offload, which divides a model over the memory of GPUs",
+        ),
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(
@@ -144,15 +155,25 @@ def test_what_needs_a_gpu_is_refused_without_one(
     monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(2, 2**33)))
     with pytest.raises(ConfigError, match=sentence):
         finetune_preflight.check_here(config_of("model", **sections))
-    finetune_preflight.check_here(config_of("model", launch={"distributed": "zero2", "allow_cpu": True}))
+    finetune_preflight.check_here(
+        config_of("model", launch={"distributed": "zero2", "allow_cpu": True})
+    )
 
 
 @pytest.mark.parametrize(
     ("missing", "sections", "sentence"),
     [
         ("accelerate", {}, r"a fine-tuning needs accelerate, .* pip install megacore\[finetune\]"),
-        ("deepspeed", {"launch": {"distributed": "zero2", "allow_cpu": True}}, "launch.distributed is zero2, which"),
-        ("deepspeed", {"launch": {"kind": "deepspeed"}}, "launch.kind is deepspeed, which needs deepspeed"),
+        (
+            "deepspeed",
+            {"launch": {"distributed": "zero2", "allow_cpu": True}},
+            "launch.distributed is zero2, which",
+        ),
+        (
+            "deepspeed",
+            {"launch": {"kind": "deepspeed"}},
+            "launch.kind is deepspeed, which needs deepspeed",
+        ),
     ],
 )
 def test_missing_libraries(
@@ -160,24 +181,35 @@ def test_missing_libraries(
 ) -> None:
     known = finetune_preflight.importlib.util.find_spec
     monkeypatch.setattr(
-        finetune_preflight.importlib.util, "find_spec", lambda name: None if name == missing else known(name)
+        finetune_preflight.importlib.util,
+        "find_spec",
+        lambda name: None if name == missing else known(name),
     )
     with pytest.raises(ConfigError, match=sentence):
         finetune_preflight.check_here(config_of("model", **sections))
 
 
-def test_a_model_for_gpus_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_for_gpus_is_refused_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(2, 2**33)))
     (tmp_path / "model").mkdir()
     shape = {"hidden_size": 1536, "num_hidden_layers": 24, "vocab_size": 128_100}
     (tmp_path / "model" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    assert finetune_preflight.parameter_count(tmp_path / "model") == 128_100 * 1536 + 12 * 24 * 1536**2
+    assert (
+        finetune_preflight.parameter_count(tmp_path / "model") == 128_100 * 1536 + 12 * 24 * 1536**2
+    )
     model = Artifact(stage="pretrained", key="k", path=str(tmp_path), digest="d", counts={})
     counts = {"train": 400_000, "tokens": 400_000 * 128, "longest": 128}
     samples = Artifact(stage="examples", key="k", path=str(tmp_path), digest="d", counts=counts)
-    with pytest.raises(ConfigError, match=r"is sized for GPUs and this machine has none.* steps of 876 M parameters"):
+    with pytest.raises(
+        ConfigError,
+        match=r"is sized for GPUs and this machine has none.* steps of 876 M parameters",
+    ):
         finetune_preflight.check_cost(config_of("model"), model, samples)
-    allowed = finetune_preflight.check_cost(config_of("model", launch={"allow_cpu": True}), model, samples)
+    allowed = finetune_preflight.check_cost(
+        config_of("model", launch={"allow_cpu": True}), model, samples
+    )
     assert "876.2 M parameters on 1 CPU rank: 100000 steps" in allowed
 
 

@@ -21,7 +21,14 @@ def export(name: str, directory: Path) -> Path:
 
     spec = tiny_spec(name)
     write_model(directory / "model", spec, dict(our_model(spec).named_parameters()))
-    roles = {"pad_token": 0, "unk_token": 1, "cls_token": 2, "sep_token": 3, "mask_token": 4, "eos_token": 5}
+    roles = {
+        "pad_token": 0,
+        "unk_token": 1,
+        "cls_token": 2,
+        "sep_token": 3,
+        "mask_token": 4,
+        "eos_token": 5,
+    }
     words = {f"[{role}]": number for role, number in roles.items()}
     words |= {f"w{number}": number for number in range(len(words), VOCAB_SIZE)}
     backend = Tokenizer(models.WordLevel(words, unk_token="[unk_token]"))
@@ -33,17 +40,31 @@ def export(name: str, directory: Path) -> Path:
     return directory
 
 
-def publish(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, directory: Path) -> str:
+def publish(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, directory: Path
+) -> str:
     run_id = ensure_run(tracking, run_directory, config, facts)
     receipt = publish_model(
-        tracking, run_id, directory, config.registered_model, digest=directory.name, iteration=1, metrics={}, tags={}
+        tracking,
+        run_id,
+        directory,
+        config.registered_model,
+        digest=directory.name,
+        iteration=1,
+        metrics={},
+        tags={},
     )
     return receipt["uri"]
 
 
 @pytest.mark.parametrize("name", ["bert", "megatron-bert"])
 def test_a_bert_fills_masks(
-    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, tmp_path: Path, name: str
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     import mlflow
 
@@ -84,8 +105,16 @@ def test_a_t5_is_served_by_no_pipeline_because_transformers_has_none(tmp_path: P
 @pytest.mark.parametrize(
     ("values", "name", "options"),
     [
-        ({"architectures": ["MarianMTModel"], "is_encoder_decoder": True}, "text2text-generation", {}),
-        ({"architectures": ["BartForSequenceClassification"], "is_encoder_decoder": True}, "text-classification", {}),
+        (
+            {"architectures": ["MarianMTModel"], "is_encoder_decoder": True},
+            "text2text-generation",
+            {},
+        ),
+        (
+            {"architectures": ["BartForSequenceClassification"], "is_encoder_decoder": True},
+            "text-classification",
+            {},
+        ),
         ({"architectures": ["BloomForCausalLM"]}, "text-generation", {"max_new_tokens": 256}),
         (
             {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096},
@@ -103,7 +132,11 @@ def test_tasks_of_models_that_are_not_ours(
 
 
 def test_tasks_by_class(tmp_path: Path) -> None:
-    for name, wanted in (("llama", "text-generation"), ("bert-masked", "fill-mask"), ("t5", "text2text-generation")):
+    for name, wanted in (
+        ("llama", "text-generation"),
+        ("bert-masked", "fill-mask"),
+        ("t5", "text2text-generation"),
+    ):
         spec = tiny_spec(name)
         write_model(tmp_path / name, spec, dict(our_model(spec).named_parameters()))
         task = task_of(tmp_path / name)

@@ -22,15 +22,21 @@ MakeForwarder = Callable[[], Forwarder]
 
 
 @pytest.fixture
-def make_forwarder(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> MakeForwarder:
+def make_forwarder(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
+) -> MakeForwarder:
     """A forwarder as a new process would make it."""
-    return lambda: Forwarder(Tracking(tracking.workspace, "pretrain"), run_directory, config, facts, interval=0.0)
+    return lambda: Forwarder(
+        Tracking(tracking.workspace, "pretrain"), run_directory, config, facts, interval=0.0
+    )
 
 
 def history(tracking: Tracking, run_id: str, key: str = "train/lm_loss") -> dict[int, float]:
     """Values by step; fails when a step is there twice."""
     metrics = tracking.client.get_metric_history(run_id, key)
-    assert max(Counter(metric.step for metric in metrics).values(), default=0) <= 1, f"{key} has a step twice"
+    assert max(Counter(metric.step for metric in metrics).values(), default=0) <= 1, (
+        f"{key} has a step twice"
+    )
     return {metric.step: metric.value for metric in metrics}
 
 
@@ -43,9 +49,13 @@ def check(tracking: Tracking, run_id: str, iterations: list[int]) -> None:
 
 
 def watch_log_batch(
-    monkeypatch: pytest.MonkeyPatch, *, before: Exception | None = None, after: Exception | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: Exception | None = None,
+    after: Exception | None = None,
 ) -> list[int]:
-    """The iterations whose loss is sent from now on; the first batch fails before or after the store took it.
+    """The iterations whose loss is sent from now on; the first batch fails before or after the
+    store took it.
 
     SQLite itself drops an exact repetition, so what was sent shows more than what the store holds.
     """
@@ -68,16 +78,33 @@ def watch_log_batch(
 
 
 def test_losses_of_a_binary_head_have_curves_of_their_own() -> None:
-    event = {"kind": "evaluation", "time": 1.0, "iteration": 3, "consumed_tokens": 96, "lm_loss": 2.0, "sop_loss": 0.5}
+    event = {
+        "kind": "evaluation",
+        "time": 1.0,
+        "iteration": 3,
+        "consumed_tokens": 96,
+        "lm_loss": 2.0,
+        "sop_loss": 0.5,
+    }
     values = {point.key: (point.step, point.value) for point in points_of(event)}
     assert values["valid/sop_loss"] == (3, 0.5)
     assert values["valid/sop_loss_by_tokens"] == (96, 0.5)
     assert "valid/nsp_loss" not in values
-    assert {point.key for point in points_of(event | {"kind": "step"})} >= {"train/lm_loss", "train/sop_loss"}
+    assert {point.key for point in points_of(event | {"kind": "step"})} >= {
+        "train/lm_loss",
+        "train/sop_loss",
+    }
 
 
 def test_a_fine_tuning_has_its_metrics_and_the_seconds_of_its_epochs() -> None:
-    event = {"kind": "evaluation", "time": 1.0, "iteration": 4, "consumed_tokens": 64, "loss": 0.6, "epoch": 1}
+    event = {
+        "kind": "evaluation",
+        "time": 1.0,
+        "iteration": 4,
+        "consumed_tokens": 64,
+        "loss": 0.6,
+        "epoch": 1,
+    }
     points = list(points_of(event | {"metrics": {"loss": 0.6, "f1": 0.5, "accuracy": None}}))
     assert {point.key: (point.step, point.value) for point in points} == {
         "valid/loss": (4, 0.6),
@@ -88,12 +115,21 @@ def test_a_fine_tuning_has_its_metrics_and_the_seconds_of_its_epochs() -> None:
     assert len(points) == 4
     points = list(points_of(event | {"metrics": {"loss": 0.6, "ppl": 1.8}}))
     assert [point.value for point in points if point.key == "valid/ppl"] == [1.8]
-    epoch = {"kind": "epoch", "time": 1.0, "iteration": 4, "epoch": 1, "train_seconds": 2.5, "evaluation_seconds": 1.0}
+    epoch = {
+        "kind": "epoch",
+        "time": 1.0,
+        "iteration": 4,
+        "epoch": 1,
+        "train_seconds": 2.5,
+        "evaluation_seconds": 1.0,
+    }
     values = {point.key: (point.step, point.value) for point in points_of(epoch)}
     assert values == {"epoch/train_seconds": (4, 2.5), "epoch/evaluation_seconds": (4, 1.0)}
 
 
-def test_curves_by_iteration_and_by_tokens(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:
+def test_curves_by_iteration_and_by_tokens(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
+) -> None:
     for iteration in (10, 20, 30):
         log.step(iteration, loss=6 - iteration / 10, mfu=None)
     log.evaluation(30, loss=3.5)
@@ -201,7 +237,10 @@ def test_flush_tries_again_and_then_says_so(
 
 
 def test_a_store_that_hangs_neither_delays_polls_nor_flush_for_ever(
-    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
+    tracking: Tracking,
+    log: EventLog,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log.step(10)
     forwarder = make_forwarder()
@@ -221,7 +260,9 @@ def test_a_store_that_hangs_neither_delays_polls_nor_flush_for_ever(
     check(tracking, forwarder.flush(timeout=30), [10])
 
 
-def test_polls_deliver_in_the_background(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:
+def test_polls_deliver_in_the_background(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
+) -> None:
     forwarder = make_forwarder()
     for iteration in range(1, 6):
         log.step(iteration)
@@ -279,7 +320,9 @@ def test_batches_hold_whole_events(log: EventLog) -> None:
     assert offset == log.path.stat().st_size
 
 
-def test_a_torn_line_waits_for_its_end(tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder) -> None:
+def test_a_torn_line_waits_for_its_end(
+    tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
+) -> None:
     log.step(10)
     log.step(20)
     content = log.path.read_bytes()

@@ -1,4 +1,5 @@
-"""What stands in the keys of maps and trainings: the options of samples of sentences for their families alone."""
+"""What stands in the keys of maps and trainings: the options of samples of sentences for their
+families alone."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from tests.data._sentences import write_lengths
 
 def config(name: str, **changes: Any) -> RunConfig:
     return load_config(
-        name, {"data.split": "2,1,1", **{key.replace("__", "."): value for key, value in changes.items()}}
+        name,
+        {
+            "data.split": "2,1,1",
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        },
     )
 
 
@@ -48,7 +53,9 @@ def test_a_gpts_key_has_its_own_form(tmp_path: Path) -> None:
         ("t5-tiny", "span_corruption", {"data.span_corruption.noise_density": 0.1}),
     ],
 )
-def test_how_samples_are_made_is_in_the_key(tmp_path: Path, name: str, section: str, change: dict[str, Any]) -> None:
+def test_how_samples_are_made_is_in_the_key(
+    tmp_path: Path, name: str, section: str, change: dict[str, Any]
+) -> None:
     run, other, artifact = config(name), config(name, **change), tokens(tmp_path)
     assert section in index_key(run, artifact).parameters
     assert index_key(run, artifact).key != index_key(other, artifact).key
@@ -62,7 +69,13 @@ def test_the_stage_builds_what_the_flow_asks_for(tmp_path: Path) -> None:
     artifact, directory = tokens(tmp_path), tmp_path / "maps"
     directory.mkdir()
     run = config("bert-tiny", train__train_iters=2, train__eval_iters=1)
-    counts = build_sentence_maps(mixture(run, artifact), directory, index_options(run), wanted_samples(run))
+    counts = build_sentence_maps(
+        mixture(run, artifact), directory, index_options(run), wanted_samples(run)
+    )
     description = read_description(directory)
     assert description.options.sentences == SentenceOptions("bert", 2, 0.1)
-    assert counts["train"]["samples"] == description.samples["train"] >= 2 * run.train.global_batch_size
+    assert (
+        counts["train"]["samples"]
+        == description.samples["train"]
+        >= 2 * run.train.global_batch_size
+    )

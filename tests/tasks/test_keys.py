@@ -70,7 +70,9 @@ class Files:
         for name in "abcd":
             prefix = self.directory / name / "tokens" / "tokens_text_document"
             prefix.parent.mkdir(parents=True)
-            write_lengths(prefix, [[4, 5, 3, 6, 2], [7, 8], [], [3, 3, 3]] * (12 + "abcd".index(name)))
+            write_lengths(
+                prefix, [[4, 5, 3, 6, 2], [7, 8], [], [3, 3, 3]] * (12 + "abcd".index(name))
+            )
             self.tokens.append(prefix.parent)
 
     def blend(self, members: int) -> Path:
@@ -104,7 +106,9 @@ class Files:
 def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any]]:
     """Return what computes the key of each stage: the functions that the tasks call."""
     sources, artifact = config.data.sources, files.artifact
-    tokens = artifact("tokenize", files.tokens[0] if len(sources) == 1 else files.blend(len(sources)))
+    tokens = artifact(
+        "tokenize", files.tokens[0] if len(sources) == 1 else files.blend(len(sources))
+    )
     corpus, tokenizer, index = (
         artifact("collect"),
         artifact("tokenizer", vocab_size=512),
@@ -140,9 +144,12 @@ def finetune_keys(config: FinetuneConfig, files: Files) -> dict[str, Callable[[]
         "examples": lambda: examples_key(config, pretrained, rows),
         "finetune": lambda: finetune_key(config, pretrained, samples),
         "finetune-export": lambda: finetune_export.export_key(config, tuned, pretrained, samples),
-        "finetune-publish": lambda: finetune_publish.publish_key(config, pretrained, samples, tuned, exported),
+        "finetune-publish": lambda: finetune_publish.publish_key(
+            config, pretrained, samples, tuned, exported
+        ),
         "find-batch-size": lambda: [
-            find_batch_size_key(config, method, pretrained, samples).key for method in ("ddp", "zero2")
+            find_batch_size_key(config, method, pretrained, samples).key
+            for method in ("ddp", "zero2")
         ],
     }
 
@@ -182,7 +189,10 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "ResumeConfig.override": [["optim.lr"]],
         "ZeroShotConfig.wikitext": [words],
         "ZeroShotConfig.lambada": [words],
-        **{f"{name}.hostfile": [files("b/hosts")] for name in ("LaunchConfig", "FinetuneLaunchConfig")},
+        **{
+            f"{name}.hostfile": [files("b/hosts")]
+            for name in ("LaunchConfig", "FinetuneLaunchConfig")
+        },
         **{
             f"{name}.{field}": [["two"]]
             for name in ("LaunchConfig", "FinetuneLaunchConfig")
@@ -194,7 +204,9 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "FileRows.test": [[rows]],
         "ClassificationConfig.labels": [["no", "yes"]],
         "FinetuneTrainConfig.best_metric": ["loss"],
-        "FinetuneLaunchConfig.accelerate_config": [{"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}],
+        "FinetuneLaunchConfig.accelerate_config": [
+            {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
+        ],
         "FindBatchSizeConfig.methods": [["ddp"]],
     }
 
@@ -265,7 +277,9 @@ def sweep(
                 break
 
 
-def check(schema: type[Section], effects: Mapping[str, Effect], without: tuple[str, ...] = ()) -> None:
+def check(
+    schema: type[Section], effects: Mapping[str, Effect], without: tuple[str, ...] = ()
+) -> None:
     """Refuse fields that were not changed, and those that declare a stage whose key stays.
 
     Those in `without` have a single valid value.
@@ -276,7 +290,9 @@ def check(schema: type[Section], effects: Mapping[str, Effect], without: tuple[s
         for name, info in section.model_fields.items()
         if not any(True for _ in section_classes(info.annotation))
     }
-    untried = sorted(name for name in fields | effects.keys() if name not in effects or not effects[name].tried)
+    untried = sorted(
+        name for name in fields | effects.keys() if name not in effects or not effects[name].tried
+    )
     assert untried == sorted(without), (
         f"no other valid value is known of {untried}: give one in special_values, or add a base"
     )
@@ -303,7 +319,10 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
     )
     hub = {"kind": "hub", "dataset": "some/texts", "config": "c"}
     http = {"kind": "http", "files": [{"url": "https://host/a.jsonl"}]}
-    members = [{"weight": weight, "source": source} for weight, source in ((1, rows), (2, http), (3, tree), (4, hub))]
+    members = [
+        {"weight": weight, "source": source}
+        for weight, source in ((1, rows), (2, http), (3, tree), (4, hub))
+    ]
     by_split = {"train": members[:2], "valid": members[2:3], "test": members[3:]}
     prefix = {"kind": "prefix", "prefix": files("a/tokens/tokens_text_document")}
     parquet = {"kind": "parquet", "files": [files("a/rows.jsonl")]}
@@ -327,7 +346,9 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
             "launch.nproc_per_node": 1,
             "train.micro_batch_size": 2,
         }
-        return load_config(name, small | {key.replace("__", "."): value for key, value in changes.items()})
+        return load_config(
+            name, small | {key.replace("__", "."): value for key, value in changes.items()}
+        )
 
     yield base("gpt2-tiny", data__tokenizer=bpe, evaluate__zero_shot=texts), ""
     yield (

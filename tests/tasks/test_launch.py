@@ -36,7 +36,13 @@ def test_log_tail_starts_at_the_end_of_what_was_there(tmp_path: Path) -> None:
 
 
 def test_row_as_text() -> None:
-    counts = {"documents": 1786, "valid_ppl": 98.7654, "best": "iter_0000700", "checkpoints": [1, 2], "detail": {}}
+    counts = {
+        "documents": 1786,
+        "valid_ppl": 98.7654,
+        "best": "iter_0000700",
+        "checkpoints": [1, 2],
+        "detail": {},
+    }
     assert summarize(counts) == "1,786 documents, valid ppl 98.77, best iter_0000700, 2 checkpoints"
     row = StageRow("collect", "cached", 0.04, "abc", {"documents": 3})
     assert row.cells() == {
@@ -49,31 +55,46 @@ def test_row_as_text() -> None:
 
 
 def test_event_without_a_loss_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp16 skips its first iterations while the loss scale comes down: such an interval has no loss."""
+    """fp16 skips its first iterations while the loss scale comes down.
+
+    Such an interval has no loss.
+    """
     shown: list[str] = []
     monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
-    monkeypatch.setattr(_launch, "create_progress_artifact", lambda **values: shown.append(values["description"]))
-    monkeypatch.setattr(_launch, "update_progress_artifact", lambda **values: shown.append(values["description"]))
+    monkeypatch.setattr(
+        _launch, "create_progress_artifact", lambda **values: shown.append(values["description"])
+    )
+    monkeypatch.setattr(
+        _launch, "update_progress_artifact", lambda **values: shown.append(values["description"])
+    )
     events = tmp_path / "events.jsonl"
     events.write_text('{"kind": "start", "iteration": 0}\n{"kind": "st')
     forwarder = SimpleNamespace(poll=lambda: None)
     with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
         # The writer cuts the torn line before it goes on.
-        step = '{"kind": "step", "time": 1.0, "iteration": 10, "consumed_tokens": 320, "lm_loss": null}'
+        step = (
+            '{"kind": "step", "time": 1.0, "iteration": 10, "consumed_tokens": 320, "lm_loss": '
+            "null}"
+        )
         events.write_text(f'{{"kind": "start", "iteration": 0}}\n{step}\n')
         monitor.poll()
     assert shown == ["iteration 10 of 20, lm loss -, unknown left"]
 
 
-def test_a_fine_tuning_says_its_length_in_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fine_tuning_says_its_length_in_its_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: dict[str, str] = {}
     monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(_launch, "create_progress_artifact", lambda **values: shown.update(values))
     events = tmp_path / "events.jsonl"
     forwarder = SimpleNamespace(poll=lambda: None)
-    with _launch.TrainingMonitor(tmp_path / "log", events, None, forwarder, label="fine-tuning") as monitor:
+    with _launch.TrainingMonitor(
+        tmp_path / "log", events, None, forwarder, label="fine-tuning"
+    ) as monitor:
         events.write_text(
-            '{"kind": "step", "time": 1.0, "iteration": 4, "total_iterations": 16, "loss": 0.5, "consumed_tokens": 9}\n'
+            '{"kind": "step", "time": 1.0, "iteration": 4, "total_iterations": 16, "loss": 0.5, '
+            '"consumed_tokens": 9}\n'
         )
         monitor.poll()
     assert (shown["key"], shown["progress"]) == ("fine-tuning", 25.0)

@@ -58,7 +58,11 @@ def test_one_run_with_config_versions_and_data(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     run_id = ensure_run(tracking, run_directory, config, facts)
-    assert ensure_run(tracking, run_directory, config, facts) == run_id == recorded_run_id(run_directory)
+    assert (
+        ensure_run(tracking, run_directory, config, facts)
+        == run_id
+        == recorded_run_id(run_directory)
+    )
     assert all_runs(tracking) == [run_id]
     run = tracking.client.get_run(run_id)
     assert run.info.run_name == "gpt2-test.v1-01234567"
@@ -69,7 +73,9 @@ def test_one_run_with_config_versions_and_data(
     (dataset,) = run.inputs.dataset_inputs
     assert dataset.dataset.digest == "f" * 36
     assert json.loads(dataset.dataset.profile) == {"tokens": 1000}
-    text = (tracking.workspace.mlflow_artifacts / "pretrain" / run_id / "artifacts" / "config.yaml").read_text()
+    text = (
+        tracking.workspace.mlflow_artifacts / "pretrain" / run_id / "artifacts" / "config.yaml"
+    ).read_text()
     assert "train_iters: 100" in text
 
 
@@ -89,7 +95,11 @@ def test_nothing_is_written_outside_the_workspace(
 
 
 def test_killed_between_creating_the_run_and_noting_it(
-    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, monkeypatch: pytest.MonkeyPatch
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def killed_at_the_second(path: Path, value: dict[str, str | None]) -> None:
         if value["run_id"] is not None:
@@ -107,7 +117,11 @@ def test_killed_between_creating_the_run_and_noting_it(
 
 
 def test_killed_while_describing_the_run(
-    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, monkeypatch: pytest.MonkeyPatch
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def killed(*_: object) -> None:
         raise KilledError
@@ -146,7 +160,10 @@ def test_extending_reopens_the_run_and_tags_what_changed(
     end_run(tracking, run_id)
     assert tracking.client.get_run(run_id).info.status == "FINISHED"
     for train_iters in (200, 100):
-        assert ensure_run(tracking, run_directory, make_config(train_iters=train_iters), facts) == run_id
+        assert (
+            ensure_run(tracking, run_directory, make_config(train_iters=train_iters), facts)
+            == run_id
+        )
         run = tracking.client.get_run(run_id)
         assert run.info.status == "RUNNING"
         assert run.data.params["train.train_iters"] == "100"
@@ -162,7 +179,9 @@ def test_a_deleted_experiment_is_one_sentence(
         ensure_run(again, run_directory, config, facts)
 
 
-def test_the_environment_names_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_another_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert Tracking(Workspace(tmp_path), "x").uri == f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
     tracking = Tracking(Workspace(tmp_path), "x")
@@ -173,8 +192,17 @@ def test_the_environment_names_another_store(tmp_path: Path, monkeypatch: pytest
 
 
 def test_flatten_redacts_and_cuts() -> None:
-    flat = flatten({"a": {"b": 1, "c": None}, "d": [1, 2], "e": {}, "f": "x" * 7000, "g": "s3://me:pw@host/p"})
-    assert flat == {"a.b": "1", "a.c": "null", "d": "[1, 2]", "e": "{}", "f": "x" * 6000, "g": "s3://***@host/p"}
+    flat = flatten(
+        {"a": {"b": 1, "c": None}, "d": [1, 2], "e": {}, "f": "x" * 7000, "g": "s3://me:pw@host/p"}
+    )
+    assert flat == {
+        "a.b": "1",
+        "a.c": "null",
+        "d": "[1, 2]",
+        "e": "{}",
+        "f": "x" * 6000,
+        "g": "s3://***@host/p",
+    }
     assert redact("https://host/d?sv=1&api_key=abc&x=2") == "https://host/d?sv=1&***&x=2"
 
 
@@ -194,7 +222,9 @@ def test_git_facts(tmp_path: Path) -> None:
 
 def test_mlflow_is_imported_only_when_it_is_used() -> None:
     code = (
-        "import sys, tasks._mlflow, tasks._forward, tasks._registry, tasks._checkpoint_models, tasks._plots\n"
-        "assert not {'mlflow', 'matplotlib', 'torch', 'prefect'} & set(sys.modules), 'imported too early'"
+        "import sys, tasks._mlflow, tasks._forward, tasks._registry, tasks._checkpoint_models, "
+        "tasks._plots\n"
+        "assert not {'mlflow', 'matplotlib', 'torch', 'prefect'} & set(sys.modules), 'imported too "
+        "early'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -15,7 +15,8 @@ from tasks._orphans import watch_over_server
 watch_over_server()
 # A process that looks like the server, and one that does not.
 for name in ("prefect.server.api.server:create_app", "another"):
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", name], start_new_session=True)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)", name]
+    subprocess.Popen(sleep, start_new_session=True)
 print("started", flush=True)
 time.sleep(60)
 """
@@ -26,7 +27,9 @@ def processes_of(token: str) -> list[int]:
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            if f"{MARK}={token}".encode() in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+            if f"{MARK}={token}".encode() in Path("/proc", name, "environ").read_bytes().split(
+                b"\0"
+            ):
                 found.append(int(name))
         except OSError:
             continue

@@ -24,7 +24,9 @@ def test_curves_take_the_first_report_of_an_iteration(log: EventLog) -> None:
 
 
 @pytest.mark.parametrize(("iterations", "evaluations"), [(0, 0), (1, 0), (3, 1), (500, 10)])
-def test_pictures_of_any_length(log: EventLog, tmp_path: Path, iterations: int, evaluations: int) -> None:
+def test_pictures_of_any_length(
+    log: EventLog, tmp_path: Path, iterations: int, evaluations: int
+) -> None:
     from matplotlib.image import imread
 
     log.path.touch()
@@ -66,7 +68,9 @@ def test_lengths_are_drawn(tmp_path: Path) -> None:
 
     from tasks._plots import LENGTHS_FILE, length_histogram
 
-    picture = length_histogram(np.array([1, 5, 40, 41], np.int32), tmp_path / LENGTHS_FILE, "tokens per document")
+    picture = length_histogram(
+        np.array([1, 5, 40, 41], np.int32), tmp_path / LENGTHS_FILE, "tokens per document"
+    )
     pixels = imread(picture)
     assert pixels.shape[:2] == (624, 1040)
     orange = (pixels[..., 0] > 0.7) & (pixels[..., 1] < 0.5) & (pixels[..., 2] < 0.3)

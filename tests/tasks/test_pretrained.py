@@ -1,4 +1,7 @@
-"""Runs that begin with another checkpoint's weights: whose runs they are, and what is refused before they start."""
+"""Runs that begin with another checkpoint's weights.
+
+Whose runs they are, and what is refused before they start.
+"""
 
 import shutil
 from pathlib import Path
@@ -52,10 +55,13 @@ def test_a_run_is_known_by_what_it_began_with_wherever_that_lies(tmp_path: Path)
 
 
 @pytest.mark.parametrize("refuse", [key, check_pretrained, check_machine])
-def test_a_missing_checkpoint_is_refused_before_anything_starts(tmp_path: Path, refuse: Any) -> None:
+def test_a_missing_checkpoint_is_refused_before_anything_starts(
+    tmp_path: Path, refuse: Any
+) -> None:
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(
-        ConfigError, match=r"pretrained_checkpoint is .*iter_0000001, which has no complete\.json: give"
+        ConfigError,
+        match=r"pretrained_checkpoint is .*iter_0000001, which has no complete\.json: give",
     ):
         refuse(beginning_with(tmp_path / "iter_0000001"))
 
@@ -63,5 +69,7 @@ def test_a_missing_checkpoint_is_refused_before_anything_starts(tmp_path: Path, 
 def test_another_architecture_is_refused_before_anything_starts(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "iter_0000000", make_config())
     check_pretrained(beginning_with(path, hidden_dropout=0.3))
-    with pytest.raises(CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"):
+    with pytest.raises(
+        CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"
+    ):
         check_machine(beginning_with(path, activation="relu"))

@@ -30,10 +30,18 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(directory / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
+        directory / "model"
+    )
     eod = len(alphabet)
     shape = GPT2Config(
-        vocab_size=eod + 1, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=eod, eos_token_id=eod
+        vocab_size=eod + 1,
+        n_positions=32,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=eod,
+        eos_token_id=eod,
     )
     GPT2LMHeadModel(shape).save_pretrained(directory / "model")
     (directory / "parity.json").write_text("{}")
@@ -43,7 +51,12 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def publish(
-    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, export: Path, tmp_path: Path
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    export: Path,
+    tmp_path: Path,
 ) -> Callable[..., dict[str, str]]:
     """Publish the export under its digest."""
     picture = tmp_path / "loss.png"
@@ -80,7 +93,9 @@ def test_the_candidate_is_an_mlflow_model(
     assert receipt["uri"] == "models:/gpt2-test.v1/1"
     model = tracking.client.get_logged_model(receipt["model_id"])
     assert [(metric.key, metric.value) for metric in model.metrics] == [("export/test_ppl", 99.5)]
-    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "gpt2-test.v1", "version": "1"}]
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [
+        {"name": "gpt2-test.v1", "version": "1"}
+    ]
     artifacts = tracking.workspace.mlflow_artifacts / "pretrain" / receipt["run_id"] / "artifacts"
     assert (artifacts / "export" / "parity.json").is_file()
     assert (artifacts / "plots" / "loss.png").is_file()
@@ -101,12 +116,16 @@ def test_every_file_of_a_tokenizer_is_published_with_it(
     for name in ("vocab.txt", "spm.model", "README.md"):
         (copy / "model" / name).write_text("", encoding="utf-8")
     receipt = publish(directory=copy)
-    location = tracking.client.get_logged_model(receipt["model_id"]).artifact_location.removeprefix("file://")
+    location = tracking.client.get_logged_model(receipt["model_id"]).artifact_location.removeprefix(
+        "file://"
+    )
     found = {path.name for path in Path(location, "components", "tokenizer").iterdir()}
     assert found == {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "spm.model"}
 
 
-def test_publishing_again_gives_the_same_version(tracking: Tracking, publish: Callable[..., dict[str, str]]) -> None:
+def test_publishing_again_gives_the_same_version(
+    tracking: Tracking, publish: Callable[..., dict[str, str]]
+) -> None:
     first = publish()
     assert publish() == first
     second = publish("d2")
@@ -175,7 +194,9 @@ def test_a_store_that_is_gone_is_not_made_by_looking(tracking: Tracking) -> None
     assert not store.exists()
 
 
-def test_an_incomplete_export_is_refused(publish: Callable[..., dict[str, str]], export: Path, tmp_path: Path) -> None:
+def test_an_incomplete_export_is_refused(
+    publish: Callable[..., dict[str, str]], export: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(export, copy)
     (copy / "parity.json").unlink()

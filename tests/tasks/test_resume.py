@@ -1,4 +1,7 @@
-"""Runs that go on from another run's checkpoint: whose runs they are, what is shown, what is refused."""
+"""Runs that go on from another run's checkpoint.
+
+Whose runs they are, what is shown, what is refused.
+"""
 
 import json
 import logging
@@ -31,14 +34,19 @@ def changed(**sections: dict[str, Any]) -> RunConfig:
 def checkpoint(path: Path, config: RunConfig, iteration: int) -> Path:
     """What a checkpoint says of itself, without weights."""
     path.mkdir(parents=True)
-    state = {"model": ModelSpec.of(config, 500).model_dump(mode="json"), "config": config.model_dump(mode="json")}
+    state = {
+        "model": ModelSpec.of(config, 500).model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
+    }
     write_json(path / "state.json", state)
     Marker(iteration, None, {}).write(path)
     return path
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
     """The log, which outside of a flow run is a plain one."""
     monkeypatch.setattr(_resume, "get_run_logger", lambda: logging.getLogger("told"))
     caplog.set_level(logging.INFO, "told")
@@ -48,16 +56,21 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 def test_a_run_is_known_by_what_it_goes_on_from_and_passes_over(tmp_path: Path) -> None:
     first = checkpoint(tmp_path / "iter_0000001", make_config(), 1)
     other = checkpoint(tmp_path / "iter_0000002", make_config(), 2)
-    plain, one, two = (changed(resume={"checkpoint": path}) for path in (None, str(first), str(other)))
+    plain, one, two = (
+        changed(resume={"checkpoint": path}) for path in (None, str(first), str(other))
+    )
     assert len({run_key(config, INPUT, INPUT).key for config in (plain, one, two)}) == 3
     allowed = changed(resume={"checkpoint": str(first), "override": ["optim.lr"]})
     assert run_key(allowed, INPUT, INPUT) == run_key(one, INPUT, INPUT)
     skipping = changed(train={"skip_samples": ["8-15"]})
     assert run_key(skipping, INPUT, INPUT) == run_key(plain, INPUT, INPUT)  # the same run goes on
-    assert train_key(skipping, INPUT, INPUT, INPUT) != train_key(plain, INPUT, INPUT, INPUT)  # to another end
+    # to another end
+    assert train_key(skipping, INPUT, INPUT, INPUT) != train_key(plain, INPUT, INPUT, INPUT)
 
 
-def test_the_difference_is_shown_and_must_be_allowed(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_the_difference_is_shown_and_must_be_allowed(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
     path = str(checkpoint(tmp_path / "iter_0000001", make_config(), 1))
     with pytest.raises(ConfigError, match=r"optim.lr: .* -> 0.5.*override: \[optim.lr\]"):
         check_resumed(changed(resume={"checkpoint": path}, optim={"lr": 0.5}))
@@ -65,14 +78,20 @@ def test_the_difference_is_shown_and_must_be_allowed(tmp_path: Path, said: pytes
     check_resumed(changed(resume={"checkpoint": path, "override": ["optim.lr"]}, optim={"lr": 0.5}))
 
 
-def test_what_is_no_checkpoint_of_a_training_is_refused(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"resume.checkpoint is .*nowhere, which has no complete\.json: give"):
+def test_what_is_no_checkpoint_of_a_training_is_refused(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"resume.checkpoint is .*nowhere, which has no complete\.json: give"
+    ):
         check_resumed(changed(resume={"checkpoint": str(tmp_path / "nowhere")}))
     path = checkpoint(tmp_path / "iter_0000001", make_config(), 1)
     state = json.loads((path / "state.json").read_text())
     del state["config"]
     write_json(path / "state.json", state)
-    with pytest.raises(ConfigError, match=r"which holds no configuration.*train.pretrained_checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"which holds no configuration.*train.pretrained_checkpoint"
+    ):
         check_resumed(changed(resume={"checkpoint": str(path)}))
 
 
@@ -87,7 +106,9 @@ def test_a_new_run_says_from_which_it_differs_and_how_to_go_on(
     tell_of_other_runs(changed(train={"train_iters": 50}, checkpoint={"save_interval": 3}))
     assert said.text == ""  # this very run, extended
     tell_of_other_runs(changed(optim={"lr": 0.5}))
-    assert "this is a new run: it differs from the last one of the same name (optim.lr:" in said.text
+    assert (
+        "this is a new run: it differs from the last one of the same name (optim.lr:" in said.text
+    )
     assert f"set resume.checkpoint to {path} and resume.override to [optim.lr]" in said.text
     said.clear()
     wider = 2 * make_config().model.hidden_size
@@ -107,6 +128,8 @@ def test_a_run_that_went_on_from_another_is_not_begun_anew_silently(
     first = str(checkpoint(tmp_path / "iter_0000004", make_config(), 4))
     run = tmp_path / "runs" / "0123456789abcdef"
     checkpoint(run / "checkpoints/iter_0000008", make_config(), 8)
-    write_json(run / "run.json", {"config": changed(resume={"checkpoint": first}).model_dump(mode="json")})
+    write_json(
+        run / "run.json", {"config": changed(resume={"checkpoint": first}).model_dump(mode="json")}
+    )
     tell_of_other_runs(make_config())
     assert f"went on from {first}; to go on with it, set resume.checkpoint to that" in said.text

@@ -33,7 +33,8 @@ from tests.tasks.events import EventLog
 
 
 class FakeRun:
-    """A training of 100 iterations whose attempts end as they are told: (saved iterations, what it raises)."""
+    """A training of 100 iterations whose attempts end as they are told: (saved iterations, what it
+    raises)."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, retries: int = 2) -> None:
         self.directory = directory
@@ -50,7 +51,9 @@ class FakeRun:
         monkeypatch.setattr(_retry, "TaskRunContext", context)
         monkeypatch.setattr("tasks.train.run_directory", lambda *inputs: directory)
 
-    def attempts(self, outcomes: list[tuple[int, MegacoreError]], task_run: str = "a") -> MegacoreError:
+    def attempts(
+        self, outcomes: list[tuple[int, MegacoreError]], task_run: str = "a"
+    ) -> MegacoreError:
         """Fail as Prefect runs a task, until the condition says no; all outcomes must be needed."""
         for left, (saved, error) in enumerate(outcomes, start=1):
             with pytest.raises(type(error)) as caught:
@@ -78,7 +81,9 @@ LOST = RankLostError("rank 1 was ended by SIGKILL")
 
 def test_without_progress_it_is_retried_a_few_times(run: FakeRun) -> None:
     error = run.attempts([(0, LOST)] * 3)
-    assert str(error).startswith("rank 1 was ended by SIGKILL; given up after 3 attempts without progress")
+    assert str(error).startswith(
+        "rank 1 was ended by SIGKILL; given up after 3 attempts without progress"
+    )
     assert "launch.retries = 2" in str(error)
     assert [line.partition("; ")[2] for line in run.warnings] == [
         "retry 1 of at most 2 in a row without progress goes on from the beginning",
@@ -91,7 +96,9 @@ def test_a_run_that_loses_a_rank_every_day_for_a_month_goes_on(run: FakeRun) -> 
     error = run.attempts([(10, LOST)] * 30 + [(0, RankStalledError("stuck"))] * 2)
     assert "given up after 3 attempts" in str(error)
     assert str(error).endswith("the same command goes on from iteration 300")
-    assert run.warnings[29].endswith("retry 1 of at most 2 in a row without progress goes on from iteration 300")
+    assert run.warnings[29].endswith(
+        "retry 1 of at most 2 in a row without progress goes on from iteration 300"
+    )
 
 
 def test_progress_in_between_starts_the_count_anew(run: FakeRun) -> None:
@@ -103,7 +110,9 @@ def test_another_flow_run_has_all_its_retries(run: FakeRun) -> None:
     run.attempts([(0, LOST)] * 3, task_run="b")
 
 
-def test_zero_retries_are_none_even_with_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_retries_are_none_even_with_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = FakeRun(tmp_path, monkeypatch, retries=0)
     assert run.attempts([(10, LOST)]) is LOST
     assert run.warnings == []
@@ -142,7 +151,9 @@ def test_a_damaged_record_counts_from_the_start(run: FakeRun, content: str) -> N
     run.attempts([(0, LOST)] * 3)
 
 
-def test_what_cannot_be_counted_is_not_retried(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_counted_is_not_retried(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -180,11 +191,15 @@ class FakeTask:
 @pytest.fixture
 def reported(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
-    monkeypatch.setattr(_pipeline, "create_table_artifact", lambda table, **values: rows.extend(table))
+    monkeypatch.setattr(
+        _pipeline, "create_table_artifact", lambda table, **values: rows.extend(table)
+    )
     return rows
 
 
-def test_a_stop_on_request_is_a_state_of_its_own(reported: list[dict[str, str]], run: FakeRun) -> None:
+def test_a_stop_on_request_is_a_state_of_its_own(
+    reported: list[dict[str, str]], run: FakeRun
+) -> None:
     error = TrainingStoppedError("training stopped at iteration 40 of 100")
     task: Any = FakeTask(error, retries=UNLIMITED_RETRIES)
     with _pipeline.Pipeline(run.config) as pipeline:
@@ -207,10 +222,15 @@ def test_a_failure_stays_one(reported: list[dict[str, str]], run: FakeRun) -> No
     assert pipeline.ended is None
 
 
-def test_the_command_that_goes_on_is_quoted_and_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_goes_on_is_quoted_and_has_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parameters = {
         "conf": "my conf.yaml",
-        "overrides": {"train.train_iters": 50, "data.source.files": [{"url": "https://me:hunter2@host/a.jsonl"}]},
+        "overrides": {
+            "train.train_iters": 50,
+            "data.source.files": [{"url": "https://me:hunter2@host/a.jsonl"}],
+        },
     }
     context = SimpleNamespace(flow=SimpleNamespace(name="pretrain"), parameters=parameters)
     monkeypatch.setattr(_pipeline, "FlowRunContext", SimpleNamespace(get=lambda: context))

@@ -19,25 +19,37 @@ def config_with_secrets() -> Any:
     url = f"https://me:{CANARY}@host/a.jsonl?token={CANARY}"
     source = HttpSource.model_validate({"kind": "http", "files": [{"url": url}]})
     config = make_config()
-    deepspeed = config.deepspeed.model_copy(update={"config": {"wandb": {"enabled": False, "api_key": CANARY}}})
+    deepspeed = config.deepspeed.model_copy(
+        update={"config": {"wandb": {"enabled": False, "api_key": CANARY}}}
+    )
     data = config.data.model_copy(update={"source": source})
     return config.model_copy(update={"data": data, "deepspeed": deepspeed})
 
 
 def test_mlflow_gets_no_secret(
-    tracking: Tracking, run_directory: Path, facts: RunFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracking: Tracking,
+    run_directory: Path,
+    facts: RunFacts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", CANARY)
     tags = RunFacts(facts.key, facts.datasets, {"note": f"https://host/?token={CANARY}"})
     ensure_run(tracking, run_directory, config_with_secrets(), tags)
-    holders = [path for path in tmp_path.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    holders = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and CANARY.encode() in path.read_bytes()
+    ]
     assert holders == []
     assert list(tmp_path.rglob("config.yaml")), "the configuration is there"
 
 
 def test_prefect_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(_pipeline, "create_markdown_artifact", lambda text, **values: shown.append(text))
+    monkeypatch.setattr(
+        _pipeline, "create_markdown_artifact", lambda text, **values: shown.append(text)
+    )
     _pipeline.Pipeline.start(config_with_secrets())
     assert "***@host/a.jsonl" in shown[0]
     assert CANARY not in shown[0]

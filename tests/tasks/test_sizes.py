@@ -27,22 +27,40 @@ def test_the_samples_of_a_run_are_those_of_its_batches(run_directory: Path) -> N
 
 def artifact(tmp_path: Path, **counts: int) -> Artifact:
     write_tokens(tmp_path / TOKENS_NAMES[0], [3])
-    return Artifact(stage="tokenize", key="ab" * 8, path=str(tmp_path), digest="f" * 64, counts=counts)
+    return Artifact(
+        stage="tokenize", key="ab" * 8, path=str(tmp_path), digest="f" * 64, counts=counts
+    )
 
 
-def test_training_is_refused_on_ranks_that_cannot_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(cores=4, memory=2**33)))
+def test_training_is_refused_on_ranks_that_cannot_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Hardware, "detect", classmethod(lambda cls: Hardware(cores=4, memory=2**33))
+    )
     config = divided()
-    inputs = (artifact(tmp_path), artifact(tmp_path, vocab_size=510, special_tokens={"eod": 0}), artifact(tmp_path))
+    inputs = (
+        artifact(tmp_path),
+        artifact(tmp_path, vocab_size=510, special_tokens={"eod": 0}),
+        artifact(tmp_path),
+    )
     assert make_job(config, tmp_path, *inputs).ranks == 2
-    odd = (artifact(tmp_path), artifact(tmp_path, vocab_size=511, special_tokens={"eod": 0}), artifact(tmp_path))
-    with pytest.raises(ParallelLayoutError, match="padded vocabulary of 511 entries is not a multiple"):
+    odd = (
+        artifact(tmp_path),
+        artifact(tmp_path, vocab_size=511, special_tokens={"eod": 0}),
+        artifact(tmp_path),
+    )
+    with pytest.raises(
+        ParallelLayoutError, match="padded vocabulary of 511 entries is not a multiple"
+    ):
         make_job(config, tmp_path, *odd)
 
 
 def test_a_job_for_one_rank_never_looks_at_the_layout(tmp_path: Path) -> None:
     tokenizer = artifact(tmp_path, vocab_size=511, special_tokens={"eod": 0})
-    job = job_of(divided(), tmp_path, artifact(tmp_path), tokenizer, artifact(tmp_path), ranks=1, threads=3)
+    job = job_of(
+        divided(), tmp_path, artifact(tmp_path), tokenizer, artifact(tmp_path), ranks=1, threads=3
+    )
     assert (job.ranks, job.threads_per_rank, job.vocab_size) == (1, 3, 511)
 
 

@@ -41,7 +41,9 @@ def keys(config: RunConfig) -> tuple[str, str]:
     data = (artifact("tokenize"), artifact("tokenizer"), artifact("index"))
     evaluation = artifact("evaluate", best="iter_0000010")
     trained = artifact("train")
-    return zeroshot_key(config, trained, evaluation, *data).key, evaluate_key(config, trained, *data).key
+    return zeroshot_key(config, trained, evaluation, *data).key, evaluate_key(
+        config, trained, *data
+    ).key
 
 
 def test_the_content_of_a_text_decides_not_its_name(tmp_path: Path) -> None:
@@ -61,22 +63,33 @@ def test_perplexities_are_not_measured_again_for_another_text(tmp_path: Path) ->
 
 
 def test_the_stage_is_planned_where_there_is_a_text(tmp_path: Path) -> None:
-    names = [planned.name for planned in planned_stages(configured(lambada=str(tmp_path / "lambada")))]
+    names = [
+        planned.name for planned in planned_stages(configured(lambada=str(tmp_path / "lambada")))
+    ]
     assert names[names.index("evaluate") :] == ["evaluate", "zeroshot", "convert", "publish"]
     assert "zeroshot" not in [planned.name for planned in planned_stages(configured())]
 
 
 def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = configured(wikitext=str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"evaluate.zero_shot.wikitext is .*nowhere, which cannot be read: No such"):
+    with pytest.raises(
+        ConfigError,
+        match=r"evaluate.zero_shot.wikitext is .*nowhere, which cannot be read: No such",
+    ):
         text_digests(config)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"overlapping_eval": 8}, "overlapping_eval is 8 but there is no evaluate.zero_shot.wikitext"),
-        ({"wikitext": "a", "overlapping_eval": 17}, "overlapping_eval 17 exceeds data.seq_length 16"),
+        (
+            {"overlapping_eval": 8},
+            "overlapping_eval is 8 but there is no evaluate.zero_shot.wikitext",
+        ),
+        (
+            {"wikitext": "a", "overlapping_eval": 17},
+            "overlapping_eval 17 exceeds data.seq_length 16",
+        ),
         ({"wikitext": ""}, "evaluate.zero_shot.wikitext"),
     ],
 )
@@ -88,7 +101,9 @@ def test_values_that_cannot_work_are_refused(values: dict[str, Any], message: st
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_other_families_are_refused_by_name(family: str) -> None:
     config = configured(lambada="a").model_copy(update={"family": family})
-    with pytest.raises(ValueError, match=f"zero_shot.lambada is a but family is {family}: only gpt predicts a text"):
+    with pytest.raises(
+        ValueError, match=f"zero_shot.lambada is a but family is {family}: only gpt predicts a text"
+    ):
         _check_zero_shot(config)
 
 
@@ -105,12 +120,20 @@ def test_scores_reach_the_run_and_its_checkpoint_once(
     assert [(metric.value, metric.step) for metric in history] == [(40.5, 100), (39.0, 100)]
     assert len(tracking.client.get_metric_history(run_id, "lambada_accuracy")) == 1
     (model,) = tracking.client.search_logged_models([tracking.experiment_id])
-    assert {"lambada_accuracy": 0.25}.items() <= {metric.key: metric.value for metric in model.metrics}.items()
+    assert {"lambada_accuracy": 0.25}.items() <= {
+        metric.key: metric.value for metric in model.metrics
+    }.items()
 
 
 def test_the_summary_is_a_table(tmp_path: Path) -> None:
     (tmp_path / REPORT).write_text(SCORES, encoding="utf-8")
-    scored = Artifact(stage="zeroshot", key="k", path=str(tmp_path), digest="d", counts={"checkpoint": "iter_0000010"})
+    scored = Artifact(
+        stage="zeroshot",
+        key="k",
+        path=str(tmp_path),
+        digest="d",
+        counts={"checkpoint": "iter_0000010"},
+    )
     assert zeroshot_summary(scored).splitlines() == [
         "",
         "| zero-shot, iter_0000010 | |",

@@ -1,4 +1,5 @@
-"""The output layer with its cross entropy against torch's on 1, 2 and 4 ranks, with logits too large for exp."""
+"""The output layer with its cross entropy against torch's on 1, 2 and 4 ranks, with logits too
+large for exp."""
 
 from typing import Any
 
@@ -13,7 +14,11 @@ from tests._tensor_ranks import LOSSES, VOCAB, ids, joined, random
 
 
 def _leaves() -> dict[str, Tensor]:
-    leaves = {"hidden": random("x", 2, 4, 6), "weight": 200 * random("w", VOCAB, 6), "bias": random("b", VOCAB)}
+    leaves = {
+        "hidden": random("x", 2, 4, 6),
+        "weight": 200 * random("w", VOCAB, 6),
+        "bias": random("b", VOCAB),
+    }
     return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
 
 
@@ -21,7 +26,9 @@ def _reference(smoothing: float, z_loss: float) -> dict[str, Tensor]:
     """Loss and gradients by torch's own operations."""
     leaves = _leaves()
     logits = F.linear(leaves["hidden"], leaves["weight"], leaves["bias"])
-    loss = F.cross_entropy(logits.flatten(0, 1), ids(2, 4).flatten(), reduction="none", label_smoothing=smoothing)
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), ids(2, 4).flatten(), reduction="none", label_smoothing=smoothing
+    )
     loss = loss.view(2, 4) + z_loss * logits.logsumexp(-1).square()
     loss.backward(random("g", 2, 4))
     grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
@@ -42,15 +49,24 @@ def test_losses_and_gradients(ranks: list[dict[str, Any]], name: str, sequence: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
-    hidden, weight = random("x", 2, 4, 6).to(dtype).requires_grad_(), random("w", VOCAB, 6).to(dtype).requires_grad_()
+    hidden, weight = (
+        random("x", 2, 4, 6).to(dtype).requires_grad_(),
+        random("w", VOCAB, 6).to(dtype).requires_grad_(),
+    )
     loss = linear_cross_entropy(hidden, weight, ids(2, 4))
     loss.mean().backward()
-    exact_hidden, exact_weight = (leaf.detach().float().requires_grad_() for leaf in (hidden, weight))
+    exact_hidden, exact_weight = (
+        leaf.detach().float().requires_grad_() for leaf in (hidden, weight)
+    )
     logits = F.linear(hidden.detach(), weight.detach()).float()
-    expected = F.cross_entropy(logits.flatten(0, 1), ids(2, 4).flatten(), reduction="none").view(2, 4)
+    expected = F.cross_entropy(logits.flatten(0, 1), ids(2, 4).flatten(), reduction="none").view(
+        2, 4
+    )
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.detach(), expected)
-    F.cross_entropy(F.linear(exact_hidden, exact_weight).flatten(0, 1), ids(2, 4).flatten()).backward()
+    F.cross_entropy(
+        F.linear(exact_hidden, exact_weight).flatten(0, 1), ids(2, 4).flatten()
+    ).backward()
     for own, exact in ((hidden, exact_hidden), (weight, exact_weight)):
         assert own.grad is not None
         assert exact.grad is not None
@@ -68,7 +84,12 @@ def test_small_probabilities_keep_their_gradients_in_fp16() -> None:
     loss = linear_cross_entropy(hidden.unsqueeze(0), weight, torch.zeros(1, 1, dtype=torch.int64))
     (256.0 * loss.sum()).backward()
     exact = weight.detach().float().requires_grad_()
-    (256.0 * F.cross_entropy(F.linear(hidden.detach().float(), exact), torch.zeros(1, dtype=torch.int64))).backward()
+    (
+        256.0
+        * F.cross_entropy(
+            F.linear(hidden.detach().float(), exact), torch.zeros(1, dtype=torch.int64)
+        )
+    ).backward()
     assert weight.grad is not None
     assert exact.grad is not None
     assert 0 < float(exact.grad[1, 0]) / 256 < 1.1e-7
@@ -88,7 +109,9 @@ def test_main_gradients_take_the_weight_gradient() -> None:
     leaves = _leaves()
     sink = leaves["weight"].grad_sink = Sink(leaves["weight"])  # type: ignore[attr-defined]
     sink.main_grad = torch.zeros_like(leaves["weight"])
-    linear_cross_entropy(leaves["hidden"], leaves["weight"], ids(2, 4), bias=leaves["bias"]).backward(random("g", 2, 4))
+    linear_cross_entropy(
+        leaves["hidden"], leaves["weight"], ids(2, 4), bias=leaves["bias"]
+    ).backward(random("g", 2, 4))
     assert sink.contributions == 1
     assert leaves["weight"].grad is None
     torch.testing.assert_close(sink.main_grad, _reference(*LOSSES["plain"])["weight"])
@@ -96,7 +119,9 @@ def test_main_gradients_take_the_weight_gradient() -> None:
 
 def test_a_second_backward_gives_the_same() -> None:
     leaves = _leaves()
-    loss = linear_cross_entropy(leaves["hidden"], leaves["weight"], ids(2, 4), bias=leaves["bias"]).sum()
+    loss = linear_cross_entropy(
+        leaves["hidden"], leaves["weight"], ids(2, 4), bias=leaves["bias"]
+    ).sum()
     loss.backward(retain_graph=True)
     first = leaves["weight"].grad
     assert first is not None

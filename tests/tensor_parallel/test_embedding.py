@@ -10,7 +10,9 @@ from tests._tensor_ranks import VOCAB, ids, joined, random
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_every_row_is_found_and_gets_its_gradient(ranks: list[dict[str, Any]], sequence: bool) -> None:
+def test_every_row_is_found_and_gets_its_gradient(
+    ranks: list[dict[str, Any]], sequence: bool
+) -> None:
     table = random("e", VOCAB, 6).requires_grad_()
     expected = F.embedding(ids(2, 8).repeat(1, 2), table)
     expected.backward(random("g", 2, 16, 6))

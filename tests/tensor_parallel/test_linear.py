@@ -1,4 +1,5 @@
-"""Column and row parallel layers against torch.nn.Linear for 1, 2 and 4 ranks: y, dx, dw, db in float64."""
+"""Column and row parallel layers against torch.nn.Linear for 1, 2 and 4 ranks: y, dx, dw, db in
+float64."""
 
 from typing import Any
 
@@ -31,7 +32,9 @@ def _run(layer: nn.Module, in_features: int, out_features: int) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("layer_type", [ColumnParallelLinear, RowParallelLinear])
-def test_alone_it_is_the_serial_layer(layer_type: type[ColumnParallelLinear | RowParallelLinear]) -> None:
+def test_alone_it_is_the_serial_layer(
+    layer_type: type[ColumnParallelLinear | RowParallelLinear],
+) -> None:
     layer = layer_type(6, 8).double()
     with torch.no_grad():
         layer.weight.copy_(random("w", 8, 6))
@@ -62,7 +65,12 @@ def test_row_parallel(ranks: Ranks, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_several_layers_share_one_input(ranks: Ranks, sequence: bool) -> None:
     parts = [found["several"][sequence] for found in ranks]
-    leaves = {"w": random("w", 8, 6), "b": random("b", 8), "v": random("v", 4, 6), "x": random("x", 2, 4, 6)}
+    leaves = {
+        "w": random("w", 8, 6),
+        "b": random("b", 8),
+        "v": random("v", 4, 6),
+        "x": random("x", 2, 4, 6),
+    }
     w, b, v, x = (leaf.requires_grad_() for leaf in leaves.values())
     outputs = {"y": nn.functional.linear(x, w, b), "u": nn.functional.linear(x, v)}
     torch.autograd.backward(list(outputs.values()), [random("g", 2, 4, 8), random("g", 2, 4, 4)])
@@ -84,7 +92,11 @@ def test_only_the_gradients_that_are_wanted_are_computed() -> None:
 
 
 def test_features_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ParallelLayoutError, match=r"output features 7 .* tensor parallel size 2: use 8"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"output features 7 .* tensor parallel size 2: use 8"
+    ):
         ColumnParallelLinear(6, 7, tp=ParallelGroup(None, 0, 2))
-    with pytest.raises(ParallelLayoutError, match=r"input features 5 .* tensor parallel size 2: use 6"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"input features 5 .* tensor parallel size 2: use 6"
+    ):
         RowParallelLinear(5, 6, tp=ParallelGroup(None, 0, 2))

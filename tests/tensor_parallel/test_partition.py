@@ -4,7 +4,13 @@ import torch
 from torch import nn
 
 from megacore.parallel.mesh import ALONE, ParallelGroup
-from megacore.tensor_parallel import ColumnParallelLinear, Partition, RowParallelLinear, partial_gradients, partitions
+from megacore.tensor_parallel import (
+    ColumnParallelLinear,
+    Partition,
+    RowParallelLinear,
+    partial_gradients,
+    partitions,
+)
 
 
 def test_parts_join_to_the_whole_along_their_dimension() -> None:
@@ -33,5 +39,7 @@ def test_a_model_says_which_gradients_are_parts() -> None:
         def partial_gradients(self) -> frozenset[str]:
             return frozenset({"weight"})
 
-    assert partial_gradients(nn.Sequential(nn.LayerNorm(2), nn.Sequential(Norm(2)))) == {"1.0.weight"}
+    assert partial_gradients(nn.Sequential(nn.LayerNorm(2), nn.Sequential(Norm(2)))) == {
+        "1.0.weight"
+    }
     assert partial_gradients(Norm(2)) == {"weight"}

@@ -1,4 +1,5 @@
-"""Gradients that go straight into the main gradient are those that autograd would have accumulated."""
+"""Gradients that go straight into the main gradient are those that autograd would have
+accumulated."""
 
 from typing import Any
 
@@ -17,10 +18,14 @@ def test_main_gradients_of_a_model(ranks: list[dict[str, Any]], recompute: str) 
         sinks = found["sinks"][recompute]
         for name, expected in sinks["expected"].items():
             taken = name.endswith("weight") and "layernorm" not in name and "position" not in name
-            assert sinks["contributions"][name] == 2 * taken * (2 if "word_embeddings" in name else 1), name
+            assert sinks["contributions"][name] == 2 * taken * (
+                2 if "word_embeddings" in name else 1
+            ), name
             assert (name in sinks["autograd"]) != taken, name
             got = sinks["main"][name] if taken else sinks["autograd"][name]
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+            torch.testing.assert_close(
+                got, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item()
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,10 +10,17 @@ from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.tokenize import TokenizeOptions, tokens_prefix
 
-TEXTS = ["", "first " * 9, "größe 💡", "a<|endoftext|>b", *(f"value_{i} = {i}\n" * (i % 7) for i in range(60))]
+TEXTS = [
+    "",
+    "first " * 9,
+    "größe 💡",
+    "a<|endoftext|>b",
+    *(f"value_{i} = {i}\n" * (i % 7) for i in range(60)),
+]
 STORY = (
-    "Mr. Smith went to Washington. He met Dr. Jones there. They talked about the U.S. economy for hours! "
-    "Was it useful? Nobody knows.\nThe next day Mr. Smith left. Dr. Jones stayed with Mrs. Jones.\n\n"
+    "Mr. Smith went to Washington. He met Dr. Jones there. They talked about the U.S. economy for "
+    "hours! Was it useful? Nobody knows.\nThe next day Mr. Smith left. Dr. Jones stayed with Mrs. "
+    "Jones.\n\n"
 )
 
 
@@ -40,7 +47,11 @@ def documents(directory: Path, options: TokenizeOptions | None = None) -> list[l
 
 def contents(directory: Path) -> dict[str, bytes]:
     """All files but documents.json, which names places."""
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix in (".bin", ".idx")}
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if path.suffix in (".bin", ".idx")
+    }
 
 
 def train_punkt(directory: Path, language: str = "english") -> Path:

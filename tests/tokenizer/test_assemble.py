@@ -21,7 +21,9 @@ def encoded(documents: list[Document]) -> tuple[Encoded, np.ndarray]:
     documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=4), max_size=8),
     eod_id=st.none() | st.integers(0, 99),
 )
-def test_sentences_are_stored_as_megatron_stores_them(documents: list[Document], eod_id: int | None) -> None:
+def test_sentences_are_stored_as_megatron_stores_them(
+    documents: list[Document], eod_id: int | None
+) -> None:
     expected: list[Document] = []
     for document in documents:
         kept = [list(ids) for ids in document if ids]
@@ -36,8 +38,13 @@ def test_sentences_are_stored_as_megatron_stores_them(documents: list[Document],
     assert batch.sequences.tolist() == counts.tolist()
 
 
-@given(documents=st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=8), eod_id=st.none() | st.integers(0, 99))
-def test_whole_documents_are_documents_of_one_sentence(documents: list[list[int]], eod_id: int | None) -> None:
+@given(
+    documents=st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=8),
+    eod_id=st.none() | st.integers(0, 99),
+)
+def test_whole_documents_are_documents_of_one_sentence(
+    documents: list[list[int]], eod_id: int | None
+) -> None:
     values, ones = encoded([[ids] for ids in documents])
     one = assemble(values, None, eod_id=eod_id, vocab_size=100, dtype=np.dtype("<i4"))
     other = assemble(values, ones, eod_id=eod_id, vocab_size=100, dtype=np.dtype("<i4"))
@@ -49,5 +56,7 @@ def test_whole_documents_are_documents_of_one_sentence(documents: list[list[int]
 @pytest.mark.parametrize("bad", [100, -1])
 def test_id_beyond_the_vocabulary_is_named(bad: int) -> None:
     values = Encoded(np.array([1, bad], np.int32), np.array([2]))
-    with pytest.raises(DataFormatError, match=f"the token id {bad}, but its vocabulary has 100 entries"):
+    with pytest.raises(
+        DataFormatError, match=f"the token id {bad}, but its vocabulary has 100 entries"
+    ):
         assemble(values, None, eod_id=None, vocab_size=100, dtype=np.dtype("<u2"))

@@ -32,7 +32,9 @@ def train(vocab_size: int) -> TrainBpeTokenizer:
 
 def gpt2(folder: Path) -> Gpt2BpeTokenizer:
     return Gpt2BpeTokenizer(
-        kind="gpt2-bpe", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+        kind="gpt2-bpe",
+        vocab_file=str(folder / "vocab.json"),
+        merge_file=str(folder / "merges.txt"),
     )
 
 
@@ -43,7 +45,12 @@ def hf(name: Path | str, **values: str) -> HfTokenizer:
 def test_trained_bpe_has_the_asked_size_and_loses_nothing(corpus: Path, tmp_path: Path) -> None:
     counts = build_tokenizer(train(300), corpus, tmp_path / "out")
     special = SpecialTokens(eod=0).model_dump(mode="json")
-    assert counts == {"vocab_size": 300, "eod_id": 0, "eod_token": "<|endoftext|>", "special_tokens": special}
+    assert counts == {
+        "vocab_size": 300,
+        "eod_id": 0,
+        "eod_token": "<|endoftext|>",
+        "special_tokens": special,
+    }
     tokenizer = load_tokenizer(tmp_path / "out")
     ids = tokenizer.encode(TEXT)
     assert tokenizer.decode(ids) == TEXT
@@ -57,7 +64,9 @@ def test_trained_bpe_has_the_asked_size_and_loses_nothing(corpus: Path, tmp_path
     }
 
 
-def test_special_tokens_come_after_the_end_and_before_the_bytes(corpus: Path, tmp_path: Path) -> None:
+def test_special_tokens_come_after_the_end_and_before_the_bytes(
+    corpus: Path, tmp_path: Path
+) -> None:
     special = ("<fim_prefix>", "<fim_middle>")
     choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=300, special_tokens=special)
     assert build_tokenizer(choice, [corpus], tmp_path / "out")["vocab_size"] == 300
@@ -76,7 +85,11 @@ def test_special_tokens_come_after_the_end_and_before_the_bytes(corpus: Path, tm
         (("<|endoftext|>",), 300, "name a token twice"),
         (("a",), 300, "or a single byte"),
         (("",), 300, "name a token twice"),
-        (("<a>", "<b>"), 258, "no room for 3 special tokens and 256 bytes: raise it to at least 259"),
+        (
+            ("<a>", "<b>"),
+            258,
+            "no room for 3 special tokens and 256 bytes: raise it to at least 259",
+        ),
     ],
 )
 def test_special_tokens_are_checked(
@@ -105,7 +118,9 @@ def test_training_is_deterministic(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_corpus_too_small_for_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataFormatError, match=r"yields a vocabulary of \d+ entries, not the 8192 .* lower it to"):
+    with pytest.raises(
+        DataFormatError, match=r"yields a vocabulary of \d+ entries, not the 8192 .* lower it to"
+    ):
         build_tokenizer(train(8192), corpus, tmp_path / "out")
 
 
@@ -128,10 +143,16 @@ def test_transformers_loads_it_alike(corpus: Path, tmp_path: Path, kind: str) ->
 def test_gpt2_files_give_gpt2(shared_data: Path, tmp_path: Path) -> None:
     data = shared_data / "data"
     choice = Gpt2BpeTokenizer(
-        kind="gpt2-bpe", vocab_file=str(data / "gpt2-vocab.json"), merge_file=str(data / "gpt2-merges.txt")
+        kind="gpt2-bpe",
+        vocab_file=str(data / "gpt2-vocab.json"),
+        merge_file=str(data / "gpt2-merges.txt"),
     )
     counts = build_tokenizer(choice, tmp_path, tmp_path)
-    assert (counts["vocab_size"], counts["eod_id"], counts["eod_token"]) == (50257, 50256, "<|endoftext|>")
+    assert (counts["vocab_size"], counts["eod_id"], counts["eod_token"]) == (
+        50257,
+        50256,
+        "<|endoftext|>",
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("Hello world<|endoftext|>").tolist() == [15496, 995, 50256]
 
@@ -150,7 +171,9 @@ def test_gpt2_files_give_gpt2(shared_data: Path, tmp_path: Path) -> None:
         ("merges.txt", "a b\n" * 300, "has 300 merges, which with 256 bytes"),
     ],
 )
-def test_given_files_are_checked(corpus: Path, tmp_path: Path, name: str, change: str | None, message: str) -> None:
+def test_given_files_are_checked(
+    corpus: Path, tmp_path: Path, name: str, change: str | None, message: str
+) -> None:
     build_tokenizer(train(300), corpus, tmp_path / "out")
     (tmp_path / "out" / name).unlink()
     if change is not None:
@@ -169,20 +192,32 @@ def test_fingerprint_is_of_the_content(corpus: Path, tmp_path: Path) -> None:
     for name in ("merges.txt", "tokenizer.json"):
         with open(moved / name, "a") as file:
             file.write("\n")
-    assert all(fingerprint(choice(moved)) != old for choice, old in zip((gpt2, hf), before, strict=True))
+    assert all(
+        fingerprint(choice(moved)) != old for choice, old in zip((gpt2, hf), before, strict=True)
+    )
     assert fingerprint(hf("owner/name", revision="abc"))["revision"] == "abc"
-    with pytest.raises(DataFormatError, match=r"cannot be read: No such file .*: check data\.tokenizer"):
+    with pytest.raises(
+        DataFormatError, match=r"cannot be read: No such file .*: check data\.tokenizer"
+    ):
         fingerprint(hf(tmp_path / "none.json"))
 
 
-def test_foreign_tokenizer_is_taken_without_padding_and_special_tokens(corpus: Path, tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"))
+def test_foreign_tokenizer_is_taken_without_padding_and_special_tokens(
+    corpus: Path, tmp_path: Path
+) -> None:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]")
+    )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.post_processor = tokenizers.processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 2)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        "</s> $A", special_tokens=[("</s>", 2)]
+    )
     backend.enable_padding(length=8)
     backend.enable_truncation(2)
     backend.save(str(tmp_path / "foreign.json"))
-    counts = build_tokenizer(hf(tmp_path / "foreign.json", eod_token="</s>"), corpus, tmp_path / "out")
+    counts = build_tokenizer(
+        hf(tmp_path / "foreign.json", eod_token="</s>"), corpus, tmp_path / "out"
+    )
     special = SpecialTokens(eod=2, sep=2, unk=0).model_dump(mode="json")
     assert counts == {"vocab_size": 3, "eod_id": 2, "eod_token": "</s>", "special_tokens": special}
     assert load_tokenizer(tmp_path / "out").encode("a a</s>b").tolist() == [1, 1, 2, 0]
@@ -192,7 +227,8 @@ def test_foreign_tokenizer_is_taken_without_padding_and_special_tokens(corpus: P
         "unk_token": "[UNK]",
     }
     with pytest.raises(
-        DataFormatError, match=r"foreign\.json: the token '<\|endoftext\|>' .* is not in the vocabulary of 3"
+        DataFormatError,
+        match=r"foreign\.json: the token '<\|endoftext\|>' .* is not in the vocabulary of 3",
     ):
         build_tokenizer(hf(tmp_path / "foreign.json"), corpus, tmp_path / "out")
 
@@ -205,7 +241,9 @@ def test_wrong_tokenizer_file_is_refused(corpus: Path, tmp_path: Path) -> None:
         build_tokenizer(hf("no such/re/pository"), corpus, tmp_path / "out")
 
 
-def test_unreachable_hub_is_a_download_error(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_a_download_error(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -214,7 +252,9 @@ def test_unreachable_hub_is_a_download_error(corpus: Path, tmp_path: Path, monke
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with pytest.raises(DownloadError, match="of owner/name cannot be downloaded: the hub cannot be reached"):
+    with pytest.raises(
+        DownloadError, match="of owner/name cannot be downloaded: the hub cannot be reached"
+    ):
         build_tokenizer(hf("owner/name"), corpus, tmp_path / "out")
 
 

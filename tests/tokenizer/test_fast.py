@@ -18,7 +18,9 @@ from tests.tokenizer._corpora import TEXTS, train_tokenizer, write_corpus
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
     root = tmp_path_factory.mktemp("fast")
-    found = load_tokenizer(train_tokenizer(root / "tokenizer", write_corpus(root / "corpus", TEXTS)))
+    found = load_tokenizer(
+        train_tokenizer(root / "tokenizer", write_corpus(root / "corpus", TEXTS))
+    )
     assert isinstance(found, JsonTokenizer)
     return found
 
@@ -31,10 +33,14 @@ class Wrong:
         self._text = text
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
-        return self._tokenizer.encode_flat([text + "!" if text == self._text else text for text in texts])
+        return self._tokenizer.encode_flat(
+            [text + "!" if text == self._text else text for text in texts]
+        )
 
 
-def test_both_agree_and_gigatoken_encodes(tokenizer: JsonTokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_both_agree_and_gigatoken_encodes(
+    tokenizer: JsonTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     encoder = choose_encoder(tokenizer, TEXTS, 2)
     assert isinstance(encoder, GigatokenEncoder)
     assert caplog.records == []
@@ -58,7 +64,9 @@ def test_difference_switches_to_the_fallback_and_shows_the_document(
     text = "value " * 100
     monkeypatch.setattr(fast, "GigatokenEncoder", lambda json, workers: Wrong(tokenizer, text))
     assert choose_encoder(tokenizer, ["fine", text], 2) is tokenizer
-    assert caplog.messages == [f"gigatoken encodes '{text[:80]}…' differently: `tokenizers` encodes instead, slower"]
+    assert caplog.messages == [
+        f"gigatoken encodes '{text[:80]}…' differently: `tokenizers` encodes instead, slower"
+    ]
 
 
 def test_missing_gigatoken_is_a_warning(
@@ -90,7 +98,9 @@ def test_panic_of_the_bindings_is_a_warning(
     assert "(PanicException: index out of range)" in caplog.text
 
 
-def test_interrupt_is_not_taken_for_a_refusal(tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_is_not_taken_for_a_refusal(
+    tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(json: str, workers: int) -> None:
         raise KeyboardInterrupt
 
@@ -131,7 +141,14 @@ def test_tokenizers_are_made_anew_when_memory_grows(
     generations = made(encoder, monkeypatch)
     expected = encoder.encode_flat(TEXTS).ids
     limit = 2 * fast._CACHE_BYTES
-    for used, rebuilds in ((limit, 0), (limit + 1, 1), (0, 1), (limit + 1, 2), (2 * limit, 2), (3 * limit, 3)):
+    for used, rebuilds in (
+        (limit, 0),
+        (limit + 1, 1),
+        (0, 1),
+        (limit + 1, 2),
+        (2 * limit, 2),
+        (3 * limit, 3),
+    ):
         memory["bytes"] = used
         assert np.array_equal(encoder.encode_flat(TEXTS).ids, expected)
         assert encoder.rebuilds == rebuilds, used
@@ -170,7 +187,9 @@ def test_threads_encode_at_the_same_time(tokenizer: JsonTokenizer) -> None:
     expected = encoder.encode_flat(TEXTS).ids
     found: list[bool] = []
     threads = [
-        threading.Thread(target=lambda: found.append(np.array_equal(encoder.encode_flat(TEXTS).ids, expected)))
+        threading.Thread(
+            target=lambda: found.append(np.array_equal(encoder.encode_flat(TEXTS).ids, expected))
+        )
         for _ in range(8)
     ]
     for thread in threads:

@@ -1,4 +1,5 @@
-"""Sentinels at the end of any vocabulary, the roles of its tokens, and which tokens continue a word."""
+"""Sentinels at the end of any vocabulary, the roles of its tokens, and which tokens continue a
+word."""
 
 import io
 import json
@@ -30,7 +31,12 @@ def sentence_piece(folder: Path, **options: object) -> str:
     written = io.BytesIO()
     lines = (f"hello world number {number} größe\n" for number in range(50))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=written, vocab_size=34, minloglevel=2, pad_id=3, **options
+        sentence_iterator=lines,
+        model_writer=written,
+        vocab_size=34,
+        minloglevel=2,
+        pad_id=3,
+        **options,
     )
     (folder / "m.model").write_bytes(written.getvalue())
     return str(folder / "m.model")
@@ -50,11 +56,18 @@ def test_a_trained_bpe_has_sentinels_beyond_its_size(tmp_path: Path, out: Path) 
     (tmp_path / "corpus").mkdir()
     with CorpusWriter(tmp_path / "corpus") as writer:
         writer.add("def function(value): return value + 1\n" * 50, "test")
-    choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=270, special_tokens=("<pad>",), vocab_extra_ids=3)
+    choice = TrainBpeTokenizer(
+        kind="train-bpe", vocab_size=270, special_tokens=("<pad>",), vocab_extra_ids=3
+    )
     counts = build_tokenizer(choice, tmp_path / "corpus", out)
     assert counts["vocab_size"] == 273
     special = counts["special_tokens"]
-    assert (special["eod"], special["pad"], special["sentinels"], special["cls"]) == (0, 1, [270, 271, 272], None)
+    assert (special["eod"], special["pad"], special["sentinels"], special["cls"]) == (
+        0,
+        1,
+        [270, 271, 272],
+        None,
+    )
     ours, theirs = load_tokenizer(out), transformers.AutoTokenizer.from_pretrained(out)
     text = "return <extra_id_1> + <extra_id_2>"
     ids = ours.encode(text).tolist()
@@ -67,7 +80,9 @@ def test_a_trained_bpe_has_sentinels_beyond_its_size(tmp_path: Path, out: Path) 
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_a_sentencepiece_model_gets_control_symbols(tmp_path: Path, out: Path, model_type: str) -> None:
+def test_a_sentencepiece_model_gets_control_symbols(
+    tmp_path: Path, out: Path, model_type: str
+) -> None:
     transformers = pytest.importorskip("transformers")
     file = sentence_piece(tmp_path, model_type=model_type)
     plain = open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", model_file=file), tmp_path)
@@ -92,8 +107,12 @@ def test_sentinels_that_are_there_or_have_no_place_are_refused(tmp_path: Path, o
     choice = word_level(tmp_path, ["[UNK]", "a", "</s>", "<extra_id_0>"], ["</s>"])
     with pytest.raises(DataFormatError, match="the vocabulary has <extra_id_0> already: leave"):
         build_tokenizer(choice, [], out)
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 9, "</s>": 3}, unk_token="[UNK]"))
-    with pytest.raises(DataFormatError, match="the 3 tokens from <extra_id_0> on cannot stand at the end"):
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "a": 9, "</s>": 3}, unk_token="[UNK]")
+    )
+    with pytest.raises(
+        DataFormatError, match="the 3 tokens from <extra_id_0> on cannot stand at the end"
+    ):
         JsonTokenizer(backend, "</s>").add_special_tokens(EXTRA)
     assert list(out.iterdir()) == []
 
@@ -118,7 +137,9 @@ def test_roles_are_written_for_transformers(tmp_path: Path, out: Path) -> None:
 
 def test_words_of_a_word_piece_vocabulary() -> None:
     vocab = {token: number for number, token in enumerate(["[UNK]", "##ing", "walk", "#", "##"])}
-    tokenizer = JsonTokenizer(tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]")), "[UNK]")
+    tokenizer = JsonTokenizer(
+        tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]")), "[UNK]"
+    )
     assert continues_word(tokenizer).tolist() == [False, True, False, False, True]
 
 
@@ -126,14 +147,24 @@ def test_words_of_byte_level_bpe() -> None:
     tokenizer = byte_tokenizer()
     continues = continues_word(tokenizer)
     assert continues.shape == (257,)
-    for text, expected in {"a": True, "Z": True, "7": True, " ": False, "\n": False, "(": False, "_": False}.items():
+    for text, expected in {
+        "a": True,
+        "Z": True,
+        "7": True,
+        " ": False,
+        "\n": False,
+        "(": False,
+        "_": False,
+    }.items():
         assert continues[tokenizer.encode(text)].tolist() == [expected], text
     assert continues[tokenizer.encode("é日💡\xad\xa0")].all()  # bytes beyond ASCII
     assert not continues[tokenizer.eod_id]
 
 
 def test_words_of_a_sentencepiece_model(tmp_path: Path) -> None:
-    choice = SentencePieceTokenizer(kind="sentencepiece", model_file=sentence_piece(tmp_path), vocab_extra_ids=2)
+    choice = SentencePieceTokenizer(
+        kind="sentencepiece", model_file=sentence_piece(tmp_path), vocab_extra_ids=2
+    )
     tokenizer = open_tokenizer(choice, tmp_path)
     found = dict(zip(tokenizer.tokens(), continues_word(tokenizer).tolist(), strict=True))
     assert not found["▁"]

@@ -18,7 +18,11 @@ TEXTS = ["", "hello world", "größe 💡 hello", "a</s>b <unk>", "  spaces   \n
 def train(folder: Path, **options: object) -> SentencePieceTokenizer:
     lines = [f"hello world number {number} größe\n" for number in range(50)]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(folder / "m"), vocab_size=32, minloglevel=2, **options
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "m"),
+        vocab_size=32,
+        minloglevel=2,
+        **options,
     )
     return SentencePieceTokenizer(kind="sentencepiece", model_file=str(folder / "m.model"))
 
@@ -37,7 +41,9 @@ def test_ids_are_the_librarys(tmp_path: Path, out: Path, model_type: str) -> Non
     assert build_tokenizer(choice, [], out) == counts
     processor = sentencepiece.SentencePieceProcessor(model_file=choice.model_file)
     tokenizer = load_tokenizer(out)
-    assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [processor.encode(text) for text in TEXTS]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == [
+        processor.encode(text) for text in TEXTS
+    ]
     assert tokenizer.encode_batch([]) == []
     assert tokenizer.decode(np.array(processor.encode("hello world"))) == "hello world"
     assert (tokenizer.token_id("</s>"), tokenizer.token_id("no such piece")) == (2, None)
@@ -50,7 +56,10 @@ def test_transformers_reads_it_alike(tmp_path: Path, out: Path, model_type: str)
     build_tokenizer(train(tmp_path, model_type=model_type), [], out)
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     for text in ("hello world", "größe 💡 hello", "  spaces   \n here "):
-        assert theirs(text, add_special_tokens=False)["input_ids"] == load_tokenizer(out).encode(text).tolist()
+        assert (
+            theirs(text, add_special_tokens=False)["input_ids"]
+            == load_tokenizer(out).encode(text).tolist()
+        )
     assert (theirs.eos_token, theirs.eos_token_id) == ("</s>", 2)
 
 
@@ -65,7 +74,9 @@ def test_corpus_ends_its_documents_with_end_of_sentence(tmp_path: Path, out: Pat
 
 
 def test_model_without_an_end_is_refused(tmp_path: Path, out: Path) -> None:
-    with pytest.raises(DataFormatError, match=r"m\.model has no end of sentence among its 32 pieces"):
+    with pytest.raises(
+        DataFormatError, match=r"m\.model has no end of sentence among its 32 pieces"
+    ):
         build_tokenizer(train(tmp_path, eos_id=-1), [], out)
 
 
@@ -75,14 +86,18 @@ def test_other_files_are_refused(tmp_path: Path, out: Path, content: bytes | Non
     if content is not None:
         path.write_bytes(content)
     choice = SentencePieceTokenizer(kind="sentencepiece", model_file=str(path))
-    with pytest.raises(DataFormatError, match=r"x\.model (is not a SentencePiece model|cannot be read)"):
+    with pytest.raises(
+        DataFormatError, match=r"x\.model (is not a SentencePiece model|cannot be read)"
+    ):
         build_tokenizer(choice, [], out)
     assert list(out.iterdir()) == []
 
 
 def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     choice = train(tmp_path)
-    moved = choice.model_copy(update={"model_file": str(Path(choice.model_file).rename(tmp_path / "other.model"))})
+    moved = choice.model_copy(
+        update={"model_file": str(Path(choice.model_file).rename(tmp_path / "other.model"))}
+    )
     before = fingerprint(moved)
     assert set(before) == {"kind", "model"}
     (tmp_path / "other.model").write_bytes(b"x")

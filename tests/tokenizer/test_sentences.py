@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError, DownloadError, WorkerLostError
 from megacore.tokenizer import sentences
-from megacore.tokenizer.sentences import SentenceSplitter, SplitterChoice, download_punkt, find_punkt, make_splitter
+from megacore.tokenizer.sentences import (
+    SentenceSplitter,
+    SplitterChoice,
+    download_punkt,
+    find_punkt,
+    make_splitter,
+)
 from tests.tokenizer._corpora import STORY, train_punkt
 
 RULES = SplitterChoice("rules")
@@ -32,7 +38,10 @@ def punkt(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["Dr. No met Mrs. Yes at 5 p.m. on Main St. today.", "Then"],
         ),
         ("J. R. R. Tolkien wrote it. True.", ["J. R. R. Tolkien wrote it.", "True."]),
-        ("It cost 3.50 dollars vs. 4.00 e.g. here. Yes", ["It cost 3.50 dollars vs. 4.00 e.g. here.", "Yes"]),
+        (
+            "It cost 3.50 dollars vs. 4.00 e.g. here. Yes",
+            ["It cost 3.50 dollars vs. 4.00 e.g. here.", "Yes"],
+        ),
         ('He said "Stop." Then he left.', ['He said "Stop."', "Then he left."]),
         ("(Really!) Yes.", ["(Really!)", "Yes."]),
         ("The end... and more. And... More", ["The end... and more.", "And...", "More"]),
@@ -58,7 +67,13 @@ def test_rules_keep_every_character(text: str) -> None:
 
 def test_long_words_and_gaps_take_linear_time(punkt: Path) -> None:
     started = time.monotonic()
-    for text in ("a" * 400_000, "." * 400_000 + "x", "\n" * 400_000, ' ."' * 130_000, "a.b" * 130_000):
+    for text in (
+        "a" * 400_000,
+        "." * 400_000 + "x",
+        "\n" * 400_000,
+        ' ."' * 130_000,
+        "a.b" * 130_000,
+    ):
         make_splitter(RULES)(text)
     make_splitter(SplitterChoice("punkt", keep_newlines=True, data=str(punkt)))("a" * 400_000)
     assert time.monotonic() - started < 20
@@ -71,9 +86,17 @@ def test_long_texts_are_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_punkt_divides_by_its_model(punkt: Path) -> None:
     split = make_splitter(SplitterChoice("punkt", data=str(punkt)))
-    assert split("Mr. Smith left. He was late.\n\nWhy? ") == ["Mr. Smith left.", "He was late.", "Why?"]
+    assert split("Mr. Smith left. He was late.\n\nWhy? ") == [
+        "Mr. Smith left.",
+        "He was late.",
+        "Why?",
+    ]
     keep = make_splitter(SplitterChoice("punkt", keep_newlines=True, data=str(punkt)))
-    assert keep("Mr. Smith left. He was late.\n\nWhy? ") == ["Mr. Smith left. ", "He was late.\n\n", "Why?"]
+    assert keep("Mr. Smith left. He was late.\n\nWhy? ") == [
+        "Mr. Smith left. ",
+        "He was late.\n\n",
+        "Why?",
+    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,10 +109,13 @@ def test_words_that_begin_a_match_change_no_sentence(punkt: Path, text: str) -> 
 
     variables = PunktLanguageVars()
     variables._re_period_context = re.compile(
-        rf"\S*{variables._re_sent_end_chars}\s*(?=(?P<after_tok>{variables._re_non_word_chars}|(?P<next_tok>\S+)))"
+        rf"\S*{variables._re_sent_end_chars}\s*(?=(?P<after_tok>{variables._re_non_word_chars}|"
+        r"(?P<next_tok>\S+)))"
     )
     slow = PunktSentenceTokenizer(sentences._read_punkt(punkt, "english"), lang_vars=variables)
-    assert make_splitter(SplitterChoice("punkt", keep_newlines=True, data=str(punkt)))(text) == slow.tokenize(text)
+    assert make_splitter(SplitterChoice("punkt", keep_newlines=True, data=str(punkt)))(
+        text
+    ) == slow.tokenize(text)
 
 
 def test_processes_give_what_one_gives(punkt: Path) -> None:
@@ -113,7 +139,9 @@ def test_killed_process_ends_the_work_at_once() -> None:
         splitter.split(["One. Two."])
         processes = list(splitter._pool._processes)
         started = time.monotonic()
-        threading.Timer(0.3, lambda: [os.kill(process, signal.SIGKILL) for process in processes]).start()
+        threading.Timer(
+            0.3, lambda: [os.kill(process, signal.SIGKILL) for process in processes]
+        ).start()
         with pytest.raises(WorkerLostError, match="was killed, perhaps for want of memory"):
             work(splitter)
 
@@ -143,7 +171,9 @@ def test_damaged_model_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_language_without_a_model_is_refused(punkt: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataFormatError, match=r"no Punkt model of 'klingon' \(it has: english\).* rules"):
+    with pytest.raises(
+        DataFormatError, match=r"no Punkt model of 'klingon' \(it has: english\).* rules"
+    ):
         SentenceSplitter(SplitterChoice("punkt", "klingon", data=str(punkt)), 1)
     with pytest.raises(DataFormatError, match="it has: none"):
         SentenceSplitter(SplitterChoice("punkt", data=str(tmp_path)), 1)
@@ -171,5 +201,7 @@ def test_offline_download_offers_the_rules(tmp_path: Path, monkeypatch: pytest.M
     from nltk.downloader import Downloader
 
     monkeypatch.setattr(Downloader, "DEFAULT_URL", "http://127.0.0.1:9/index.xml")
-    with pytest.raises(DownloadError, match=r"cannot be downloaded .* or set data\.sentence_splitter to rules"):
+    with pytest.raises(
+        DownloadError, match=r"cannot be downloaded .* or set data\.sentence_splitter to rules"
+    ):
         download_punkt(tmp_path, "english")

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from megacore.corpus.segments import divide, jsonl_segments, segments
 from megacore.errors import DataFormatError
-from megacore.tokenizer.tokenize import TokenizeOptions, merge_shards, tokenize_corpus, tokenize_shard
+from megacore.tokenizer.tokenize import (
+    TokenizeOptions,
+    merge_shards,
+    tokenize_corpus,
+    tokenize_shard,
+)
 from tests.tokenizer._corpora import TEXTS, train_tokenizer, write_corpus
 
 
@@ -21,7 +26,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return corpus, tokenizer
 
 
-def tokenized_in_shards(corpus: Path, tokenizer: Path, folder: Path, size: int, options: TokenizeOptions) -> Path:
+def tokenized_in_shards(
+    corpus: Path, tokenizer: Path, folder: Path, size: int, options: TokenizeOptions
+) -> Path:
     shards = []
     for number, part in enumerate(divide(segments(corpus), size)):
         shards.append(folder / f"shard-{number}")
@@ -32,7 +39,9 @@ def tokenized_in_shards(corpus: Path, tokenizer: Path, folder: Path, size: int, 
     return folder / "merged"
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(size=st.integers(1, 3000), seed=st.none() | st.integers(0, 99), sentences=st.booleans())
 def test_merged_shards_are_the_whole(
     folders: tuple[Path, Path],
@@ -54,20 +63,26 @@ def test_merged_shards_are_the_whole(
     assert counts["skipped_lines"] == 2
 
 
-def test_shard_without_tokens_is_no_error_but_a_whole_corpus_is(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_shard_without_tokens_is_no_error_but_a_whole_corpus_is(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     corpus = write_corpus(tmp_path / "corpus", ["", ""])
     for name in ("shard", "merged"):
         (tmp_path / name).mkdir()
     counts = tokenize_shard(segments(corpus), folders[1], tmp_path / "shard", TokenizeOptions())
     assert (counts["documents"], counts["tokens"]) == (2, 0)
     with pytest.raises(DataFormatError, match="the 2 documents of the 1 shards have no token"):
-        merge_shards([tmp_path / "shard"], tmp_path / "merged", folders[1], TokenizeOptions(shuffle_seed=1))
+        merge_shards(
+            [tmp_path / "shard"], tmp_path / "merged", folders[1], TokenizeOptions(shuffle_seed=1)
+        )
 
 
 def test_the_same_file_twice_has_two_records(folders: tuple[Path, Path], tmp_path: Path) -> None:
     path = write_corpus(tmp_path / "corpus", ["a", "b"]) / "corpus.jsonl"
     (tmp_path / "shard").mkdir()
-    tokenize_shard(jsonl_segments([path, path], "text") * 2, folders[1], tmp_path / "shard", TokenizeOptions())
+    tokenize_shard(
+        jsonl_segments([path, path], "text") * 2, folders[1], tmp_path / "shard", TokenizeOptions()
+    )
     files = json.loads((tmp_path / "shard" / "documents.json").read_text())["files"]
     assert [file["documents"] for file in files] == [2, 2, 2, 2]
 
@@ -76,8 +91,12 @@ def test_shards_in_the_wrong_order_are_refused(folders: tuple[Path, Path], tmp_p
     options = TokenizeOptions(on_bad_line="skip")
     tokenized_in_shards(*folders, tmp_path, 500, options)
     (tmp_path / "again").mkdir()
-    with pytest.raises(DataFormatError, match=r"a shard begins inside of .*corpus\.jsonl, but the one before it"):
-        merge_shards([tmp_path / "shard-1", tmp_path / "shard-0"], tmp_path / "again", folders[1], options)
+    with pytest.raises(
+        DataFormatError, match=r"a shard begins inside of .*corpus\.jsonl, but the one before it"
+    ):
+        merge_shards(
+            [tmp_path / "shard-1", tmp_path / "shard-0"], tmp_path / "again", folders[1], options
+        )
     assert list((tmp_path / "again").iterdir()) == []
 
 
@@ -88,5 +107,7 @@ def test_damaged_shard_is_refused(folders: tuple[Path, Path], tmp_path: Path) ->
         file.write(b"\0\0")
     (tmp_path / "again").mkdir()
     with pytest.raises(DataFormatError, match=r"shard-1.*\.bin has \d+ bytes"):
-        merge_shards([tmp_path / "shard-0", tmp_path / "shard-1"], tmp_path / "again", folders[1], options)
+        merge_shards(
+            [tmp_path / "shard-0", tmp_path / "shard-1"], tmp_path / "again", folders[1], options
+        )
     assert list((tmp_path / "again").iterdir()) == []

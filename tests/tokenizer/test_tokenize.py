@@ -16,7 +16,14 @@ from megacore.tokenizer import load_tokenizer, tokenize
 from megacore.tokenizer.pipeline import encode_blocks
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus, tokens_prefix
 from tests.data._files import write_tokens
-from tests.tokenizer._corpora import TEXTS, contents, documents, train_punkt, train_tokenizer, write_corpus
+from tests.tokenizer._corpora import (
+    TEXTS,
+    contents,
+    documents,
+    train_punkt,
+    train_tokenizer,
+    write_corpus,
+)
 
 SENTENCES = TokenizeOptions(split_sentences=True, sentence_splitter="rules")
 
@@ -77,7 +84,9 @@ def test_files_do_not_depend_on_workers_and_blocks(
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_sentences_are_sequences(folders: tuple[Path, Path], tmp_path: Path, append_eod: bool) -> None:
+def test_sentences_are_sequences(
+    folders: tuple[Path, Path], tmp_path: Path, append_eod: bool
+) -> None:
     texts = ["One ends. Two ends! Is it three?", "", " \n ", "Alone"]
     corpus = write_corpus(tmp_path / "corpus", texts)
     options = dataclasses.replace(SENTENCES, append_eod=append_eod)
@@ -94,8 +103,12 @@ def test_sentences_are_sequences(folders: tuple[Path, Path], tmp_path: Path, app
     assert (tmp_path / "tokens_text_sentence.idx").exists()
 
 
-def test_punkt_in_processes_divides_as_in_this_one(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus", ["Mr. Smith left. He was late.", "", "Dr. No came back. Why?"])
+def test_punkt_in_processes_divides_as_in_this_one(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    corpus = write_corpus(
+        tmp_path / "corpus", ["Mr. Smith left. He was late.", "", "Dr. No came back. Why?"]
+    )
     options = TokenizeOptions(split_sentences=True, sentence_data=train_punkt(tmp_path / "punkt"))
     for workers in (1, 2):
         (tmp_path / str(workers)).mkdir()
@@ -134,19 +147,33 @@ def test_documents_json_leads_back_to_lines(folders: tuple[Path, Path], tmp_path
         file.write('\n{"other": 1}\n{"text": "three"}')
     out = workspace / "tokenized" / "t"
     out.mkdir(parents=True)
-    counts = tokenize_corpus(corpus, folders[1], out, TokenizeOptions(on_bad_line="skip", shuffle_seed=3))
+    counts = tokenize_corpus(
+        corpus, folders[1], out, TokenizeOptions(on_bad_line="skip", shuffle_seed=3)
+    )
     assert (counts["documents"], counts["skipped_lines"]) == (3, 2)
     record = json.loads((out / "documents.json").read_text())
     path, size = "../../corpora/c/corpus.jsonl", (corpus / "corpus.jsonl").stat().st_size
     assert record == {
         "format": 1,
         "files": [
-            {"path": path, "key": "text", "documents": 3, "skipped_lines": [3, 4], "first_line": 1, "size": size}
+            {
+                "path": path,
+                "key": "text",
+                "documents": 3,
+                "skipped_lines": [3, 4],
+                "first_line": 1,
+                "size": size,
+            }
         ],
         "shuffle_seed": 3,
         "append_eod": True,
         "split_sentences": False,
-        "tokenizer": {"directory": str(folders[1]), "eod_id": 0, "eod_token": "<|endoftext|>", "vocab_size": 280},
+        "tokenizer": {
+            "directory": str(folders[1]),
+            "eod_id": 0,
+            "eod_token": "<|endoftext|>",
+            "vocab_size": 280,
+        },
     }
 
 
@@ -168,7 +195,9 @@ def test_corpus_without_tokens_is_refused(
     corpus = write_corpus(tmp_path / "corpus", texts)
     with pytest.raises(
         DataFormatError,
-        match=rf"the {len(texts)} documents of .* have no token" if texts else "holds no document: point",
+        match=rf"the {len(texts)} documents of .* have no token"
+        if texts
+        else "holds no document: point",
     ):
         tokenize_corpus(corpus, folders[1], out, TokenizeOptions(shuffle_seed=1))
 
@@ -193,7 +222,9 @@ def test_bad_line_leaves_no_file(
     with pytest.raises(DataFormatError, match=message):
         tokenize_corpus(corpus, folders[1], out, TokenizeOptions(shuffle_seed=seed))
     assert list(out.iterdir()) == []
-    counts = tokenize_corpus(corpus, folders[1], out, TokenizeOptions(shuffle_seed=seed, on_bad_line="skip"))
+    counts = tokenize_corpus(
+        corpus, folders[1], out, TokenizeOptions(shuffle_seed=seed, on_bad_line="skip")
+    )
     assert (counts["documents"], counts["skipped_lines"]) == (6, 1)
 
 
@@ -210,12 +241,16 @@ def test_id_beyond_the_vocabulary_is_refused(
     tokenizer = load_tokenizer(folders[1])
     tokenizer.vocab_size = 100
     monkeypatch.setattr(tokenize, "load_tokenizer", lambda directory: tokenizer)
-    with pytest.raises(DataFormatError, match=r"the token id \d+, but its vocabulary has 100 entries"):
+    with pytest.raises(
+        DataFormatError, match=r"the token id \d+, but its vocabulary has 100 entries"
+    ):
         tokenize_corpus(*folders, out, TokenizeOptions())
     assert list(out.iterdir()) == []
 
 
-def test_ready_made_tokens_are_linked(folders: tuple[Path, Path], tmp_path: Path, out: Path) -> None:
+def test_ready_made_tokens_are_linked(
+    folders: tuple[Path, Path], tmp_path: Path, out: Path
+) -> None:
     prefix = write_tokens(tmp_path / "given", [9, 0, 30])
     (tmp_path / "corpus").mkdir()
     collect(PrefixSource(kind="prefix", prefix=prefix), tmp_path / "corpus")
@@ -230,20 +265,29 @@ def test_ready_made_tokens_are_linked(folders: tuple[Path, Path], tmp_path: Path
     }
     assert documents(out) == [[list(range(9))], [], [list(range(9, 39))]]
     assert Path(f"{tokens_prefix(out)}.bin").samefile(f"{prefix}.bin")
-    assert Path(os.path.normpath(out / json.loads((out / "documents.json").read_text())["prefix"])) == Path(prefix)
+    assert Path(
+        os.path.normpath(out / json.loads((out / "documents.json").read_text())["prefix"])
+    ) == Path(prefix)
 
 
 def test_ready_made_tokens_of_another_vocabulary_are_refused(
     folders: tuple[Path, Path], tmp_path: Path, out: Path
 ) -> None:
     (tmp_path / "corpus").mkdir()
-    collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "given", [281])), tmp_path / "corpus")
-    with pytest.raises(DataFormatError, match=r"given\.bin holds the token id 280, but the tokenizer has 280"):
+    collect(
+        PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "given", [281])),
+        tmp_path / "corpus",
+    )
+    with pytest.raises(
+        DataFormatError, match=r"given\.bin holds the token id 280, but the tokenizer has 280"
+    ):
         tokenize_corpus(tmp_path / "corpus", folders[1], out, TokenizeOptions(shuffle_seed=1))
     assert list(out.iterdir()) == []
 
 
-def test_progress_counts_the_input(folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_the_input(
+    folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenize, "BLOCK_BYTES", 100)
     sizes: list[int] = []
     tokenize_corpus(*folders, out, TokenizeOptions(), progress=sizes.append)
@@ -251,7 +295,9 @@ def test_progress_counts_the_input(folders: tuple[Path, Path], out: Path, monkey
     assert sum(sizes) == (folders[0] / "corpus.jsonl").stat().st_size
 
 
-def test_large_vocabulary_is_stored_as_i32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+def test_large_vocabulary_is_stored_as_i32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: Path
+) -> None:
     corpus = write_corpus(tmp_path / "corpus", ["abc"])
     tokenizer = load_tokenizer(train_tokenizer(tmp_path / "tokenizer", corpus, 257))
     tokenizer.vocab_size = 65500
@@ -260,7 +306,9 @@ def test_large_vocabulary_is_stored_as_i32(tmp_path: Path, monkeypatch: pytest.M
     assert IndexedDataset(tokens_prefix(out)).dtype == np.dtype("<i4")
 
 
-def test_corpus_writer_and_tokens_agree_on_unicode(folders: tuple[Path, Path], tmp_path: Path, out: Path) -> None:
+def test_corpus_writer_and_tokens_agree_on_unicode(
+    folders: tuple[Path, Path], tmp_path: Path, out: Path
+) -> None:
     texts = ["\x00\u2028é", "👩‍👩‍👧‍👦", "\U0010ffff"]
     (tmp_path / "corpus").mkdir()
     with CorpusWriter(tmp_path / "corpus") as writer:

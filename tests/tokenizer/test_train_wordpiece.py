@@ -15,11 +15,16 @@ from megacore.tokenizer import wordpiece as module
 from megacore.tokenizer.build import build_tokenizer, fingerprint
 from megacore.tokenizer.wordpiece import SPECIAL, train_wordpiece
 
-TEXTS = [f"The quick größe fox_{number} jumps over (the) lazy 他 dog number {number}!" for number in range(60)]
+TEXTS = [
+    f"The quick größe fox_{number} jumps over (the) lazy 他 dog number {number}!"
+    for number in range(60)
+]
 
 
 def choice(**values: object) -> TrainWordPieceTokenizer:
-    return TrainWordPieceTokenizer.model_validate({"kind": "train-wordpiece", "vocab_size": 257, **values})
+    return TrainWordPieceTokenizer.model_validate(
+        {"kind": "train-wordpiece", "vocab_size": 257, **values}
+    )
 
 
 def train(vocab_size: int = 90, *, lower_case: bool = True) -> dict[str, int]:
@@ -44,9 +49,14 @@ def test_it_has_the_asked_size_and_begins_with_the_special_tokens() -> None:
 
 def test_another_process_gives_the_same() -> None:
     """What the library keeps in hash tables is in another order in each process."""
-    code = "import json; from tests.tokenizer.test_train_wordpiece import train; print(json.dumps(train()))"
+    code = (
+        "import json; from tests.tokenizer.test_train_wordpiece import train; "
+        "print(json.dumps(train()))"
+    )
     root = Path(__file__).resolve().parents[2]
-    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     assert json.loads(found) == train()
 
 
@@ -63,7 +73,13 @@ def test_the_rarest_characters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("vocab_size", "message"),
     [
-        (50, r"vocab_size 50 has no room for 5 special tokens and the \d+ pieces of one character .* raise it to"),
+        (
+            50,
+            (
+                r"vocab_size 50 has no room for 5 special tokens and the \d+ pieces of one "
+                r"character .* raise it to"
+            ),
+        ),
         (5000, r"yields a vocabulary of \d+ entries, not the 5000 of .* lower it to at most"),
     ],
 )
@@ -89,12 +105,22 @@ def test_the_stage_and_transformers(tmp_path: Path, lower_case: bool) -> None:
     text = "Text 7 of WORDS<extra_id_1> [MASK]"
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
     assert theirs("text")["input_ids"] == [2, *ours.encode("text").tolist(), 3]
-    named = (theirs.cls_token, theirs.sep_token, theirs.mask_token, theirs.pad_token, theirs.unk_token)
+    named = (
+        theirs.cls_token,
+        theirs.sep_token,
+        theirs.mask_token,
+        theirs.pad_token,
+        theirs.unk_token,
+    )
     assert named == ("[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]")
     assert {"<extra_id_0>", "<extra_id_2>"} <= set(theirs.all_special_tokens)
 
 
 def test_fingerprint() -> None:
-    assert fingerprint(choice()) == {"kind": "train-wordpiece", "vocab_size": 257, "lower_case": True}
+    assert fingerprint(choice()) == {
+        "kind": "train-wordpiece",
+        "vocab_size": 257,
+        "lower_case": True,
+    }
     assert fingerprint(choice(lower_case=False)) != fingerprint(choice())
     assert fingerprint(choice(vocab_extra_ids=2))["vocab_extra_ids"] == 2

@@ -9,7 +9,22 @@ from megacore.errors import DataFormatError
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, fingerprint
 
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "gro", "##ße", "##s", "E", "e", "!", "他"]
+VOCABULARY = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "hello",
+    "world",
+    "gro",
+    "##ße",
+    "##s",
+    "E",
+    "e",
+    "!",
+    "他",
+]
 TEXT = "Hello WORLDs! [SEP] Größe é 他x他"
 
 
@@ -28,7 +43,12 @@ def out(tmp_path: Path) -> Path:
 def test_ids_are_those_of_the_lines(tmp_path: Path, out: Path) -> None:
     counts = build_tokenizer(write_vocab(tmp_path, VOCABULARY), [], out)
     special = SpecialTokens(eod=3, pad=0, cls=2, sep=3, mask=4, unk=1).model_dump(mode="json")
-    assert counts == {"vocab_size": 14, "eod_id": 3, "eod_token": "[SEP]", "special_tokens": special}
+    assert counts == {
+        "vocab_size": 14,
+        "eod_id": 3,
+        "eod_token": "[SEP]",
+        "special_tokens": special,
+    }
     tokenizer = load_tokenizer(out)
     assert tokenizer.encode(TEXT).tolist() == [5, 6, 9, 12, 3, 7, 8, 11, 13, 1, 13]
     assert tokenizer.decode([5, 6, 9, 12]) == "hello worlds!"
@@ -43,7 +63,9 @@ def test_cased_vocabulary_keeps_case_and_accents(tmp_path: Path, out: Path) -> N
 
 
 @pytest.mark.parametrize("lower_case", [True, False])
-def test_transformers_reads_it_and_its_bert_agrees(tmp_path: Path, out: Path, lower_case: bool) -> None:
+def test_transformers_reads_it_and_its_bert_agrees(
+    tmp_path: Path, out: Path, lower_case: bool
+) -> None:
     transformers = pytest.importorskip("transformers")
     choice = write_vocab(tmp_path, VOCABULARY).model_copy(update={"lower_case": lower_case})
     build_tokenizer(choice, [], out)
@@ -53,17 +75,27 @@ def test_transformers_reads_it_and_its_bert_agrees(tmp_path: Path, out: Path, lo
     bert = transformers.BertTokenizer.from_pretrained(tmp_path)
     ids = load_tokenizer(out).encode(TEXT).tolist()
     assert bert(TEXT)["input_ids"] == theirs(TEXT)["input_ids"] == [2, *ids, 3]
-    assert (theirs.sep_token_id, theirs.cls_token_id, theirs.mask_token_id, theirs.pad_token_id) == (3, 2, 4, 0)
+    assert (
+        theirs.sep_token_id,
+        theirs.cls_token_id,
+        theirs.mask_token_id,
+        theirs.pad_token_id,
+    ) == (3, 2, 4, 0)
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["a", "b"], r"vocab\.txt has no \[UNK\], \[SEP\], \[PAD\], \[CLS\], \[MASK\] among its 2 lines"),
+        (
+            ["a", "b"],
+            r"vocab\.txt has no \[UNK\], \[SEP\], \[PAD\], \[CLS\], \[MASK\] among its 2 lines",
+        ),
         ([*VOCABULARY, "hello"], r"vocab\.txt:15 repeats the token 'hello' of line 6"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, out: Path, tokens: list[str], message: str) -> None:
+def test_other_files_are_refused(
+    tmp_path: Path, out: Path, tokens: list[str], message: str
+) -> None:
     with pytest.raises(DataFormatError, match=message):
         build_tokenizer(write_vocab(tmp_path, tokens), [], out)
     assert list(out.iterdir()) == []
@@ -87,7 +119,9 @@ def test_fingerprint_is_of_the_content_and_the_case(tmp_path: Path) -> None:
 
 
 def test_real_vocabulary(shared_data: Path, out: Path) -> None:
-    choice = BertWordPieceTokenizer(kind="bert-wordpiece", vocab_file=str(shared_data / "data" / "bert-vocab.txt"))
+    choice = BertWordPieceTokenizer(
+        kind="bert-wordpiece", vocab_file=str(shared_data / "data" / "bert-vocab.txt")
+    )
     counts = build_tokenizer(choice, [], out)
     assert (counts["vocab_size"], counts["eod_id"], counts["eod_token"]) == (30522, 102, "[SEP]")
     assert counts["special_tokens"]["mask"] == 103

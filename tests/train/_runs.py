@@ -64,7 +64,8 @@ def config(engine: str = "native", **sections: dict[str, Any]) -> RunConfig:
 
 
 def write_data(directory: Path, run: RunConfig) -> Path:
-    """Token files (tokens that follow a pattern, so that a model learns) and index maps; returns the prefix."""
+    """Token files (tokens that follow a pattern, so that a model learns) and index maps; returns
+    the prefix."""
     prefix = directory / "tokens_text_document"
     random = np.random.RandomState(0)
     directory.mkdir(parents=True, exist_ok=True)
@@ -112,17 +113,26 @@ def mesh(run: RunConfig | None = None) -> ProcessMesh:
     return ProcessMesh.build(layout, shared_stages=shared_stages(run or config(), VOCAB_SIZE))
 
 
-def trainer(run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder) -> Trainer:
+def trainer(
+    run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder
+) -> Trainer:
     """A trainer with its initial weights, on this process."""
     engine = build_engine(
-        run, VOCAB_SIZE, own, special_tokens=TOKENS, device=torch.device("cpu"), precision=run.train.precision
+        run,
+        VOCAB_SIZE,
+        own,
+        special_tokens=TOKENS,
+        device=torch.device("cpu"),
+        precision=run.train.precision,
     )
     splits = [
         GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
         for name in ("train", "valid")
     ]
     spec = ModelSpec.of(run, VOCAB_SIZE, TOKENS)
-    return Trainer(run, engine, own, Datasets(*splits), recorder, run_directory, spec=spec, peak=1.0)
+    return Trainer(
+        run, engine, own, Datasets(*splits), recorder, run_directory, spec=spec, peak=1.0
+    )
 
 
 def train(run: RunConfig, data: Path, run_directory: Path, attempt: int = 1) -> None:

@@ -1,4 +1,5 @@
-"""Whole runs on DeepSpeed's engines: resumed or disturbed bit for bit, and in another stage, layout or engine."""
+"""Whole runs on DeepSpeed's engines: resumed or disturbed bit for bit, and in another stage, layout
+or engine."""
 
 import math
 from pathlib import Path
@@ -23,7 +24,12 @@ KINDS: dict[str, Kind] = {
     "stage 1": ("deepspeed", {"zero_stage": 1}, {}, "fp32"),
     "stage 2": ("deepspeed", {"zero_stage": 2}, {}, "fp32"),
     "stage 3": ("deepspeed", DIVIDE_ALL, {}, "fp32"),
-    "stage 2, optimizer on the CPU": ("deepspeed", {"zero_stage": 2, "offload_optimizer": "cpu"}, {}, "fp32"),
+    "stage 2, optimizer on the CPU": (
+        "deepspeed",
+        {"zero_stage": 2, "offload_optimizer": "cpu"},
+        {},
+        "fp32",
+    ),
     "stage 3, everything on the CPU": (
         "deepspeed",
         DIVIDE_ALL | {"offload_optimizer": "cpu", "offload_param": "cpu"},
@@ -34,9 +40,19 @@ KINDS: dict[str, Kind] = {
     "pp2 stage 1": ("deepspeed", {"zero_stage": 1}, {"pipeline_model_parallel_size": 2}, "fp32"),
     "stage 0 bf16": ("deepspeed", {"zero_stage": 0}, {}, "bf16"),
     "stage 1 bf16": ("deepspeed", {"zero_stage": 1}, {}, "bf16"),
-    "stage 3 bf16, weights in many groups": ("deepspeed", DIVIDE_ALL | {"sub_group_size": 1000}, {}, "bf16"),
+    "stage 3 bf16, weights in many groups": (
+        "deepspeed",
+        DIVIDE_ALL | {"sub_group_size": 1000},
+        {},
+        "bf16",
+    ),
 }
-DISTURBED = ("stage 0", "stage 2, optimizer on the CPU", "pp2 stage 1", "stage 3 bf16, weights in many groups")
+DISTURBED = (
+    "stage 0",
+    "stage 2, optimizer on the CPU",
+    "pp2 stage 1",
+    "stage 3 bf16, weights in many groups",
+)
 NATIVE: Kind = ("native", {}, {}, "fp32")
 ON_TWO: tuple[Kind, ...] = (KINDS["stage 2"], KINDS["pp2 stage 1"], KINDS["stage 3"])
 ON_ONE: tuple[Kind, ...] = (KINDS["stage 3"], NATIVE, KINDS["stage 1"], KINDS["stage 0"])
@@ -59,7 +75,8 @@ def until(train_iters: int, kind: Kind, ranks: int = 2, **model: float) -> RunCo
 
 
 def disturbed(config: RunConfig, data: Path, directory: Path) -> None:
-    """Train; on rank 1 every norm of the model gives NaN when iteration 4 is computed for the first time."""
+    """Train; on rank 1 every norm of the model gives NaN when iteration 4 is computed for the first
+    time."""
     mesh = _runs.mesh(config)
     with Recorder(directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
         trainer = _runs.trainer(config, data, directory, mesh, recorder)
@@ -79,7 +96,8 @@ def disturbed(config: RunConfig, data: Path, directory: Path) -> None:
             forward_backward(*arguments)
 
         def end(*arguments: Any, **options: Any) -> Update:
-            outcome: Update = update(*arguments, **options)  # with stages it is here that DeepSpeed computes
+            # with stages it is here that DeepSpeed computes
+            outcome: Update = update(*arguments, **options)
             bad[0] = False
             return outcome
 
@@ -88,7 +106,10 @@ def disturbed(config: RunConfig, data: Path, directory: Path) -> None:
 
 
 def resumed_and_whole(data: Path, root: Path) -> None:
-    """Each kind with dropout: 3 iterations and 3 more beside 6 in one go; and one run that changes its kind."""
+    """Each kind with dropout: 3 iterations and 3 more beside 6 in one go.
+
+    And one run that changes its kind.
+    """
     for name, kind in KINDS.items():
         still_alive()
         _runs.train(until(6, kind, **DROPOUT), data, root / name / "whole")
@@ -132,7 +153,9 @@ def test_an_iteration_that_is_computed_again_leaves_no_trace(name: str, runs: Pa
     assert_same_run(runs / name / "whole", runs / name / "disturbed", 6)
 
 
-def test_a_run_may_change_stage_ranks_and_engine_whenever_it_resumes(runs: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_may_change_stage_ranks_and_engine_whenever_it_resumes(
+    runs: Path, data: Path, tmp_path: Path
+) -> None:
     run_distributed(1, changing_alone, data, runs, timeout=90)
     starts = _runs.events(runs / "changing", "start")
     assert [event["resumed_from"] for event in starts] == [None, *range(2, ITERATIONS, 2)]
@@ -141,6 +164,10 @@ def test_a_run_may_change_stage_ranks_and_engine_whenever_it_resumes(runs: Path,
     serial = tmp_path / "serial"
     _runs.train(until(ITERATIONS, NATIVE, ranks=1), data, serial)
     expected = _runs.losses(serial)
-    assert list(_runs.losses(runs / "changing").values()) == pytest.approx(list(expected.values()), rel=1e-5)
-    validation = [_runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)]
+    assert list(_runs.losses(runs / "changing").values()) == pytest.approx(
+        list(expected.values()), rel=1e-5
+    )
+    validation = [
+        _runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)
+    ]
     assert validation[0] == pytest.approx(validation[1], rel=1e-5)

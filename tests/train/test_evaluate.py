@@ -17,8 +17,14 @@ from tests.train import _runs
 
 
 @given(st.integers(1, 200), st.integers(1, 17), st.integers(1, 5))
-def test_every_sample_goes_to_exactly_one_rank(samples: int, micro_batch_size: int, size: int) -> None:
-    dealt = [batch for rank in range(size) for batch in batches_of_rank(samples, micro_batch_size, rank, size)]
+def test_every_sample_goes_to_exactly_one_rank(
+    samples: int, micro_batch_size: int, size: int
+) -> None:
+    dealt = [
+        batch
+        for rank in range(size)
+        for batch in batches_of_rank(samples, micro_batch_size, rank, size)
+    ]
     assert sorted(sample for batch in dealt for sample in batch) == list(range(samples))
     assert all(0 < len(batch) <= micro_batch_size for batch in dealt)
 
@@ -40,14 +46,18 @@ class Model:
         total = torch.zeros(2, 2, dtype=torch.float64)
         for size, tokens in zip(sizes, batches, strict=True):
             assert len(tokens) == size
-            total[0] += torch.stack([losses(tokens).double().sum(), torch.tensor(tokens[:, 1:].numel())])
+            total[0] += torch.stack(
+                [losses(tokens).double().sum(), torch.tensor(tokens[:, 1:].numel())]
+            )
             total[1] += torch.stack([tokens[:, 0].double().sum(), torch.tensor(size)])
         return total
 
 
 def score(data: Path, mesh: ProcessMesh) -> Evaluation:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
-    return evaluate(Model(), dataset, samples=13, micro_batch_size=4, mesh=mesh, device=torch.device("cpu"))
+    return evaluate(
+        Model(), dataset, samples=13, micro_batch_size=4, mesh=mesh, device=torch.device("cpu")
+    )
 
 
 def score_on_ranks(data: Path) -> Evaluation:
@@ -86,5 +96,12 @@ def test_a_stage_that_reads_no_tokens_reads_none(data: Path) -> None:
             return torch.ones(2, 2, dtype=torch.float64)
 
     mesh, device = ProcessMesh.serial(), torch.device("cpu")
-    evaluate(Between(reads_tokens=False), dataset, samples=6, micro_batch_size=4, mesh=mesh, device=device)
+    evaluate(
+        Between(reads_tokens=False),
+        dataset,
+        samples=6,
+        micro_batch_size=4,
+        mesh=mesh,
+        device=device,
+    )
     assert told == [[4, 2]]

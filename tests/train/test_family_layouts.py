@@ -1,4 +1,7 @@
-"""Runs of BERT and T5 that go on in one layout after the other: their checkpoints hold one copy of everything."""
+"""Runs of BERT and T5 that go on in one layout after the other.
+
+Their checkpoints hold one copy of everything.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,9 @@ class Rows:
         return self._rows[list(indices)]
 
 
-def train(family: Family, parallel: dict[str, Any], train_iters: int, directory: Path, attempt: int = 1) -> None:
+def train(
+    family: Family, parallel: dict[str, Any], train_iters: int, directory: Path, attempt: int = 1
+) -> None:
     case = parity.Case(
         parallel,
         train={"train_iters": train_iters, "log_interval": 1},
@@ -54,7 +59,10 @@ def train(family: Family, parallel: dict[str, Any], train_iters: int, directory:
     own = parity.config(case)
     mesh = parity.mesh_of(own) if parallel else ProcessMesh.serial()
     engine = NativeEngine(Stage(own, parity.VOCAB, mesh, special_tokens=parity.TOKENS), own, "fp32")
-    data, spec = Datasets(Rows(family), Rows(family)), ModelSpec.of(own, parity.VOCAB, parity.TOKENS)
+    data, spec = (
+        Datasets(Rows(family), Rows(family)),
+        ModelSpec.of(own, parity.VOCAB, parity.TOKENS),
+    )
     with Recorder(directory, attempt=attempt, rank=mesh.rank, tensorboard=False) as recorder:
         Trainer(own, engine, mesh, data, recorder, directory, spec=spec).run()
 

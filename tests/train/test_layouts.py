@@ -1,4 +1,5 @@
-"""Whole runs in other layouts: resumed in the same one bit for bit, in another one with the same course."""
+"""Whole runs in other layouts: resumed in the same one bit for bit, in another one with the same
+course."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,11 @@ def until(train_iters: int, parallel: dict[str, Any], **model: float) -> RunConf
     train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 100}
     ranks = 2 if parallel else 1
     return _runs.config(
-        model=model, train=train, checkpoint={"save_interval": 3}, parallel=parallel, launch={"nproc_per_node": ranks}
+        model=model,
+        train=train,
+        checkpoint={"save_interval": 3},
+        parallel=parallel,
+        launch={"nproc_per_node": ranks},
     )
 
 
@@ -61,22 +66,30 @@ def test_resuming_in_the_same_layout_is_bit_identical(name: str, runs: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])
-def test_dropout_does_not_depend_on_stages_and_replicas(name: str, runs: Path, data: Path, tmp_path: Path) -> None:
+def test_dropout_does_not_depend_on_stages_and_replicas(
+    name: str, runs: Path, data: Path, tmp_path: Path
+) -> None:
     _runs.train(until(ITERATIONS, {}, **DROPOUT), data, tmp_path)
     serial, parallel = _runs.losses(tmp_path), _runs.losses(runs / name / "whole")
     assert list(serial) == [1, 2, 3, 4, 5, 6]
     assert [parallel[i] for i in serial] == pytest.approx(list(serial.values()), rel=1e-5)
 
 
-def test_a_run_may_change_its_layout_whenever_it_resumes(runs: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_may_change_its_layout_whenever_it_resumes(
+    runs: Path, data: Path, tmp_path: Path
+) -> None:
     starts = _runs.events(runs / "changing", "start")
     assert [event["resumed_from"] for event in starts] == [None, 2, 4]
     assert len({event["parameters"] for event in starts}) == 1
     serial = tmp_path / "serial"
     _runs.train(until(ITERATIONS, {}), data, serial)
     expected = _runs.losses(serial)
-    assert list(_runs.losses(runs / "changing").values()) == pytest.approx(list(expected.values()), rel=1e-5)
-    validation = [_runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)]
+    assert list(_runs.losses(runs / "changing").values()) == pytest.approx(
+        list(expected.values()), rel=1e-5
+    )
+    validation = [
+        _runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)
+    ]
     assert validation[0] == pytest.approx(validation[1], rel=1e-5)
 
 

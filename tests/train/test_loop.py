@@ -22,12 +22,17 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 def until(train_iters: int, **changes: object) -> RunConfig:
     """Dropout on, a log interval that a checkpoint at iteration 3 cuts in two."""
-    train = _runs.config().train.model_dump() | {"train_iters": train_iters, "log_interval": 4} | changes
+    train = (
+        _runs.config().train.model_dump()
+        | {"train_iters": train_iters, "log_interval": 4}
+        | changes
+    )
     return _runs.config(model=DROPOUT, train=train, checkpoint={"save_interval": 3, "keep_last": 9})
 
 
 def assert_same_run(first: Path, second: Path, iteration: int) -> None:
-    """Weights, optimizer, state and what was reported after the third iteration are equal bit for bit."""
+    """Weights, optimizer, state and what was reported after the third iteration are equal bit for
+    bit."""
     paths = [directory / f"checkpoints/iter_{iteration:07d}" for directory in (first, second)]
     one, other = (read_tensors(path) for path in paths)
     assert one.keys() == other.keys()
@@ -38,7 +43,10 @@ def assert_same_run(first: Path, second: Path, iteration: int) -> None:
     for state in states:
         state.pop(CONFIG_KEY)  # intervals may differ
     assert states[0] == states[1]
-    for kind, values in (("step", ("lm_loss", "grad_norm", "lr")), ("evaluation", ("lm_loss", "ppl"))):
+    for kind, values in (
+        ("step", ("lm_loss", "grad_norm", "lr")),
+        ("evaluation", ("lm_loss", "ppl")),
+    ):
         reported = [
             [
                 [event[value] for value in ("iteration", *values)]
@@ -111,7 +119,10 @@ def test_accumulated_micro_batches_equal_one_large_batch(data: Path, tmp_path: P
 def test_a_ramp_up_grows_the_batch_and_resumes_within_it(data: Path, tmp_path: Path) -> None:
     def run(train_iters: int, directory: str, attempt: int = 1) -> None:
         rampup = {"start": 2, "increment": 2, "samples": 18}
-        train = _runs.config().train.model_dump() | {"train_iters": train_iters, "rampup_batch_size": rampup}
+        train = _runs.config().train.model_dump() | {
+            "train_iters": train_iters,
+            "rampup_batch_size": rampup,
+        }
         _runs.train(_runs.config(train=train), data, tmp_path / directory, attempt)
 
     run(8, "whole")
@@ -138,7 +149,10 @@ def test_each_iteration_is_evaluated_and_saved_once(data: Path, tmp_path: Path) 
     _runs.train(_runs.config(train=train, checkpoint=keep_all), data, tmp_path, attempt=2)
     assert [event["iteration"] for event in _runs.events(tmp_path, "evaluation")] == [4, 6, 8]
     assert [event["samples"] for event in _runs.events(tmp_path, "evaluation")] == [8, 8, 8]
-    saved = [(event["iteration"], event["validation_loss"] is None) for event in _runs.events(tmp_path, "checkpoint")]
+    saved = [
+        (event["iteration"], event["validation_loss"] is None)
+        for event in _runs.events(tmp_path, "checkpoint")
+    ]
     assert saved == [(3, True), (6, False), (8, False)]
 
 
@@ -166,16 +180,24 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data: Path, tmp_path
     damaged.write_bytes(b"{}")
     _runs.train(_runs.config(), data, tmp_path, attempt=2)
     assert str(damaged) in _runs.events(tmp_path, "warning")[0]["message"]
-    again = {e["iteration"]: e["lm_loss"] for e in _runs.events(tmp_path, "step") if e["attempt"] == 2}
+    again = {
+        e["iteration"]: e["lm_loss"] for e in _runs.events(tmp_path, "step") if e["attempt"] == 2
+    }
     assert again == {iteration: before[iteration] for iteration in (4, 5, 6)}
 
 
-def test_a_damaged_checkpoint_that_was_never_reported_is_passed_over_too(data: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_that_was_never_reported_is_passed_over_too(
+    data: Path, tmp_path: Path
+) -> None:
     """Its size and time are right, and the attempt that wrote it died before its event."""
     _runs.train(_runs.config(), data, tmp_path)
     events = tmp_path / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["kind"] != "checkpoint" or json.loads(line)["iteration"] != 6]
+    kept = [
+        line
+        for line in lines
+        if json.loads(line)["kind"] != "checkpoint" or json.loads(line)["iteration"] != 6
+    ]
     events.write_text("".join(kept))
     damaged = tmp_path / "checkpoints/iter_0000006/state.json"
     written = damaged.stat()
@@ -220,14 +242,21 @@ def poisoned(data: Path, root: Path) -> str:
     return str(caught.value)
 
 
-def test_a_nan_loss_stops_every_rank_and_names_rank_iteration_and_samples(data: Path, tmp_path: Path) -> None:
+def test_a_nan_loss_stops_every_rank_and_names_rank_iteration_and_samples(
+    data: Path, tmp_path: Path
+) -> None:
     messages = run_distributed(2, poisoned, data, tmp_path)
     assert messages[0] == messages[1]
-    assert "the loss is nan on rank 1 at iteration 1 (samples 2, 3; 2 micro batches in all)" in messages[0]
+    assert (
+        "the loss is nan on rank 1 at iteration 1 (samples 2, 3; 2 micro batches in all)"
+        in messages[0]
+    )
     assert messages[0].endswith("no checkpoint was saved before")
 
 
-def test_running_out_of_memory_names_the_settings(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_names_the_settings(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = ProcessMesh.serial()
     with Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder:
         trainer = _runs.trainer(_runs.config(), data, tmp_path, mesh, recorder)
@@ -237,6 +266,7 @@ def test_running_out_of_memory_names_the_settings(data: Path, tmp_path: Path, mo
 
         monkeypatch.setattr(trainer._engine, "forward_backward", fail)
         with pytest.raises(
-            MemoryExhaustedError, match=r"at iteration 1 .*helps most: .*train\.micro_batch_size: 2 -> 1"
+            MemoryExhaustedError,
+            match=r"at iteration 1 .*helps most: .*train\.micro_batch_size: 2 -> 1",
         ):
             trainer.run()

@@ -21,7 +21,9 @@ def check(warnings: list[str] | None = None, **train: object) -> LossCheck:
     return LossCheck(run, MESH, (warnings if warnings is not None else []).append)
 
 
-def update(losses: tuple[float, ...], grad_norm: float, applied: bool, fatal: bool = False) -> Update:
+def update(
+    losses: tuple[float, ...], grad_norm: float, applied: bool, fatal: bool = False
+) -> Update:
     return Update(losses, {"lm_loss": sum(losses) / len(losses)}, grad_norm, applied, fatal)
 
 
@@ -39,7 +41,11 @@ def test_a_loss_belongs_to_the_last_stage_of_its_replica_and_to_consecutive_samp
 def test_an_applied_iteration_counts_and_moves_the_average() -> None:
     state, own = TrainState(), check()
     own.take_note(update((4.0, 2.0), 1.0, True), state)
-    assert (state.applied_iterations, state.interval.losses, state.recent_loss) == (1, {"lm_loss": [3.0]}, 3.0)
+    assert (state.applied_iterations, state.interval.losses, state.recent_loss) == (
+        1,
+        {"lm_loss": [3.0]},
+        3.0,
+    )
     own.take_note(update((1.0, 1.0), 1.0, True), state)
     assert state.recent_loss == pytest.approx(0.98 * 3.0 + 0.02 * 1.0)
 
@@ -52,14 +58,18 @@ def test_a_spike_is_a_warning_that_names_rank_iteration_and_samples() -> None:
     state.recent_loss = 2.0
     own.take_note(update((2.0, 6.1, 2.0, 7.0), 1.0, True), state)
     assert len(warnings) == 1
-    assert "the loss jumped to 7 on rank 6 at iteration 10 (samples 78, 79), 3.5 times the recent mean 2" in warnings[0]
+    assert (
+        "the loss jumped to 7 on rank 6 at iteration 10 (samples 78, 79), 3.5 times the recent "
+        "mean 2"
+    ) in warnings[0]
     assert state.applied_iterations == 11
 
 
 def test_a_spike_can_stop_the_run_or_be_ignored() -> None:
     spike = update((7.0, 2.0), 1.0, True)
     with pytest.raises(
-        TrainingError, match=r"jumped to 7 on rank 4 at iteration 1 .samples 0, 1.*set train.loss_spike_"
+        TrainingError,
+        match=r"jumped to 7 on rank 4 at iteration 1 .samples 0, 1.*set train.loss_spike_",
     ):
         check(loss_spike_action="stop").take_note(spike, TrainState(recent_loss=2.0))
     warnings: list[str] = []
@@ -77,13 +87,24 @@ def test_a_skipped_iteration_is_counted_and_moves_nothing() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss() -> None:
-    with pytest.raises(TrainingError, match=r"the loss is nan on rank 6 at iteration 1 .samples 2, 3; 2 micro batches"):
-        check().take_note(update((2.0, math.nan, 2.0, math.inf), math.nan, False, fatal=True), TrainState())
-    with pytest.raises(TrainingError, match=r"norm is inf at iteration 1 .samples 0 to 7. on all 8 ranks though every"):
+    with pytest.raises(
+        TrainingError,
+        match=r"the loss is nan on rank 6 at iteration 1 .samples 2, 3; 2 micro batches",
+    ):
+        check().take_note(
+            update((2.0, math.nan, 2.0, math.inf), math.nan, False, fatal=True), TrainState()
+        )
+    with pytest.raises(
+        TrainingError,
+        match=r"norm is inf at iteration 1 .samples 0 to 7. on all 8 ranks though every",
+    ):
         check().take_note(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())
 
 
 def test_fp16_says_that_the_loss_scale_is_used_up() -> None:
     own = check(precision="fp16")
-    with pytest.raises(TrainingError, match="10 iterations in a row overflowed with the loss scale at its minimum 1"):
+    with pytest.raises(
+        TrainingError,
+        match="10 iterations in a row overflowed with the loss scale at its minimum 1",
+    ):
         own.take_note(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())

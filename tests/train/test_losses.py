@@ -1,4 +1,7 @@
-"""A run with several losses: what is reported of each, on the way and after it stopped in between."""
+"""A run with several losses.
+
+What is reported of each, on the way and after it stopped in between.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,10 @@ TOKENS = SpecialTokens(pad=0, cls=1, sep=2, mask=3)
 
 
 class Pairs:
-    """Rows of BERT that depend on their index alone: every fourth token is predicted, the end may be padding."""
+    """Rows of BERT that depend on their index alone.
+
+    Every fourth token is predicted, the end may be padding.
+    """
 
     seq_length, width = LENGTH, 3 * LENGTH + 1
 
@@ -92,7 +98,9 @@ def test_the_binary_task_names_its_loss(tmp_path: Path) -> None:
 
 def test_the_means_of_an_interval_survive_a_stop_within_it(whole: Path, tmp_path: Path) -> None:
     train(config(3), tmp_path)
-    assert set(read_state(tmp_path / "checkpoints/iter_0000003")["train"]["interval"]["losses"]) == {
+    assert set(
+        read_state(tmp_path / "checkpoints/iter_0000003")["train"]["interval"]["losses"]
+    ) == {
         "lm_loss",
         "sop_loss",
     }
@@ -111,9 +119,13 @@ def test_the_means_of_an_interval_survive_a_stop_within_it(whole: Path, tmp_path
 
 def test_what_is_minimised_is_the_sum() -> None:
     run = config(1)
-    engine = NativeEngine(Stage(run, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS), run, "fp32")
+    engine = NativeEngine(
+        Stage(run, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS), run, "fp32"
+    )
     engine.forward_backward(iter([torch.from_numpy(Pairs().gather(range(2)))] * 2), [1, 2])
     update = engine.update(0.0, 0.0)
     assert update.losses[0] == pytest.approx(sum(update.terms.values()), rel=1e-6)
-    assert update.loss == pytest.approx(update.terms["lm_loss"] + update.terms["sop_loss"], rel=1e-6)
+    assert update.loss == pytest.approx(
+        update.terms["lm_loss"] + update.terms["sop_loss"], rel=1e-6
+    )
     assert list(update.terms) == ["lm_loss", "sop_loss"]

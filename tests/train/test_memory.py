@@ -20,28 +20,45 @@ from tests.train import _runs
 def test_training_says_what_was_predicted_what_was_in_use_and_what_helps() -> None:
     attempt = memory_errors(tiny_config(), 0, TrainState(iteration=6), vocab_size=512)
     with pytest.raises(MemoryExhaustedError) as caught, attempt:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes\nand more")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes\nand more"
+        )
     message = str(caught.value)
-    assert message.startswith("rank 0 ran out of memory at iteration 7 (DefaultCPUAllocator: can't allocate memory")
+    assert message.startswith(
+        "rank 0 ran out of memory at iteration 7 (DefaultCPUAllocator: can't allocate memory"
+    )
     assert "\n" not in message
     number = r"\d+\.\d\d"
-    assert re.search(rf": in use {number} GiB by this process, {number} of|: in use {number} GiB ", message)
+    assert re.search(
+        rf": in use {number} GiB by this process, {number} of|: in use {number} GiB ", message
+    )
     assert re.search(rf"; predicted for rank 0: {number} GiB \(weights {number}, ", message)
-    assert "; what helps most: train.micro_batch_size: 2 -> 1 (predicted " in message or "train.recompute" in message
+    assert (
+        "; what helps most: train.micro_batch_size: 2 -> 1 (predicted " in message
+        or "train.recompute" in message
+    )
     assert 1 <= message.count(" (predicted ") <= 3
 
 
 def test_the_settings_are_those_of_the_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "savings", lambda config, place, rank: [])
     attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
-    with pytest.raises(MemoryExhaustedError, match=r"no setting is known that would save any$"), attempt:
+    with (
+        pytest.raises(MemoryExhaustedError, match=r"no setting is known that would save any$"),
+        attempt,
+    ):
         raise MemoryError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPU")
 def test_without_a_gpu_there_is_nowhere_to_offload_to() -> None:
-    config = load_config("gpt2-tiny", {"engine": "deepspeed", "deepspeed.zero_stage": 3, "launch.nproc_per_node": 1})
-    with pytest.raises(MemoryExhaustedError) as caught, memory_errors(config, 0, TrainState(), vocab_size=8192):
+    config = load_config(
+        "gpt2-tiny", {"engine": "deepspeed", "deepspeed.zero_stage": 3, "launch.nproc_per_node": 1}
+    )
+    with (
+        pytest.raises(MemoryExhaustedError) as caught,
+        memory_errors(config, 0, TrainState(), vocab_size=8192),
+    ):
         raise MemoryError
     assert "offload" not in str(caught.value)
     assert "by control groups" in str(caught.value)
@@ -49,11 +66,16 @@ def test_without_a_gpu_there_is_nowhere_to_offload_to() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_its_memory_is_counted() -> None:
-    with pytest.raises(MemoryExhaustedError) as caught, memory_errors(tiny_config(), 0, TrainState(), vocab_size=512):
+    with (
+        pytest.raises(MemoryExhaustedError) as caught,
+        memory_errors(tiny_config(), 0, TrainState(), vocab_size=512),
+    ):
         torch.empty(2**50, dtype=torch.uint8, device="cuda")
     message = str(caught.value)
     assert re.search(
-        r"in use [\d.]+ GiB allocated and [\d.]+ GiB reserved by this process, [\d.]+ GiB by all of ", message
+        r"in use [\d.]+ GiB allocated and [\d.]+ GiB reserved by this process, [\d.]+ GiB by all "
+        r"of ",
+        message,
     )
 
 
@@ -70,8 +92,14 @@ def test_other_errors_pass_unchanged() -> None:
 
 
 def test_scoring_names_its_batch() -> None:
-    message = r"rank 1 ran out of memory while it evaluated .*in use .*; lower evaluate\.micro_batch_size \(now 16"
-    with pytest.raises(MemoryExhaustedError, match=message), scoring_memory_errors(tiny_config(), 1):
+    message = (
+        r"rank 1 ran out of memory while it evaluated .*in use .*; lower "
+        r"evaluate\.micro_batch_size \(now 16"
+    )
+    with (
+        pytest.raises(MemoryExhaustedError, match=message),
+        scoring_memory_errors(tiny_config(), 1),
+    ):
         raise MemoryError
 
 

@@ -24,7 +24,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(pretrained: Path | None, parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+def config(
+    pretrained: Path | None, parallel: dict[str, Any] | None = None, **train: Any
+) -> RunConfig:
     values = _runs.config().train.model_dump() | {"train_iters": 2, "eval_interval": 100} | train
     return _runs.config(
         train=values | {"pretrained_checkpoint": pretrained and str(pretrained)},
@@ -47,14 +49,18 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = build_model(other, _runs.VOCAB_SIZE, ProcessMesh.serial())
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     spec = ModelSpec.of(other, _runs.VOCAB_SIZE)
-    return save_checkpoint(tmp_path_factory.mktemp("imported"), 0, weights, {"model": spec.model_dump(mode="json")})
+    return save_checkpoint(
+        tmp_path_factory.mktemp("imported"), 0, weights, {"model": spec.model_dump(mode="json")}
+    )
 
 
 def train_everywhere(data: Path, imported: Path, root: Path) -> None:
     for name, parallel in LAYOUTS.items():
         for precision in ("fp32", "bf16"):
             still_alive()
-            _runs.train(config(imported, parallel, precision=precision), data, root / name / precision)
+            _runs.train(
+                config(imported, parallel, precision=precision), data, root / name / precision
+            )
 
 
 def first_loss(run_directory: Path) -> float:
@@ -68,9 +74,13 @@ def serial(data: Path, imported: Path, tmp_path_factory: pytest.TempPathFactory)
     return directory
 
 
-def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(data: Path, imported: Path, serial: Path) -> None:
+def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(
+    data: Path, imported: Path, serial: Path
+) -> None:
     still = config(imported, train_iters=1)
-    still = still.model_copy(update={"optim": still.optim.model_copy(update={"lr": 0.0, "min_lr": 0.0})})
+    still = still.model_copy(
+        update={"optim": still.optim.model_copy(update={"lr": 0.0, "min_lr": 0.0})}
+    )
     _runs.train(still, data, serial / "still")
     tensors = read_tensors(serial / "still/checkpoints/iter_0000001")
     for name, weight in read_tensors(imported).items():
@@ -84,14 +94,22 @@ def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(data: Path, importe
     assert (start["iteration"], start["resumed_from"]) == (0, None)
 
 
-def test_every_layout_and_precision_begins_alike(data: Path, imported: Path, serial: Path, tmp_path: Path) -> None:
+def test_every_layout_and_precision_begins_alike(
+    data: Path, imported: Path, serial: Path, tmp_path: Path
+) -> None:
     run_distributed(2, train_everywhere, data, imported, tmp_path)
     for name in LAYOUTS:
-        assert _runs.losses(tmp_path / name / "fp32") == pytest.approx(_runs.losses(serial), rel=1e-5)
-        assert _runs.losses(tmp_path / name / "bf16") == pytest.approx(_runs.losses(serial), rel=1e-2)
+        assert _runs.losses(tmp_path / name / "fp32") == pytest.approx(
+            _runs.losses(serial), rel=1e-5
+        )
+        assert _runs.losses(tmp_path / name / "bf16") == pytest.approx(
+            _runs.losses(serial), rel=1e-2
+        )
 
 
-def test_a_resumed_run_goes_on_with_its_own_weights(data: Path, imported: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_own_weights(
+    data: Path, imported: Path, tmp_path: Path
+) -> None:
     _runs.train(config(imported, train_iters=3), data, tmp_path / "resumed")
     _runs.train(config(imported, train_iters=6), data, tmp_path / "resumed", attempt=2)
     _runs.train(config(imported, train_iters=6), data, tmp_path / "whole")
@@ -101,11 +119,16 @@ def test_a_resumed_run_goes_on_with_its_own_weights(data: Path, imported: Path, 
     )
 
 
-def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(data: Path, imported: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(
+    data: Path, imported: Path, tmp_path: Path
+) -> None:
     other = _runs.config(
-        model={"activation": "relu"}, train=_runs.config().train.model_dump() | {"pretrained_checkpoint": str(imported)}
+        model={"activation": "relu"},
+        train=_runs.config().train.model_dump() | {"pretrained_checkpoint": str(imported)},
     )
-    with pytest.raises(CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"):
+    with pytest.raises(
+        CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"
+    ):
         _runs.train(other, data, tmp_path / "other")
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         _runs.train(config(tmp_path / "nothing"), data, tmp_path / "none")

@@ -51,13 +51,19 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_trace_has_the_models_operations_and_the_iterations_that_were_asked_for(run: Path) -> None:
+def test_the_trace_has_the_models_operations_and_the_iterations_that_were_asked_for(
+    run: Path,
+) -> None:
     events = trace_of(run)["traceEvents"]
     names = [event["name"] for event in events]
     assert iterations_in(run) == ["iteration 2", "iteration 3"]
     assert "aten::mm" in names
     assert any(name.startswith("autograd::engine") for name in names)
-    spans = {event["name"]: (event["ts"], event["ts"] + event["dur"]) for event in events if "dur" in event}
+    spans = {
+        event["name"]: (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if "dur" in event
+    }
     first, second = spans["iteration 2"], spans["iteration 3"]
     assert first[1] <= second[0]
     products = [event["ts"] for event in events if event["name"] == "aten::mm" and "dur" in event]
@@ -84,7 +90,9 @@ def test_one_event_names_the_files(run: Path) -> None:
     assert sorted(path.relative_to(run).as_posix() for path in (run / "profile").iterdir()) == FILES
 
 
-def test_off_means_nothing_at_all(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_means_nothing_at_all(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiles, "_Recording", None)
     _runs.train(_runs.config(), data, tmp_path)
     assert not (tmp_path / "profile").exists()
@@ -96,7 +104,9 @@ def test_the_profile_changes_no_number(run: Path, data: Path, tmp_path: Path) ->
     assert _runs.losses(tmp_path) == _runs.losses(run)
 
 
-@pytest.mark.parametrize(("interval", "expected"), [((1, 3), []), ((3, 5), ["iteration 4", "iteration 5"])])
+@pytest.mark.parametrize(
+    ("interval", "expected"), [((1, 3), []), ((3, 5), ["iteration 4", "iteration 5"])]
+)
 def test_a_resumed_run_profiles_what_is_left(
     interval: tuple[int, int], expected: list[str], data: Path, tmp_path: Path
 ) -> None:
@@ -119,7 +129,9 @@ def test_files_that_cannot_be_written_are_a_warning(data: Path, tmp_path: Path) 
     assert _runs.events(tmp_path, "profile") == []
 
 
-def test_a_trace_that_breaks_off_leaves_nothing(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_breaks_off_leaves_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def torn(self: Any, path: str) -> None:
         Path(path).write_bytes(b"\x1f\x8b")
         raise OSError(28, "No space left on device")
@@ -157,7 +169,9 @@ def test_every_rank_has_its_files_and_one_event_names_all(data: Path, tmp_path: 
 
 @pytest.mark.parametrize(("first", "last"), [(3, 2), (5, 7)])
 def test_the_interval_lies_within_the_run(first: int, last: int) -> None:
-    with pytest.raises(ValueError, match=f"train.profile is from {first} to {last} with train.train_iters 6: give"):
+    with pytest.raises(
+        ValueError, match=f"train.profile is from {first} to {last} with train.train_iters 6: give"
+    ):
         profiled(first, last)
 
 
@@ -169,16 +183,28 @@ def test_names_in_the_configuration_are_from_and_to() -> None:
     values["train"]["profile"] = {"from": True, "until": 3}
     with pytest.raises(ConfigError) as error:
         parse_config(values, origin="conf.yaml")
-    assert "from is true" in str(error.value) or "train.profile.from is True: give an integer" in str(error.value)
+    assert "from is true" in str(
+        error.value
+    ) or "train.profile.from is True: give an integer" in str(error.value)
     assert "unknown key train.profile.until (known: from, to)" in str(error.value)
 
 
 def test_allocations_of_a_gpu_are_read_beside_those_of_the_cpu() -> None:
     def event(at: float, allocated: int, reserved: int, kind: int) -> dict[str, Any]:
-        values = {"Total Allocated": allocated, "Total Reserved": reserved, "Device Type": kind, "Device Id": 0}
+        values = {
+            "Total Allocated": allocated,
+            "Total Reserved": reserved,
+            "Device Type": kind,
+            "Device Id": 0,
+        }
         return {"name": "[memory]", "ts": at, "args": values}
 
-    events = [event(2.0, 30, 64, 1), event(1.0, 20, 64, 1), event(1.5, 7, 0, 0), {"name": "aten::mm", "ts": 1.0}]
+    events = [
+        event(2.0, 30, 64, 1),
+        event(1.0, 20, 64, 1),
+        event(1.5, 7, 0, 0),
+        {"name": "aten::mm", "ts": 1.0},
+    ]
     found = read_allocations({"baseTimeNanoseconds": 10**9, "traceEvents": events})
     assert found == {
         "cuda:0 allocated": [(10**9 + 1000, 20), (10**9 + 2000, 30)],

@@ -1,4 +1,7 @@
-"""A step that goes wrong is computed once more, which tells data from hardware; and batches that are passed over."""
+"""A step that goes wrong is computed once more, which tells data from hardware.
+
+And batches that are passed over.
+"""
 
 import math
 import os
@@ -45,11 +48,18 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Fault = Callable[[Any, Callable[[], None]], None]
-"""Gets the engine and what computes the gradients, and does the latter with something going wrong."""
+"""Gets the engine and what computes the gradients, and does the latter with something going
+wrong."""
 
 
 def faulty(
-    config: RunConfig, data: Path, directory: Path, fault: Fault, *, calls: tuple[int, ...], attempt: int = 1
+    config: RunConfig,
+    data: Path,
+    directory: Path,
+    fault: Fault,
+    *,
+    calls: tuple[int, ...],
+    attempt: int = 1,
 ) -> None:
     """Train; the computations with these numbers, counted from 1, meet the fault."""
     mesh = _runs.mesh(config)
@@ -111,8 +121,12 @@ def test_what_does_not_happen_again_is_the_hardware_and_leaves_no_trace(
     assert_same_run(whole, tmp_path, 6)
 
 
-def test_what_happens_again_is_the_datas_fault_and_its_batch_can_be_passed_over(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(LossError, match=r"it came out bad again, so data or numerics.*iter_0000003") as caught:
+def test_what_happens_again_is_the_datas_fault_and_its_batch_can_be_passed_over(
+    data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        LossError, match=r"it came out bad again, so data or numerics.*iter_0000003"
+    ) as caught:
         faulty(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
     advised = 'train.skip_samples: ["24-31"]'
     assert advised in str(caught.value)
@@ -135,34 +149,49 @@ def test_a_save_that_failed_meanwhile_does_not_hide_the_loss(
         raise WorkspaceError("the disk is full")
 
     monkeypatch.setattr(background, "write_checkpoint", fail)
-    with pytest.raises(LossError, match=r"no checkpoint was saved before; the save .* failed \(the disk is full\)"):
+    with pytest.raises(
+        LossError, match=r"no checkpoint was saved before; the save .* failed \(the disk is full\)"
+    ):
         faulty(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
 
 
-def test_the_batches_after_one_that_is_passed_over_are_what_they_were(data: Path, tmp_path: Path) -> None:
+def test_the_batches_after_one_that_is_passed_over_are_what_they_were(
+    data: Path, tmp_path: Path
+) -> None:
     """Skipping the first batch is training on the others alone: no later sample moves."""
     _runs.train(run(train_iters=3, skip_samples=[1]), data, tmp_path / "skipped")
     losses = _runs.losses(tmp_path / "skipped")
     _runs.train(run(train_iters=3), data, tmp_path / "whole")
     assert losses[1] is None
-    # The second batch meets the initial weights instead of those after one step: near, and not the same.
+    # The second batch meets the initial weights instead of those after one step: near, and not the
+    # same.
     assert losses[2] == pytest.approx(_runs.losses(tmp_path / "whole")[2], rel=0.05)
     with pytest.raises(
-        ConfigError, match=r"skip_samples names 9-9, but .*iter_0000003 was trained on samples up to 23"
+        ConfigError,
+        match=r"skip_samples names 9-9, but .*iter_0000003 was trained on samples up to 23",
     ):
         _runs.train(run(skip_samples=[9]), data, tmp_path / "skipped", attempt=2)
     _runs.train(run(skip_samples=[1]), data, tmp_path / "skipped", attempt=2)
 
 
-def test_a_spike_of_the_data_is_applied_with_a_warning_or_stops_before_it_is(data: Path, tmp_path: Path) -> None:
+def test_a_spike_of_the_data_is_applied_with_a_warning_or_stops_before_it_is(
+    data: Path, tmp_path: Path
+) -> None:
     faulty(run(), data, tmp_path / "warn", jumped, calls=(ITERATION, ITERATION + 1))
     (warning,) = _runs.events(tmp_path / "warn", "warning")
     assert "the loss jumped to" in warning["message"]
-    assert read_state(tmp_path / "warn/checkpoints/iter_0000006")["train"]["applied_iterations"] == 6
+    assert (
+        read_state(tmp_path / "warn/checkpoints/iter_0000006")["train"]["applied_iterations"] == 6
+    )
     spiky = run(loss_spike_action="stop")
-    with pytest.raises(LossError, match=r"the loss jumped to .* at iteration 4 .*or set train.loss_spike_action to w"):
+    with pytest.raises(
+        LossError,
+        match=r"the loss jumped to .* at iteration 4 .*or set train.loss_spike_action to w",
+    ):
         faulty(spiky, data, tmp_path / "stop", jumped, calls=(ITERATION, ITERATION + 1))
-    assert [path.name for path in (tmp_path / "stop/checkpoints").glob("iter_*")] == ["iter_0000003"]
+    assert [path.name for path in (tmp_path / "stop/checkpoints").glob("iter_*")] == [
+        "iter_0000003"
+    ]
 
 
 def only_rank_1(data: Path, root: Path) -> None:

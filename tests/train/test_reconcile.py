@@ -1,4 +1,7 @@
-"""A kill between a checkpoint and its event: the resumed run reports what is there and what is gone."""
+"""A kill between a checkpoint and its event.
+
+The resumed run reports what is there and what is gone.
+"""
 
 import os
 import shutil
@@ -23,7 +26,9 @@ def test_unreported_checkpoints_are_reported_and_lost_ones_too(data: Path, tmp_p
     events = tmp_path / "events.jsonl"
     checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
     assert len(checkpoints) >= 2
-    lines = [line for line in events.read_text().splitlines(True) if f'{checkpoints[-1]}"' not in line]
+    lines = [
+        line for line in events.read_text().splitlines(True) if f'{checkpoints[-1]}"' not in line
+    ]
     events.write_text("".join(lines))
     shutil.rmtree(tmp_path / "checkpoints" / checkpoints[0])
     (tmp_path / "checkpoints" / "iter_0000001.tmp-ab12-deleted").mkdir()
@@ -40,17 +45,23 @@ def test_unreported_checkpoints_are_reported_and_lost_ones_too(data: Path, tmp_p
 def test_retention_that_a_kill_came_before_is_made_up_for(data: Path, tmp_path: Path) -> None:
     """A run that goes on, if only to its end, applies the rules to what is there."""
     train = _runs.config().train.model_dump()
-    _runs.train(_runs.config(train=train, checkpoint={"save_interval": 2, "keep_last": 9}), data, tmp_path)
+    _runs.train(
+        _runs.config(train=train, checkpoint={"save_interval": 2, "keep_last": 9}), data, tmp_path
+    )
     few = {"save_interval": 2, "keep_last": 1, "keep_best": False}
     _runs.train(_runs.config(train=train, checkpoint=few), data, tmp_path, attempt=2)
     assert [path.name for path in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000006"]
     assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")] == [2, 4]
 
 
-def test_a_checkpoint_that_is_gone_on_from_stays_though_a_damaged_one_is_newer(data: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_gone_on_from_stays_though_a_damaged_one_is_newer(
+    data: Path, tmp_path: Path
+) -> None:
     train = _runs.config().train.model_dump()
     few = {"save_interval": 2, "keep_last": 1, "keep_best": False}
-    _runs.train(_runs.config(train=train, checkpoint={"save_interval": 2, "keep_last": 9}), data, tmp_path)
+    _runs.train(
+        _runs.config(train=train, checkpoint={"save_interval": 2, "keep_last": 9}), data, tmp_path
+    )
     shard = next((tmp_path / "checkpoints/iter_0000006").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[-200] ^= 1
@@ -59,6 +70,13 @@ def test_a_checkpoint_that_is_gone_on_from_stays_though_a_damaged_one_is_newer(d
     os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as a disk changes it
     stopped = train | {"exit_interval": 5}
     with pytest.raises(TrainingStoppedError):
-        _runs.train(_runs.config(train=stopped, checkpoint=few | {"save_interval": 100}), data, tmp_path, attempt=2)
+        _runs.train(
+            _runs.config(train=stopped, checkpoint=few | {"save_interval": 100}),
+            data,
+            tmp_path,
+            attempt=2,
+        )
     assert _runs.events(tmp_path, "start")[-1]["resumed_from"] == 4
-    assert 4 not in {event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")[:1]}
+    assert 4 not in {
+        event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")[:1]
+    }

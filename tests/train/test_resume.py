@@ -19,7 +19,9 @@ from tests.train.test_loop import assert_same_run
 
 def run(train_iters: int = 6, *, optim: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
     train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 100}
-    return _runs.config(train=train, optim=optim or {}, checkpoint={"save_interval": 3, "keep_last": 9}, **sections)
+    return _runs.config(
+        train=train, optim=optim or {}, checkpoint={"save_interval": 3, "keep_last": 9}, **sections
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,12 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> 
     replace(marker, files=marker.files | {STATE_NAME: FileRecord.of(state)}).write(checkpoint)
 
 
-def test_a_keyed_change_is_refused_until_it_is_allowed_and_nothing_is_lost(data: Path, half: Path) -> None:
+def test_a_keyed_change_is_refused_until_it_is_allowed_and_nothing_is_lost(
+    data: Path, half: Path
+) -> None:
     with pytest.raises(
-        ConfigError, match=r"iter_0000003 was written with .*optim.lr: 0.01 -> 0.02.*override: \[optim.lr"
+        ConfigError,
+        match=r"iter_0000003 was written with .*optim.lr: 0.01 -> 0.02.*override: \[optim.lr",
     ):
         _runs.train(run(optim={"lr": 2e-2}), data, half, attempt=2)
     assert [path.name for path in (half / "checkpoints").glob("iter_*")] == ["iter_0000003"]
@@ -72,7 +77,9 @@ def test_what_may_change_needs_no_permission_and_is_shown(data: Path, half: Path
     ]
 
 
-def test_another_run_goes_on_from_a_checkpoint_as_if_it_were_its_own(data: Path, half: Path, tmp_path: Path) -> None:
+def test_another_run_goes_on_from_a_checkpoint_as_if_it_were_its_own(
+    data: Path, half: Path, tmp_path: Path
+) -> None:
     checkpoint = str(half / "checkpoints/iter_0000003")
     _runs.train(run(6), data, tmp_path / "whole")
     _runs.train(run(6, resume={"checkpoint": checkpoint}), data, tmp_path / "other")
@@ -83,7 +90,9 @@ def test_another_run_goes_on_from_a_checkpoint_as_if_it_were_its_own(data: Path,
     assert _runs.events(tmp_path / "other", "start")[-1]["resumed_from"] == 6
 
 
-def test_another_run_is_refused_as_well_when_a_keyed_value_differs(data: Path, half: Path, tmp_path: Path) -> None:
+def test_another_run_is_refused_as_well_when_a_keyed_value_differs(
+    data: Path, half: Path, tmp_path: Path
+) -> None:
     changed = {"checkpoint": str(half / "checkpoints/iter_0000003")}
     with pytest.raises(ConfigError, match=r"seed: 1234 -> 7.*override: \[seed\]"):
         _runs.train(run(resume=changed).model_copy(update={"seed": 7}), data, tmp_path / "other")
@@ -93,14 +102,17 @@ def test_weights_alone_cannot_be_gone_on_from(data: Path, half: Path, tmp_path: 
     checkpoint = half / "checkpoints/iter_0000003"
     rewrite_state(checkpoint, lambda values: values.pop("train"))
     with pytest.raises(
-        CheckpointError, match=r"holds weights without the state of a training: begin with them by train"
+        CheckpointError,
+        match=r"holds weights without the state of a training: begin with them by train",
     ):
         _runs.train(run(resume={"checkpoint": str(checkpoint)}), data, tmp_path / "other")
 
 
 def test_what_auto_came_to_on_another_machine_is_a_change(data: Path, half: Path) -> None:
     rewrite_state(half / "checkpoints/iter_0000003", lambda values: values.update(precision="bf16"))
-    with pytest.raises(ConfigError, match=r"train.precision: bf16 -> fp32.*override: \[train.precision\]"):
+    with pytest.raises(
+        ConfigError, match=r"train.precision: bf16 -> fp32.*override: \[train.precision\]"
+    ):
         _runs.train(run(), data, half, attempt=2)
     _runs.train(run(resume={"override": ["train.precision"]}), data, half, attempt=3)
     assert "train.precision: bf16 -> fp32" in _runs.events(half, "start")[-1]["changes"]

@@ -35,13 +35,16 @@ def test_the_stall_of_a_save_has_the_wait_for_the_one_before(
     monkeypatch.setattr(background, "write_checkpoint", slowly)
     train = _runs.config().train.model_dump() | {"train_iters": 2, "eval_interval": 100}
     _runs.train(_runs.config(train=train, checkpoint={"save_interval": 1}), data, tmp_path)
-    first, second = (event["stall_seconds"] for event in _runs.events(tmp_path, "checkpoint_started"))
+    first, second = (
+        event["stall_seconds"] for event in _runs.events(tmp_path, "checkpoint_started")
+    )
     assert first < 0.5 < second
     assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [1, 2]
 
 
 def full_on_one_rank(data: Path, root: Path) -> tuple[str, int]:
-    """From the second save on rank 1 finds its disk full; what the rank raised, and in which iteration."""
+    """From the second save on rank 1 finds its disk full; what the rank raised, and in which
+    iteration."""
     write, saves = CheckpointWriter.write_data, iter(range(1, 100))
 
     def limited(*arguments: Any) -> Any:
@@ -60,7 +63,9 @@ def full_on_one_rank(data: Path, root: Path) -> tuple[str, int]:
     return str(caught.value), trainer.state.iteration
 
 
-def test_a_save_that_fails_on_one_rank_ends_all_of_them_after_the_same_iteration(data: Path, tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_ends_all_of_them_after_the_same_iteration(
+    data: Path, tmp_path: Path
+) -> None:
     (first, one), (second, other) = run_distributed(2, full_on_one_rank, data, tmp_path)
     assert "No space left on device" in first
     assert first == second

@@ -41,9 +41,13 @@ def write(directory: Path, run: RunConfig) -> list[str]:
         with IndexedDatasetWriter(prefix, np.uint16) as writer:
             for _ in range(documents):
                 start, length = random.randint(0, 60), random.randint(1, 40)
-                writer.add_document([*(1 + (start + 3 * np.arange(length)) % 60).tolist(), _runs.EOD_ID])
+                writer.add_document(
+                    [*(1 + (start + 3 * np.arange(length)) % 60).tolist(), _runs.EOD_ID]
+                )
     data = run.data
-    options = IndexOptions(split=SPLIT, seq_length=data.seq_length, seed=run.seed, packing=data.packing)
+    options = IndexOptions(
+        split=SPLIT, seq_length=data.seq_length, seed=run.seed, packing=data.packing
+    )
     members = [Member(prefix, weight) for prefix, weight in zip(prefixes, WEIGHTS, strict=True)]
     (directory / "index").mkdir()
     build_index_maps(Mixture.blend(members), directory / "index", options, (60, 8, None))
@@ -56,22 +60,31 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
     run = _runs.config(data=DATA[request.param])
     prefixes = write(tmp_path, run)
     mesh = ProcessMesh.serial()
-    engine = NativeEngine(Stage(run, _runs.VOCAB_SIZE, mesh, special_tokens=_runs.TOKENS), run, "fp32")
+    engine = NativeEngine(
+        Stage(run, _runs.VOCAB_SIZE, mesh, special_tokens=_runs.TOKENS), run, "fp32"
+    )
     splits = [
-        open_split(prefixes, tmp_path / "index", name, run, tokenizer_directory=tmp_path) for name in ("train", "valid")
+        open_split(prefixes, tmp_path / "index", name, run, tokenizer_directory=tmp_path)
+        for name in ("train", "valid")
     ]
     with Recorder(tmp_path / "run", attempt=1, rank=0, tensorboard=False) as recorder:
         spec = ModelSpec.of(run, _runs.VOCAB_SIZE, _runs.TOKENS)
-        Trainer(run, engine, mesh, Datasets(*splits), recorder, tmp_path / "run", spec=spec, peak=1.0).run()
+        Trainer(
+            run, engine, mesh, Datasets(*splits), recorder, tmp_path / "run", spec=spec, peak=1.0
+        ).run()
     values = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes).model_dump()
     checkpoint = str(tmp_path / "run/checkpoints/iter_0000006")
     return EvaluateJob(**values, checkpoints=(checkpoint,), output=str(tmp_path / "scores.json"))
 
 
 def documents_of(job: EvaluateJob, name: str) -> list[list[int]]:
-    """Every piece of a document in every sample of one epoch of a split, with the label after its last token."""
+    """Every piece of a document in every sample of one epoch of a split, with the label after its
+    last token."""
     options = IndexOptions(
-        split=SPLIT, seq_length=job.config.data.seq_length, seed=job.config.seed, packing=job.config.data.packing
+        split=SPLIT,
+        seq_length=job.config.data.seq_length,
+        seed=job.config.seed,
+        packing=job.config.data.packing,
     )
     found = []
     for prefix in job.token_prefixes:
@@ -110,14 +123,20 @@ def test_scores_are_of_documents_by_themselves(job: EvaluateJob) -> None:
         assert scores[f"{name}_ppl"] == pytest.approx(math.exp(expected), rel=1e-6)
 
 
-def test_token_frequencies_are_those_of_the_train_split_on_the_same_labels(job: EvaluateJob) -> None:
+def test_token_frequencies_are_those_of_the_train_split_on_the_same_labels(
+    job: EvaluateJob,
+) -> None:
     counts = np.ones(_runs.VOCAB_SIZE)
     for prefix, documents in zip(job.token_prefixes, (60, 30), strict=True):
         lengths = np.fromfile(f"{prefix}.idx", "<i4", documents, offset=34)
         train = lengths[: round(0.6 * documents)].sum()
-        counts += np.bincount(np.fromfile(f"{prefix}.bin", "<u2", train), minlength=_runs.VOCAB_SIZE)
+        counts += np.bincount(
+            np.fromfile(f"{prefix}.bin", "<u2", train), minlength=_runs.VOCAB_SIZE
+        )
     log_probability = np.log(counts / counts.sum())
     perplexities = Scorer(job, ProcessMesh.serial(), torch.device("cpu")).unigram()
     for name in ("test", "valid"):
         labels = [token for document in documents_of(job, name) for token in document[1:]]
-        assert perplexities[name] == pytest.approx(math.exp(-log_probability[labels].mean()), rel=1e-9)
+        assert perplexities[name] == pytest.approx(
+            math.exp(-log_probability[labels].mean()), rel=1e-9
+        )

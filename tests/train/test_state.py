@@ -10,7 +10,13 @@ from megacore.train.state import LogInterval, TrainState
 
 
 def test_a_state_survives_json() -> None:
-    state = TrainState(7, 56, 5, 1.0 / 7.0, LogInterval({"lm_loss": [2.5, 1.0 / 3.0], "sop_loss": [0.5, 0.1]}, 1, 1))
+    state = TrainState(
+        7,
+        56,
+        5,
+        1.0 / 7.0,
+        LogInterval({"lm_loss": [2.5, 1.0 / 3.0], "sop_loss": [0.5, 0.1]}, 1, 1),
+    )
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 

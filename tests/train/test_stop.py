@@ -1,4 +1,7 @@
-"""Ending early: by a signal, a file, an interval, or the clock; the rest of the run then equals one in one go."""
+"""Ending early: by a signal, a file, an interval, or the clock.
+
+The rest of the run then equals one in one go.
+"""
 
 import os
 import signal
@@ -44,7 +47,9 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def after(iteration: int, action: Callable[[], None], config: RunConfig, data: Path, directory: Path) -> None:
+def after(
+    iteration: int, action: Callable[[], None], config: RunConfig, data: Path, directory: Path
+) -> None:
     """Train, and do `action` while iteration number `iteration` is computed."""
     mesh = _runs.mesh(config)
     with Recorder(directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
@@ -71,7 +76,8 @@ def test_a_signal_saves_after_the_iteration_and_the_rest_is_the_same(
 ) -> None:
     before = signal.getsignal(number)
     with pytest.raises(
-        PreemptedError, match=rf"stopped at iteration 3 of 6 since a signal .*{number.name}.*iter_0000003"
+        PreemptedError,
+        match=rf"stopped at iteration 3 of 6 since a signal .*{number.name}.*iter_0000003",
     ):
         after(3, lambda: os.kill(os.getpid(), number), run(), data, tmp_path)
     assert signal.getsignal(number) is before
@@ -83,7 +89,9 @@ def test_a_signal_saves_after_the_iteration_and_the_rest_is_the_same(
 
 
 def test_a_stop_file_is_taken_away_so_that_the_run_can_go_on(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingStoppedError, match=r"iteration 1 of 6 since .*stop was there .it is removed now."):
+    with pytest.raises(
+        TrainingStoppedError, match=r"iteration 1 of 6 since .*stop was there .it is removed now."
+    ):
         after(1, _nothing, run(), data, _with_stop_file(tmp_path))
     assert ended(tmp_path) == [("stop_file", 1)]
     assert not (tmp_path / STOP_FILE).exists()
@@ -96,9 +104,14 @@ def _with_stop_file(directory: Path) -> Path:
     return directory
 
 
-def test_an_interval_ends_each_attempt_and_is_no_part_of_the_course(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_an_interval_ends_each_attempt_and_is_no_part_of_the_course(
+    data: Path, whole: Path, tmp_path: Path
+) -> None:
     for attempt, iteration in ((1, 2), (2, 4)):
-        with pytest.raises(TrainingStoppedError, match=rf"iteration {iteration} of 6 since train.exit_interval is 2"):
+        with pytest.raises(
+            TrainingStoppedError,
+            match=rf"iteration {iteration} of 6 since train.exit_interval is 2",
+        ):
             _runs.train(run(exit_interval=2), data, tmp_path, attempt)
     _runs.train(run(exit_interval=2), data, tmp_path, 3)
     assert ended(tmp_path) == [("exit_interval", 2), ("exit_interval", 4), ("finished", 6)]
@@ -106,7 +119,9 @@ def test_an_interval_ends_each_attempt_and_is_no_part_of_the_course(data: Path, 
 
 
 def test_time_that_is_over_ends_the_run(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingStoppedError, match=r"since train.exit_duration_minutes \(1e-05\) is over") as caught:
+    with pytest.raises(
+        TrainingStoppedError, match=r"since train.exit_duration_minutes \(1e-05\) is over"
+    ) as caught:
         _runs.train(run(exit_duration_minutes=1e-5), data, tmp_path)
     assert not isinstance(caught.value, PreemptedError)
     assert ended(tmp_path) == [("exit_duration", 1)]
@@ -139,7 +154,9 @@ def _nothing() -> None:
     """Let the training be."""
 
 
-def test_two_ranks_stop_after_the_same_iteration_though_one_knows(data: Path, tmp_path: Path) -> None:
+def test_two_ranks_stop_after_the_same_iteration_though_one_knows(
+    data: Path, tmp_path: Path
+) -> None:
     first, second = run_distributed(2, two_ranks, data, tmp_path)
     assert "iteration 2 of 6 since a signal asked for it (another rank got it)" in first[0]
     assert "iteration 2 of 6 since a signal asked for it (SIGUSR1)" in second[0]
@@ -156,5 +173,6 @@ def test_the_reason_that_leaves_least_time_wins() -> None:
     assert request.reason((False, True, True), 1) == "exit_duration"
     assert request.reason((False, False, True), 1) == "stop_file"
     assert request.reason((False, False, False), 1) == "exit_interval"
-    assert request.reason((), 1) == "exit_interval"  # a batch that was passed over brings no notices
+    # a batch that was passed over brings no notices
+    assert request.reason((), 1) == "exit_interval"
     assert request.notices() == (False, False, False)

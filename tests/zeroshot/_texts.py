@@ -5,7 +5,21 @@ from pathlib import Path
 
 import numpy as np
 
-WORDS = ("the", "value", "of", "step", "is", "not", "sum", "@-@", ",", ".", "( 5 )", "<unk>", "großer")
+WORDS = (
+    "the",
+    "value",
+    "of",
+    "step",
+    "is",
+    "not",
+    "sum",
+    "@-@",
+    ",",
+    ".",
+    "( 5 )",
+    "<unk>",
+    "großer",
+)
 
 
 def write_wikitext(path: Path, words: int = 900) -> Path:

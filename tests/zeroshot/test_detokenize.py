@@ -12,7 +12,10 @@ from megacore.zeroshot.texts import count_words, detokenize_wikitext
     [
         ("a guest @-@ starring role", "a guest-starring role"),
         ("12 @,@ 345 @.@ 6 metres", "12,345.6 metres"),
-        ("one , two ; three : four . Five ! Six ? Seven", "one, two; three: four. Five! Six? Seven"),
+        (
+            "one , two ; three : four . Five ! Six ? Seven",
+            "one, two; three: four. Five! Six? Seven",
+        ),
         ("the ( first ) and [ the second ] { third }", "the (first) and [the second] {third}"),
         ('role as " Craig " in " Teddy "', 'role as "Craig" in "Teddy"'),
         ("the ' quoted ' words", "the 'quoted' words"),
@@ -37,6 +40,7 @@ def test_words_are_what_spaces_divide_and_ends_of_lines() -> None:
 
 
 def test_the_real_split_has_the_words_of_the_literature(shared_data: Path) -> None:
-    """245,569 of the test split of WikiText-2 (Merity et al. 2016, table 1), where the ends of the file count too."""
+    """245,569 of the test split of WikiText-2 (Merity et al. 2016, table 1), where the ends of the
+    file count too."""
     text = (shared_data / "data/wikitext2-test.txt").read_text(encoding="utf-8")
     assert count_words(text) == 245_569 - 3

@@ -35,7 +35,13 @@ class Bench:
     passages: list[Passage]
 
     def scorer(self, batch_size: int = 4) -> Scorer:
-        return Scorer(self.ours, ProcessMesh.serial(), torch.device("cpu"), vocab_size=VOCAB, batch_size=batch_size)
+        return Scorer(
+            self.ours,
+            ProcessMesh.serial(),
+            torch.device("cpu"),
+            vocab_size=VOCAB,
+            batch_size=batch_size,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         "intermediate_size": 64,
         "max_position_embeddings": _tiny.POSITIONS,
     }
-    config = GPTNeoXConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, bos_token_id=0, eos_token_id=0)
+    config = GPTNeoXConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, bos_token_id=0, eos_token_id=0
+    )
     theirs = GPTNeoXForCausalLM(config).eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -89,7 +97,9 @@ def test_perplexities_are_those_of_transformers(bench: Bench, stride: int | None
     for start in range(0, len(ids), stride or length):
         window = ids[start : start + length + 1]
         losses.append(
-            token_losses(bench.theirs, window)[counted - start :] if start else token_losses(bench.theirs, window)
+            token_losses(bench.theirs, window)[counted - start :]
+            if start
+            else token_losses(bench.theirs, window)
         )
         counted = start + len(window) - 1
         if counted == len(ids) - 1:
@@ -101,7 +111,9 @@ def test_perplexities_are_those_of_transformers(bench: Bench, stride: int | None
     assert score.loss == pytest.approx(float(nats.mean()), rel=1e-6)
     assert score.token_ppl == pytest.approx(math.exp(float(nats.mean())), rel=1e-6)
     assert score.word_ppl == pytest.approx(math.exp(float(nats.sum()) / (text.words - 1)), rel=1e-5)
-    assert bench.scorer(3).wikitext(text, length, stride).loss == pytest.approx(score.loss, rel=1e-7)
+    assert bench.scorer(3).wikitext(text, length, stride).loss == pytest.approx(
+        score.loss, rel=1e-7
+    )
 
 
 def test_more_context_is_scored_with_shorter_strides(bench: Bench) -> None:
@@ -119,7 +131,9 @@ def last_words(bench: Bench) -> list[tuple[float, bool]]:
         losses = token_losses(bench.theirs, ids)[-len(passage.target) :]
         with torch.inference_mode():
             best = bench.theirs(torch.tensor([ids[:-1]])).logits[0].argmax(-1)
-        found.append((float(losses.sum()), best[-len(passage.target) :].tolist() == passage.target.tolist()))
+        found.append(
+            (float(losses.sum()), best[-len(passage.target) :].tolist() == passage.target.tolist())
+        )
     return found
 
 
@@ -130,19 +144,27 @@ def test_last_words_are_those_of_transformers(bench: Bench, batch_size: int) -> 
     assert score.passages == len(expected) == 30
     assert score.correct == sum(correct for _, correct in expected)
     assert score.accuracy == score.correct / 30
-    assert score.target_ppl == pytest.approx(math.exp(sum(nats for nats, _ in expected) / 30), rel=1e-5)
+    assert score.target_ppl == pytest.approx(
+        math.exp(sum(nats for nats, _ in expected) / 30), rel=1e-5
+    )
     assert score.shortened == 1
 
 
 def test_a_word_counts_when_all_its_tokens_are_the_most_probable(bench: Bench) -> None:
-    """Targets that the model itself has written are all correct; one wrong token makes one wrong."""
+    """Targets that the model itself has written are all correct.
+
+    One wrong token makes one wrong.
+    """
     from megacore.generate.generate import generate
     from megacore.jobs.model import GenerateOptions
 
     prompts = [passage.context.tolist()[:40] for passage in bench.passages]
     written = generate(bench.ours, prompts, GenerateOptions(max_new_tokens=3), vocab_size=VOCAB)
     arrays = [torch.tensor(one.tokens).numpy() for one in written]
-    passages = [Passage(torch.tensor(prompt).numpy(), own) for prompt, own in zip(prompts, arrays, strict=True)]
+    passages = [
+        Passage(torch.tensor(prompt).numpy(), own)
+        for prompt, own in zip(prompts, arrays, strict=True)
+    ]
     assert bench.scorer().lambada(passages, _tiny.POSITIONS).accuracy == 1
     for place in range(3):
         wrong = arrays[4].copy()

@@ -21,8 +21,12 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_wikitext_is_one_text_whose_words_are_counted_as_they_came(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    text = read_wikitext(write(tmp_path / "wiki", " \n = Value = \n \n The sum , not the value . \n "), tokenizer)
+def test_wikitext_is_one_text_whose_words_are_counted_as_they_came(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    text = read_wikitext(
+        write(tmp_path / "wiki", " \n = Value = \n \n The sum , not the value . \n "), tokenizer
+    )
     assert tokenizer.decode(text.tokens) == "\n= Value =\n\nThe sum, not the value.\n"
     assert text.words == 12
 
@@ -40,7 +44,10 @@ def test_lambada_is_divided_before_its_last_word(tokenizer: Tokenizer, tmp_path:
     ("content", "message"),
     [
         ("", "holds no passage"),
-        ('{"text": "a b"}\n{"txt": "a b"}', r"lambada:2 is no JSON object with a text under the key text"),
+        (
+            '{"text": "a b"}\n{"txt": "a b"}',
+            r"lambada:2 is no JSON object with a text under the key text",
+        ),
         ('{"text": "a b"}\nnot json', "lambada:2 is no JSON object"),
         ('{"text": 5}', "lambada:1 is no JSON object"),
         ("[1]", "lambada:1 is no JSON object"),
@@ -48,12 +55,16 @@ def test_lambada_is_divided_before_its_last_word(tokenizer: Tokenizer, tmp_path:
         (b'{"text": "\xff"}', r"is not UTF-8 \(invalid start byte at byte 10\)"),
     ],
 )
-def test_malformed_passages_are_named(content: str | bytes, message: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_malformed_passages_are_named(
+    content: str | bytes, message: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     with pytest.raises(DataFormatError, match=message):
         read_lambada(write(tmp_path / "lambada", content), tokenizer)
 
 
-def test_texts_that_are_missing_or_too_short_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_texts_that_are_missing_or_too_short_are_named(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     with pytest.raises(DataFormatError, match="nowhere cannot be read: No such file or directory"):
         read_wikitext(tmp_path / "nowhere", tokenizer)
     with pytest.raises(DataFormatError, match="wiki has 1 tokens: a perplexity needs at least 2"):

@@ -28,11 +28,15 @@ def test_windows_that_do_not_overlap_count_whole() -> None:
 
 @pytest.mark.parametrize("stride", [0, -1, 9])
 def test_strides_that_leave_tokens_out_are_refused(stride: int) -> None:
-    with pytest.raises(ConfigError, match=f"overlapping_eval is {stride}, but windows of 8 tokens begin 1 to 8"):
+    with pytest.raises(
+        ConfigError, match=f"overlapping_eval is {stride}, but windows of 8 tokens begin 1 to 8"
+    ):
         windows(100, 8, stride)
 
 
 def test_windows_beyond_the_positions_are_refused() -> None:
     check_windows(8, 4, 8)
-    with pytest.raises(ConfigError, match="seq_length is 9 and the model has 8 positions: lower it to at most 8"):
+    with pytest.raises(
+        ConfigError, match="seq_length is 9 and the model has 8 positions: lower it to at most 8"
+    ):
         check_windows(9, None, 8)

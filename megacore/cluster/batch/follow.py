@@ -1,9 +1,12 @@
-"""`python -m megacore.cluster.batch.follow --spec FILE`: submits a batch job and follows it to its end, under the guard.
+"""`python -m megacore.cluster.batch.follow --spec FILE`.
 
-Its output is the job's, with a line for each change of the job's state. It exits with 0, or with the job's code and,
-where the scheduler ended the job, with that as the launcher's reason. Asked to end (SIGTERM), it cancels the job and
-waits for its end. Killed without a word, it leaves a job that ends itself (FOLLOWER_LIMIT) or that the next attempt
-finds and cancels; a job is never submitted a second time while the first is there.
+Submits a batch job and follows it to its end, under the guard.
+
+Its output is the job's, with a line for each change of the job's state. It exits with 0, or with
+the job's code and, where the scheduler ended the job, with that as the launcher's reason. Asked to
+end (SIGTERM), it cancels the job and waits for its end. Killed without a word, it leaves a job that
+ends itself (FOLLOWER_LIMIT) or that the next attempt finds and cancels; a job is never submitted a
+second time while the first is there.
 """
 
 import argparse
@@ -77,7 +80,11 @@ class Follower:
         """
         folder, exit_directory = self._spec.folder, Path(self._spec.exit_directory)
         if left := Submission.read(folder):
-            _say(self._spec, f"an earlier attempt submitted {left.job or left.token}: it is cancelled if it is there")
+            _say(
+                self._spec,
+                f"an earlier attempt submitted {left.job or left.token}: it is cancelled if it is "
+                "there",
+            )
             self._scheduler.remove(left)
             left.forget(folder)
         _forget_ranks(exit_directory, every=True)
@@ -91,7 +98,8 @@ class Follower:
         try:
             submission = self._scheduler.submit(submission)
         except MegacoreError:
-            # It may hold secrets. A job that was taken all the same, after the time to answer, ends without it.
+            # It may hold secrets. A job that was taken all the same, after the time to answer, ends
+            # without it.
             self._spec.path.unlink(missing_ok=True)
             raise
         submission.write(folder)
@@ -107,7 +115,8 @@ class Follower:
         self._scheduler.close()
         if ended:
             submission.forget(folder)
-            self._spec.path.unlink(missing_ok=True)  # it may hold secrets, and nobody reads it any more
+            # it may hold secrets, and nobody reads it any more
+            self._spec.path.unlink(missing_ok=True)
         return _STOPPED if end is None else self._exit(end)
 
     def _until_its_end(self, beat: FollowerBeat) -> End | None:
@@ -133,7 +142,11 @@ class Follower:
             if self._asked - self._answered > _SILENCE:
                 self._answered = self._asked
                 why = self._scheduler.silence
-                _say(self._spec, f"no answer for {_SILENCE:g} s ({why}); the job goes on, and so do the questions")
+                _say(
+                    self._spec,
+                    f"no answer for {_SILENCE:g} s ({why}); the job goes on, and so do the "
+                    "questions",
+                )
             return None
         self._answered = self._asked
         if look.detail != self._said:
@@ -177,7 +190,10 @@ class Follower:
 
 
 def _forget_ranks(exit_directory: Path, *, every: bool) -> None:
-    """Remove what ranks have left behind: those of an earlier job, or those that only did what they were asked to."""
+    """Remove what ranks have left behind.
+
+    Those of an earlier job, or those that only did what they were asked to.
+    """
     if every:
         for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack"):
             for old in exit_directory.glob(pattern):

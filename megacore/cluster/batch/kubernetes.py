@@ -10,7 +10,14 @@ from typing import Any
 from megacore.artifact.files import workspace_errors
 from megacore.cluster.batch.scheduler import TIMEOUT, End, Look, Submission, one_line, render, run
 from megacore.cluster.batch.spec import BatchSpec, replace
-from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
+from megacore.errors import (
+    ConfigError,
+    HostLostError,
+    LaunchError,
+    MegacoreError,
+    MemoryExhaustedError,
+    RankLostError,
+)
 
 REMOVE_LIMIT = 180.0
 """Seconds in which an earlier JobSet must be gone after it was deleted."""
@@ -22,7 +29,13 @@ GROUP = "node"
 _KIND = "jobsets.jobset.x-k8s.io"
 _LABEL = "jobset.sigs.k8s.io/jobset-name"
 _NO_IMAGE = {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
-_LOST_WITH_NODE = {"NodeLost", "NodeShutdown", "Shutdown", "DeletionByTaintManager", "DeletionByPodGC"}
+_LOST_WITH_NODE = {
+    "NodeLost",
+    "NodeShutdown",
+    "Shutdown",
+    "DeletionByTaintManager",
+    "DeletionByPodGC",
+}
 _LOG_LIMIT = 10.0
 """Seconds in which the last of the pods' output must have come."""
 _RESUMES = "a retry applies it again and resumes from the last complete checkpoint"
@@ -40,8 +53,9 @@ class KubernetesJob:
         self._gone = False
         if not Path(spec.job_file).is_relative_to(spec.workspace):
             raise ConfigError(
-                f"{spec.job_file} is not in the workspace {spec.workspace}, which is what pods see: set "
-                "MEGACORE_WORKSPACE to the directory that launch.kubernetes.workspace_claim is mounted at"
+                f"{spec.job_file} is not in the workspace {spec.workspace}, which is what pods "
+                "see: set MEGACORE_WORKSPACE to the directory that "
+                "launch.kubernetes.workspace_claim is mounted at"
             )
 
     @property
@@ -51,7 +65,11 @@ class KubernetesJob:
 
     def name(self, token: str) -> str:
         """The JobSet's name, from which those of its pods are made."""
-        run = re.sub(r"[^a-z0-9]+", "-", Path(self._spec.job_file).parent.name.lower()).strip("-")[:20].strip("-")
+        run = (
+            re.sub(r"[^a-z0-9]+", "-", Path(self._spec.job_file).parent.name.lower())
+            .strip("-")[:20]
+            .strip("-")
+        )
         return f"megacore-{run}-{token}" if run else f"megacore-{token}"
 
     def text(self, token: str) -> str:
@@ -109,8 +127,8 @@ class KubernetesJob:
         )
         if done.returncode != 0:
             raise LaunchError(
-                f"JobSet {name} of an earlier attempt cannot be deleted: {one_line(done)}: look at it "
-                "with kubectl describe, and start again when it is gone"
+                f"JobSet {name} of an earlier attempt cannot be deleted: {one_line(done)}: look at "
+                "it with kubectl describe, and start again when it is gone"
             )
 
     def look(self) -> Look | None:
@@ -121,20 +139,24 @@ class KubernetesJob:
         if not found:
             self._gone = True
             error = LaunchError(
-                f"JobSet {self._name} was deleted, not by this run: start the same command again to go on from the "
-                "last complete checkpoint"
+                f"JobSet {self._name} was deleted, not by this run: start the same command again "
+                "to go on from the last complete checkpoint"
             )
             return Look("running", "deleted", End(1, error, on_request=True))
         listed = self._get("pods", f"--selector={_LABEL}={self._name}")
         if listed is None:
             return None
-        pods: list[dict[str, Any]] = sorted(listed.get("items", []), key=lambda pod: str(pod["metadata"]["name"]))
+        pods: list[dict[str, Any]] = sorted(
+            listed.get("items", []), key=lambda pod: str(pod["metadata"]["name"])
+        )
         self._follow_logs(pods)
         conditions = {item["type"]: item for item in found.get("status", {}).get("conditions", [])}
         if _holds(conditions, "Completed"):
             return Look("running", "Completed", End(0))
         if _holds(conditions, "Failed"):
-            return Look("running", f"Failed ({conditions['Failed'].get('reason', '')})", self._failure(pods))
+            return Look(
+                "running", f"Failed ({conditions['Failed'].get('reason', '')})", self._failure(pods)
+            )
         if found.get("spec", {}).get("suspend") or _holds(conditions, "Suspended"):
             return Look("queued", "Suspended: it waits to be admitted")
         return self._pods(pods)
@@ -146,11 +168,15 @@ class KubernetesJob:
             nodes = ",".join(str(pod["spec"].get("nodeName", "?")) for pod in running)
             return Look("running", f"Running on {nodes}")
         waits = sorted({why for pod in pods if (why := waits_for(pod))})
-        detail = f"{len(running)} of {self._spec.nodes[1]} pods run" + "".join(f"; {why}" for why in waits)
+        detail = f"{len(running)} of {self._spec.nodes[1]} pods run" + "".join(
+            f"; {why}" for why in waits
+        )
         for why in waits:
             if why.split(":")[0] in _NO_IMAGE:
                 image = self._spec.launch.kubernetes.image
-                error = LaunchError(f"pods cannot get the image {image} ({why}): correct launch.kubernetes.image")
+                error = LaunchError(
+                    f"pods cannot get the image {image} ({why}): correct launch.kubernetes.image"
+                )
                 return Look("queued", detail, End(1, error))
         return Look("queued", detail)
 
@@ -165,13 +191,17 @@ class KubernetesJob:
     def _error(self, pod: dict[str, Any], reason: str) -> MegacoreError | None:
         """What Kubernetes did to a pod; None where its own process ended it."""
         where = f"pod {pod['metadata']['name']} on {pod['spec'].get('nodeName', 'no node')}"
-        disrupted = next((c for c in pod["status"].get("conditions", []) if c["type"] == "DisruptionTarget"), None)
+        disrupted = next(
+            (c for c in pod["status"].get("conditions", []) if c["type"] == "DisruptionTarget"),
+            None,
+        )
         why = disrupted.get("reason", "") if disrupted and disrupted.get("status") == "True" else ""
         why = why or str(pod["status"].get("reason", ""))
         if reason == "OOMKilled":
             return MemoryExhaustedError(
-                f"{where} needed more memory than its limit ({self._spec.launch.kubernetes.memory or 'the node'}'s): "
-                "raise launch.kubernetes.memory"
+                f"{where} needed more memory than its limit "
+                f"({self._spec.launch.kubernetes.memory or 'the node'}'s): raise "
+                "launch.kubernetes.memory"
             )
         if why in _LOST_WITH_NODE:
             return HostLostError(f"{where} was lost with its node ({why}); {_RESUMES}")
@@ -190,14 +220,18 @@ class KubernetesJob:
                 continue
             since = [] if process is None else ["--since=10s"]
             self._logs[name] = subprocess.Popen(
-                [*self._kubectl("logs"), name, "--follow", "--prefix", *since], stdin=subprocess.DEVNULL
+                [*self._kubectl("logs"), name, "--follow", "--prefix", *since],
+                stdin=subprocess.DEVNULL,
             )
 
     def copy_output(self) -> None:
         """Nothing to do: kubectl writes to this process's output."""
 
     def cancel(self, *, at_once: bool) -> None:
-        """Delete the JobSet: its pods get SIGTERM, and SIGKILL after their grace; `at_once` shortens that."""
+        """Delete the JobSet.
+
+        Its pods get SIGTERM, and SIGKILL after their grace; `at_once` shortens that.
+        """
         run([*self._delete(self._name), "--wait=false"])
         if at_once:
             selector = f"--selector={_LABEL}={self._name}"
@@ -216,7 +250,10 @@ class KubernetesJob:
             run([*self._delete(self._name), "--wait=false"])
 
     def _get(self, kind: str, which: str) -> dict[str, Any] | None:
-        """Objects as kubectl says them; empty where there is no such object, None where it does not answer."""
+        """Objects as kubectl says them.
+
+        Empty where there is no such object, None where it does not answer.
+        """
         done = run([*self._kubectl("get"), kind, which, "--output=json"])
         if done.returncode != 0:
             self.silence = one_line(done)
@@ -248,7 +285,9 @@ def waits_for(pod: dict[str, Any]) -> str:
 
 
 def _joined(said: dict[str, Any]) -> str:
-    return ": ".join(filter(None, [str(said.get("reason", "")), " ".join(str(said.get("message", "")).split())]))
+    return ": ".join(
+        filter(None, [str(said.get("reason", "")), " ".join(str(said.get("message", "")).split())])
+    )
 
 
 def _ended(pod: dict[str, Any]) -> tuple[str, dict[str, Any], int, str] | None:
@@ -257,7 +296,12 @@ def _ended(pod: dict[str, Any]) -> tuple[str, dict[str, Any], int, str] | None:
         return None
     for container in pod["status"].get("containerStatuses", []):
         if ended := container.get("state", {}).get("terminated"):
-            return str(ended.get("finishedAt", "")), pod, int(ended.get("exitCode", 1)), str(ended.get("reason", ""))
+            return (
+                str(ended.get("finishedAt", "")),
+                pod,
+                int(ended.get("exitCode", 1)),
+                str(ended.get("reason", "")),
+            )
     return "", pod, 1, ""
 
 

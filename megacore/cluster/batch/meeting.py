@@ -1,8 +1,10 @@
-"""How the machines of a batch job find each other before any rank starts: small files on the shared workspace.
+"""How the machines of a batch job find each other before any rank starts.
 
-Each writes a greeting, again and again with a higher number: what an earlier start of the same job has left behind
-stands still. The first machine waits until it has seen a greeting of every other change, which also proves that all
-see the workspace, then says where the ranks meet.
+They use small files on the shared workspace.
+
+Each writes a greeting, again and again with a higher number: what an earlier start of the same job
+has left behind stands still. The first machine waits until it has seen a greeting of every other
+change, which also proves that all see the workspace, then says where the ranks meet.
 """
 
 import contextlib
@@ -23,7 +25,8 @@ from megacore.cluster.hosts.plan import endpoint
 from megacore.errors import HostLostError, LaunchError
 
 LIMIT = 180.0
-"""Seconds in which every machine must have begun: a scheduler starts them together, a container may load its image."""
+"""Seconds in which every machine must have begun: a scheduler starts them together, a container may
+load its image."""
 
 _INTERVAL = 0.2
 _PACKAGES = ("megacore", "torch", "deepspeed")
@@ -40,7 +43,9 @@ class Meeting:
     """Address of another machine, for the way to it; of the first one, for all others."""
 
 
-def meeting_place(rdzv_endpoint: str | None, address: str, port: int | None = None) -> tuple[str, int]:
+def meeting_place(
+    rdzv_endpoint: str | None, address: str, port: int | None = None
+) -> tuple[str, int]:
     """Address and port at which the ranks meet, on the job's first machine.
 
     Args:
@@ -101,20 +106,25 @@ def meet(
                     said = {"address": mine.address, "port": mine.port, "nonces": nonces}
                     replace(folder / "meeting.json", json.dumps(said))
                     return Meeting(mine.address, mine.port, str(alive[1]["address"]))
-            elif (found := _read(folder / "meeting.json")) and found.get("nonces", {}).get(str(rank)) == nonce:
+            elif (found := _read(folder / "meeting.json")) and found.get("nonces", {}).get(
+                str(rank)
+            ) == nonce:
                 return Meeting(str(found["address"]), int(found["port"]), str(found["address"]))
             if time.monotonic() - started > limit:
                 absent = [names[other] for other in range(1, len(names)) if other not in alive]
                 raise HostLostError(
-                    f"{', '.join(absent) if rank == 0 else names[0]} did not begin within {limit:g} s, or does not "
-                    f"see {folder} as {names[rank]} does: look at it, and at whether the workspace is mounted there"
+                    f"{', '.join(absent) if rank == 0 else names[0]} did not begin within "
+                    f"{limit:g} s, or does not see {folder} as {names[rank]} does: look at it, and "
+                    "at whether the workspace is mounted there"
                 )
             if called_off():
                 raise CalledOffError
             time.sleep(_INTERVAL)
 
 
-def _listen(folder: Path, nodes: int, seen: dict[int, tuple[Any, Any]], alive: dict[int, dict[str, Any]]) -> None:
+def _listen(
+    folder: Path, nodes: int, seen: dict[int, tuple[Any, Any]], alive: dict[int, dict[str, Any]]
+) -> None:
     """Note the greetings of the other machines that have changed since they were first seen."""
     for other in range(1, nodes):
         said = _read(_greeting_path(folder, other))
@@ -125,13 +135,16 @@ def _listen(folder: Path, nodes: int, seen: dict[int, tuple[Any, Any]], alive: d
             alive[other] = said
 
 
-def _compare(names: list[str], own: dict[str, str | None], alive: dict[int, dict[str, Any]]) -> None:
+def _compare(
+    names: list[str], own: dict[str, str | None], alive: dict[int, dict[str, Any]]
+) -> None:
     for other, said in sorted(alive.items()):
         for package, version in own.items():
             there = said["versions"].get(package)
             if there != version:
                 raise LaunchError(
-                    f"{names[other]} has {package} {there} and {names[0]} has {version}: install the same on both"
+                    f"{names[other]} has {package} {there} and {names[0]} has {version}: install "
+                    "the same on both"
                 )
 
 

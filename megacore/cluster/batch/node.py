@@ -1,7 +1,10 @@
-"""One machine's part of a batch job: it meets the others, starts its ranks under the guard, and ends with them.
+"""One machine's part of a batch job.
 
-The ranks end when they have done their work or one of them failed, when the scheduler asks for it (SIGTERM), or when
-nobody follows the job any more. SIGUSR1, from the scheduler or through the follower, is passed on to them.
+It meets the others, starts its ranks under the guard, and ends with them.
+
+The ranks end when they have done their work or one of them failed, when the scheduler asks for it
+(SIGTERM), or when nobody follows the job any more. SIGUSR1, from the scheduler or through the
+follower, is passed on to them.
 """
 
 import contextlib
@@ -73,7 +76,10 @@ def run_node(spec: BatchSpec, token: str, place: Place) -> int:
                 _clear(Path(spec.exit_directory))
             place = _taking_part(spec, place)
             if place.rank >= len(place.names):
-                _say(f"machine {place.rank} is not needed: the model and its batch do not divide by the ranks of more")
+                _say(
+                    f"machine {place.rank} is not needed: the model and its batch do not divide by "
+                    "the ranks of more"
+                )
                 return 0
             meeting = _meet(spec, place, signals)
             command, environment = _job_of(spec, place, meeting)
@@ -112,7 +118,10 @@ class _Signals:
 
 
 def _clear(exit_directory: Path) -> None:
-    """Forget the ranks of an earlier start of this job, which the scheduler preempted: no rank has begun yet."""
+    """Forget the ranks of an earlier start of this job, which the scheduler preempted.
+
+    No rank has begun yet.
+    """
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
         for pattern in _LEFT_BEHIND:
@@ -121,12 +130,16 @@ def _clear(exit_directory: Path) -> None:
 
 
 def _taking_part(spec: BatchSpec, place: Place) -> Place:
-    """The same place among the first machines by whose ranks the model and its batch divide: mostly all of them."""
+    """The same place among the first machines by whose ranks the model and its batch divide.
+
+    Mostly those are all of them.
+    """
     least, most = spec.nodes
     if not least <= len(place.names) <= most:
         raise LaunchError(
-            f"the scheduler gave {len(place.names)} machines and launch.nnodes is {spec.launch.nnodes or 1}: remove "
-            "what else asks for machines (launch.slurm.arguments, the template)"
+            f"the scheduler gave {len(place.names)} machines and launch.nnodes is "
+            f"{spec.launch.nnodes or 1}: remove what else asks for machines "
+            "(launch.slurm.arguments, the template)"
         )
     values = _job_values(spec)
     if "config" not in values or least == most:
@@ -137,8 +150,9 @@ def _taking_part(spec: BatchSpec, place: Place) -> Place:
             layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
             return replace_fields(place, names=place.names[:nodes])
     raise ParallelLayoutError(
-        f"the scheduler gave {len(place.names)} machines, and by the ranks of none of {least} to {len(place.names)} "
-        "the model and its batch divide: correct launch.nnodes or train.global_batch_size"
+        f"the scheduler gave {len(place.names)} machines, and by the ranks of none of {least} to "
+        f"{len(place.names)} the model and its batch divide: correct launch.nnodes or "
+        "train.global_batch_size"
     )
 
 
@@ -152,10 +166,14 @@ def _meet(spec: BatchSpec, place: Place, signals: _Signals) -> Meeting | None:
     if len(place.names) == 1:
         return None
     mine = Meeting(place.address, place.port, "")
-    return meet(spec.folder / "nodes", place.rank, place.names, mine, called_off=lambda: signals.stop)
+    return meet(
+        spec.folder / "nodes", place.rank, place.names, mine, called_off=lambda: signals.stop
+    )
 
 
-def _job_of(spec: BatchSpec, place: Place, meeting: Meeting | None) -> tuple[list[str], dict[str, str]]:
+def _job_of(
+    spec: BatchSpec, place: Place, meeting: Meeting | None
+) -> tuple[list[str], dict[str, str]]:
     """The command of this machine's ranks and their environment."""
     threads = spec.launch.threads_per_rank or max(1, place.cpus // spec.ranks_per_node)
     job_file = _own_job_file(spec, place, threads)
@@ -164,14 +182,20 @@ def _job_of(spec: BatchSpec, place: Place, meeting: Meeting | None) -> tuple[lis
     if meeting is None:
         return rank_commands.torchrun_alone(spec.module, job_file, spec.ranks_per_node), environment
     hosts = dict.fromkeys(place.names, spec.ranks_per_node)
-    command = torchrun_command(hosts, place.rank, spec.module, job_file, master=meeting.address, port=meeting.port)
+    command = torchrun_command(
+        hosts, place.rank, spec.module, job_file, master=meeting.address, port=meeting.port
+    )
     return command, environment | _interfaces(spec, place, meeting)
 
 
 def _own_job_file(spec: BatchSpec, place: Place, threads: int) -> Path:
     """The job for as many machines as there are and for this one's cores, in a file of its own."""
     own = spec.folder / f"job_{place.rank:05d}.json"
-    values = {**_job_values(spec), "ranks": len(place.names) * spec.ranks_per_node, "threads_per_rank": threads}
+    values = {
+        **_job_values(spec),
+        "ranks": len(place.names) * spec.ranks_per_node,
+        "threads_per_rank": threads,
+    }
     with workspace_errors(own):
         replace(own, json.dumps(values, indent=2, sort_keys=True) + "\n")
     return own
@@ -180,11 +204,18 @@ def _own_job_file(spec: BatchSpec, place: Place, threads: int) -> Path:
 def _interfaces(spec: BatchSpec, place: Place, meeting: Meeting) -> dict[str, str]:
     """The variables that name this machine's way to the others, unless the user set them."""
     name, wanted = spec.launch.interface, ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    unset = [variable for variable in wanted if not (spec.environment.get(variable) or os.environ.get(variable))]
+    unset = [
+        variable
+        for variable in wanted
+        if not (spec.environment.get(variable) or os.environ.get(variable))
+    ]
     if unset and name == "auto":
         found = _way_to(meeting.peer)
         if found is None:
-            raise LaunchError(f"{place.name} finds no interface that leads to {meeting.peer}: set launch.interface")
+            raise LaunchError(
+                f"{place.name} finds no interface that leads to {meeting.peer}: set "
+                "launch.interface"
+            )
         name = found
     elif unset and (problem := interface_problem(name)):
         raise LaunchError(f"{place.name}: {problem}: correct launch.interface")
@@ -192,7 +223,10 @@ def _interfaces(spec: BatchSpec, place: Place, meeting: Meeting) -> dict[str, st
 
 
 def _way_to(peer: str) -> str | None:
-    """The interface that leads there. The name of a pod that has just begun may be unknown for a moment."""
+    """The interface that leads there.
+
+    The name of a pod that has just begun may be unknown for a moment.
+    """
     deadline = time.monotonic() + _NAME_SECONDS
     while (found := interface_to(peer)) is None and time.monotonic() < deadline:
         time.sleep(_POLL)
@@ -200,7 +234,9 @@ def _way_to(peer: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _guarded(command: list[str], environment: dict[str, str], grace: float) -> Iterator["subprocess.Popen[bytes]"]:
+def _guarded(
+    command: list[str], environment: dict[str, str], grace: float
+) -> Iterator["subprocess.Popen[bytes]"]:
     """The guard with the ranks; after the block nothing of them is left."""
     guard = subprocess.Popen(
         [sys.executable, "-m", "megacore.launch.guard", f"--grace={grace}", "--", *command],
@@ -221,7 +257,11 @@ def _guarded(command: list[str], environment: dict[str, str], grace: float) -> I
 
 
 def _wait(
-    guard: "subprocess.Popen[bytes]", signals: _Signals, watch: FollowerWatch, spec: BatchSpec, place: Place
+    guard: "subprocess.Popen[bytes]",
+    signals: _Signals,
+    watch: FollowerWatch,
+    spec: BatchSpec,
+    place: Place,
 ) -> int:
     told = False
     while True:
@@ -237,8 +277,9 @@ def _wait(
             return _STOPPED
         if lost:
             error = RankLostError(
-                f"nobody followed the batch job for {spec.follower_limit:g} s, so that its machines ended it: start "
-                "the same command again, it goes on from the last complete checkpoint"
+                f"nobody followed the batch job for {spec.follower_limit:g} s, so that its "
+                "machines ended it: start the same command again, it goes on from the last "
+                "complete checkpoint"
             )
             _say(f"{place.name}: {error}")
             write_launcher_reason(spec.exit_directory, error)

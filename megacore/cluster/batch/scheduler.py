@@ -2,7 +2,8 @@
 
 Running a scheduler's own commands.
 
-Fills the templates of batch jobs: what is not known to a template is an error, and no value can become a command.
+Fills the templates of batch jobs: what is not known to a template is an error, and no value can
+become a command.
 """
 
 import json
@@ -35,8 +36,8 @@ def run(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end; one that does not answer in time has code TIMED_OUT.
 
-    It does not end with SIGTERM, which the guard sends to all processes of this run when the job is to be cancelled:
-    this is how that is done.
+    It does not end with SIGTERM, which the guard sends to all processes of this run when the job is
+    to be cancelled: this is how that is done.
 
     Raises:
         LaunchError: it is not installed.
@@ -55,9 +56,13 @@ def run(
             preexec_fn=_ignore_stop,
         )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, TIMED_OUT, "", f"no answer within {timeout:g} s")
+        return subprocess.CompletedProcess(
+            command, TIMED_OUT, "", f"no answer within {timeout:g} s"
+        )
     except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not installed here: run the flow where it is") from error
+        raise LaunchError(
+            f"{command[0]} is not installed here: run the flow where it is"
+        ) from error
 
 
 def one_line(done: "subprocess.CompletedProcess[str]") -> str:
@@ -76,8 +81,9 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 def render(template: str | None, default: str, setting: str, values: Mapping[str, Any]) -> str:
     """The text of a template with its placeholders filled.
 
-    Besides Jinja's own filters there are `word`, which quotes a value for a shell or an #SBATCH line, `words`, which
-    does so with each of a list, and `json`, in which form YAML takes any value.
+    Besides Jinja's own filters there are `word`, which quotes a value for a shell or an #SBATCH
+    line, `words`, which does so with each of a list, and `json`, in which form YAML takes any
+    value.
 
     Args:
         template: a file of the user's; None takes `default` of this package.
@@ -90,27 +96,35 @@ def render(template: str | None, default: str, setting: str, values: Mapping[str
         LaunchError: the package's own template is not installed.
     """
     path = TEMPLATES / default if template is None else Path(template)
-    # No autoescape: the result is no HTML. A sandbox is not needed: the user's template is a script of the user's.
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, autoescape=False)
+    # No autoescape: the result is no HTML. A sandbox is not needed: the user's template is a script
+    # of the user's.
+    environment = Environment(
+        undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, autoescape=False
+    )
     environment.filters |= {"word": _word, "words": _words, "json": _json}
     try:
         return environment.from_string(path.read_text(encoding="utf-8")).render(values)
     except OSError as error:
         if template is None:
-            raise LaunchError(f"{path} is missing: install megacore again ({error.strerror})") from error
+            raise LaunchError(
+                f"{path} is missing: install megacore again ({error.strerror})"
+            ) from error
         raise ConfigError(f"{setting} is {path}, which cannot be read: {error.strerror}") from error
     except (TemplateError, UnicodeDecodeError) as error:
         line = getattr(error, "lineno", None)
         where = f"{path}, line {line}," if line else f"{path}"
         raise ConfigError(
-            f"{where} cannot be filled: {error}: see megacore/cluster/batch/templates/{default} for what it may use"
+            f"{where} cannot be filled: {error}: see megacore/cluster/batch/templates/{default} "
+            "for what it may use"
         ) from error
 
 
 def _word(value: object) -> str:
     text = str(value)
     if not text.isprintable():
-        raise ConfigError(f"{text!r} cannot stand in a batch script: leave out what is not printable")
+        raise ConfigError(
+            f"{text!r} cannot stand in a batch script: leave out what is not printable"
+        )
     return shlex.quote(text)
 
 
@@ -131,7 +145,8 @@ class End:
     error: MegacoreError | None = None
     """Why the scheduler ended it; None where its own processes say why."""
     on_request: bool = False
-    """Whether somebody had it ended: that its ranks saved and stopped is no reason to start it again."""
+    """Whether somebody had it ended: that its ranks saved and stopped is no reason to start it
+    again."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +162,10 @@ class Look:
 
 @dataclass(frozen=True)
 class Submission:
-    """Which batch job was submitted, noted before that happens: a job that nobody follows any more can be found."""
+    """Which batch job was submitted, noted before that happens.
+
+    A job that nobody follows any more can be found.
+    """
 
     token: str
     """Random, part of the job's name."""
@@ -190,7 +208,10 @@ class Scheduler(Protocol):
     """What its program said when the scheduler did not answer the last time."""
 
     def remove(self, left: Submission) -> None:
-        """End a job that an earlier follower submitted, and wait for its end. Raises LaunchError."""
+        """End a job that an earlier follower submitted, and wait for its end.
+
+        Raises LaunchError.
+        """
 
     def submit(self, submission: Submission) -> Submission:
         """Submit the job; with its id. Raises LaunchError."""

@@ -12,25 +12,70 @@ from pathlib import Path
 from megacore.artifact.files import workspace_errors
 from megacore.cluster.batch.scheduler import End, Look, Submission, one_line, render, run
 from megacore.cluster.batch.spec import BatchSpec, replace
-from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
+from megacore.errors import (
+    HostLostError,
+    LaunchError,
+    MegacoreError,
+    MemoryExhaustedError,
+    RankLostError,
+)
 from megacore.launch.guard import JOB_VARIABLE
 
 REMOVE_LIMIT = 180.0
 """Seconds in which an earlier job must be gone after it was cancelled."""
 
 _EXPORTED = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV"),
-    *("CONDA_*", "CUDA_HOME", "CUDA_PATH", "ROCM_PATH", "MODULE*", "LMOD_*", "LOADEDMODULES", "_LMFILES_"),
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LC_*",
+        "TZ",
+        "LD_LIBRARY_PATH",
+        "PYTHON*",
+        "VIRTUAL_ENV",
+    ),
+    *(
+        "CONDA_*",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "ROCM_PATH",
+        "MODULE*",
+        "LMOD_*",
+        "LOADEDMODULES",
+        "_LMFILES_",
+    ),
     *("BASH_FUNC_*", "SLURM_CONF", "SBATCH_*"),
 )
-"""What the batch script finds of this process's environment; the ranks' own variables are in the specification."""
+"""What the batch script finds of this process's environment; the ranks' own variables are in the
+specification."""
 _HIDING = {
-    *("SBATCH_ARRAY_INX", "SBATCH_JOB_NAME", "SBATCH_CLUSTERS", "SBATCH_WAIT", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT"),
+    *(
+        "SBATCH_ARRAY_INX",
+        "SBATCH_JOB_NAME",
+        "SBATCH_CLUSTERS",
+        "SBATCH_WAIT",
+        "SBATCH_OPEN_MODE",
+        "SBATCH_OUTPUT",
+    ),
     "SBATCH_ERROR",
 }
-"""Variables that sbatch puts before the script's own lines, and with which the job would not be found."""
+"""Variables that sbatch puts before the script's own lines, and with which the job would not be
+found."""
 _ENDED = {
-    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
+    *(
+        "COMPLETED",
+        "CANCELLED",
+        "FAILED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "PREEMPTED",
+        "BOOT_FAIL",
+        "DEADLINE",
+    ),
     *("OUT_OF_MEMORY", "REVOKED"),
 }
 _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
@@ -78,7 +123,13 @@ class SlurmJob:
             "output": str(spec.folder / "slurm-").replace("%", "%%") + "%j.out",
             "directory": spec.directory,
             "node_command": [
-                *(spec.python, "-m", "megacore.cluster.batch.slurm_node", f"--spec={spec.path}", f"--token={token}")
+                *(
+                    spec.python,
+                    "-m",
+                    "megacore.cluster.batch.slurm_node",
+                    f"--spec={spec.path}",
+                    f"--token={token}",
+                )
             ],
         }
         return render(slurm.template, "train.sbatch.j2", "launch.slurm.template", values)
@@ -103,22 +154,26 @@ class SlurmJob:
         return Submission(submission.token, self._job)
 
     def remove(self, left: Submission) -> None:
-        """Cancel a job that an earlier follower left, and wait until Slurm has ended its processes."""
+        """Cancel a job left by an earlier follower, and wait until its processes have ended."""
         name = self.name(left.token)
         started = time.monotonic()
         while jobs := self._there(left):
             run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
             if time.monotonic() - started > REMOVE_LIMIT:
                 raise LaunchError(
-                    f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it was cancelled, or "
-                    "Slurm does not answer: look at it with scontrol show job, and start again when it is gone"
+                    f"job {', '.join(sorted(jobs))} of an earlier attempt does not end although it "
+                    "was cancelled, or Slurm does not answer: look at it with scontrol show job, "
+                    "and start again when it is gone"
                 )
             time.sleep(_PAUSE)
 
     def _there(self, left: Submission) -> set[str]:
-        """The jobs of a submission that have not ended, as far as Slurm says; by its name where that does not answer.
+        """The jobs of a submission that have not ended, as far as Slurm says.
 
-        Only an answer is taken for an end: a job must not be there twice since the controller was busy.
+        By its name where that does not answer.
+
+        Only an answer is taken for an end: a job must not be there twice since the controller was
+        busy.
         """
         name = self.name(left.token)
         listed = run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%A"])
@@ -126,7 +181,11 @@ class SlurmJob:
             return {name}
         jobs = {*listed.stdout.split(), *([left.job] if left.job else [])}
         said = {job: details(job) for job in jobs}
-        return {job for job, found in said.items() if found is None or (found and found.get("JobState") not in _ENDED)}
+        return {
+            job
+            for job, found in said.items()
+            if found is None or (found and found.get("JobState") not in _ENDED)
+        }
 
     def look(self) -> Look | None:
         """Where the job stands."""
@@ -149,7 +208,9 @@ class SlurmJob:
         if reason == "launch_failed_requeued_held":
             # Slurm would hold it until somebody releases it.
             self.cancel(at_once=False)
-            error = RankLostError(f"Slurm could not start job {self._job} and holds it ({reason}); {_RESUMES}")
+            error = RankLostError(
+                f"Slurm could not start job {self._job} and holds it ({reason}); {_RESUMES}"
+            )
             return Look("queued", f"{state} ({reason}){again}", End(1, error))
         why = f" ({reason})" if reason not in ("", "None") else ""
         return Look("queued", f"{state}{why}{again}")
@@ -161,30 +222,38 @@ class SlurmJob:
             return End(exit_code)
         if state == "FAILED":
             return End(exit_code or 1)
-        return End(exit_code or 1, self._error(state, found), on_request=state in {"CANCELLED", "REVOKED"})
+        return End(
+            exit_code or 1, self._error(state, found), on_request=state in {"CANCELLED", "REVOKED"}
+        )
 
     def _error(self, state: str, found: Mapping[str, str]) -> MegacoreError:
         job, nodes = f"job {self._job}", found.get("NodeList", "")
         if state == "TIMEOUT":
             return RankLostError(
-                f"{job} reached its time limit ({found.get('TimeLimit', 'of the partition')}) and Slurm ended it; "
-                f"{_RESUMES}; launch.slurm.time_limit sets a longer one, launch.slurm.signal_before the seconds in "
-                "which ranks save before it"
+                f"{job} reached its time limit ({found.get('TimeLimit', 'of the partition')}) and "
+                f"Slurm ended it; {_RESUMES}; launch.slurm.time_limit sets a longer one, "
+                "launch.slurm.signal_before the seconds in which ranks save before it"
             )
         if state == "PREEMPTED":
-            return RankLostError(f"Slurm preempted {job} on {nodes} without queueing it again; {_RESUMES}")
+            return RankLostError(
+                f"Slurm preempted {job} on {nodes} without queueing it again; {_RESUMES}"
+            )
         if state in {"NODE_FAIL", "BOOT_FAIL"}:
-            return HostLostError(f"{down_nodes(nodes) or nodes} failed, and {job} with it ({state}); {_RESUMES}")
+            return HostLostError(
+                f"{down_nodes(nodes) or nodes} failed, and {job} with it ({state}); {_RESUMES}"
+            )
         if state == "OUT_OF_MEMORY":
             return MemoryExhaustedError(
-                f"Slurm ended {job} on {nodes} since it needed more memory than it was given: ask for more, as with "
-                "launch.slurm.arguments: [--mem=0] for all of each machine"
+                f"Slurm ended {job} on {nodes} since it needed more memory than it was given: ask "
+                "for more, as with launch.slurm.arguments: [--mem=0] for all of each machine"
             )
         if state == "DEADLINE":
-            return LaunchError(f"{job} could not end before its deadline: remove --deadline, or start it earlier")
+            return LaunchError(
+                f"{job} could not end before its deadline: remove --deadline, or start it earlier"
+            )
         return LaunchError(
-            f"{job} was cancelled{found.get('By', '')}, not by this run: start the same command again to go on from "
-            "the last complete checkpoint"
+            f"{job} was cancelled{found.get('By', '')}, not by this run: start the same command "
+            "again to go on from the last complete checkpoint"
         )
 
     def copy_output(self) -> None:
@@ -197,7 +266,10 @@ class SlurmJob:
         sys.stdout.buffer.flush()
 
     def _next_output(self, path: Path) -> bytes:
-        """What follows in the job's output; nothing where it is not there yet, or a file share stumbles."""
+        """What follows in the job's output.
+
+        Nothing where it is not there yet, or a file share stumbles.
+        """
         try:
             with open(path, "rb") as file:  # opened again each time: another machine writes it
                 file.seek(self._read)
@@ -206,7 +278,10 @@ class SlurmJob:
             return b""
 
     def cancel(self, *, at_once: bool) -> None:
-        """Cancel the job: Slurm sends SIGTERM, and after its KillWait SIGKILL; `at_once` does not wait for that."""
+        """Cancel the job: Slurm sends SIGTERM, and after its KillWait SIGKILL.
+
+        `at_once` does not wait for that.
+        """
         run(["scancel", *(["--signal=KILL"] if at_once else []), self._job])
 
     def close(self) -> None:
@@ -233,7 +308,10 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def details(job: str) -> dict[str, str] | None:
-    """What Slurm says of a job; empty where it does not know it any more, None where it does not answer."""
+    """What Slurm says of a job.
+
+    Empty where it does not know it any more, None where it does not answer.
+    """
     return _told(run([*_SHOW, job]))
 
 
@@ -245,18 +323,36 @@ def _told(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
 
 def accounted(job: str) -> dict[str, str]:
     """What Slurm's accounting says of a job that has ended; empty where there is none."""
-    # Nothing else: a sacct that does not know a field refuses all, and Restarts came after Slurm 22.05.
+    # Nothing else: a sacct that does not know a field refuses all, and Restarts came after Slurm
+    # 22.05.
     names = ("State", "ExitCode", "NodeList", "Timelimit")
-    done = run(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"])
-    fields = done.stdout.splitlines()[-1].split("|") if done.returncode == 0 and done.stdout.strip() else []
+    done = run(
+        [
+            "sacct",
+            "--noheader",
+            "--parsable2",
+            "--allocations",
+            f"--jobs={job}",
+            f"--format={','.join(names)}",
+        ]
+    )
+    fields = (
+        done.stdout.splitlines()[-1].split("|")
+        if done.returncode == 0 and done.stdout.strip()
+        else []
+    )
     if len(fields) != len(names):
         return {}
     state, _, by = fields[0].partition(" ")
-    found = dict(zip(("JobState", "ExitCode", "NodeList", "TimeLimit"), (state, *fields[1:]), strict=True))
+    found = dict(
+        zip(("JobState", "ExitCode", "NodeList", "TimeLimit"), (state, *fields[1:]), strict=True)
+    )
     return {**found, "By": f" {by}" if by else ""}
 
 
 def down_nodes(nodes: str) -> str:
     """Those of a job's machines that Slurm holds for down."""
-    done = run(["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N"])
+    done = run(
+        ["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N"]
+    )
     return ", ".join(sorted(set(done.stdout.split()))) if done.returncode == 0 else ""

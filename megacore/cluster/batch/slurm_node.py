@@ -1,4 +1,7 @@
-"""`python -m megacore.cluster.batch.slurm_node --spec FILE --token TOKEN`, which srun starts once on each machine."""
+"""The entry point of each machine of a Slurm job, which srun starts once on each.
+
+    python -m megacore.cluster.batch.slurm_node --spec FILE --token TOKEN
+"""
 
 import argparse
 import os
@@ -18,7 +21,9 @@ _TIMEOUT = 60.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Run this machine's part of the batch job; what to exit with."""
-    parser = argparse.ArgumentParser(prog="megacore.cluster.batch.slurm_node", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="megacore.cluster.batch.slurm_node", description=main.__doc__
+    )
     parser.add_argument("--spec", type=Path, required=True, help="the batch job, as JSON")
     parser.add_argument("--token", required=True, help="of the submission")
     options = parser.parse_args(arguments)
@@ -35,12 +40,14 @@ def place_of(spec: BatchSpec, environment: Mapping[str, str]) -> Place:
         rank, nodes = int(environment["SLURM_NODEID"]), int(environment["SLURM_JOB_NUM_NODES"])
         tasks, listed = int(environment["SLURM_NTASKS"]), environment["SLURM_JOB_NODELIST"]
     except (KeyError, ValueError) as error:
-        raise LaunchError(f"this process is to be started by srun, and {error} is not as srun sets it") from error
+        raise LaunchError(
+            f"this process is to be started by srun, and {error} is not as srun sets it"
+        ) from error
     names = _hostnames(listed)
     if len(names) != nodes or tasks != nodes:
         raise LaunchError(
-            f"Slurm started {tasks} processes on {nodes} machines ({listed}): the batch script must let srun start one "
-            "on each (--ntasks-per-node=1)"
+            f"Slurm started {tasks} processes on {nodes} machines ({listed}): the batch script "
+            "must let srun start one on each (--ntasks-per-node=1)"
         )
     cores = len(os.sched_getaffinity(0))
     cpus = min(cores, int(environment.get("SLURM_CPUS_ON_NODE", cores)))
@@ -52,18 +59,27 @@ def place_of(spec: BatchSpec, environment: Mapping[str, str]) -> Place:
 
 
 def _own_address(name: str, first: str) -> str:
-    """This machine's address on the way to the first one; no name of a machine need be known to others."""
+    """This machine's address on the way to the first one.
+
+    No name of a machine need be known to others.
+    """
     try:
         return local_address(first)
     except OSError as error:
-        raise LaunchError(f"{name} finds no way to {first}, the job's first machine: {error}") from error
+        raise LaunchError(
+            f"{name} finds no way to {first}, the job's first machine: {error}"
+        ) from error
 
 
 def _hostnames(listed: str) -> list[str]:
     """The machines of a list as `node[1-3]`, one by one."""
     try:
         done = subprocess.run(
-            ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=_TIMEOUT, check=True
+            ["scontrol", "show", "hostnames", listed],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(f"scontrol cannot say which machines {listed} are: {error}") from error

@@ -1,8 +1,12 @@
-"""What a batch job is: written by whoever starts it, read by its follower and by the node process of each machine.
+"""What a batch job is.
 
-The follower's sign of life, a small file on the shared workspace that each machine of the batch job looks at.
+Whoever starts it writes it; its follower and each machine's node process read it.
 
-It counts up; the machines compare what they read with their own clocks, since those of several machines differ.
+The follower's sign of life, a small file on the shared workspace that each machine of the batch job
+looks at.
+
+It counts up; the machines compare what they read with their own clocks, since those of several
+machines differ.
 """
 
 import contextlib
@@ -22,7 +26,8 @@ from megacore.errors import ConfigError
 FOLDER = "batch"
 """Beside the job file: what belongs to the batch job."""
 STOP_MARGIN = 10.0
-"""Seconds beyond the ranks' own grace in which a batch job should have ended after it was cancelled."""
+"""Seconds beyond the ranks' own grace in which a batch job should have ended after it was
+cancelled."""
 FOLLOWER_LIMIT = 300.0
 """Seconds without a sign of its follower after which a batch job ends itself."""
 
@@ -38,7 +43,8 @@ class BatchSpec(Section):
     """Where each rank writes why it ended."""
     launch: LaunchConfig
     environment: dict[str, str]
-    """Variables of the ranks: those that are forwarded, those of launch.env_file, and those of the job."""
+    """Variables of the ranks: those that are forwarded, those of launch.env_file, and those of the
+    job."""
     directory: str
     """Where the processes run."""
     python: str
@@ -86,7 +92,10 @@ class BatchSpec(Section):
         return math.ceil(self.launch.stop_grace) + 10
 
     def write(self) -> None:
-        """Write it, readable by this user alone: variables may be secrets. Raises WorkspaceError."""
+        """Write it, readable by this user alone: variables may be secrets.
+
+        Raises WorkspaceError.
+        """
         with workspace_errors(self.path):
             self.folder.mkdir(parents=True, exist_ok=True)
             replace(self.path, self.model_dump_json(indent=2) + "\n", mode=0o600)
@@ -98,25 +107,34 @@ class BatchSpec(Section):
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} is no batch job written by this version of megacore, or cannot be read here: {error}"
+                f"{path} is no batch job written by this version of megacore, or cannot be read "
+                f"here: {error}"
             ) from error
 
 
 def ranks_per_node(launch: LaunchConfig) -> int:
-    """Ranks of each machine that a scheduler gives. Raises ConfigError where nothing says how many."""
+    """Ranks of each machine that a scheduler gives.
+
+    Raises ConfigError where nothing says how many.
+    """
     if launch.nproc_per_node == "auto":
         raise ConfigError(
-            f"launch.nproc_per_node is auto, and which machines {launch.kind} will give is not known: set it to the "
-            "number of ranks of each, one per GPU"
+            f"launch.nproc_per_node is auto, and which machines {launch.kind} will give is not "
+            "known: set it to the number of ranks of each, one per GPU"
         )
     return launch.nproc_per_node
 
 
 def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace a file by `text`, atomically; what it holds may be lost with the machine. Raises OSError."""
+    """Replace a file by `text`, atomically; what it holds may be lost with the machine.
+
+    Raises OSError.
+    """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
+        ) as file:
             file.write(text)
         os.replace(temporary, path)
     except BaseException:
@@ -133,18 +151,27 @@ _NAME = "follower.json"
 class FollowerBeat:
     """The follower's side."""
 
-    def __init__(self, folder: Path, token: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to count in `folder`; `token` names the submission, which another follower does not know."""
+    def __init__(
+        self, folder: Path, token: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin to count in `folder`.
+
+        `token` names the submission, which another follower does not know.
+        """
         self.save = False
         """Whether the ranks are to save and end, as SIGUSR1 asks."""
         self.over = False
-        """Whether the job has ended, as the scheduler says: a machine that it has lost may still run its part."""
+        """Whether the job has ended, as the scheduler says: a machine that it has lost may still
+        run its part."""
         self._path, self._token, self._clock = folder / _NAME, token, clock
         self._count, self._told = 0, (False, False)
         self._at: float | None = None
 
     def beat(self) -> None:
-        """Write the sign if it is time, or if there is something new to say; a full disk is met again later."""
+        """Write the sign if it is time, or if there is something new to say.
+
+        A full disk is met again later.
+        """
         now = self._clock()
         told = (self.save, self.over)
         if self._at is not None and now - self._at < INTERVAL and self._told == told:
@@ -159,7 +186,9 @@ class FollowerBeat:
 class FollowerWatch:
     """A machine's side."""
 
-    def __init__(self, folder: Path, token: str, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, token: str, limit: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Watch the sign of submission `token` in `folder`; `limit` is in seconds."""
         self.save = False
         """Whether the follower asks the ranks to save and end."""

@@ -1,4 +1,7 @@
-"""Starting ranks through a scheduler: what is checked beforehand, the follower's command, and what a dry run shows."""
+"""Starting ranks through a scheduler.
+
+What is checked beforehand, the follower's command, and what a dry run shows.
+"""
 
 import fnmatch
 import os
@@ -24,7 +27,20 @@ if TYPE_CHECKING:
 
 _PROGRAMS = {"slurm": ("sbatch", "scontrol", "squeue", "scancel"), "kubernetes": ("kubectl",)}
 _NOT_TO_FOLLOW = (
-    *("-a", "--array", "-o", "--output", "-e", "--error", "-W", "--wait", "--wrap", "--test-only", "-Q", "--quiet"),
+    *(
+        "-a",
+        "--array",
+        "-o",
+        "--output",
+        "-e",
+        "--error",
+        "-W",
+        "--wait",
+        "--wrap",
+        "--test-only",
+        "-Q",
+        "--quiet",
+    ),
     *("-J", "--job-name", "-M", "--clusters", "--open-mode"),
 )
 """Options of sbatch with which the job, or its output, would not be found."""
@@ -47,46 +63,65 @@ def check_batch(launch: LaunchConfig) -> None:
     own = launch.slurm if launch.kind == "slurm" else launch.kubernetes
     if own.template is not None and not Path(own.template).is_file():
         raise ConfigError(
-            f"launch.{launch.kind}.template is {own.template!r}, and there is no such file: correct it, or set it to "
-            "null"
+            f"launch.{launch.kind}.template is {own.template!r}, and there is no such file: "
+            "correct it, or set it to null"
         )
     for program in _PROGRAMS[launch.kind]:
         if shutil.which(program) is None:
             raise LaunchError(
-                f"launch.kind is {launch.kind} and {program} is not installed here: run the flow where it is, or set "
-                "launch.kind to torchrun"
+                f"launch.kind is {launch.kind} and {program} is not installed here: run the flow "
+                "where it is, or set launch.kind to torchrun"
             )
 
 
 def _check_argument(word: str) -> None:
-    """A word that is no option would be taken for the script; sbatch takes the beginning of a long option for it."""
+    """A word that is no option would be taken for the script.
+
+    sbatch takes the beginning of a long option for it.
+    """
     if not word.startswith("-"):
         raise ConfigError(
-            f"launch.slurm.arguments has {word!r}, which is no option: write each option with its value as one word, "
-            "as --constraint=h100"
+            f"launch.slurm.arguments has {word!r}, which is no option: write each option with its "
+            "value as one word, as --constraint=h100"
         )
     name = word.partition("=")[0] if word.startswith("--") else word[:2]
-    if any(option == name or (option.startswith(name) and len(name) > len("--")) for option in _NOT_TO_FOLLOW):
-        raise ConfigError(f"launch.slurm.arguments has {word}, with which the job could not be followed: leave it out")
+    if any(
+        option == name or (option.startswith(name) and len(name) > len("--"))
+        for option in _NOT_TO_FOLLOW
+    ):
+        raise ConfigError(
+            f"launch.slurm.arguments has {word}, with which the job could not be followed: leave "
+            "it out"
+        )
 
 
 def _check_kubernetes(launch: LaunchConfig) -> None:
     own = launch.kubernetes
     if own.image is None:
-        raise ConfigError("launch.kind is kubernetes without launch.kubernetes.image: name the image that pods run")
+        raise ConfigError(
+            "launch.kind is kubernetes without launch.kubernetes.image: name the image that pods "
+            "run"
+        )
     if own.workspace_claim is None:
         raise ConfigError(
-            "launch.kind is kubernetes without launch.kubernetes.workspace_claim: name the PersistentVolumeClaim with "
-            "the workspace"
+            "launch.kind is kubernetes without launch.kubernetes.workspace_claim: name the "
+            "PersistentVolumeClaim with the workspace"
         )
     if launch.elastic:
-        raise ConfigError(f"launch.nnodes is {launch.nnodes}, and a JobSet has a fixed number of pods: give one number")
+        raise ConfigError(
+            f"launch.nnodes is {launch.nnodes}, and a JobSet has a fixed number of pods: give one "
+            "number"
+        )
 
 
 def start_batch(
-    launch: LaunchConfig, module: str, job: RankJob, job_file: Path, env: Mapping[str, str] | None = None
+    launch: LaunchConfig,
+    module: str,
+    job: RankJob,
+    job_file: Path,
+    env: Mapping[str, str] | None = None,
 ) -> "Start":
-    """The command that submits the job's ranks to the scheduler of `launch` and follows them to their end.
+    """The command that submits the ranks to the scheduler of `launch` and follows them.
 
     Args:
         launch: the scheduler and what it is asked for.
@@ -97,7 +132,8 @@ def start_batch(
 
     Raises:
         ConfigError: a value is missing or cannot be used, launch.env_file among them.
-        ParallelLayoutError: the model does not fit a number of machines that the scheduler may give.
+        ParallelLayoutError: the model does not fit a number of machines that the scheduler may
+            give.
         LaunchError: the scheduler's programs are not installed.
         WorkspaceError: the specification cannot be written.
     """
@@ -107,13 +143,20 @@ def start_batch(
     spec = _specification(launch, module, job, job_file, env or {})
     _check_layouts(spec, job)
     spec.write()
-    return Start(python("megacore.cluster.batch.follow", f"--spec={spec.path}"), {}, stop_margin=STOP_MARGIN)
+    return Start(
+        python("megacore.cluster.batch.follow", f"--spec={spec.path}"), {}, stop_margin=STOP_MARGIN
+    )
 
 
-def show_batch(launch: LaunchConfig, module: str, job: RankJob, job_file: Path) -> tuple[list[str], str]:
-    """For a dry run: the command that would submit the job, and the script or manifest that it would submit.
+def show_batch(
+    launch: LaunchConfig, module: str, job: RankJob, job_file: Path
+) -> tuple[list[str], str]:
+    """For a dry run.
 
-    Nothing is written. Raises ConfigError, LaunchError or ParallelLayoutError as `start_batch` does.
+    The command that would submit the job, and the script or manifest that it would submit.
+
+    Nothing is written. Raises ConfigError, LaunchError or ParallelLayoutError as `start_batch`
+    does.
     """
     check_batch(launch)
     spec = _specification(launch, module, job, job_file, {})
@@ -142,7 +185,9 @@ def _specification(
 
 
 def _is_forwarded(name: str, launch: LaunchConfig) -> bool:
-    return name != JOB_VARIABLE and any(fnmatch.fnmatchcase(name, pattern) for pattern in launch.forward_env)
+    return name != JOB_VARIABLE and any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in launch.forward_env
+    )
 
 
 def _workspace() -> Path:
@@ -151,7 +196,10 @@ def _workspace() -> Path:
 
 
 def _check_layouts(spec: BatchSpec, job: RankJob) -> None:
-    """A job that waited must not end since its ranks do not divide: of a range the least number of machines must do."""
+    """A job that waited must not end since its ranks do not divide.
+
+    Of a range the least number of machines must do.
+    """
     if not isinstance(job, Job):
         return
     least, most = spec.nodes
@@ -161,5 +209,6 @@ def _check_layouts(spec: BatchSpec, job: RankJob) -> None:
         if least == most:
             raise
         raise ParallelLayoutError(
-            f"launch.nnodes is {spec.launch.nnodes}, and {spec.launch.kind} may give {least} machines: {error}"
+            f"launch.nnodes is {spec.launch.nnodes}, and {spec.launch.kind} may give {least} "
+            f"machines: {error}"
         ) from error

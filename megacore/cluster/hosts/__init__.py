@@ -1,1 +1,4 @@
-"""Several machines: an agent on each, reached through ssh, and a head that starts and ends them together."""
+"""Several machines: an agent on each, and a head that starts and ends them together.
+
+Agents are reached through ssh.
+"""

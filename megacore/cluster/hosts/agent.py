@@ -1,16 +1,20 @@
-"""One machine's end of a job that several take part in: it starts the ranks here, and ends them with the connection.
+"""One machine's end of a job that several take part in.
+
+It starts the ranks here, and ends them with the connection.
 
     python -m megacore.cluster.hosts.agent
     python -m megacore.cluster.hosts.agent --end MARK
 
-ssh starts it on each machine, and the head of the job talks with it through stdin and stdout (`channel`). It says what
-this machine is (hello), starts the ranks' command under a guard (start), passes on their output (log), looks at their
-heartbeats (trouble, states), copies their small files to a head that has another workspace (file), and says how the
-command ended (end). Both sides beat every second. When the connection ends, or the head is silent for
-`launch.host_timeout`, the ranks get SIGTERM and, HEADLESS_GRACE later, SIGKILL. An agent that is itself killed takes
-the guard's stdin along, and so the ranks.
+ssh starts it on each machine, and the head of the job talks with it through stdin and stdout
+(`channel`). It says what this machine is (hello), starts the ranks' command under a guard (start),
+passes on their output (log), looks at their heartbeats (trouble, states), copies their small files
+to a head that has another workspace (file), and says how the command ended (end). Both sides beat
+every second. When the connection ends, or the head is silent for `launch.host_timeout`, the ranks
+get SIGTERM and, HEADLESS_GRACE later, SIGKILL. An agent that is itself killed takes the guard's
+stdin along, and so the ranks.
 
-With --end it kills what carries a job's mark: the head asks for that, through another connection, where it lost one.
+With --end it kills what carries a job's mark: the head asks for that, through another connection,
+where it lost one.
 
 It starts in tens of milliseconds: no torch is imported.
 """
@@ -50,8 +54,12 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def main(arguments: list[str]) -> int:
     """Serve a head until the ranks of this machine are gone, or end those of a mark."""
-    parser = argparse.ArgumentParser(prog="megacore.cluster.hosts.agent", description="Ranks of a job on this machine.")
-    parser.add_argument("--end", metavar="MARK", help="kill the processes that carry this mark, and nothing else")
+    parser = argparse.ArgumentParser(
+        prog="megacore.cluster.hosts.agent", description="Ranks of a job on this machine."
+    )
+    parser.add_argument(
+        "--end", metavar="MARK", help="kill the processes that carry this mark, and nothing else"
+    )
     options = parser.parse_args(arguments)
     if options.end is not None:
         return 1 if end_all(lambda: marked(options.end), 0.0, reap=lambda: None) else 0
@@ -97,7 +105,9 @@ class Agent:
                 return 0
 
     def _wait(self) -> None:
-        output = self._ranks.output if self._ranks is not None and self._head.waiting < FULL else None
+        output = (
+            self._ranks.output if self._ranks is not None and self._head.waiting < FULL else None
+        )
         readable = [self._wake.descriptor, *([self._head.incoming] if self._head.open else [])]
         readable += [] if output is None else [output]
         wait(readable, [self._head.outgoing] if self._head.waiting else [], _POLL)
@@ -122,7 +132,11 @@ class Agent:
             self._head.send("log", lines=text)
         if ended:
             self._copy_files(ranks)
-            self._head.send("end", code=ranks.code, memory=memory_text() if ranks.code and ranks.kills.rose else None)
+            self._head.send(
+                "end",
+                code=ranks.code,
+                memory=memory_text() if ranks.code and ranks.kills.rose else None,
+            )
             return self._say_it_all()
         if self._stopping or self._headless:
             ranks.stop()
@@ -188,7 +202,9 @@ class Agent:
         try:
             self._ranks = HostRanks(said, environment)
         except OSError as error:
-            self._head.send("failed", reason=f"{said['command'][0]}: {error.strerror}: {error.filename}")
+            self._head.send(
+                "failed", reason=f"{said['command'][0]}: {error.strerror}: {error.filename}"
+            )
             self._stopping = self._say_it_all()
 
 
@@ -208,7 +224,14 @@ class HostRanks:
         self._looked = time.monotonic()
         self._text = b""
         self._guard = subprocess.Popen(
-            [sys.executable, "-m", "megacore.launch.guard", f"--grace={said['grace']:g}", "--", *said["command"]],
+            [
+                sys.executable,
+                "-m",
+                "megacore.launch.guard",
+                f"--grace={said['grace']:g}",
+                "--",
+                *said["command"],
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -280,10 +303,16 @@ class HostRanks:
     def states(self) -> list[Message]:
         """What each does, with its stacks."""
         found = rank_states(self._directory, None, stacks=True, only=self._numbers)
-        return [{"rank": state.rank, "state": state.state, "idle": state.idle, "stack": state.stack} for state in found]
+        return [
+            {"rank": state.rank, "state": state.state, "idle": state.idle, "stack": state.stack}
+            for state in found
+        ]
 
     def changed_files(self) -> list[tuple[str, bytes]]:
-        """The small files of these ranks that changed since the last call; none where the head sees them itself."""
+        """The small files of these ranks that changed since the last call.
+
+        None where the head sees them itself.
+        """
         if self._copies is None:
             return []
         changed = []

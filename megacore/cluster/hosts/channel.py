@@ -1,7 +1,9 @@
-"""Messages between the head of a job and its agents: JSON, a line each, over pipes that never block their owner.
+"""Messages between the head of a job and its agents.
 
-A line that is no message is text, as a login shell may write before the agent begins. Only the standard library is
-imported.
+JSON, a line each, over pipes that never block their owner.
+
+A line that is no message is text, as a login shell may write before the agent begins. Only the
+standard library is imported.
 """
 
 import contextlib
@@ -20,7 +22,8 @@ FULL = 2**20
 """Bytes that wait to be sent from which on nothing should be added that can wait."""
 
 LONGEST = 2**25
-"""Bytes of a line that is still awaited; what is longer is no message, and is passed on in pieces."""
+"""Bytes of a line that is still awaited; what is longer is no message, and is passed on in
+pieces."""
 
 _MARK = b"\x1e"
 _PIECE = 65536
@@ -89,7 +92,8 @@ def _parsed(line: bytes) -> Message | str:
             message = json.loads(line[1:])
             if isinstance(message, dict) and isinstance(message.get("kind"), str):
                 return message
-        except (ValueError, RecursionError):  # the connection broke within it, or it is none of ours
+        except (ValueError, RecursionError):
+            # the connection broke within it, or it is none of ours
             pass
     return line.decode("utf-8", errors="replace").rstrip("\r")
 

@@ -1,4 +1,6 @@
-"""The connections of a job's head to its machines: an agent on each, through ssh, or on its own without.
+"""The connections of a job's head to its machines.
+
+There is an agent on each, through ssh, or on its own without.
 
 The machines of a job's plan: how they are reached, where they meet, and what each is told.
 """
@@ -82,7 +84,9 @@ class Connection:
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.process.stderr.fileno(), 65536):
                 text += part
-        lines = [line for line in text.decode("utf-8", errors="replace").splitlines() if line.strip()]
+        lines = [
+            line for line in text.decode("utf-8", errors="replace").splitlines() if line.strip()
+        ]
         self.said = " ".join([self.said, *lines])[-_SAID:].strip()
         return lines
 
@@ -93,9 +97,14 @@ class Connection:
         self.read_errors()
         code, said = self.process.poll(), f": {self.said}" if self.said else ""
         if not self.here and code == SSH_FAILED:
-            return f"the connection to it ended{said}" if self.hello else f"ssh cannot reach it{said}"
+            return (
+                f"the connection to it ended{said}" if self.hello else f"ssh cannot reach it{said}"
+            )
         if code is not None and code < 0:
-            return f"its {'agent' if self.here else 'ssh'} was ended by {signal.Signals(-code).name}{said}"
+            return (
+                f"its {'agent' if self.here else 'ssh'} was ended by "
+                f"{signal.Signals(-code).name}{said}"
+            )
         if code == 0:
             return f"its agent ended, as it does when it hears nothing from this machine{said}"
         return f"its agent ended with code {code}{said}"
@@ -110,13 +119,20 @@ class Connection:
 
 
 def agent_words(mark: str, host: str, number: int, environment: Mapping[str, str]) -> list[str]:
-    """What starts the agent on a host, with the mark of its processes and the variables it needs from `environment`."""
+    """What starts the agent on a host, with the mark of its processes.
+
+    It has the variables it needs from `environment`.
+    """
     own = host_mark(mark, None if is_this_machine(host) else number)
-    variables = {name: value for name, value in environment.items() if name in _NEEDED} | {JOB_VARIABLE: own}
+    variables = {name: value for name, value in environment.items() if name in _NEEDED} | {
+        JOB_VARIABLE: own
+    }
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *python(AGENT)]
 
 
-def connect(ssh: Ssh, hosts: Mapping[str, int], mark: str, environment: Mapping[str, str]) -> list[Connection]:
+def connect(
+    ssh: Ssh, hosts: Mapping[str, int], mark: str, environment: Mapping[str, str]
+) -> list[Connection]:
     """Start an agent on every host.
 
     Args:
@@ -145,12 +161,19 @@ def connect(ssh: Ssh, hosts: Mapping[str, int], mark: str, environment: Mapping[
 def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subprocess.Popen[bytes]":
     """Start what reaches a machine, deaf to the signals that end a job. Raises OSError."""
     return subprocess.Popen(
-        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_ignore_signals
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=_ignore_signals,
     )
 
 
 def _ignore_signals() -> None:
-    """The guard's SIGTERM is for the head, which tells the agents; ssh keeps ignored what it began with ignored."""
+    """The guard's SIGTERM is for the head, which tells the agents.
+
+    ssh keeps ignored what it began with ignored.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
@@ -168,7 +191,9 @@ class HostSet:
 
     def connect(self) -> list[Connection]:
         """Start an agent on every machine and ask it what it is. Raises LaunchError."""
-        self._master, second = meeting_addresses(plan_ssh(self._plan), self._plan.hosts, self._plan.rdzv_endpoint)
+        self._master, second = meeting_addresses(
+            plan_ssh(self._plan), self._plan.hosts, self._plan.rdzv_endpoint
+        )
         try:
             hosts = connect(self._ssh, self._plan.hosts, self._mark, self._environment)
         except OSError as error:
@@ -183,8 +208,13 @@ class HostSet:
             )
         return hosts
 
-    def start_messages(self, hosts: list[Connection], variables: Mapping[str, str]) -> list[Message]:
-        """What each machine is told to start. Raises LaunchError for one that is not like this one."""
+    def start_messages(
+        self, hosts: list[Connection], variables: Mapping[str, str]
+    ) -> list[Message]:
+        """What each machine is told to start.
+
+        Raises LaunchError for one that is not like this one.
+        """
         own = versions()
         for host in hosts:
             assert host.hello is not None
@@ -192,12 +222,13 @@ class HostSet:
             for name in own:
                 if theirs.get(name) != own[name]:
                     raise LaunchError(
-                        f"host {host.name} has {name} {theirs.get(name)} and this machine {own[name]}: install the "
-                        "same environment on all machines"
+                        f"host {host.name} has {name} {theirs.get(name)} and this machine "
+                        f"{own[name]}: install the same environment on all machines"
                     )
             if host.hello["problem"]:
                 raise LaunchError(
-                    f"host {host.name} cannot take part: {host.hello['problem']}: correct launch.interface"
+                    f"host {host.name} cannot take part: {host.hello['problem']}: correct "
+                    "launch.interface"
                 )
         assert hosts[0].hello is not None
         port = endpoint(self._plan.rdzv_endpoint)[1] or int(hosts[0].hello["port"])
@@ -222,15 +253,24 @@ class HostSet:
         for host in hosts:
             last = host.first + host.ranks - 1
             ranks = f"rank {host.first}" if host.ranks == 1 else f"ranks {host.first}-{last}"
-            way = f" through {host.hello['interface']}" if host.hello and host.hello["interface"] else ""
+            way = (
+                f" through {host.hello['interface']}"
+                if host.hello and host.hello["interface"]
+                else ""
+            )
             parts.append(f"{host.name} ({ranks}{way})")
         return f"hosts: {', '.join(parts)}; they meet at {self._meeting}"
 
     def end_what_is_left(self, host: Connection, seconds: float) -> None:
-        """Begin to kill, through a new connection, what carries the job's mark on a lost machine; `seconds` are its."""
+        """Begin to kill, through a new connection, what carries the job's mark on a lost machine.
+
+        `seconds` are its.
+        """
         with contextlib.suppress(OSError):
             command = self._ssh.command(host.name, python(AGENT, "--end", host.mark))
-            self._left.append((start_quietly(command, stdin=subprocess.DEVNULL), time.monotonic() + seconds))
+            self._left.append(
+                (start_quietly(command, stdin=subprocess.DEVNULL), time.monotonic() + seconds)
+            )
 
     def wait_for_the_rest(self) -> None:
         """Until that is done, or its seconds are over."""

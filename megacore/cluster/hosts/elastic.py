@@ -1,4 +1,7 @@
-"""Which machines an attempt runs on: all of the hostfile, or of an elastic run those that answer."""
+"""Which machines an attempt runs on.
+
+All of the hostfile, or of an elastic run those that answer.
+"""
 
 import logging
 
@@ -15,12 +18,16 @@ ANSWER_LIMIT = 15.0
 _log = logging.getLogger(__name__)
 
 
-def choose_hosts(config: RunConfig, vocab_size: int | None = None, *, attempt: int = 1) -> dict[str, int]:
-    """Hosts of the next attempt and the ranks of each, in the hostfile's order; {} without a hostfile.
+def choose_hosts(
+    config: RunConfig, vocab_size: int | None = None, *, attempt: int = 1
+) -> dict[str, int]:
+    """Hosts of the next attempt and each one's ranks, in the hostfile's order; or {}.
 
-    Of an elastic run these are the first ones that answer, at most the largest number of `launch.nnodes`, and fewer of
-    them, down to its least, where the model and its batch do not divide by the ranks of more. The batch and the order
-    of the samples stay.
+    It is {} without a hostfile.
+
+    Of an elastic run these are the first ones that answer, at most the largest number of
+    `launch.nnodes`, and fewer of them, down to its least, where the model and its batch do not
+    divide by the ranks of more. The batch and the order of the samples stay.
 
     Args:
         config: the run.
@@ -28,8 +35,10 @@ def choose_hosts(config: RunConfig, vocab_size: int | None = None, *, attempt: i
         attempt: 1, or a later one, before which the machines were there.
 
     Raises:
-        ParallelLayoutError: no number of machines that may be taken divides the model and its batch.
-        LaunchError: fewer answer than must; names those that do not. HostLostError of a later attempt.
+        ParallelLayoutError: no number of machines that may be taken divides the model and its
+            batch.
+        LaunchError: fewer answer than must; names those that do not. HostLostError of a later
+            attempt.
     """
     launch = config.launch
     if launch.hostfile is None or not launch.elastic:
@@ -41,14 +50,23 @@ def choose_hosts(config: RunConfig, vocab_size: int | None = None, *, attempt: i
     answering = [host for host in listed if host not in silent]
     missing = "; ".join(f"{host}: {why}" for host, why in silent.items())
     if len(answering) < least:
-        text = f"launch.nnodes is {launch.nnodes} and {len(answering)} of {len(listed)} hosts can take part ({missing})"
-        raise HostLostError(text) if attempt > 1 else LaunchError(f"{text}: correct launch.hostfile or ssh")
+        text = (
+            f"launch.nnodes is {launch.nnodes} and {len(answering)} of {len(listed)} hosts can "
+            f"take part ({missing})"
+        )
+        raise (
+            HostLostError(text)
+            if attempt > 1
+            else LaunchError(f"{text}: correct launch.hostfile or ssh")
+        )
     chosen = _dividing(config, {host: listed[host] for host in answering[:most]}, least, vocab_size)
     left_out = [host for host in answering if host not in chosen]
     _log.log(
         logging.WARNING if silent else logging.INFO,
         "hosts of this attempt: %s%s%s",
-        ", ".join(f"{host} ({ranks} rank{'s' if ranks > 1 else ''})" for host, ranks in chosen.items()),
+        ", ".join(
+            f"{host} ({ranks} rank{'s' if ranks > 1 else ''})" for host, ranks in chosen.items()
+        ),
         f"; not needed: {', '.join(left_out)}" if left_out else "",
         f"; cannot take part: {missing}" if silent else "",
     )
@@ -62,7 +80,9 @@ def _silent(ssh: Ssh, hosts: list[str]) -> dict[str, str]:
     return {result.host: result.problem for result in results if result.problem is not None}
 
 
-def _dividing(config: RunConfig, hosts: dict[str, int], least: int, vocab_size: int | None) -> dict[str, int]:
+def _dividing(
+    config: RunConfig, hosts: dict[str, int], least: int, vocab_size: int | None
+) -> dict[str, int]:
     """The most of `hosts`, from the first on, whose ranks the model and its batch divide by."""
     refused: ParallelLayoutError | None = None
     for number in range(len(hosts), least - 1, -1):
@@ -73,4 +93,6 @@ def _dividing(config: RunConfig, hosts: dict[str, int], least: int, vocab_size: 
             refused = refused or error
         else:
             return taken
-    raise refused or ParallelLayoutError(f"launch.nnodes is {config.launch.nnodes}: no machine is left")
+    raise refused or ParallelLayoutError(
+        f"launch.nnodes is {config.launch.nnodes}: no machine is left"
+    )

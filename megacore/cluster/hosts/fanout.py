@@ -1,11 +1,14 @@
-"""The head of a job over several machines: it starts an agent on each through ssh, and ends them all together.
+"""The head of a job over several machines.
+
+It starts an agent on each through ssh, and ends them all together.
 
     python -m megacore.cluster.hosts.fanout --plan FILE
 
-It runs under the job's guard. First every agent must say hello; only then ranks start. From then on the job ends
-everywhere when one machine is lost (silent for `launch.host_timeout`, or its connection ended), when the ranks of one
-failed and the others did not end by themselves within FAIL_LIMIT, when an agent sees a rank that stands still or is
-gone, and on SIGTERM. What the ranks write goes to stdout as `host: text`.
+It runs under the job's guard. First every agent must say hello; only then ranks start. From then on
+the job ends everywhere when one machine is lost (silent for `launch.host_timeout`, or its
+connection ended), when the ranks of one failed and the others did not end by themselves within
+FAIL_LIMIT, when an agent sees a rank that stands still or is gone, and on SIGTERM. What the ranks
+write goes to stdout as `host: text`.
 
 It starts in tens of milliseconds: no torch is imported.
 """
@@ -34,7 +37,8 @@ HELLO_LIMIT = 45.0
 FAIL_LIMIT = 10.0
 """Seconds in which ranks must have noticed that those of another machine failed."""
 TROUBLE_SPREADS = 1.5
-"""Seconds in which the agents of all machines notice that ranks stand still, one of which the others wait for."""
+"""Seconds in which the agents of all machines notice that ranks stand still, one of which the
+others wait for."""
 STATES_LIMIT = 6.0
 """Seconds in which the agents must have said where their ranks stand."""
 SILENCE = 3.0
@@ -42,13 +46,15 @@ SILENCE = 3.0
 END_LIMIT = 10.0
 """Seconds in which what is left on a machine whose connection ended must have been ended."""
 SILENT_END_LIMIT = 5.0
-"""The same for one that fell silent: it hardly hears another connection, and the job's end waits for it."""
+"""The same for one that fell silent: it hardly hears another connection, and the job's end waits
+for it."""
 RESUMES = "a retry resumes from the last complete checkpoint"
 
 _POLL = 0.2
 _NAMED = 4
 _HELPS = (
-    "correct launch.hostfile or ssh, and let the repository and its environment lie at the same paths on all machines"
+    "correct launch.hostfile or ssh, and let the repository and its environment lie at the same "
+    "paths on all machines"
 )
 
 
@@ -138,7 +144,8 @@ class Head:
         now = time.monotonic()
         pause, self._stepped = now - self._stepped, now
         for host in listening:
-            host.heard += pause if pause > STANDSTILL else 0.0  # it was this process that stood still
+            # it was this process that stood still
+            host.heard += pause if pause > STANDSTILL else 0.0
             if not host.lost:  # by what another one has just said
                 self._listen(host)
         self._look(now)
@@ -159,7 +166,8 @@ class Head:
     def _understand(self, host: Connection, said: Message) -> None:
         try:
             self._take(host, said)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # it runs other code, or is not in order
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            # it runs other code, or is not in order
             what = f"{type(error).__name__}: {error} in its {said['kind']!r}"
             self._lose(host, f"its agent says what this machine does not understand ({what:.200})")
 
@@ -171,7 +179,12 @@ class Head:
             _say(*(f"{host.name}: {line}" for line in said["lines"]))
         elif kind == "hello":
             host.hello = {name: said[name] for name in ("versions", "interface", "port", "problem")}
-        elif kind == "file" and self._plan.copy_files and not host.here and host.may_write(said["name"]):
+        elif (
+            kind == "file"
+            and self._plan.copy_files
+            and not host.here
+            and host.may_write(said["name"])
+        ):
             _replace(self._directory / said["name"], base64.b64decode(said["data"]))
         elif kind == "end":
             self._ended(host, int(said["code"]), said["memory"])
@@ -181,10 +194,15 @@ class Head:
         elif kind == "trouble":
             self._take_trouble(Trouble(tuple(said["stalled"]), tuple(said["lost"])))
         elif kind == "states":
-            host.states = [(int(state.pop("rank")), StateReport(**state)) for state in said["ranks"]]
+            host.states = [
+                (int(state.pop("rank")), StateReport(**state)) for state in said["ranks"]
+            ]
 
     def _take_trouble(self, trouble: Trouble) -> None:
-        """Ask all machines where their ranks stand; those that see trouble, too, say so before long."""
+        """Ask all machines where their ranks stand.
+
+        Those that see trouble, too, say so before long.
+        """
         if self._trouble is None:
             self._trouble = trouble, time.monotonic()
             for host in self._running():
@@ -201,7 +219,10 @@ class Head:
         self._code = self._code or code
         self._failed_at = self._failed_at or time.monotonic()
         if memory is not None:
-            out = f"a rank on {host.name} ran out of main memory: the kernel's out-of-memory killer ended it"
+            out = (
+                f"a rank on {host.name} ran out of main memory: the kernel's out-of-memory killer "
+                "ended it"
+            )
             _write_reason(self._directory, MemoryExhaustedError(f"{out}, with {memory} to be had"))
 
     def _look(self, now: float) -> None:
@@ -219,11 +240,17 @@ class Head:
             self._notified = False
             for host in running:
                 host.channel.send("notice")
-        if self._failed_at is not None and now - self._failed_at > FAIL_LIMIT and self._ends_by is None:
+        if (
+            self._failed_at is not None
+            and now - self._failed_at > FAIL_LIMIT
+            and self._ends_by is None
+        ):
             self._end_unless_one_is_silent(now)
         if self._trouble is not None and self._ends_by is None:
             trouble, since = self._trouble
-            told = now - since > TROUBLE_SPREADS and all(host.states is not None for host in self._running())
+            told = now - since > TROUBLE_SPREADS and all(
+                host.states is not None for host in self._running()
+            )
             if told or now - since > STATES_LIMIT:
                 self._report(trouble)
 
@@ -231,13 +258,18 @@ class Head:
         """With the others that fell silent with it: it may be this machine that is cut off."""
         limit = self._plan.host_timeout
         since = max(SILENCE, limit - 2 * BEAT_INTERVAL)
-        others = [each.name for each in self._running() if each is not host and now - each.heard > since]
-        named = [*others[:_NAMED], *([f"{len(others) - _NAMED} more"] if len(others) > _NAMED else [])]
+        others = [
+            each.name for each in self._running() if each is not host and now - each.heard > since
+        ]
+        named = [
+            *others[:_NAMED],
+            *([f"{len(others) - _NAMED} more"] if len(others) > _NAMED else []),
+        ]
         nor = f", nor from {', '.join(named)}," if named else ""
         return f"nothing was heard from it{nor} for launch.host_timeout = {limit:g} s"
 
     def _end_unless_one_is_silent(self, now: float) -> None:
-        """A machine that fell silent is waited for: it is why the ranks of others failed, or it speaks again."""
+        """A machine that fell silent is waited for: it explains others' failures, or returns."""
         if all(now - host.heard <= SILENCE for host in self._running()):
             self._end(None)
 
@@ -272,9 +304,12 @@ class Head:
         """End the ranks of all machines: after SIGTERM and `grace` seconds, or at once."""
         if error is not None:
             _write_reason(self._directory, error)
-            if not any(host.started for host in self._hosts):  # else it stands above the table of ranks
+            # else it stands above the table of ranks
+            if not any(host.started for host in self._hosts):
                 _say(str(error))
-        self._code = self._code or (0 if self._terminated else 1 if error is None else error.exit_code)
+        self._code = self._code or (
+            0 if self._terminated else 1 if error is None else error.exit_code
+        )
         self._ends_by = time.monotonic() + (grace or 0.0) + KILL_LIMIT + 2.0
         for host in self._running(all_of_them=True):
             if host.started:

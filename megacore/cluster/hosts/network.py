@@ -1,4 +1,6 @@
-"""How this machine is reached: the address and the interface that lead to another, and a free port. No name is needed.
+"""How this machine is reached: the address and the interface that lead to another, and a free port.
+
+No name is needed.
 
 Only the standard library is imported.
 """
@@ -20,7 +22,10 @@ def free_port() -> int:
 
 
 def local_address(peer: str) -> str:
-    """This machine's address on the way to `peer`; nothing is sent. Raises OSError where no way leads there."""
+    """This machine's address on the way to `peer`; nothing is sent.
+
+    Raises OSError where no way leads there.
+    """
     family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -40,7 +45,10 @@ def interface_to(peer: str) -> str | None:
 
 
 def interface_problem(names: str) -> str | None:
-    """Why `names`, as GLOO_SOCKET_IFNAME takes them, are no interfaces of this machine; None where they are."""
+    """Why `names`, as GLOO_SOCKET_IFNAME takes them, are no interfaces of this machine.
+
+    None where they are.
+    """
     there = [name for _, name in socket.if_nameindex()]
     absent = [name for name in names.split(",") if name not in there]
     return f"it has no interface {absent[0]!r} (it has {', '.join(there)})" if absent else None

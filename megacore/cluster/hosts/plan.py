@@ -1,8 +1,11 @@
-"""What the head of a job over several machines has to know, in a file beside the job; it holds no value of a variable.
+"""What the head of a job over several machines has to know, in a file beside the job.
+
+It holds no value of a variable.
 
 No torch is imported.
 
-The command that starts the ranks of one machine among several; each finds its own GPUs and reads the job there.
+The command that starts the ranks of one machine among several; each finds its own GPUs and reads
+the job there.
 """
 
 import base64
@@ -21,22 +24,41 @@ from megacore.config.hostfile import is_this_machine
 from megacore.errors import ConfigError, LaunchError
 
 _JOIN_LIMIT = 300
-"""Seconds in which the launchers of all machines must have met: some load torch from a slow file system."""
+"""Seconds in which the launchers of all machines must have met: some load torch from a slow file
+system."""
 
 
 def torchrun_command(
-    hosts: Mapping[str, int], number: int, module: str, job_file: Path, *, master: str, port: int | str
+    hosts: Mapping[str, int],
+    number: int,
+    module: str,
+    job_file: Path,
+    *,
+    master: str,
+    port: int | str,
 ) -> list[str]:
-    """Torchrun on the machine with this number. All ranks are known beforehand: its rendezvous has nothing to find out.
+    """Torchrun on the machine with this number.
+
+    All ranks are known beforehand: its rendezvous has nothing to find out.
 
     Its dynamic one unpickles what whoever reaches the port wrote.
     """
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *(f"--nnodes={len(hosts)}", f"--node-rank={number}", f"--nproc-per-node={[*hosts.values()][number]}"),
+        *(
+            f"--nnodes={len(hosts)}",
+            f"--node-rank={number}",
+            f"--nproc-per-node={[*hosts.values()][number]}",
+        ),
         *("--max-restarts=0", "--rdzv-backend=static", f"--rdzv-conf=timeout={_JOIN_LIMIT}"),
         *(f"--master-addr={master}", f"--master-port={port}"),
-        *(f"--log-dir={job_file.absolute().parent / 'torchrun'}", "-m", module, "--config", str(job_file.absolute())),
+        *(
+            f"--log-dir={job_file.absolute().parent / 'torchrun'}",
+            "-m",
+            module,
+            "--config",
+            str(job_file.absolute()),
+        ),
     ]
 
 
@@ -49,17 +71,29 @@ def deepspeed_command(
     master: str,
     port: int | str,
 ) -> list[str]:
-    """DeepSpeed's launcher on the machine with this number; `devices` are the GPUs of each machine's ranks."""
+    """DeepSpeed's launcher on the machine with this number.
+
+    `devices` are the GPUs of each machine's ranks.
+    """
     world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
     return [
-        *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=warning", f"--world_info={world}"),
+        *(
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.launch",
+            "--log_level=warning",
+            f"--world_info={world}",
+        ),
         *(f"--master_addr={master}", f"--master_port={port}", f"--node_rank={number}"),
         *("--module", module, "--config", str(job_file.absolute())),
     ]
 
 
 def visible_devices(ranks: int) -> list[int | str]:
-    """The GPUs of this machine's ranks: DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES without looking at it."""
+    """The GPUs of this machine's ranks.
+
+    DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES without looking at it.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [*range(ranks)]
@@ -69,7 +103,8 @@ def visible_devices(ranks: int) -> list[int | str]:
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_ENV_FILE = ".deepspeed_env"
-"""Where DeepSpeed's launcher looks for variables, too: in the working directory, else in the home directory."""
+"""Where DeepSpeed's launcher looks for variables, too: in the working directory, else in the home
+directory."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +157,19 @@ class Plan:
         """What starts the ranks of the machine with this number."""
         job_file = Path(self.job_file)
         if self.kind == "torchrun":
-            return torchrun_command(self.hosts, number, self.module, job_file, master=master, port=port)
+            return torchrun_command(
+                self.hosts, number, self.module, job_file, master=master, port=port
+            )
         devices = {host: self._devices(host, ranks) for host, ranks in self.hosts.items()}
         return deepspeed_command(devices, number, self.module, job_file, master=master, port=port)
 
     def gpus(self, host: str) -> dict[str, str]:
         """The variable that shows the ranks of a machine its GPUs, where they were chosen."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host]))} if host in self.devices else {}
+        return (
+            {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host]))}
+            if host in self.devices
+            else {}
+        )
 
     def _devices(self, host: str, ranks: int) -> list[int | str]:
         if host in self.devices:
@@ -147,12 +188,18 @@ def env_file_of(setting: str | None) -> str | None:
     """The file that `launch.env_file` names, else the default one where there is one."""
     if setting is not None:
         return str(Path(setting).absolute())
-    found = [path for path in (Path.cwd() / DEFAULT_ENV_FILE, Path.home() / DEFAULT_ENV_FILE) if path.is_file()]
+    found = [
+        path
+        for path in (Path.cwd() / DEFAULT_ENV_FILE, Path.home() / DEFAULT_ENV_FILE)
+        if path.is_file()
+    ]
     return str(found[0]) if found else None
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Variables of a file with lines NAME=VALUE; empty lines and those that begin with # are left out.
+    """Variables of a file with lines NAME=VALUE.
+
+    Empty lines and those that begin with # are left out.
 
     Raises ConfigError, which never holds a value.
     """
@@ -160,24 +207,35 @@ def read_env_file(path: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"launch.env_file {path} cannot be read: {reason}: correct launch.env_file") from error
+        raise ConfigError(
+            f"launch.env_file {path} cannot be read: {reason}: correct launch.env_file"
+        ) from error
     found = {}
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             name, equals, value = line.strip().partition("=")
             if not equals or not name.replace("_", "a").isalnum() or name[0].isdigit():
-                raise ConfigError(f"launch.env_file {path}, line {number} is not of the form NAME=VALUE: correct it")
+                raise ConfigError(
+                    f"launch.env_file {path}, line {number} is not of the form NAME=VALUE: correct "
+                    "it"
+                )
             found[name] = value
     return found
 
 
 def plan_ssh(plan: Plan) -> Ssh:
-    """How the plan's machines are reached: both sides of these connections see for themselves whether they live."""
+    """How the plan's machines are reached.
+
+    Both sides of these connections see for themselves whether they live.
+    """
     return Ssh(Path(plan.ssh_config) if plan.ssh_config else None, keep_alive=False)
 
 
 def endpoint(setting: str | None) -> tuple[str | None, int | None]:
-    """Host and port of `launch.rdzv_endpoint`, None for what it does not say. Raises ConfigError."""
+    """Host and port of `launch.rdzv_endpoint`, None for what it does not say.
+
+    Raises ConfigError.
+    """
     if setting is None:
         return None, None
     host, colon, port = setting.rpartition(":")
@@ -189,10 +247,10 @@ def endpoint(setting: str | None) -> tuple[str | None, int | None]:
 
 
 def meeting_addresses(ssh: Ssh, hosts: Iterable[str], rdzv_endpoint: str | None) -> tuple[str, str]:
-    """The first machine's address as the others reach it, and the second one's as the first one does.
+    """The first machine's address as others reach it, and the second's as the first does.
 
-    That of this machine is its own on the way to the other; nothing is sent to find it out. A machine by itself is
-    reached through its loopback interface. Raises LaunchError.
+    That of this machine is its own on the way to the other; nothing is sent to find it out. A
+    machine by itself is reached through its loopback interface. Raises LaunchError.
     """
     names = [*hosts]
     if len(names) == 1:
@@ -209,6 +267,6 @@ def _address(ssh: Ssh, host: str, other: str) -> str:
         return local_address(address)
     except OSError as error:
         raise LaunchError(
-            f"no way leads from here to {other} ({address}: {error.strerror}): set launch.rdzv_endpoint to this "
-            "machine's address"
+            f"no way leads from here to {other} ({address}: {error.strerror}): set "
+            "launch.rdzv_endpoint to this machine's address"
         ) from error

@@ -1,4 +1,7 @@
-"""Reaching other machines through the user's own ssh: its configuration says port, user and identity."""
+"""Reaching other machines through the user's own ssh.
+
+Its configuration says port, user and identity.
+"""
 
 import shlex
 import shutil
@@ -15,12 +18,13 @@ from megacore.errors import LaunchError
 CONNECT_TIMEOUT = 10
 """Seconds in which a machine must take a connection."""
 _ALIVE_INTERVAL = 5
-"""Seconds between two questions whether a machine that says nothing is still there; after four without an answer ssh
-gives up."""
+"""Seconds between two questions whether a machine that says nothing is still there; after four
+without an answer ssh gives up."""
 SSH_FAILED = 255
 """What ssh exits with when it is ssh that failed."""
 _ALONE = ("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes")
-"""A connection of its own: one that is shared hangs with the others when a machine is lost, and outlives the job."""
+"""A connection of its own: one that is shared hangs with the others when a machine is lost, and
+outlives the job."""
 _POLL = 0.5
 
 
@@ -31,28 +35,52 @@ class Ssh:
     config: Path | None = None
     """File that ssh reads instead of the user's own."""
     keep_alive: bool = True
-    """Whether ssh itself gives up on a machine that falls silent; not where both sides of a connection see to that."""
+    """Whether ssh itself gives up on a machine that falls silent; not where both sides of a
+    connection see to that."""
 
     def options(self) -> list[str]:
-        """Words of ssh before the host: it never asks anything, and gives up on a machine that does not answer."""
+        """Words of ssh before the host.
+
+        It never asks anything, and gives up on a machine that does not answer.
+        """
         own = ["-F", str(self.config)] if self.config is not None else []
-        alive = (f"ServerAliveInterval={_ALIVE_INTERVAL if self.keep_alive else 0}", "ServerAliveCountMax=4")
+        alive = (
+            f"ServerAliveInterval={_ALIVE_INTERVAL if self.keep_alive else 0}",
+            "ServerAliveCountMax=4",
+        )
         settings = ("BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT}", *alive, *_ALONE)
         return [*own, *(word for setting in settings for word in ("-o", setting)), "-T"]
 
-    def command(self, host: str, words: Sequence[str], *, directory: Path | None = None) -> list[str]:
-        """What runs `words` on `host`, in `directory` (None: the current one); of this machine without ssh."""
+    def command(
+        self, host: str, words: Sequence[str], *, directory: Path | None = None
+    ) -> list[str]:
+        """What runs `words` on `host`, in `directory` (None: the current one).
+
+        On this machine it does without ssh.
+        """
         place = str((directory or Path.cwd()).absolute())
         if is_this_machine(host):
             return ["env", "-C", place, *words]
-        return ["ssh", *self.options(), host, "--", f"cd {shlex.quote(place)} && exec {shlex.join(words)}"]
+        return [
+            "ssh",
+            *self.options(),
+            host,
+            "--",
+            f"cd {shlex.quote(place)} && exec {shlex.join(words)}",
+        ]
 
     def address(self, host: str) -> str:
         """The name or address under which ssh reaches `host`. Raises LaunchError."""
-        found = subprocess.run(["ssh", *self.options(), "-G", host], capture_output=True, text=True, check=False)
-        names = [line.split()[1] for line in found.stdout.splitlines() if line.startswith("hostname ")]
+        found = subprocess.run(
+            ["ssh", *self.options(), "-G", host], capture_output=True, text=True, check=False
+        )
+        names = [
+            line.split()[1] for line in found.stdout.splitlines() if line.startswith("hostname ")
+        ]
         if found.returncode != 0 or not names:
-            raise LaunchError(f"ssh does not understand the host {host}: {found.stderr.strip() or 'no hostname'}")
+            raise LaunchError(
+                f"ssh does not understand the host {host}: {found.stderr.strip() or 'no hostname'}"
+            )
         return names[0]
 
 
@@ -87,13 +115,16 @@ def check_ssh(hosts: Iterable[str]) -> None:
     others = [host for host in hosts if not is_this_machine(host)]
     if others and shutil.which("ssh") is None:
         raise LaunchError(
-            f"{', '.join(others)} are reached through ssh, which is not installed here: install it (apt-get install "
-            "openssh-client), or let launch.hostfile name this machine alone"
+            f"{', '.join(others)} are reached through ssh, which is not installed here: install it "
+            "(apt-get install openssh-client), or let launch.hostfile name this machine alone"
         )
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """`python -m module …` with this process's interpreter, which lies at the same path on every machine."""
+    """`python -m module …` with this process's interpreter.
+
+    It lies at the same path on every machine.
+    """
     return [sys.executable, "-m", module, *arguments]
 
 
@@ -106,7 +137,9 @@ def run_on_hosts(
     timeout: float,
     directory: Path | None = None,
 ) -> list[HostResult]:
-    """Run a command on every host at once; one result per host, in their order, whatever became of it.
+    """Run a command on every host at once; one result per host, in their order.
+
+    A result says whatever became of it.
 
     What is raised meanwhile in this thread ends the connections first.
 
@@ -114,7 +147,8 @@ def run_on_hosts(
         ssh: how they are reached.
         hosts: names as in the hostfile.
         words: the command, or that of each host.
-        stdin: what it reads, or what that of each host does; values that are secret go here, not into `words`.
+        stdin: what it reads, or what that of each host does; values that are secret go here, not
+            into `words`.
         timeout: seconds for each.
         directory: where it runs (None: the current directory).
     """
@@ -124,7 +158,9 @@ def run_on_hosts(
         for host in hosts:
             own = words[host] if isinstance(words, Mapping) else words
             given = stdin[host] if isinstance(stdin, Mapping) else stdin
-            futures.append(pool.submit(calls.run, host, ssh.command(host, own, directory=directory), given))
+            futures.append(
+                pool.submit(calls.run, host, ssh.command(host, own, directory=directory), given)
+            )
         try:
             while wait(futures, timeout=_POLL).not_done:
                 pass

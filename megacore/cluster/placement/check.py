@@ -1,15 +1,20 @@
-"""`python -m megacore.cluster.placement.check`: what another machine finds of a job's files, and does for them.
+"""`python -m megacore.cluster.placement.check`.
+
+What another machine finds of a job's files, and does for them.
 
 One JSON object on stdin, one on stdout. `action` is one of
 
-* `look` (shared files): which of `items` are not here as they are there, and the proof of each of `proofs`, a
-  directory: the token that was written there is read here, and one is written here to be read there;
-* `begin` (files of its own): what of `items` is missing or damaged, a directory for each of those with what is right
-  of it (hard links), and whether there is room; first, checkpoints that are not the run's are put out of the way;
+* `look` (shared files): which of `items` are not here as they are there, and the proof of each of
+  `proofs`, a directory: the token that was written there is read here, and one is written here to
+  be read there;
+* `begin` (files of its own): what of `items` is missing or damaged, a directory for each of those
+  with what is right of it (hard links), and whether there is room; first, checkpoints that are not
+  the run's are put out of the way;
 * `finish`: what was brought into those directories is compared, synced and renamed into place;
 * `clean`: the directories and tokens of a preparation that failed are removed.
 
-Nothing that is copied is ever seen by half: a crash leaves `*.tmp-copy-*`, which the next `begin` removes.
+Nothing that is copied is ever seen by half: a crash leaves `*.tmp-copy-*`, which the next `begin`
+removes.
 """
 
 import contextlib
@@ -29,15 +34,18 @@ from megacore.checkpoint.format import STALE_SUFFIX, TRACKER_NAME, iteration_of
 from megacore.cluster.placement.files import COPY_MARK, Item
 
 SET_ASIDE = "set-aside"
-"""In the run directory: complete checkpoints of this machine that are not those of the machine that starts the run."""
+"""In the run directory: complete checkpoints of this machine that are not those of the machine that
+starts the run."""
 _COPY = f"{STALE_SUFFIX}copy-"
 _STALE_SECONDS = 3600.0
 """A copy that grew within this time may still be under way, for another job."""
 
 
 def look(items: Iterable[Item], proofs: Iterable[dict[str, str]]) -> dict[str, Any]:
-    """What of the shared files is not here, and of which directories the token was read and one written."""
-    missing = [f"{item.role}: {problem}" for item in items if (problem := _missing(item)) is not None]
+    """Shared files that are not here, and the directories the token was read and written in."""
+    missing = [
+        f"{item.role}: {problem}" for item in items if (problem := _missing(item)) is not None
+    ]
     return {"missing": missing, "proofs": [_prove(**proof) for proof in proofs]}
 
 
@@ -57,13 +65,19 @@ def _missing(item: Item) -> str | None:
 
 
 def _prove(directory: str, name: str, answer: str) -> str | None:
-    """Why the directory is not shared, or None; `answer` is the file that is written for the others to see."""
+    """Why the directory is not shared, or None.
+
+    `answer` is the file that is written for the others to see.
+    """
     place = Path(directory)
     if not place.is_dir():
         return f"{place} is not there"
     token = place / name
     if not token.exists():
-        return f"{place} is another directory than on the machine that starts the run: {name}, written there, is not"
+        return (
+            f"{place} is another directory than on the machine that starts the run: {name}, "
+            "written there, is not"
+        )
     try:
         said = token.read_text(encoding="ascii", errors="replace")
     except OSError as error:
@@ -83,8 +97,9 @@ def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
     Args:
         items: what the job reads.
         token: names the directories of this copy.
-        run: `proof`, a file that only the machine has that starts the job, `exit`, where ranks say why they ended,
-            and of a training `root` of its checkpoints (else "") and `keep`, the name of the one that it goes on from.
+        run: `proof`, a file that only the machine has that starts the job, `exit`, where ranks say
+            why they ended, and of a training `root` of its checkpoints (else "") and `keep`, the
+            name of the one that it goes on from.
     """
     if not Path(run["proof"]).exists():  # else these are the very files of that machine
         shutil.rmtree(run["exit"], ignore_errors=True)
@@ -96,7 +111,9 @@ def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
         if item.directory.exists() and not item.directory.is_dir():
             return {"problem": f"{item.directory} is no directory ({item.role}): move it away"}
         _remove_stale_copies(item.directory)
-        wrong = {name: problem for name in item.entries if (problem := _problem(item, name)) is not None}
+        wrong = {
+            name: problem for name in item.entries if (problem := _problem(item, name)) is not None
+        }
         answers.append({"wrong": wrong, "temporary": str(_temporary(item, token))})
         if wrong:
             place = _nearest(item.directory)
@@ -106,7 +123,11 @@ def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
         free = shutil.disk_usage(place).free
         if free < size:
             have, want = f"{free / 2**30:.2f} GiB", f"{size / 2**30:.2f} GiB"
-            return {"problem": f"{place} has {have} free and {want} are to be copied there: free some space"}
+            return {
+                "problem": (
+                    f"{place} has {have} free and {want} are to be copied there: free some space"
+                )
+            }
     for item, answer in zip(items, answers, strict=True):
         if answer["wrong"]:
             _open(item, Path(answer["temporary"]), answer["wrong"])
@@ -176,7 +197,10 @@ def _clear(root: Path, keep: str) -> None:
 
 
 def _set_aside(path: Path, folder: Path) -> None:
-    """Move a checkpoint that this machine wrote for itself, as when it started the run; nothing else may have it."""
+    """Move a checkpoint that this machine wrote for itself, as when it started the run.
+
+    Nothing else may have it.
+    """
     folder.mkdir(exist_ok=True)
     target, number = folder / path.name, 1
     while target.exists():
@@ -186,13 +210,18 @@ def _set_aside(path: Path, folder: Path) -> None:
 
 
 def finish(items: list[Item], token: str, copied: list[list[str]]) -> dict[str, Any]:
-    """Compare what was copied, by size and hash, and let it appear; `copied` names the files of each item."""
+    """Compare what was copied, by size and hash, and let it appear.
+
+    `copied` names the files of each item.
+    """
     for item, names in zip(items, copied, strict=True):
         temporary = _temporary(item, token)
         if problem := _copied_problem(item, temporary, names):
             return {"problem": problem}
         if item.checkpoint:
-            (temporary / COPY_MARK).write_text("copied from the machine that starts the run\n", encoding="ascii")
+            (temporary / COPY_MARK).write_text(
+                "copied from the machine that starts the run\n", encoding="ascii"
+            )
         sync_tree(temporary)
         if item.whole:
             _appear(item, temporary)
@@ -210,12 +239,18 @@ def _copied_problem(item: Item, temporary: Path, names: list[str]) -> str | None
         if not path.is_file() or path.stat().st_size != entry.size:
             return f"{item.directory / name} was not copied as a whole"
         if file_digest(path) != entry.sha256:
-            return f"{item.directory / name} has another content than it should have after it was copied"
+            return (
+                f"{item.directory / name} has another content than it should have after it was "
+                "copied"
+            )
     return None
 
 
 def _appear(item: Item, temporary: Path) -> None:
-    """Rename a whole directory into place, unless another job has brought the same meanwhile, and may read it."""
+    """Rename a whole directory into place, unless another job has brought the same meanwhile.
+
+    That job may be reading it.
+    """
     target = item.directory
     if target.exists():
         if all(_problem(item, name) is None for name in item.entries):
@@ -236,14 +271,24 @@ def clean(items: list[Item], token: str, files: Iterable[str]) -> dict[str, Any]
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """What the process on another machine says to a question; `problem` where its files cannot be written."""
-    actions: dict[str, Callable[..., dict[str, Any]]] = {"look": look, "begin": begin, "finish": finish, "clean": clean}
+    """What the process on another machine says to a question.
+
+    `problem` where its files cannot be written.
+    """
+    actions: dict[str, Callable[..., dict[str, Any]]] = {
+        "look": look,
+        "begin": begin,
+        "finish": finish,
+        "clean": clean,
+    }
     action = actions[question.pop("action")]
     question["items"] = [Item.of(values) for values in question["items"]]
     try:
         return action(**question)
     except OSError as error:
-        return {"problem": f"{error.filename or 'a file'} cannot be written or read: {error.strerror}"}
+        return {
+            "problem": f"{error.filename or 'a file'} cannot be written or read: {error.strerror}"
+        }
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Files that have to be on every machine, as one machine tells another about them.
 
-Copying files to another machine: rsync over the user's own ssh, under a guard that ends it with this process.
+Copying files to another machine: rsync over the user's own ssh, under a guard that ends it with
+this process.
 """
 
 import shutil
@@ -17,7 +18,8 @@ from megacore.cluster.hosts.ssh import Ssh
 from megacore.errors import HostLostError, LaunchError
 
 COPY_MARK = "copied"
-"""A file in a checkpoint that was copied to this machine, and may be deleted when the run goes on from another."""
+"""A file in a checkpoint that was copied to this machine, and may be deleted when the run goes on
+from another."""
 
 
 @dataclass
@@ -27,7 +29,8 @@ class Entry:
     size: int
     """Bytes."""
     mtime_ns: int
-    """Modification time: a file with this size and time is taken to be the same, unless `full` is asked for."""
+    """Modification time: a file with this size and time is taken to be the same, unless `full` is
+    asked for."""
     sha256: str | None
     """Hex digest of the content; None where nothing has recorded it."""
 
@@ -41,7 +44,8 @@ class Item:
     directory: Path
     """Where they lie, at the same path on every machine."""
     whole: bool
-    """Whether the directory holds nothing else and appears, whole, under its name; else each file for itself."""
+    """Whether the directory holds nothing else and appears, whole, under its name; else each file
+    for itself."""
     entries: dict[str, Entry]
     """By path relative to `directory`, in the order in which they are put there."""
     full: bool = False
@@ -51,7 +55,9 @@ class Item:
 
     def to_json(self) -> dict[str, Any]:
         """For another machine."""
-        entries = {name: [entry.size, entry.mtime_ns, entry.sha256] for name, entry in self.entries.items()}
+        entries = {
+            name: [entry.size, entry.mtime_ns, entry.sha256] for name, entry in self.entries.items()
+        }
         return {**vars(self), "directory": str(self.directory), "entries": entries}
 
     @classmethod
@@ -91,10 +97,13 @@ class Copier:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-    def copy(self, transfers: dict[str, list[Transfer]], *, poll: Callable[[], None] = lambda: None) -> None:
-        """Make the transfers of each host, one after the other, those of different hosts at the same time.
+    def copy(
+        self, transfers: dict[str, list[Transfer]], *, poll: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make the transfers of each host in turn, those of different hosts at the same time.
 
-        `poll` is called meanwhile from this thread. Raises LaunchError, or HostLostError where the connection broke.
+        `poll` is called meanwhile from this thread. Raises LaunchError, or HostLostError where the
+        connection broke.
         """
         with ThreadPoolExecutor(max(1, len(transfers))) as pool:
             pending = {pool.submit(self._to_host, each) for each in transfers.values()}
@@ -118,20 +127,23 @@ class Copier:
     def _run(self, transfer: Transfer, command: list[str]) -> None:
         guard = [sys.executable, "-m", "megacore.launch.guard", f"--grace={_GRACE}", "--"]
         pipe = subprocess.PIPE
-        with subprocess.Popen([*guard, *command], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as process:
+        with subprocess.Popen(
+            [*guard, *command], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+        ) as process:
             self._running.add(process)
             if self._stopped:
                 process.terminate()
             assert process.stdout is not None
-            said = process.stdout.read()  # to its end; stdin stays open, by whose end the guard knows of ours
+            # to its end; stdin stays open, by whose end the guard knows of ours
+            said = process.stdout.read()
         self._running.discard(process)
         if process.returncode == 0 or self._stopped:
             return
         kind = HostLostError if process.returncode in _LOST else LaunchError
         last = " ".join(said.decode(errors="replace").split())[-300:]
         raise kind(
-            f"host {transfer.host}: {transfer.source} cannot be copied to {transfer.target} by rsync (code "
-            f"{process.returncode}): {last or 'nothing was said'}"
+            f"host {transfer.host}: {transfer.source} cannot be copied to {transfer.target} by "
+            f"rsync (code {process.returncode}): {last or 'nothing was said'}"
         )
 
     def _stop(self) -> None:
@@ -142,16 +154,19 @@ class Copier:
 
 def check_rsync(host: str, *, there: bool) -> None:
     """Raise LaunchError unless rsync is installed on this machine and on the other."""
-    for name, missing in (("this machine", shutil.which("rsync") is None), (f"host {host}", not there)):
+    for name, missing in (
+        ("this machine", shutil.which("rsync") is None),
+        (f"host {host}", not there),
+    ):
         if missing:
             raise LaunchError(
-                f"{name} has no rsync, by which files are copied to {host}: install it there (apt-get install rsync), "
-                "or put the files there by hand, at the same paths"
+                f"{name} has no rsync, by which files are copied to {host}: install it there "
+                "(apt-get install rsync), or put the files there by hand, at the same paths"
             )
 
 
 def rsync_command(ssh: Ssh, transfer: Transfer, listing: Path) -> list[str]:
-    """The words that copy the files listed, with their times, over ssh as the other commands use it."""
+    """The words that copy the listed files, with their times, over ssh as elsewhere."""
     return [
         "rsync",
         "--times",
@@ -168,5 +183,8 @@ def rsync_command(ssh: Ssh, transfer: Transfer, listing: Path) -> list[str]:
 
 
 def _rsh_word(word: str) -> str:
-    """A word of rsync's own command line for ssh, which it splits at spaces outside quotes; a quote is doubled."""
+    """A word of rsync's own command line for ssh, which it splits at spaces outside quotes.
+
+    A quote is doubled.
+    """
     return '"' + word.replace('"', '""') + '"' if set(word) & set(" \"'") else word

@@ -1,7 +1,8 @@
 """Before a start on several machines: each has, or sees, the files that the ranks there will read.
 
-`shared`: one path that all see, proven by tokens written on this machine and read on each, and the other way round.
-`node_local`: every machine has files of its own, compared by their manifests and copied from here where they differ.
+`shared`: one path that all see, proven by tokens written on this machine and read on each, and the
+other way round. `node_local`: every machine has files of its own, compared by their manifests and
+copied from here where they differ.
 """
 
 import json
@@ -52,8 +53,12 @@ _TOKEN_LIVES = 3600.0
 _log = logging.getLogger(__name__)
 
 
-def prepare_hosts(job: Job, hosts: Mapping[str, int], ssh: Ssh, *, checkpoints: Sequence[Path]) -> None:
-    """Prove or bring about that every host has what the job's ranks read there. Call it before any process starts.
+def prepare_hosts(
+    job: Job, hosts: Mapping[str, int], ssh: Ssh, *, checkpoints: Sequence[Path]
+) -> None:
+    """Prove or bring about that every host has what the job's ranks read there.
+
+    Call it before any process starts.
 
     Args:
         job: what the ranks will do; its file is written already.
@@ -62,8 +67,8 @@ def prepare_hosts(job: Job, hosts: Mapping[str, int], ssh: Ssh, *, checkpoints: 
         checkpoints: that the ranks load (`loaded_checkpoints`).
 
     Raises:
-        LaunchError: a host lacks something and it cannot be copied there, or does not share a directory; names host,
-            path, what is wrong and what to do.
+        LaunchError: a host lacks something and it cannot be copied there, or does not share a
+            directory; names host, path, what is wrong and what to do.
         HostLostError: a host does not answer any more.
         WorkspaceError: a token cannot be written on this machine.
     """
@@ -72,11 +77,15 @@ def prepare_hosts(job: Job, hosts: Mapping[str, int], ssh: Ssh, *, checkpoints: 
     run_directory = Path(job.run_directory).absolute()
     root = run_directory / CHECKPOINTS_NAME if isinstance(job, TrainJob) else None
     keep = next((path.name for path in checkpoints if path.absolute().parent == root), "")
-    files = _Files(items_of(job, checkpoints), Path(job.exit_directory).absolute(), run_directory, root, keep)
+    files = _Files(
+        items_of(job, checkpoints), Path(job.exit_directory).absolute(), run_directory, root, keep
+    )
     _prepare(files, hosts, ssh, job.config.launch, known=job.attempt > 1)
 
 
-def prepare_model_hosts(job: ModelJob, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchConfig) -> None:
+def prepare_model_hosts(
+    job: ModelJob, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchConfig
+) -> None:
     """As `prepare_hosts`, for a job with a finished model."""
     if all(map(is_this_machine, hosts)):
         return
@@ -89,8 +98,14 @@ def prepare_finetune_hosts(job: FinetuneJob, hosts: Mapping[str, int], ssh: Ssh)
     """As `prepare_hosts`, for a fine-tuning: its directories are always shared."""
     if all(map(is_this_machine, hosts)):
         return
-    run_directory, exit_directory = Path(job.run_directory).absolute(), Path(job.exit_directory).absolute()
-    reads = {"pretrained model": Path(job.pretrained_directory), "examples": Path(job.examples_directory)}
+    run_directory, exit_directory = (
+        Path(job.run_directory).absolute(),
+        Path(job.exit_directory).absolute(),
+    )
+    reads = {
+        "pretrained model": Path(job.pretrained_directory),
+        "examples": Path(job.examples_directory),
+    }
     newest = next(reversed(complete_checkpoints(run_directory / CHECKPOINTS_NAME)), None)
     checkpoints = [] if newest is None else [newest]
     items = directory_items(reads, checkpoints, exit_directory, full=job.config.verify == "full")
@@ -114,7 +129,9 @@ class _Files:
     """The one of them that it goes on from, or ""."""
 
 
-def _prepare(files: _Files, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchConfig, *, known: bool) -> None:
+def _prepare(
+    files: _Files, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchConfig, *, known: bool
+) -> None:
     others = [host for host in hosts if not is_this_machine(host)]
     if launch.data_placement == "shared":
         _prove_shared(files, others, ssh, known)
@@ -123,20 +140,23 @@ def _prepare(files: _Files, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchCo
     if not is_this_machine(first):
         raise LaunchError(
             f"launch.data_placement is node_local and the first host is {first}, not this machine "
-            f"({socket.gethostname()}), which writes the checkpoints: start the run on {first}, or put this machine "
-            "first in launch.hostfile"
+            f"({socket.gethostname()}), which writes the checkpoints: start the run on {first}, or "
+            "put this machine first in launch.hostfile"
         )
     _bring(files, others, ssh, known)
 
 
 def _prove_shared(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:
     """See `prepare_hosts`."""
-    items = [item for item in files.items if item.role != JOB_FILES_ROLE]  # they lie where the token does
+    # they lie where the token does
+    items = [item for item in files.items if item.role != JOB_FILES_ROLE]
     places = sorted({files.run_directory, files.exit_directory.parent})
     with _tokens(places) as token:
         answers = {host: f"{token}-{number}" for number, host in enumerate(hosts)}
         asked = {
-            host: _question("look", items, proofs=[_proof(place, token, answer) for place in places])
+            host: _question(
+                "look", items, proofs=[_proof(place, token, answer) for place in places]
+            )
             for host, answer in answers.items()
         }
         try:
@@ -146,7 +166,10 @@ def _prove_shared(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) ->
                 for place, problem in zip(places, said["proofs"], strict=True):
                     _check_proof(host, problem, place / answers[host], token)
         finally:
-            _remove_answers(ssh, {host: [place / answer for place in places] for host, answer in answers.items()})
+            _remove_answers(
+                ssh,
+                {host: [place / answer for place in places] for host, answer in answers.items()},
+            )
 
 
 def _proof(place: Path, token: str, answer: str) -> dict[str, str]:
@@ -160,15 +183,18 @@ def _check_proof(host: str, problem: str | None, answer: Path, token: str) -> No
     deadline = time.monotonic() + _SETTLES
     while not (answer.is_file() and answer.read_text(encoding="ascii") == token):
         if time.monotonic() > deadline:
-            raise LaunchError(_not_shared(host, f"{answer.name}, written there, is not in {answer.parent} here"))
+            raise LaunchError(
+                _not_shared(host, f"{answer.name}, written there, is not in {answer.parent} here")
+            )
         time.sleep(0.1)
 
 
 def _not_shared(host: str, problem: str, *more: str) -> str:
     others = f" (and {len(more)} more)" if more else ""
     return (
-        f"host {host}: {problem}{others}, though launch.data_placement is shared: mount the same file system there at "
-        "the same path, or set launch.data_placement to node_local, which copies what is missing"
+        f"host {host}: {problem}{others}, though launch.data_placement is shared: mount the same "
+        "file system there at the same path, or set launch.data_placement to node_local, which "
+        "copies what is missing"
     )
 
 
@@ -220,14 +246,18 @@ def _bring(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:
             "root": "" if files.root is None else str(files.root),
             "keep": files.keep,
         }
-        tokens = {host: f"{token.removeprefix(_TOKEN)}-{number}" for number, host in enumerate(hosts)}
+        tokens = {
+            host: f"{token.removeprefix(_TOKEN)}-{number}" for number, host in enumerate(hosts)
+        }
         asked = {host: _question("begin", items, token=tokens[host], run=run) for host in hosts}
         try:
             said = _ask(ssh, asked, _LONG, known=known)
             wrong = {host: _wrong(items, answer) for host, answer in said.items()}
             wrong = {host: names for host, names in wrong.items() if names}
             _copy(items, wrong, said, ssh)
-            finishing = {host: _finishing(items, tokens[host], names) for host, names in wrong.items()}
+            finishing = {
+                host: _finishing(items, tokens[host], names) for host, names in wrong.items()
+            }
             _ask(ssh, finishing, _LONG)
         except BaseException:
             _clean_up(items, tokens, ssh)
@@ -241,7 +271,10 @@ def _wrong(items: Sequence[Item], answer: dict[str, Any]) -> dict[int, tuple[str
 
 
 def _copy(
-    items: Sequence[Item], wrong: Mapping[str, dict[int, tuple[str, ...]]], said: Mapping[str, Any], ssh: Ssh
+    items: Sequence[Item],
+    wrong: Mapping[str, dict[int, tuple[str, ...]]],
+    said: Mapping[str, Any],
+    ssh: Ssh,
 ) -> None:
     transfers: dict[str, list[Transfer]] = {}
     for host, numbers in wrong.items():
@@ -250,29 +283,49 @@ def _copy(
             item, answer = items[number], said[host]["items"][number]
             size = sum(item.entries[name].size for name in names)
             target = Path(answer["temporary"])
-            transfers.setdefault(host, []).append(Transfer(host, item.directory, names, target, size))
+            transfers.setdefault(host, []).append(
+                Transfer(host, item.directory, names, target, size)
+            )
             first = next(iter(answer["wrong"].values()))
-            _log.info("host %s: %s: copying %d files, %.1f MiB, there", host, first, len(names), size / 2**20)
+            _log.info(
+                "host %s: %s: copying %d files, %.1f MiB, there",
+                host,
+                first,
+                len(names),
+                size / 2**20,
+            )
     began = time.monotonic()
     Copier(ssh).copy(transfers)
     for host, each in transfers.items():
         size = sum(transfer.size for transfer in each)
-        _log.info("host %s has the files now: %.1f MiB in %.1f s", host, size / 2**20, time.monotonic() - began)
+        _log.info(
+            "host %s has the files now: %.1f MiB in %.1f s",
+            host,
+            size / 2**20,
+            time.monotonic() - began,
+        )
 
 
 def _finishing(items: Sequence[Item], token: str, wrong: Mapping[int, tuple[str, ...]]) -> bytes:
-    """What is asked once the files are there: they are compared by hash, also those of which none was recorded."""
+    """What is asked once the files are there.
+
+    They are compared by hash, also those of which none was recorded.
+    """
     chosen = [items[number] for number in wrong]
     for item, names in zip(chosen, wrong.values(), strict=True):
         for name in names:
             entry = item.entries[name]
             entry.sha256 = entry.sha256 or file_digest(item.directory / name)
-    return _question("finish", chosen, token=token, copied=[list(names) for names in wrong.values()])
+    return _question(
+        "finish", chosen, token=token, copied=[list(names) for names in wrong.values()]
+    )
 
 
 def _clean_up(items: Sequence[Item], tokens: Mapping[str, str], ssh: Ssh) -> None:
     """Remove what was being copied, on the hosts that answer."""
-    asked = {host: _question("clean", items, token=token, files=[]) for host, token in tokens.items()}
+    asked = {
+        host: _question("clean", items, token=token, files=[]) for host, token in tokens.items()
+    }
     run_on_hosts(ssh, list(asked), python(_CHECK), stdin=asked, timeout=_CLEAN_UP)
 
 
@@ -280,11 +333,17 @@ _CHECK = "megacore.cluster.placement.check"
 
 
 def _question(action: str, items: Sequence[Item], **values: Any) -> bytes:
-    return json.dumps({"action": action, "items": [item.to_json() for item in items], **values}).encode()
+    return json.dumps(
+        {"action": action, "items": [item.to_json() for item in items], **values}
+    ).encode()
 
 
-def _ask(ssh: Ssh, questions: Mapping[str, bytes], timeout: float, *, known: bool = True) -> dict[str, Any]:
-    """What each host answers, asked at once; `known`: whether all have been there before, and may come back.
+def _ask(
+    ssh: Ssh, questions: Mapping[str, bytes], timeout: float, *, known: bool = True
+) -> dict[str, Any]:
+    """What each host answers, asked at once.
+
+    `known`: whether all have been there before, and may come back.
 
     Raises for the first that cannot answer, or cannot write.
     """
@@ -294,15 +353,23 @@ def _ask(ssh: Ssh, questions: Mapping[str, bytes], timeout: float, *, known: boo
 
 def _answer(result: HostResult, known: bool) -> dict[str, Any]:
     if result.problem is not None:
-        kind = HostLostError if known and (result.timed_out or result.code == SSH_FAILED) else LaunchError
+        kind = (
+            HostLostError
+            if known and (result.timed_out or result.code == SSH_FAILED)
+            else LaunchError
+        )
         raise kind(
-            f"host {result.host} does not say which files it has: {result.problem}: look at it, then start again"
+            f"host {result.host} does not say which files it has: {result.problem}: look at it, "
+            "then start again"
         )
     try:
-        said: dict[str, Any] = json.loads(result.output.splitlines()[-1])  # a login script may have said something
+        # a login script may have said something
+        said: dict[str, Any] = json.loads(result.output.splitlines()[-1])
     except (ValueError, IndexError) as error:
         shown = " ".join(result.output.decode(errors="replace").split())[-200:]
-        raise LaunchError(f"host {result.host} answers {shown!r} instead of what files it has") from error
+        raise LaunchError(
+            f"host {result.host} answers {shown!r} instead of what files it has"
+        ) from error
     if "problem" in said:
         raise LaunchError(f"host {result.host}: {said['problem']}")
     return said

@@ -1,4 +1,7 @@
-"""What the processes of a job read, file by file, so that every machine can be asked whether it has it."""
+"""What the processes of a job read, file by file.
+
+So every machine can be asked whether it has it.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME
-from megacore.checkpoint.format import MARKER_NAME, Marker, complete_checkpoints, latest_complete, verify
+from megacore.checkpoint.format import (
+    MARKER_NAME,
+    Marker,
+    complete_checkpoints,
+    latest_complete,
+    verify,
+)
 from megacore.cluster.placement.files import Entry, Item
 from megacore.engine.deepspeed.operators import operator_directories
 from megacore.errors import ArtifactError, CheckpointError, LaunchError
@@ -37,17 +46,24 @@ class _Loose:
 
 
 def items_of(job: Job, checkpoints: Sequence[Path]) -> list[Item]:
-    """Everything that ranks of the job read: index maps, tokens, tokenizer, operators, job files and `checkpoints`.
+    """Everything that ranks of the job read.
 
-    Raises LaunchError when something is not there on this machine, CheckpointError for an incomplete checkpoint.
+    Index maps, tokens, tokenizer, operators, job files and `checkpoints`.
+
+    Raises LaunchError when something is not there on this machine, CheckpointError for an
+    incomplete checkpoint.
     """
-    return _items(_read_by(job), checkpoints, Path(job.exit_directory), full=job.config.verify == "full")
+    return _items(
+        _read_by(job), checkpoints, Path(job.exit_directory), full=job.config.verify == "full"
+    )
 
 
 def directory_items(
     reads: Mapping[str, Path], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool
 ) -> list[Item]:
-    """Everything that ranks read of whole directories, by their roles, of `checkpoints`, and of the job files.
+    """Everything that ranks read, by roles.
+
+    Whole directories, those of `checkpoints`, and the job files.
 
     Raises as `items_of`.
     """
@@ -56,7 +72,9 @@ def directory_items(
 
 
 def model_items_of(job: "ModelJob") -> list[Item]:
-    """Everything that ranks of a job with a finished model read: the model, and the tokenizer and texts of a score.
+    """Everything that ranks of a job with a finished model read.
+
+    The model, and the tokenizer and texts of a score.
 
     Raises as `items_of`.
     """
@@ -75,7 +93,9 @@ def model_items_of(job: "ModelJob") -> list[Item]:
     return _items(reads, checkpoints, Path(job.exit_directory), full=False)
 
 
-def _items(reads: Iterable["_Read"], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool) -> list[Item]:
+def _items(
+    reads: Iterable["_Read"], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool
+) -> list[Item]:
     loose, whole = _Loose(full), dict[Path, Item]()
     for role, directory, files in reads:
         if (directory / MANIFEST_NAME).is_file():
@@ -83,7 +103,9 @@ def _items(reads: Iterable["_Read"], checkpoints: Sequence[Path], exit_directory
         elif files:
             loose.add(role, files)
         else:
-            raise LaunchError(f"{role}: {directory} is not there on this machine, or has no file: build it again")
+            raise LaunchError(
+                f"{role}: {directory} is not there on this machine, or has no file: build it again"
+            )
     beside = exit_directory.absolute().parent
     told = [beside / name for name in JOB_FILES if (beside / name).is_file()]
     for item in map(_checkpoint, checkpoints):
@@ -96,7 +118,9 @@ def _items(reads: Iterable["_Read"], checkpoints: Sequence[Path], exit_directory
 
 
 def loaded_checkpoints(job: Job) -> list[Path]:
-    """The checkpoints that the job's ranks will load, absolute: those to be scored, or where the run goes on from.
+    """The checkpoints that the job's ranks will load, absolute.
+
+    Those to be scored, or where the run goes on from.
 
     Raises CheckpointError when one that the job names is damaged.
     """
@@ -147,7 +171,9 @@ def _artifact(role: str, directory: Path, full: bool) -> Item:
         manifest = Manifest.read(directory)
     except ArtifactError as error:
         raise LaunchError(f"{role}: {error}") from error
-    entries = {name: Entry(each.size, each.mtime_ns, each.sha256) for name, each in manifest.files.items()}
+    entries = {
+        name: Entry(each.size, each.mtime_ns, each.sha256) for name, each in manifest.files.items()
+    }
     entries[MANIFEST_NAME] = _entry(role, directory / MANIFEST_NAME, hashed=True)
     return Item(role, directory, True, entries, full)
 
@@ -168,4 +194,6 @@ def _entry(role: str, path: Path, *, hashed: bool) -> Entry:
         status = path.stat()
         return Entry(status.st_size, status.st_mtime_ns, file_digest(path) if hashed else None)
     except OSError as error:
-        raise LaunchError(f"{role}: {path} cannot be read on this machine: {error.strerror}: build it again") from error
+        raise LaunchError(
+            f"{role}: {path} cannot be read on this machine: {error.strerror}: build it again"
+        ) from error

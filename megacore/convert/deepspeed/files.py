@@ -1,4 +1,7 @@
-"""Files of a checkpoint that DeepSpeed's engine wrote: which there are, of which ranks, and one of them opened."""
+"""Files of a checkpoint that DeepSpeed's engine wrote.
+
+Which there are, of which ranks, and one of them opened.
+"""
 
 import contextlib
 import re
@@ -12,14 +15,16 @@ from megacore.convert.inert import Record, load_inert
 from megacore.errors import CheckpointError, ConversionError
 
 LATEST = ("latest", "latest_universal")
-"""Files of a run's directory that name the newest checkpoint in it, or the newest one that was made universal."""
+"""Files of a run's directory that name the newest checkpoint in it, or the newest one that was made
+universal."""
 UNIVERSAL = "zero"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _DIVIDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(
-    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_"
+    r"states\.pt"
 )
 _NAMED_AT_ONCE = 4
 Rank = tuple[int, int]
@@ -27,7 +32,10 @@ Rank = tuple[int, int]
 
 @dataclass
 class Saved:
-    """The files of one checkpoint. A model rank counts pipeline stages and, within each, tensor-parallel ranks."""
+    """The files of one checkpoint.
+
+    A model rank counts pipeline stages and, within each, tensor-parallel ranks.
+    """
 
     directory: Path
     model: dict[int, Path] = field(default_factory=dict)
@@ -44,14 +52,21 @@ class Saved:
     @property
     def files(self) -> tuple[Path, ...]:
         """All of them."""
-        parameters = [path for folder in self.universal.values() for path in sorted(folder.glob("*.pt"))]
+        parameters = [
+            path for folder in self.universal.values() for path in sorted(folder.glob("*.pt"))
+        ]
         saved = (self.model, self.divided_model, self.optimizer, self.layers)
         return (*(path for kind in saved for path in kind.values()), *parameters)
 
     @cached_property
     def states(self) -> dict[int, Mapping[str, Any]]:
-        """What each model rank saved beside the optimizer's parts; of stage 3 its first data-parallel rank."""
-        paths = self.model or {rank: path for (replica, rank), path in self.divided_model.items() if replica == 0}
+        """What each model rank saved beside the optimizer's parts.
+
+        Of stage 3 it is from the first data-parallel rank.
+        """
+        paths = self.model or {
+            rank: path for (replica, rank), path in self.divided_model.items() if replica == 0
+        }
         return {rank: open_file(path) for rank, path in sorted(paths.items())}
 
     def path_of(self, rank: int) -> Path:
@@ -69,21 +84,22 @@ class Saved:
             size = 1 + max(rank for _, rank in self.layers) if self.layers else count
         if size < 1 or count % size:
             raise CheckpointError(
-                f"{self.directory} has files of {count} model ranks, which is no multiple of the tensor parallel size "
-                f"of {size}: a file is missing, use a whole checkpoint"
+                f"{self.directory} has files of {count} model ranks, which is no multiple of the "
+                f"tensor parallel size of {size}: a file is missing, use a whole checkpoint"
             )
         return size
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError naming `path` when what it holds is not of the form that DeepSpeed writes."""
+    """Raise CheckpointError naming `path` when its content is not of DeepSpeed's form."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{path} is not as DeepSpeed writes it ({type(error).__name__}: {reason}): use another checkpoint"
+            f"{path} is not as DeepSpeed writes it ({type(error).__name__}: {reason}): use another "
+            "checkpoint"
         ) from error
 
 
@@ -91,7 +107,9 @@ def open_file(path: Path) -> Mapping[str, Any]:
     """One file; its tensors stay on the disk. Raises CheckpointError."""
     state = load_inert(path)
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} holds {type(state).__name__}, not a dictionary: use another checkpoint")
+        raise CheckpointError(
+            f"{path} holds {type(state).__name__}, not a dictionary: use another checkpoint"
+        )
     return state
 
 
@@ -102,23 +120,32 @@ def plain(value: Any) -> Any:
 
 
 def checkpoint_directory(directory: Path) -> Path:
-    """The directory of one checkpoint, given it or a run's with a file `latest`. Raises CheckpointError."""
+    """The directory of one checkpoint, given it or a run's with a file `latest`.
+
+    Raises CheckpointError.
+    """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory: give a run's with a file latest, or one global_step*")
+        raise CheckpointError(
+            f"{directory} is no directory: give a run's with a file latest, or one global_step*"
+        )
     if (directory / UNIVERSAL).is_dir() or any(directory.glob("*_states.pt")):
         return directory
     tracker = next((directory / name for name in LATEST if (directory / name).is_file()), None)
     if tracker is None:
         raise CheckpointError(
-            f"{directory} is no checkpoint of DeepSpeed: it has neither *_model_states.pt, nor {UNIVERSAL}/, nor a "
-            "file latest that names a directory which has"
+            f"{directory} is no checkpoint of DeepSpeed: it has neither *_model_states.pt, nor "
+            f"{UNIVERSAL}/, nor a file latest that names a directory which has"
         )
     try:
         tag = tracker.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{tracker} cannot be read ({error}): give the directory of one checkpoint") from error
+        raise CheckpointError(
+            f"{tracker} cannot be read ({error}): give the directory of one checkpoint"
+        ) from error
     if not tag or not (directory / tag).is_dir():
-        raise CheckpointError(f"{tracker} names {tag!r}, which is not there: give the directory of one checkpoint")
+        raise CheckpointError(
+            f"{tracker} names {tag!r}, which is not there: give the directory of one checkpoint"
+        )
     return directory / tag
 
 
@@ -126,7 +153,8 @@ def saved_files(directory: Path) -> Saved:
     """The files in the directory of one checkpoint.
 
     Raises:
-        CheckpointError: ranks are missing, there are two files for one, or files of ZeRO stage 3 and of another.
+        CheckpointError: ranks are missing, there are two files for one, or files of ZeRO stage 3
+            and of another.
         ConversionError: it holds experts.
     """
     saved = Saved(directory)
@@ -143,14 +171,19 @@ def saved_files(directory: Path) -> Saved:
             rank = int(match[1]), int(match[2])
             if rank in saved.optimizer:
                 raise CheckpointError(
-                    f"{saved.optimizer[rank]} and {path} are both of data-parallel rank {rank[0]} and model rank "
-                    f"{rank[1]}: remove the one that an earlier run left"
+                    f"{saved.optimizer[rank]} and {path} are both of data-parallel rank {rank[0]} "
+                    f"and model rank {rank[1]}: remove the one that an earlier run left"
                 )
             saved.optimizer[rank] = path
     if (directory / UNIVERSAL).is_dir():
-        saved.universal = {path.parent.name: path.parent for path in sorted((directory / UNIVERSAL).glob("*/fp32.pt"))}
+        saved.universal = {
+            path.parent.name: path.parent
+            for path in sorted((directory / UNIVERSAL).glob("*/fp32.pt"))
+        }
         if not saved.universal:
-            raise CheckpointError(f"{directory / UNIVERSAL} has no fp32.pt in any of its directories: use another")
+            raise CheckpointError(
+                f"{directory / UNIVERSAL} has no fp32.pt in any of its directories: use another"
+            )
     _check(saved)
     return saved
 
@@ -160,31 +193,37 @@ def _check(saved: Saved) -> None:
         raise CheckpointError(f"{saved.directory} has no *_model_states.pt: use a whole checkpoint")
     if saved.model and saved.divided_model:
         raise CheckpointError(
-            f"{saved.directory} has {next(iter(saved.divided_model.values())).name} of ZeRO stage 3 and "
-            f"{next(iter(saved.model.values())).name} of another stage: remove what an earlier run left"
+            f"{saved.directory} has {next(iter(saved.divided_model.values())).name} of ZeRO stage "
+            f"3 and {next(iter(saved.model.values())).name} of another stage: remove what an "
+            "earlier run left"
         )
     ranks = {*saved.model, *(rank for _, rank in saved.divided_model)}
     wanted = range(max((rank for _, rank in saved.optimizer), default=0) + 1)
     missing = sorted({*wanted, *range(max(ranks) + 1)} - ranks)
     if missing:
         raise CheckpointError(
-            f"{saved.directory} lacks *mp_rank_{missing[0]:02d}_model_states.pt, and has such files of "
-            f"{len(ranks)} model ranks: use a whole checkpoint"
+            f"{saved.directory} lacks *mp_rank_{missing[0]:02d}_model_states.pt, and has such "
+            f"files of {len(ranks)} model ranks: use a whole checkpoint"
         )
     for kind in (saved.divided_model, saved.optimizer):
         _check_grid(saved.directory, kind, len(ranks))
 
 
 def _check_grid(directory: Path, files: Mapping[Rank, Path], model_ranks: int) -> None:
-    """Every data-parallel rank of every model rank is there; how many there are, the files say, and `parts` checks."""
+    """Every data-parallel rank of every model rank is there.
+
+    How many there are, the files say, and `parts` checks.
+    """
     if not files:
         return
     replicas = 1 + max(replica for replica, _ in files)
     missing = [(d, m) for m in range(model_ranks) for d in range(replicas) if (d, m) not in files]
     if missing:
         suffix = next(iter(files.values())).name.rpartition("_mp_rank_")[2].partition("_")[2]
-        named = ", ".join(f"zero_pp_rank_{d}_mp_rank_{m:02d}_{suffix}" for d, m in missing[:_NAMED_AT_ONCE])
+        named = ", ".join(
+            f"zero_pp_rank_{d}_mp_rank_{m:02d}_{suffix}" for d, m in missing[:_NAMED_AT_ONCE]
+        )
         raise CheckpointError(
-            f"{directory} lacks {named}: {model_ranks} model ranks and {replicas} data-parallel ranks make "
-            f"{model_ranks * replicas} files, and {len(files)} are there"
+            f"{directory} lacks {named}: {model_ranks} model ranks and {replicas} data-parallel "
+            f"ranks make {model_ranks * replicas} files, and {len(files)} are there"
         )

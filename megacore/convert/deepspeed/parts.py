@@ -1,11 +1,14 @@
 """What one model rank of a DeepSpeed checkpoint holds, put together from its replicas' parts.
 
-ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) joins the parameters of a group end to end and gives each replica a
-stretch of the result (stage 1 and 2), or gives each replica a stretch of each parameter (stage 3).
+ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) joins the parameters of a group end to end and
+gives each replica a stretch of the result (stage 1 and 2), or gives each replica a stretch of each
+parameter (stage 3).
 
-Main weights in fp32 that DeepSpeed keeps without ZeRO, under no names: they are known by what they round to.
+Main weights in fp32 that DeepSpeed keeps without ZeRO, under no names: they are known by what they
+round to.
 
-Each group of the optimizer has its parameters in the model's order, by which equal ones are told apart.
+Each group of the optimizer has its parameters in the model's order, by which equal ones are told
+apart.
 """
 
 import math
@@ -73,7 +76,9 @@ class Assembled(Mapping[str, Tensor]):
 class Parts:
     """What one model rank holds, under DeepSpeed's names."""
 
-    kinds: dict[str, dict[str, Pieces]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    kinds: dict[str, dict[str, Pieces]] = field(
+        default_factory=lambda: {kind: {} for kind in KINDS}
+    )
     """By kind and name; moments are missing where a file does not have them."""
     others: dict[str, Pieces] = field(default_factory=dict)
     """Weights that the optimizer does not have."""
@@ -84,7 +89,8 @@ class Parts:
 def sharded_parts(saved: Saved, rank: int) -> Parts:
     """What the replicas of one model rank hold together, of ZeRO stage 1, 2 or 3.
 
-    Raises CheckpointError for parts that are missing, of different stages, or of other sizes than the shapes.
+    Raises CheckpointError for parts that are missing, of different stages, or of other sizes than
+    the shapes.
     """
     files = {d: path for (d, m), path in sorted(saved.optimizer.items()) if m == rank}
     states = [(path, _optimizer_state(path)) for path in files.values()]
@@ -92,28 +98,41 @@ def sharded_parts(saved: Saved, rank: int) -> Parts:
     model, path = saved.states[rank], saved.path_of(rank)
     with reading(path):
         groups = [list(group) for group in model["param_shapes"]]
-        shapes = {name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()}
-    parts = _stretches_of_parameters(states, shapes) if stage == 3 else _stretches_of_groups(states, shapes)
+        shapes = {
+            name: tuple(shape) for group in model["param_shapes"] for name, shape in group.items()
+        }
+    parts = (
+        _stretches_of_parameters(states, shapes)
+        if stage == 3
+        else _stretches_of_groups(states, shapes)
+    )
     if stage < 3:
         _check_order(states, groups)
     _check_sizes(parts, shapes, saved.directory)
-    parts.others = _frozen(saved, rank, shapes, len(states)) if stage == 3 else _others(model, path, shapes)
+    parts.others = (
+        _frozen(saved, rank, shapes, len(states)) if stage == 3 else _others(model, path, shapes)
+    )
     return parts
 
 
 def layer_parts(saved: Saved, tensor_rank: int) -> Parts:
-    """What one tensor-parallel rank of a pipeline without ZeRO holds: the layers' files, by their numbers."""
+    """What one tensor-parallel rank of a pipeline without ZeRO holds.
+
+    The layers' files are told by their numbers.
+    """
     parts = Parts()
     for (layer, rank), path in sorted(saved.layers.items()):
         if rank == tensor_rank:
             state = open_file(path)
             with reading(path):
-                parts.kinds[FP32] |= {f"{layer}.{name}": Pieces.of(tensor) for name, tensor in leaves(state)}
+                parts.kinds[FP32] |= {
+                    f"{layer}.{name}": Pieces.of(tensor) for name, tensor in leaves(state)
+                }
     return parts
 
 
 def universal_parts(saved: Saved) -> Parts:
-    """What a universal checkpoint holds, whose parameters are whole, but for a vocabulary's padding."""
+    """What a universal checkpoint holds: whole parameters, but for a vocabulary's padding."""
     parts = Parts()
     model, path = saved.states[0], saved.path_of(0)
     with reading(path):
@@ -158,7 +177,14 @@ def module_tensors(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """The parameters in a model's file, without buffers and second names."""
     left_out = {*(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
     held = {name: tensor for name, tensor in leaves(model["module"] or {}) if name not in left_out}
-    other = next((name for name, value in held.items() if value is not None and not isinstance(value, Tensor)), None)
+    other = next(
+        (
+            name
+            for name, value in held.items()
+            if value is not None and not isinstance(value, Tensor)
+        ),
+        None,
+    )
     if other is not None:
         raise TypeError(f"module has {type(held[other]).__name__} as {other}")
     return {name: tensor for name, tensor in held.items() if tensor is not None}
@@ -171,7 +197,7 @@ def steps_in(state: Mapping[str, Any]) -> Iterator[int]:
 
 
 def steps_of(optimizer: Mapping[str, Any]) -> set[int]:
-    """Steps that an optimizer's state says: of each tensor, or where it counts them so, of each group."""
+    """Steps that an optimizer's state says, of each tensor, or of each group."""
     own = {step for state in optimizer["state"].values() for step in steps_in(state)}
     return own or {step for group in optimizer.get("param_groups", ()) for step in steps_in(group)}
 
@@ -191,10 +217,13 @@ def _stage_of(states: Sequence[tuple[Path, Mapping[str, Any]]], saved: Saved) ->
     (first, stage), *others = stages.items()
     for path, other in others:
         if other != stage:
-            raise CheckpointError(f"{first} is of ZeRO stage {stage} and {path} of {other}: use one that is whole")
+            raise CheckpointError(
+                f"{first} is of ZeRO stage {stage} and {path} of {other}: use one that is whole"
+            )
     if stage not in (1, 2, 3) or (stage == 3) != bool(saved.divided_model):
         raise CheckpointError(
-            f"{first} is of ZeRO stage {stage!r}, and the model's files beside it are of another: use one that is whole"
+            f"{first} is of ZeRO stage {stage!r}, and the model's files beside it are of another: "
+            "use one that is whole"
         )
     for path, state in states:
         with reading(path):
@@ -202,38 +231,52 @@ def _stage_of(states: Sequence[tuple[Path, Mapping[str, Any]]], saved: Saved) ->
             replicas = max(count) if isinstance(count, Sequence) else int(count)
         if replicas != len(states):
             raise CheckpointError(
-                f"{path} is one of {replicas} data-parallel ranks, and {len(states)} files are there: use one that is "
-                "whole"
+                f"{path} is one of {replicas} data-parallel ranks, and {len(states)} files are "
+                "there: use one that is whole"
             )
     return int(stage)
 
 
-def _stretches_of_groups(states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]) -> Parts:
+def _stretches_of_groups(
+    states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]
+) -> Parts:
     """Of stage 1 and 2: where in its stretch a replica has a parameter, its file says."""
     parts, found = Parts(), _lists(shapes)
     for path, state in states:
         if "param_slice_mappings" not in state:
             raise ConversionError(
-                f"{path} does not say where its parameters lie (param_slice_mappings), as DeepSpeed "
-                f"{state.get('ds_version')!r} did not: load it with that version and save it with a later one"
+                f"{path} does not say where its parameters lie (param_slice_mappings), as "
+                f"DeepSpeed {state.get('ds_version')!r} did not: load it with that version and "
+                "save it with a later one"
             )
         with reading(path):
             flats = state["single_partition_of_fp32_groups"]
             base = state["base_optimizer_state"]
             own = base if isinstance(base, Sequence) else _in_order(base["state"], len(flats))
-            parts.steps |= {step for one in base for step in steps_in(one)} if own is base else steps_of(base)
-            for flat, moments, addresses in zip(flats, own, state["param_slice_mappings"], strict=True):
+            parts.steps |= (
+                {step for one in base for step in steps_in(one)} if own is base else steps_of(base)
+            )
+            for flat, moments, addresses in zip(
+                flats, own, state["param_slice_mappings"], strict=True
+            ):
                 for name, address in addresses.items():
                     for kind in KINDS:
                         source = flat if kind == FP32 else moments.get(kind)
                         if source is not None:
-                            found[kind][name].append(source.detach().narrow(0, address.start, address.numel))
+                            found[kind][name].append(
+                                source.detach().narrow(0, address.start, address.numel)
+                            )
     _put(parts, found, shapes)
     return parts
 
 
-def _check_order(states: Sequence[tuple[Path, Mapping[str, Any]]], groups: Sequence[Sequence[str]]) -> None:
-    """Raise ConversionError where stretches are said to have another order than the shapes, which is the true one."""
+def _check_order(
+    states: Sequence[tuple[Path, Mapping[str, Any]]], groups: Sequence[Sequence[str]]
+) -> None:
+    """Raise ConversionError where stretches are said to have another order than the shapes.
+
+    The order of the shapes is the true one.
+    """
     for number, group in enumerate(groups):
         said: list[str] = []
         for path, state in states:
@@ -242,13 +285,19 @@ def _check_order(states: Sequence[tuple[Path, Mapping[str, Any]]], groups: Seque
                 said += sorted(addresses, key=lambda name: addresses[name].start)
         if [name for name, _ in groupby(said)] != group:
             raise ConversionError(
-                f"{states[0][0]} does not say where its parameters lie: with round_robin_gradients DeepSpeed takes one "
-                "for another in param_slice_mappings; use a checkpoint of a run without it"
+                f"{states[0][0]} does not say where its parameters lie: with round_robin_gradients "
+                "DeepSpeed takes one for another in param_slice_mappings; use a checkpoint of a "
+                "run without it"
             )
 
 
-def _stretches_of_parameters(states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]) -> Parts:
-    """Of stage 3: each replica has as much of every parameter, the last ones padding beyond its end."""
+def _stretches_of_parameters(
+    states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]
+) -> Parts:
+    """Of stage 3: each replica has as much of every parameter.
+
+    The last ones have padding beyond its end.
+    """
     parts, found = Parts(), _lists(shapes)
     for replica, (path, state) in enumerate(states):
         with reading(path):
@@ -256,7 +305,11 @@ def _stretches_of_parameters(states: Sequence[tuple[Path, Mapping[str, Any]]], s
             moments = _in_order(state["optimizer_state_dict"]["state"], len(flats))
             parts.steps |= steps_of(state["optimizer_state_dict"])
             sources = {FP32: flats}
-            sources |= {kind: [own[kind] for own in moments] for kind in MOMENTS if all(kind in own for own in moments)}
+            sources |= {
+                kind: [own[kind] for own in moments]
+                for kind in MOMENTS
+                if all(kind in own for own in moments)
+            }
         for kind, tensors in sources.items():
             offset = 0
             for name, shape in shapes.items():
@@ -268,8 +321,8 @@ def _stretches_of_parameters(states: Sequence[tuple[Path, Mapping[str, Any]]], s
             held = sum(tensor.numel() for tensor in tensors)
             if offset != held:
                 raise CheckpointError(
-                    f"{path} holds {held} elements of {kind} where the shapes of its parameters make {offset}: "
-                    "use another checkpoint"
+                    f"{path} holds {held} elements of {kind} where the shapes of its parameters "
+                    f"make {offset}: use another checkpoint"
                 )
     _put(parts, found, shapes)
     return parts
@@ -296,10 +349,14 @@ def _in_order(state: Mapping[int, Mapping[str, Any]], count: int) -> list[Mappin
     return [state.get(number, {}) for number in range(count)]
 
 
-def _put(parts: Parts, found: Mapping[str, Mapping[str, list[Tensor]]], shapes: Mapping[str, Shape]) -> None:
+def _put(
+    parts: Parts, found: Mapping[str, Mapping[str, list[Tensor]]], shapes: Mapping[str, Shape]
+) -> None:
     for kind in KINDS:
         parts.kinds[kind] = {
-            name: Pieces(shapes[name], tuple(pieces)) for name, pieces in found[kind].items() if pieces or kind == FP32
+            name: Pieces(shapes[name], tuple(pieces))
+            for name, pieces in found[kind].items()
+            if pieces or kind == FP32
         }
 
 
@@ -309,24 +366,30 @@ def _check_sizes(parts: Parts, shapes: Mapping[str, Shape], where: Path) -> None
             held, wanted = sum(piece.numel() for piece in pieces.flat), math.prod(shapes[name])
             if held != wanted:
                 raise CheckpointError(
-                    f"{where} holds {held} elements of {name} ({kind}), whose shape {shapes[name]} has {wanted}: "
-                    "a rank's file is of another checkpoint, use one that is whole"
+                    f"{where} holds {held} elements of {name} ({kind}), whose shape {shapes[name]} "
+                    f"has {wanted}: a rank's file is of another checkpoint, use one that is whole"
                 )
 
 
-def _frozen(saved: Saved, rank: int, shapes: Mapping[str, Shape], replicas: int) -> dict[str, Pieces]:
+def _frozen(
+    saved: Saved, rank: int, shapes: Mapping[str, Shape], replicas: int
+) -> dict[str, Pieces]:
     """Parameters that stage 3 did not train, of which each replica's model file has a stretch."""
     first, path = saved.states[rank], saved.path_of(rank)
     with reading(path):
         wanted = {
-            name: tuple(shape) for name, shape in (first.get("frozen_param_shapes") or {}).items() if name not in shapes
+            name: tuple(shape)
+            for name, shape in (first.get("frozen_param_shapes") or {}).items()
+            if name not in shapes
         }
         if not wanted:
             return {}
         files = [open_file(saved.divided_model[replica, rank]) for replica in range(replicas)]
         found = {}
         for name, shape in wanted.items():
-            flat = torch.cat([file["frozen_param_fragments"][name].detach().view(-1) for file in files])
+            flat = torch.cat(
+                [file["frozen_param_fragments"][name].detach().view(-1) for file in files]
+            )
             found[name] = Pieces(shape, (flat.narrow(0, 0, math.prod(shape)),))
         return found
 
@@ -334,11 +397,17 @@ def _frozen(saved: Saved, rank: int, shapes: Mapping[str, Shape], replicas: int)
 def _others(model: Mapping[str, Any], path: Path, shapes: Mapping[str, Shape]) -> dict[str, Pieces]:
     """Parameters of the model's file that the optimizer does not have."""
     with reading(path):
-        return {name: Pieces.of(tensor) for name, tensor in module_tensors(model).items() if name not in shapes}
+        return {
+            name: Pieces.of(tensor)
+            for name, tensor in module_tensors(model).items()
+            if name not in shapes
+        }
 
 
 def undivided_parts(saved: Saved, rank: int) -> Parts:
-    """What one model rank holds without ZeRO: weights, in fp32 where its optimizer has them, and moments with a name.
+    """What one model rank holds without ZeRO.
+
+    Weights, in fp32 where its optimizer has them, and moments with a name.
 
     Raises CheckpointError for main weights that are those of no parameter.
     """
@@ -347,7 +416,9 @@ def undivided_parts(saved: Saved, rank: int) -> Parts:
         return _with_masters(module_tensors(model), model.get("optimizer"), path)
 
 
-def _with_masters(held: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None, path: Path) -> Parts:
+def _with_masters(
+    held: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None, path: Path
+) -> Parts:
     parts = Parts()
     parts.kinds[FP32] = {name: Pieces.of(tensor) for name, tensor in held.items()}
     if not optimizer:
@@ -362,8 +433,8 @@ def _with_masters(held: Mapping[str, Tensor], optimizer: Mapping[str, Any] | Non
         places = _places(sources[FP32], [unused[name] for name in names])
         if places is None:
             raise CheckpointError(
-                f"{path} has {sources[FP32].numel()} main weights in fp32 that are not those of its {len(held)} "
-                "parameters: use another checkpoint"
+                f"{path} has {sources[FP32].numel()} main weights in fp32 that are not those of "
+                f"its {len(held)} parameters: use another checkpoint"
             )
         for index, offset in places:
             half = unused.pop(names[index])
@@ -379,7 +450,9 @@ def _groups(optimizer: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     One kind of optimizer keeps them so, the other steps every parameter by itself.
     """
     state, flats = optimizer["optimizer_state_dict"]["state"], optimizer.get("fp32_groups_flat")
-    groups: Sequence[Sequence[Tensor]] = optimizer["fp32_groups"] if flats is None else [[flat] for flat in flats]
+    groups: Sequence[Sequence[Tensor]] = (
+        optimizer["fp32_groups"] if flats is None else [[flat] for flat in flats]
+    )
     begin = 0
     for group in groups:
         own = [state.get(number, {}) for number in range(begin, begin + len(group))]
@@ -387,13 +460,19 @@ def _groups(optimizer: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         sources = {FP32: group} | {
             kind: [one[kind] for one in own] for kind in MOMENTS if all(kind in one for one in own)
         }
-        yield {kind: torch.cat([one.detach().reshape(-1) for one in tensors]) for kind, tensors in sources.items()}
+        yield {
+            kind: torch.cat([one.detach().reshape(-1) for one in tensors])
+            for kind, tensors in sources.items()
+        }
 
 
 def _places(flat: Tensor, halves: Sequence[Tensor]) -> list[tuple[int, int]] | None:
-    """Which of `halves`, in their order, fill `flat`, and where each begins; None if none do. What follows is zeros.
+    """Which of `halves`, in their order, fill `flat`, and where each begins; None if none do.
 
-    A search that takes each where it can: where that leads nowhere, as with equal values by chance, it is left out.
+    What follows is zeros.
+
+    A search that takes each where it can: where that leads nowhere, as with equal values by chance,
+    it is left out.
     """
     before: dict[tuple[int, int], tuple[int, int] | None] = {}
     stack: list[tuple[tuple[int, int], tuple[int, int] | None]] = [((0, 0), None)]
@@ -414,7 +493,9 @@ def _places(flat: Tensor, halves: Sequence[Tensor]) -> list[tuple[int, int]] | N
     return None
 
 
-def _path(before: Mapping[tuple[int, int], tuple[int, int] | None], end: tuple[int, int]) -> list[tuple[int, int]]:
+def _path(
+    before: Mapping[tuple[int, int], tuple[int, int] | None], end: tuple[int, int]
+) -> list[tuple[int, int]]:
     """The steps to `end` that took something."""
     found, at, parent = [], end, before[end]
     while parent is not None:
@@ -428,7 +509,9 @@ def _rounds(main: Tensor, half: Tensor) -> bool:
     return torch.equal(main.to(half.dtype), half.reshape(-1))
 
 
-def _take_named_moments(parts: Parts, held: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> None:
+def _take_named_moments(
+    parts: Parts, held: Mapping[str, Tensor], optimizer: Mapping[str, Any]
+) -> None:
     """Moments of an fp32 model, whose optimizer knows names if it was given them."""
     groups = optimizer.get("param_groups", ())
     names = [name for group in groups for name in group.get("param_names", ())]

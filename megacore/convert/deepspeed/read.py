@@ -1,14 +1,16 @@
 """Checkpoints of DeepSpeed's own form, of models of ours and of Megatron-DeepSpeed's GPT and BERT.
 
-Read are ZeRO stage 0 to 3, pipelines, and universal checkpoints, of any number of ranks. Nothing in them is executed,
-and deepspeed is not needed.
+Read are ZeRO stage 0 to 3, pipelines, and universal checkpoints, of any number of ranks. Nothing in
+them is executed, and deepspeed is not needed.
 
-Source: microsoft/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint; Megatron-DeepSpeed,
-megatron/checkpointing.py.
+Source: microsoft/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint;
+Megatron-DeepSpeed, megatron/checkpointing.py.
 
-What DeepSpeed's checkpoints call the parameters of models of ours and of Megatron-DeepSpeed, and what we do.
+What DeepSpeed's checkpoints call the parameters of models of ours and of Megatron-DeepSpeed, and
+what we do.
 
-A model of ours in a checkpoint of DeepSpeed: which it is, and its parameters from all tensor-parallel ranks.
+A model of ours in a checkpoint of DeepSpeed: which it is, and its parameters from all
+tensor-parallel ranks.
 """
 
 import re
@@ -49,36 +51,44 @@ from megacore.tensor_parallel import partitions
 Style = Literal["ours", "megatron"]
 _NAMED_AT_ONCE = 4
 _WRAPPERS = re.compile(r"^(?:(?:module|model|chunk|\d+|tied_modules\.\w+)\.)+")
-"""What a model of ours is registered under: by whatever calls it with a batch, or as a layer of a pipeline."""
+"""What a model of ours is registered under: by whatever calls it with a batch, or as a layer of a
+pipeline."""
 _TIED = re.compile(r"^(?:module\.)?tied_modules\.(\w+)\.weight$")
 """A parameter that stages of a pipeline of ours share, under its own name."""
 _TIED_LAYER = re.compile(r"^\d+\.weight$")
 """The same in the files of layers, without its name; the stage's own layer has it too."""
 _OUR_LAYER = re.compile(r"(?:^|\.)(?:encoder|decoder)\.layers\.\d+\.")
 _PIPELINE_LAYER = re.compile(
-    r"^(?:module\.)?(\d+)\.((?:(?:input|post_attention)_(?:layer)?norm|(?:self_)?attention|mlp)\..+)$"
+    r"^(?:module\.)?(\d+)\.((?:(?:input|post_attention)_(?:layer)?norm|(?:self_)?attention|mlp)\.."
+    r"+)$"
 )
 _PIPELINE_REST: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(rf"^(?:module\.)?(?:\d+|tied_modules\.\w+)\.{theirs}$"), ours)
     for theirs, ours in (
-        (r"(word|position|tokentype)_embeddings\.weight", r"language_model.embedding.\1_embeddings.weight"),
+        (
+            r"(word|position|tokentype)_embeddings\.weight",
+            r"language_model.embedding.\1_embeddings.weight",
+        ),
         (r"(?:final_layernorm\.)?(weight|bias)", r"language_model.encoder.final_layernorm.\1"),
         (r"lm_head\.weight", "language_model.output_layer.weight"),
     )
 )
-"""Modules of Megatron-DeepSpeed's pipeline beside its transformer layers. The final norm has no name but its number."""
+"""Modules of Megatron-DeepSpeed's pipeline beside its transformer layers. The final norm has no
+name but its number."""
 
 
 def style_of(names: Collection[str], where: Path) -> Style:
     """Whose names these are. Raises ConversionError for those of neither."""
-    if any("language_model." in name for name in names) or any(_PIPELINE_LAYER.match(name) for name in names):
+    if any("language_model." in name for name in names) or any(
+        _PIPELINE_LAYER.match(name) for name in names
+    ):
         return "megatron"
     if any(_OUR_LAYER.search(name) for name in names):
         return "ours"
     shown = ", ".join(list(names)[:_NAMED_AT_ONCE]) or "none"
     raise ConversionError(
-        f"{where} has parameters {shown}, which are neither a model of ours nor Megatron-DeepSpeed's: only those are "
-        "read from DeepSpeed's checkpoints"
+        f"{where} has parameters {shown}, which are neither a model of ours nor "
+        "Megatron-DeepSpeed's: only those are read from DeepSpeed's checkpoints"
     )
 
 
@@ -101,7 +111,7 @@ def our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
 
 
 def megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
-    """Of each name of Megatron-DeepSpeed the dotted name of `megatron_table`, for those that are of weights.
+    """Of each weight's name in Megatron-DeepSpeed the dotted name of `megatron_table`.
 
     Args:
         names: of all pipeline stages, as layers are counted.
@@ -117,7 +127,8 @@ def megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
     return {
         name: current
         for name in names
-        if (renamed := _of_pipeline(name, numbers, where)) and (current := current_name(renamed)) is not None
+        if (renamed := _of_pipeline(name, numbers, where))
+        and (current := current_name(renamed)) is not None
     }
 
 
@@ -128,7 +139,9 @@ def _of_pipeline(name: str, numbers: Mapping[int, int], where: Path) -> str:
     for pattern, ours in _PIPELINE_REST:
         if match := pattern.match(name):
             return match.expand(ours)
-    raise ConversionError(f"{where} has a parameter {name}, for which Megatron-DeepSpeed's GPT has no place")
+    raise ConversionError(
+        f"{where} has a parameter {name}, for which Megatron-DeepSpeed's GPT has no place"
+    )
 
 
 RUN_NAME = "run.json"
@@ -136,7 +149,9 @@ _LEVELS = 3
 
 
 def spec_beside(directory: Path) -> ModelSpec:
-    """The model that run.json of its run, or state.json of a checkpoint of ours, in or above `directory` describes.
+    """The model that a checkpoint's own JSON describes.
+
+    It is run.json of its run, or state.json of a checkpoint of ours, in or above `directory`.
 
     Raises:
         ConversionError: there is neither.
@@ -152,8 +167,9 @@ def spec_beside(directory: Path) -> ModelSpec:
         if (place / STATE_NAME).is_file():
             return read_spec(place)
     raise ConversionError(
-        f"{directory} holds a model of ours and does not say which: put the {RUN_NAME} of its run, or the {STATE_NAME} "
-        f"of a checkpoint of the same model, into it or into {directory.absolute().parent}"
+        f"{directory} holds a model of ours and does not say which: put the {RUN_NAME} of its run, "
+        f"or the {STATE_NAME} of a checkpoint of the same model, into it or into "
+        f"{directory.absolute().parent}"
     )
 
 
@@ -170,8 +186,9 @@ class OwnTensors(Mapping[str, Tensor]):
         ranks: what the tensor-parallel ranks hold, by global name.
         where: the checkpoint, for messages.
 
-    Raises, when it is made, CheckpointError for tensors that are missing, unknown, of another shape, or of different
-    values on ranks that must hold the same; ParallelLayoutError when the model cannot be divided so.
+    Raises, when it is made, CheckpointError for tensors that are missing, unknown, of another
+    shape, or of different values on ranks that must hold the same; ParallelLayoutError when the
+    model cannot be divided so.
     """
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Mapping[str, Tensor]], where: Path) -> None:
@@ -201,13 +218,13 @@ class OwnTensors(Mapping[str, Tensor]):
         tensor = self._ranks[rank][name]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{where} has {name} of shape {tuple(tensor.shape)} on tensor rank {rank}, where the model has "
-                f"{shape}: use the description it was saved with"
+                f"{where} has {name} of shape {tuple(tensor.shape)} on tensor rank {rank}, where "
+                f"the model has {shape}: use the description it was saved with"
             )
         if rank and name not in self._cuts and not torch.equal(tensor, self._ranks[0][name]):
             raise CheckpointError(
-                f"{where} holds two of what should be one: {name} of tensor rank {rank} differs from that of tensor "
-                "rank 0: use another checkpoint"
+                f"{where} holds two of what should be one: {name} of tensor rank {rank} differs "
+                "from that of tensor rank 0: use another checkpoint"
             )
 
 
@@ -215,15 +232,17 @@ def _check_names(expected: set[str], held: Mapping[str, Tensor], where: str) -> 
     missing, unknown = sorted(expected - held.keys()), sorted(held.keys() - expected)
     if missing or unknown:
         raise CheckpointError(
-            f"{where} is of another model than its description: it {'lacks' if missing else 'has no place for'} "
-            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, {len(unknown)} unknown): "
-            "use the description it was saved with"
+            f"{where} is of another model than its description: it "
+            f"{'lacks' if missing else 'has no place for'} "
+            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, "
+            f"{len(unknown)} unknown): use the description it was saved with"
         )
 
 
 _TABLE = f"language_model.{WORD_EMBEDDINGS}"
 _OF_FIRST_STAGE = re.compile(r"\btied_modules\.\w+\.(position|tokentype)_embeddings\.")
-"""What a pipeline's last stage has of a tied embedding beside the table of tokens, and neither uses nor trains."""
+"""What a pipeline's last stage has of a tied embedding beside the table of tokens, and neither uses
+nor trains."""
 _OTHERS = "others"
 """Weights that no optimizer has, in the place of a kind until they are under our names."""
 Ranks = list[dict[str, dict[str, Pieces]]]
@@ -240,7 +259,8 @@ class DeepSpeedCheckpoint:
     tensors: Mapping[str, Tensor]
     """Our parameters in float32, by global name, each made when it is asked for."""
     moments: Mapping[str, Mapping[str, Tensor]]
-    """exp_avg and exp_avg_sq in the same way; empty where the checkpoint has not those of every parameter."""
+    """exp_avg and exp_avg_sq in the same way; empty where the checkpoint has not those of every
+    parameter."""
     optimizer_steps: int | None
     """Steps behind the moments; None without moments."""
     iteration: int
@@ -252,12 +272,15 @@ class DeepSpeedCheckpoint:
 
 
 def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
-    """Open a checkpoint: a run's directory with its file `latest`, or the directory of one checkpoint.
+    """Open a checkpoint.
+
+    A run's directory with its file `latest`, or the directory of one checkpoint.
 
     Tensors stay on the disk until they are asked for.
 
     Raises:
-        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees with another.
+        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees
+            with another.
         ConversionError: it is a model that we do not have, or nothing says which.
         ParallelLayoutError: a model of ours cannot be divided as its files are.
     """
@@ -269,22 +292,35 @@ def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
     style = style_of(names, where)
     own = spec_beside(where) if style == "ours" else None
     current = our_names(names, parameter_names(own)) if own else megatron_names(names, where)
-    ranks = [{kind: _renamed(tensors, current, where) for kind, tensors in rank.items()} for rank in ranks]
+    ranks = [
+        {kind: _renamed(tensors, current, where) for kind, tensors in rank.items()}
+        for rank in ranks
+    ]
     for rank in ranks:
         rank[FP32] = rank.pop(_OTHERS) | rank[FP32]
     remarks: list[str] = []
-    if any(piece.dtype != torch.float32 for tensors in ranks[0][FP32].values() for piece in tensors.flat):
+    if any(
+        piece.dtype != torch.float32
+        for tensors in ranks[0][FP32].values()
+        for piece in tensors.flat
+    ):
         remarks.append("the files hold weights in half precision, without main weights in fp32")
     kinds = (FP32, *_whole_moments(ranks, steps, remarks))
     read: Mapping[str, Mapping[str, Tensor]]
     if own:
         spec = own
-        read = {kind: OwnTensors(spec, _stage(ranks, kind, spec.padded_vocab_size), where) for kind in kinds}
+        read = {
+            kind: OwnTensors(spec, _stage(ranks, kind, spec.padded_vocab_size), where)
+            for kind in kinds
+        }
     else:
         spec, read = _megatron(first, ranks, kinds, where)
         remarks += remarks_on(args_in(first), spec.family)
     return DeepSpeedCheckpoint(
-        kind=f"{_form(saved)} of {'a model of ours' if style == 'ours' else 'Megatron-DeepSpeed'}, {spec.family}",
+        kind=(
+            f"{_form(saved)} of {'a model of ours' if style == 'ours' else 'Megatron-DeepSpeed'}, "
+            f"{spec.family}"
+        ),
         spec=spec,
         tensors=read[FP32],
         moments={kind: read[kind] for kind in MOMENTS if kind in read},
@@ -312,19 +348,20 @@ def _check_agreement(saved: Saved) -> None:
         for what in ("global_steps", "iteration", "ds_version", "dp_world_size", "mp_world_size"):
             if state.get(what) != other.get(what):
                 raise CheckpointError(
-                    f"{saved.path_of(first)} has {what} {state.get(what)!r} and {saved.path_of(rank)} "
-                    f"{other.get(what)!r}: they are of different checkpoints, use one that was saved as a whole"
+                    f"{saved.path_of(first)} has {what} {state.get(what)!r} and "
+                    f"{saved.path_of(rank)} {other.get(what)!r}: they are of different "
+                    "checkpoints, use one that was saved as a whole"
                 )
     size = state.get("mp_world_size")
     if type(size) is int and size != len(saved.states) and not saved.universal:
         raise CheckpointError(
-            f"{saved.directory} has model files of {len(saved.states)} ranks where {saved.path_of(first)} says "
-            f"mp_world_size {size}: use a whole checkpoint"
+            f"{saved.directory} has model files of {len(saved.states)} ranks where "
+            f"{saved.path_of(first)} says mp_world_size {size}: use a whole checkpoint"
         )
 
 
 def _tensor_ranks(saved: Saved) -> tuple[Ranks, set[int]]:
-    """What each tensor-parallel rank holds, of all pipeline stages, and the optimizer steps behind it."""
+    """What each tensor-parallel rank holds, of all stages, and the optimizer steps behind it."""
     if saved.universal:
         parts = {0: [universal_parts(saved)]}
     elif saved.optimizer:
@@ -354,10 +391,14 @@ def _joined(stages: Sequence[Parts], where: Path) -> dict[str, dict[str, Pieces]
             for name, pieces in parts.kinds[kind].items():
                 if not (name in kinds[kind] and _OF_FIRST_STAGE.search(name)):
                     _add(kinds[kind], name, pieces, where)
-    return kinds | {_OTHERS: {name: pieces for parts in stages for name, pieces in parts.others.items()}}
+    return kinds | {
+        _OTHERS: {name: pieces for parts in stages for name, pieces in parts.others.items()}
+    }
 
 
-def _renamed(tensors: Mapping[str, Pieces], current: Mapping[str, str], where: Path) -> dict[str, Pieces]:
+def _renamed(
+    tensors: Mapping[str, Pieces], current: Mapping[str, str], where: Path
+) -> dict[str, Pieces]:
     renamed: dict[str, Pieces] = {}
     for name, pieces in tensors.items():
         if name in current:
@@ -368,23 +409,31 @@ def _renamed(tensors: Mapping[str, Pieces], current: Mapping[str, str], where: P
 def _add(tensors: dict[str, Pieces], name: str, pieces: Pieces, where: Path) -> None:
     """Take a tensor, of which there may be a copy. Raises CheckpointError when that is another."""
     other = tensors.setdefault(name, pieces)
-    if other is not pieces and (other.shape != pieces.shape or not torch.equal(other.whole(), pieces.whole())):
+    if other is not pieces and (
+        other.shape != pieces.shape or not torch.equal(other.whole(), pieces.whole())
+    ):
         raise CheckpointError(
-            f"{where} holds two of what should be one: {name} differs between pipeline stages: use another checkpoint"
+            f"{where} holds two of what should be one: {name} differs between pipeline stages: use "
+            "another checkpoint"
         )
 
 
 def _whole_moments(ranks: Ranks, steps: set[int], remarks: list[str]) -> tuple[str, ...]:
     """Kinds of moments that are there for every parameter."""
-    whole = [kind for kind in MOMENTS if all(rank[kind].keys() == rank[FP32].keys() for rank in ranks)]
+    whole = [
+        kind for kind in MOMENTS if all(rank[kind].keys() == rank[FP32].keys() for rank in ranks)
+    ]
     if len(whole) == len(MOMENTS) and len(steps) == 1:
         return MOMENTS
     if any(rank[kind] for rank in ranks for kind in MOMENTS):
         remarks.append(
-            "the files do not hold Adam's moments of every parameter after one number of steps: none is taken"
+            "the files do not hold Adam's moments of every parameter after one number of steps: "
+            "none is taken"
         )
     else:
-        remarks.append("the files do not say whose Adam's moments are, or have none: weights alone are taken")
+        remarks.append(
+            "the files do not say whose Adam's moments are, or have none: weights alone are taken"
+        )
     return ()
 
 
@@ -392,7 +441,10 @@ def _stage(ranks: Ranks, kind: str, rows: int) -> tuple[Assembled, ...]:
     """One kind of each rank, tables without their padding padded to `rows`."""
     return tuple(
         Assembled(
-            {name: pieces if pieces.rows is None else replace(pieces, rows=rows) for name, pieces in rank[kind].items()}
+            {
+                name: pieces if pieces.rows is None else replace(pieces, rows=rows)
+                for name, pieces in rank[kind].items()
+            }
         )
         for rank in ranks
     )
@@ -405,12 +457,15 @@ def _megatron(
     args = args_in(first)
     if not args:
         raise ConversionError(
-            f"{where} holds a model of Megatron-DeepSpeed whose mp_rank_00_model_states.pt has no args, which nothing "
-            "else says: use a checkpoint that Megatron-DeepSpeed's pretrain scripts saved"
+            f"{where} holds a model of Megatron-DeepSpeed whose mp_rank_00_model_states.pt has no "
+            "args, which nothing else says: use a checkpoint that Megatron-DeepSpeed's pretrain "
+            "scripts saved"
         )
     version = first.get("checkpoint_version", 0.0)
     if version not in VERSIONS:
-        raise ConversionError(f"{where} has checkpoint_version {version!r}, known are {', '.join(map(str, VERSIONS))}")
+        raise ConversionError(
+            f"{where} has checkpoint_version {version!r}, known are {', '.join(map(str, VERSIONS))}"
+        )
     names = set(ranks[0][FP32])
     if any(_TABLE not in rank[FP32] for rank in ranks):
         raise CheckpointError(f"{where} has no {_TABLE}: use a whole checkpoint")
@@ -421,7 +476,11 @@ def _megatron(
     check_rows(spec, float(version), where)
     return spec, {
         kind: MergedTensors(
-            [_stage(ranks, kind, spec.padded_vocab_size)], slots(spec), float(version), spec.model.head_dim, where
+            [_stage(ranks, kind, spec.padded_vocab_size)],
+            slots(spec),
+            float(version),
+            spec.model.head_dim,
+            where,
         )
         for kind in kinds
     }

@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2018) as transformers knows it.
 
-BertForPreTraining has norms after each sum, MegatronBertForPreTraining before each branch; …ForMaskedLM are the same
-without the binary head.
+BertForPreTraining has norms after each sum, MegatronBertForPreTraining before each branch;
+…ForMaskedLM are the same without the binary head.
 """
 
 from typing import Any
@@ -9,13 +9,24 @@ from typing import Any
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import counterpart
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, padded_rows, queries_keys_values
+from megacore.convert.key_map import (
+    Entry,
+    KeyMap,
+    embedding,
+    linear,
+    norm,
+    padded_rows,
+    queries_keys_values,
+)
 
 _SEGMENTS = 2
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
-    """The table of an encoder with its heads; the decoder of the masked LM's head is the table of tokens."""
+    """The table of an encoder with its heads.
+
+    The decoder of the masked LM's head is the table of tokens.
+    """
     model = spec.model
     hidden, post = model.hidden_size, model.norm_position == "post"
     entries = [
@@ -58,8 +69,12 @@ def _layer_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
     )
     return [
         *queries_keys_values(spec, attention, *names),
-        *linear(f"{attention}.dense", f"{their_attention}.output.dense", (hidden, hidden), bias=True),
-        *linear(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.intermediate.dense", (inner, hidden), bias=True),
+        *linear(
+            f"{attention}.dense", f"{their_attention}.output.dense", (hidden, hidden), bias=True
+        ),
+        *linear(
+            f"{ours}.mlp.dense_h_to_4h", f"{theirs}.intermediate.dense", (inner, hidden), bias=True
+        ),
         *linear(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.output.dense", (hidden, inner), bias=True),
         *(entry for pair in norms for entry in norm(spec, *pair)),
     ]
@@ -128,7 +143,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
+    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
     post = counterpart(spec.family, spec.model).model_type == "bert"
     pairs = [("embedding", "bert.embeddings")]
     for layer in range(spec.model.num_layers):

@@ -1,4 +1,6 @@
-"""`config.json` of a transformers directory, read key by key: what a model of ours lacks is refused by name.
+"""`config.json` of a transformers directory, read key by key.
+
+What a model of ours lacks is refused by name.
 
 Imports no torch.
 """
@@ -44,7 +46,10 @@ T = TypeVar("T")
 
 
 class HfConfig:
-    """The values of a config.json; each method raises ConversionError in one sentence with key and value."""
+    """The values of a config.json.
+
+    Each method raises ConversionError in one sentence with key and value.
+    """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         """`path` is what errors call it."""
@@ -59,23 +64,33 @@ class HfConfig:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConversionError(
-                f"{path} cannot be read ({error.strerror}): give a directory that transformers' save_pretrained wrote"
+                f"{path} cannot be read ({error.strerror}): give a directory that transformers' "
+                "save_pretrained wrote"
             ) from error
         except ValueError as error:
             raise ConversionError(f"{path} is not JSON ({error}): copy it again") from error
         if not isinstance(values, dict):
-            raise ConversionError(f"{path} holds {type(values).__name__}, not an object: copy it again")
+            raise ConversionError(
+                f"{path} holds {type(values).__name__}, not an object: copy it again"
+            )
         return cls(values, str(path))
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of `key`, which must be of type `kind`; a missing one is `default`, if that is given."""
+        """The value of `key`, which must be of type `kind`.
+
+        A missing one is `default`, if that is given.
+        """
         value = self.values.get(key, default)
         if kind is float and type(value) is int:
             value = float(value)
         if value is None and default is None:
-            raise ConversionError(f"{self.path} has no {key}: it is not the configuration of a whole model")
+            raise ConversionError(
+                f"{self.path} has no {key}: it is not the configuration of a whole model"
+            )
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ConversionError(f"{self.path} has {key} {value!r} where a value of type {kind.__name__} belongs")
+            raise ConversionError(
+                f"{self.path} has {key} {value!r} where a value of type {kind.__name__} belongs"
+            )
         return value
 
     def optional(self, key: str, kind: type[T]) -> T | None:
@@ -83,11 +98,17 @@ class HfConfig:
         return None if self.values.get(key) is None else self.get(key, kind)
 
     def refuse_unless(self, key: str, *allowed: Any) -> None:
-        """Raise unless `key` is missing, null or one of `allowed`: the model's code here computes nothing else."""
+        """Raise unless `key` is missing, null or one of `allowed`.
+
+        The model's code here computes nothing else.
+        """
         value = self.values.get(key)
         if value is not None and value not in allowed:
             wanted = " or ".join(map(repr, allowed)) or "null"
-            raise ConversionError(f"{self.path} has {key} {value!r}, which models here lack: only {wanted} can be read")
+            raise ConversionError(
+                f"{self.path} has {key} {value!r}, which models here lack: only {wanted} can be "
+                "read"
+            )
 
     def activation(self, key: str, default: str, *, gated: bool) -> Activation:
         """What we call the activation under `key`."""
@@ -95,14 +116,17 @@ class HfConfig:
         known = _GATES if gated else _PLAIN
         if name not in known:
             raise ConversionError(
-                f"{self.path} has {key} {name!r}, which models here lack: only {', '.join(known)} can be read"
+                f"{self.path} has {key} {name!r}, which models here lack: only {', '.join(known)} "
+                "can be read"
             )
         return known[name]
 
     def rope_base(self) -> float:
-        """Base of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` (4)."""
+        """Base of the rotary frequencies, from `rope_parameters` (5) or `rope_theta` (4)."""
         parameters = self._rope_parameters()
-        base = parameters.get("rope_theta", self.values.get("rope_theta", self.values.get("rotary_emb_base", 10000.0)))
+        base = parameters.get(
+            "rope_theta", self.values.get("rope_theta", self.values.get("rotary_emb_base", 10000.0))
+        )
         return HfConfig({"rope_theta": base}, self.path).get("rope_theta", float)
 
     def rope_percent(self, key: str, default: float) -> float:
@@ -115,7 +139,9 @@ class HfConfig:
         value = self.values.get(key)
         if isinstance(value, list):
             value = value[0] if value else None
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+        return (
+            value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+        )
 
     def _rope_parameters(self) -> Mapping[str, Any]:
         for key in ("rope_parameters", "rope_scaling"):
@@ -125,7 +151,8 @@ class HfConfig:
             kind = parameters.get("rope_type", parameters.get("type", "default"))
             if kind != "default":
                 raise ConversionError(
-                    f"{self.path} has {key} of type {kind!r}, which models here lack: only 'default' can be read"
+                    f"{self.path} has {key} of type {kind!r}, which models here lack: only "
+                    "'default' can be read"
                 )
             return parameters
         return {}

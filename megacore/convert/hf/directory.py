@@ -25,12 +25,14 @@ Reader = Callable[[], Tensor]
 
 
 def open_hf(directory: Path) -> tuple[Counterpart, ModelSpec, Mapping[str, Tensor]]:
-    """A transformers directory as a model of ours: its class, its spec, and its weights under our names, in fp32.
+    """A transformers directory as a model of ours.
+
+    Read are its class, its spec, and its weights under our names, in fp32.
 
     Each weight is read when it is asked for. The padding of the vocabulary is zero.
 
-    Raises ConversionError: the class or a value of its configuration is none that models here have, or files are
-    missing, damaged or of another model.
+    Raises ConversionError: the class or a value of its configuration is none that models here have,
+    or files are missing, damaged or of another model.
     """
     found, spec = read_spec(HfConfig.read(directory))
     form = FORMS[found.model_type]
@@ -39,10 +41,11 @@ def open_hf(directory: Path) -> tuple[Counterpart, ModelSpec, Mapping[str, Tenso
 
 
 class HfTensors(Mapping[str, Tensor]):
-    """Tensors of a transformers directory under the names of a table, of the types in which they are stored.
+    """Tensors of a transformers directory under the names of a table, in their stored types.
 
-    Files may hold a tensor under a second name (a tied head); it must be the same then. Raises ConversionError when
-    files are missing or damaged, or two names that are one tensor have different values.
+    Files may hold a tensor under a second name (a tied head); it must be the same then. Raises
+    ConversionError when files are missing or damaged, or two names that are one tensor have
+    different values.
     """
 
     def __init__(self, directory: Path, form: Form, table: KeyMap) -> None:
@@ -54,7 +57,9 @@ class HfTensors(Mapping[str, Tensor]):
             if known is None:
                 continue
             if known in self._readers:
-                raise ConversionError(f"{directory} has {on_disk[known]} and {name}, which are both {known}")
+                raise ConversionError(
+                    f"{directory} has {on_disk[known]} and {name}, which are both {known}"
+                )
             self._readers[known], on_disk[known] = reader, name
         self._unify(form, table)
 
@@ -70,8 +75,9 @@ class HfTensors(Mapping[str, Tensor]):
                     self._readers[name] = reader
                 elif not torch.equal(reader(), self._readers[name]()):
                     raise ConversionError(
-                        f"{self.directory} has {copy} and {name} with different values, but its config.json says that "
-                        "they are one: set tie_word_embeddings to false there, or repair the weights"
+                        f"{self.directory} has {copy} and {name} with different values, but its "
+                        "config.json says that they are one: set tie_word_embeddings to false "
+                        "there, or repair the weights"
                     )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -100,7 +106,13 @@ class _InFp32(Mapping[str, Tensor]):
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The files of a transformers directory that say what the model is."""
-    patterns = ("config.json", "model*.safetensors", INDEX_NAME, "pytorch_model*.bin", _PICKLED_INDEX)
+    patterns = (
+        "config.json",
+        "model*.safetensors",
+        INDEX_NAME,
+        "pytorch_model*.bin",
+        _PICKLED_INDEX,
+    )
     return tuple(sorted({path for pattern in patterns for path in directory.glob(pattern)}))
 
 
@@ -117,7 +129,9 @@ def _readers(directory: Path) -> dict[str, Reader]:
     raise ConversionError(f"{directory} has no weights: none of {names} is there")
 
 
-def _indexed(directory: Path, index: Path, read: Callable[[Path], dict[str, Reader]]) -> dict[str, Reader]:
+def _indexed(
+    directory: Path, index: Path, read: Callable[[Path], dict[str, Reader]]
+) -> dict[str, Reader]:
     """The tensors of all files that an index names, each of which must be where the index says."""
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -130,12 +144,15 @@ def _indexed(directory: Path, index: Path, read: Callable[[Path], dict[str, Read
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         raise ConversionError(
-            f"{index} names {len(files)} files, of which {len(missing)} are missing, {missing[0]} first: copy them too"
+            f"{index} names {len(files)} files, of which {len(missing)} are missing, {missing[0]} "
+            "first: copy them too"
         )
     held = {file: read(directory / file) for file in files}
     lost = next((name for name, file in places.items() if name not in held[file]), None)
     if lost is not None:
-        raise ConversionError(f"{index} says that {lost} is in {places[lost]}, which lacks it: copy both again")
+        raise ConversionError(
+            f"{index} says that {lost} is in {places[lost]}, which lacks it: copy both again"
+        )
     return {name: held[file][name] for name, file in places.items()}
 
 
@@ -148,7 +165,8 @@ def _safetensors(path: Path) -> dict[str, Reader]:
         return {name: partial(file.get_tensor, name) for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 (it is no dict)
     except (SafetensorError, OSError) as error:
         raise ConversionError(
-            f"{path} ({path.stat().st_size:,} bytes) is damaged or cut short: {error}: copy it again"
+            f"{path} ({path.stat().st_size:,} bytes) is damaged or cut short: {error}: copy it "
+            "again"
         ) from error
 
 
@@ -157,7 +175,9 @@ def _check_readable(path: Path) -> None:
     try:
         path.open("rb").close()
     except OSError as error:
-        raise ConversionError(f"{path} cannot be read ({error.strerror}): make it readable") from error
+        raise ConversionError(
+            f"{path} cannot be read ({error.strerror}): make it readable"
+        ) from error
 
 
 def _pickled(path: Path) -> dict[str, Reader]:
@@ -165,11 +185,19 @@ def _pickled(path: Path) -> dict[str, Reader]:
     _check_readable(path)
     try:
         # torch's form before 1.6, which is no zip file, cannot be mapped.
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        held = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
-        raise ConversionError(f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}") from error
-    if not isinstance(held, dict) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
-        raise ConversionError(f"{path} holds something else than tensors by name: save the model as safetensors")
+        raise ConversionError(
+            f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}"
+        ) from error
+    if not isinstance(held, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in held.values()
+    ):
+        raise ConversionError(
+            f"{path} holds something else than tensors by name: save the model as safetensors"
+        )
     return {name: partial(held.__getitem__, name) for name in held}
 
 
@@ -177,5 +205,11 @@ def _pickle_problem(error: Exception) -> str:
     """What torch refused, without its advice to execute it."""
     asked = re.search(r"GLOBAL (\S+)", str(error))
     if asked:
-        return f"asks for {asked[1]}, which is no tensor: nothing of it was run, save the model as safetensors"
-    return f"cannot be read as tensors alone ({type(error).__name__}): it is damaged or cut short, copy it again"
+        return (
+            f"asks for {asked[1]}, which is no tensor: nothing of it was run, save the model as "
+            "safetensors"
+        )
+    return (
+        f"cannot be read as tensors alone ({type(error).__name__}): it is damaged or cut short, "
+        "copy it again"
+    )

@@ -1,4 +1,7 @@
-"""How the weights and the configuration of each class of transformers are written: one `Form` for each."""
+"""How the weights and configuration of each class of transformers are written.
+
+There is one `Form` for each.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -31,7 +34,8 @@ class Form:
     write_config: Callable[[ModelSpec], dict[str, Any]]
     """What is particular to the class in config.json."""
     read_config: Callable[[HfConfig], dict[str, Any]]
-    """The values of `ModelConfig` that a config.json says. Raises ConversionError for what models here lack."""
+    """The values of `ModelConfig` that a config.json says. Raises ConversionError for what models
+    here lack."""
     module_pairs: Callable[[ModelSpec], ModulePairs]
     """Modules of ours and of theirs whose outputs must agree, in the order in which they run."""
     prefix: str
@@ -45,8 +49,8 @@ class Form:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Names under which files may hold another tensor of the table once more."""
     copies_left_out: bool = False
-    """Whether a tensor of its own is left out of the files when it is the same as the one of which it could be a
-    copy: transformers 5 ties the head of every T5."""
+    """Whether a tensor of its own is left out of the files when it is the same as the one of which
+    it could be a copy: transformers 5 ties the head of every T5."""
     ignored: str = r"(?!)"
     """Pattern of names that hold no weights: masks and tables that are computed."""
 
@@ -134,7 +138,10 @@ FORMS: Mapping[str, Form] = {
 
 
 def form_of(spec: ModelSpec) -> tuple[Counterpart, Form]:
-    """The class of transformers that is this model, and its form. Raises ConversionError when there is none."""
+    """The class of transformers that is this model, and its form.
+
+    Raises ConversionError when there is none.
+    """
     found = counterpart(spec.family, spec.model)
     return found, FORMS[found.model_type]
 
@@ -171,7 +178,8 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConversionError(
-            f"{config.path} describes no model ({where} is {first['input']!r}: {first['msg']}): copy it again"
+            f"{config.path} describes no model ({where} is {first['input']!r}: {first['msg']}): "
+            "copy it again"
         ) from error
     return counterpart(spec.family, spec.model), spec
 
@@ -183,11 +191,13 @@ def _counterpart_of(config: HfConfig) -> Counterpart:
     if found is not None and found.model_type == model_type:
         return found
     by_type = [entry for entry in COUNTERPARTS if entry.model_type == model_type]
-    if not by_type or (architectures and not str(architectures[0]).endswith(("Model", "ForCausalLM"))):
+    if not by_type or (
+        architectures and not str(architectures[0]).endswith(("Model", "ForCausalLM"))
+    ):
         known = ", ".join(entry.architecture for entry in COUNTERPARTS)
         raise ConversionError(
-            f"{config.path} has architectures {architectures!r} of model_type {model_type!r}, which models here "
-            f"lack: only {known} can be read"
+            f"{config.path} has architectures {architectures!r} of model_type {model_type!r}, "
+            f"which models here lack: only {known} can be read"
         )
     return by_type[0]
 

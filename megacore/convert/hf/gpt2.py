@@ -1,4 +1,7 @@
-"""GPT-2 (Radford et al. 2019) as `transformers.GPT2LMHeadModel` knows it: names, layouts, configuration."""
+"""GPT-2 (Radford et al. 2019) as `transformers.GPT2LMHeadModel` knows it.
+
+Names, layouts and configuration.
+"""
 
 from typing import Any
 
@@ -6,7 +9,16 @@ from torch import Tensor
 
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import SAME, TRANSPOSED, Entry, KeyMap, Layout, embedding, output_layer, qkv_blocks
+from megacore.convert.key_map import (
+    SAME,
+    TRANSPOSED,
+    Entry,
+    KeyMap,
+    Layout,
+    embedding,
+    output_layer,
+    qkv_blocks,
+)
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
@@ -43,7 +55,9 @@ def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
             blocks_transposed,
             blocks,
         ),
-        *_affine(f"{ours}.self_attention.dense", f"{theirs}.attn.c_proj", (hidden, hidden), TRANSPOSED),
+        *_affine(
+            f"{ours}.self_attention.dense", f"{theirs}.attn.c_proj", (hidden, hidden), TRANSPOSED
+        ),
         *_affine(f"{ours}.post_attention_layernorm", f"{theirs}.ln_2", (hidden,)),
         *_affine(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.c_fc", (inner, hidden), TRANSPOSED),
         *_affine(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.c_proj", (hidden, inner), TRANSPOSED),
@@ -104,7 +118,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
+    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
     pairs = [("embedding", "transformer.drop")]
     for layer in range(spec.model.num_layers):
         ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"

@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023) and its relatives as transformers knows them.
 
-LlamaForCausalLM, MistralForCausalLM with a sliding window (Jiang et al. 2023), Qwen3ForCausalLM with normalised
-queries and keys (Yang et al. 2025).
+LlamaForCausalLM, MistralForCausalLM with a sliding window (Jiang et al. 2023), Qwen3ForCausalLM
+with normalised queries and keys (Yang et al. 2025).
 """
 
 from typing import Any
@@ -9,7 +9,15 @@ from typing import Any
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import counterpart
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
-from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, output_layer, queries_keys_values
+from megacore.convert.key_map import (
+    Entry,
+    KeyMap,
+    embedding,
+    linear,
+    norm,
+    output_layer,
+    queries_keys_values,
+)
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
@@ -30,20 +38,34 @@ def _layer_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
     entries = [
         *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
         *queries_keys_values(spec, attention, *names),
-        *linear(f"{attention}.dense", f"{their_attention}.o_proj", (hidden, model.attention_size), bias=bias),
+        *linear(
+            f"{attention}.dense",
+            f"{their_attention}.o_proj",
+            (hidden, model.attention_size),
+            bias=bias,
+        ),
         *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-        *linear(f"{ours}.mlp.dense_h_to_4h_gate", f"{theirs}.mlp.gate_proj", (inner, hidden), bias=bias),
+        *linear(
+            f"{ours}.mlp.dense_h_to_4h_gate", f"{theirs}.mlp.gate_proj", (inner, hidden), bias=bias
+        ),
         *linear(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.up_proj", (inner, hidden), bias=bias),
         *linear(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.down_proj", (hidden, inner), bias=bias),
     ]
     if model.qk_layernorm:
-        entries += norm(spec, f"{attention}.q_layernorm", f"{their_attention}.q_norm", model.head_dim)
-        entries += norm(spec, f"{attention}.k_layernorm", f"{their_attention}.k_norm", model.head_dim)
+        entries += norm(
+            spec, f"{attention}.q_layernorm", f"{their_attention}.q_norm", model.head_dim
+        )
+        entries += norm(
+            spec, f"{attention}.k_layernorm", f"{their_attention}.k_norm", model.head_dim
+        )
     return entries
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to these classes in config.json; rotary positions as transformers 4 and 5 read them."""
+    """What is particular to these classes in config.json.
+
+    Rotary positions as transformers 4 and 5 read them.
+    """
     model, eod = spec.model, spec.special_tokens.eod
     values = {
         "hidden_size": model.hidden_size,
@@ -67,7 +89,10 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     }
     match counterpart(spec.family, model).model_type:
         case "llama":
-            return values | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+            return values | {
+                "attention_bias": model.add_bias_linear,
+                "mlp_bias": model.add_bias_linear,
+            }
         case "mistral":
             return values | {"sliding_window": model.sliding_window}
         case _:
@@ -97,7 +122,9 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": config.get("num_key_value_heads", int, defaults[0]),
-        "kv_channels": config.get("head_dim", int, 128 if model_type == "qwen3" else hidden // heads),
+        "kv_channels": config.get(
+            "head_dim", int, 128 if model_type == "qwen3" else hidden // heads
+        ),
         "ffn_hidden_size": config.get("intermediate_size", int),
         "activation": config.activation("hidden_act", "silu", gated=True),
         "normalization": "rmsnorm",
@@ -125,7 +152,7 @@ def _window(config: HfConfig, model_type: str) -> int | None:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
+    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
     pairs = [("embedding", "model.embed_tokens")]
     for layer in range(spec.model.num_layers):
         ours, theirs = f"encoder.layers.{layer}", f"model.layers.{layer}"

@@ -1,4 +1,7 @@
-"""GPT-NeoX (Black et al. 2022) as `transformers.GPTNeoXForCausalLM` knows it; its fused projections are ours."""
+"""GPT-NeoX (Black et al. 2022) as `transformers.GPTNeoXForCausalLM` knows it.
+
+Its fused projections are ours.
+"""
 
 from typing import Any
 
@@ -22,20 +25,30 @@ def _layer_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
     attention, their_attention = f"{ours}.self_attention", f"{theirs}.attention"
     # Both have rows [head][q, k, v][d].
     fused = linear(
-        f"{attention}.query_key_value", f"{their_attention}.query_key_value", (3 * hidden, hidden), bias=True
+        f"{attention}.query_key_value",
+        f"{their_attention}.query_key_value",
+        (3 * hidden, hidden),
+        bias=True,
     )
     return [
         *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
         *fused,
         *linear(f"{attention}.dense", f"{their_attention}.dense", (hidden, hidden), bias=True),
         *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-        *linear(f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_h_to_4h", (inner, hidden), bias=True),
-        *linear(f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.dense_4h_to_h", (hidden, inner), bias=True),
+        *linear(
+            f"{ours}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_h_to_4h", (inner, hidden), bias=True
+        ),
+        *linear(
+            f"{ours}.mlp.dense_4h_to_h", f"{theirs}.mlp.dense_4h_to_h", (hidden, inner), bias=True
+        ),
     ]
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to this class in config.json; rotary positions as transformers 4 and 5 read them."""
+    """What is particular to this class in config.json.
+
+    Rotary positions as transformers 4 and 5 read them.
+    """
     model, eod = spec.model, spec.special_tokens.eod
     return {
         "hidden_size": model.hidden_size,
@@ -88,7 +101,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
+    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
     pairs = [("embedding", "gpt_neox.embed_in")]
     for layer in range(spec.model.num_layers):
         ours, theirs = f"encoder.layers.{layer}", f"gpt_neox.layers.{layer}"

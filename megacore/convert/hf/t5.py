@@ -19,7 +19,8 @@ from megacore.convert.key_map import (
 )
 
 _POSITIONS = 512
-"""Tokens of the original's sequences (its config.json says `n_positions`); relative positions know no end."""
+"""Tokens of the original's sequences (its config.json says `n_positions`); relative positions know
+no end."""
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
@@ -36,20 +37,27 @@ def key_map(spec: ModelSpec) -> KeyMap:
         )
         for layer in range(layers):
             entries += _layer_entries(
-                spec, f"{stack}.layers.{layer}", f"{stack}.block.{layer}.layer", cross_attention=stack == "decoder"
+                spec,
+                f"{stack}.layers.{layer}",
+                f"{stack}.block.{layer}.layer",
+                cross_attention=stack == "decoder",
             )
         entries += norm(spec, f"{stack}.final_layernorm", f"{stack}.final_layer_norm")
     entries += output_layer(spec, "lm_head.weight")
     return KeyMap(tuple(entries))
 
 
-def _layer_entries(spec: ModelSpec, ours: str, theirs: str, *, cross_attention: bool) -> list[Entry]:
+def _layer_entries(
+    spec: ModelSpec, ours: str, theirs: str, *, cross_attention: bool
+) -> list[Entry]:
     model = spec.model
     hidden, inner, size = model.hidden_size, model.ffn_size, model.attention_size
     attention = f"{theirs}.0.SelfAttention"
     entries = [
         *norm(spec, f"{ours}.input_layernorm", f"{theirs}.0.layer_norm"),
-        *queries_keys_values(spec, f"{ours}.self_attention", *(f"{attention}.{part}" for part in "qkv")),
+        *queries_keys_values(
+            spec, f"{ours}.self_attention", *(f"{attention}.{part}" for part in "qkv")
+        ),
         *linear(f"{ours}.self_attention.dense", f"{attention}.o", (hidden, size), bias=False),
         *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.1.layer_norm"),
     ]
@@ -58,9 +66,14 @@ def _layer_entries(spec: ModelSpec, ours: str, theirs: str, *, cross_attention: 
         entries += norm(spec, f"{ours}.post_inter_attention_layernorm", f"{theirs}.2.layer_norm")
     mlp = f"{theirs}.{2 if cross_attention else 1}.DenseReluDense"
     if model.gated:
-        entries += linear(f"{ours}.mlp.dense_h_to_4h_gate", f"{mlp}.wi_0", (inner, hidden), bias=False)
+        entries += linear(
+            f"{ours}.mlp.dense_h_to_4h_gate", f"{mlp}.wi_0", (inner, hidden), bias=False
+        )
     entries += linear(
-        f"{ours}.mlp.dense_h_to_4h", f"{mlp}.{'wi_1' if model.gated else 'wi'}", (inner, hidden), bias=False
+        f"{ours}.mlp.dense_h_to_4h",
+        f"{mlp}.{'wi_1' if model.gated else 'wi'}",
+        (inner, hidden),
+        bias=False,
     )
     entries += linear(f"{ours}.mlp.dense_4h_to_h", f"{mlp}.wo", (hidden, inner), bias=False)
     return entries
@@ -85,7 +98,10 @@ def _cross_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to this class in config.json; an untied head says that its input is not scaled either."""
+    """What is particular to this class in config.json.
+
+    An untied head says that its input is not scaled either.
+    """
     model, special = spec.model, spec.special_tokens
     activation = "gelu" if model.activation == "geglu_tanh" else THEIR_ACTIVATION[model.activation]
     start = special.pad or 0
@@ -122,8 +138,11 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     """The architecture that config.json says. Raises ConversionError for what models here lack."""
     dropout = config.get("dropout_rate", float, 0.1)
     layers = config.get("num_layers", int)
-    # transformers 5 says of its every T5 that the head is tied; what tells 1.1 is that its input is not scaled.
-    scaled = config.get("scale_decoder_outputs", bool, config.get("tie_word_embeddings", bool, True))
+    # transformers 5 says of its every T5 that the head is tied; what tells 1.1 is that its input is
+    # not scaled.
+    scaled = config.get(
+        "scale_decoder_outputs", bool, config.get("tie_word_embeddings", bool, True)
+    )
     gate, dash, function = config.get("feed_forward_proj", str, "relu").rpartition("-")
     if (gate, dash) not in {("", ""), ("gated", "-")}:
         config.refuse_unless("feed_forward_proj", "relu", "gated-gelu", "gated-silu")
@@ -151,12 +170,14 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order in which they run."""
+    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
     model = spec.model
     pairs = []
     for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):
         for layer in range(layers):
-            pairs += _layer_pairs(f"{stack}.layers.{layer}", f"{stack}.block.{layer}", stack == "decoder")
+            pairs += _layer_pairs(
+                f"{stack}.layers.{layer}", f"{stack}.block.{layer}", stack == "decoder"
+            )
         pairs.append((f"{stack}.final_layernorm", f"{stack}.final_layer_norm"))
     return pairs
 

@@ -2,9 +2,10 @@
 
 Writing `.safetensors` files tensor by tensor, so that no more than one of them is in memory.
 
-Layout (huggingface/safetensors): u64 little endian N, N bytes of JSON (name -> dtype, shape, [begin, end) in the
-data), then the data, without holes, in the header's order. N is padded with spaces to a multiple of 8. Several files
-are named by `model.safetensors.index.json`, as transformers reads them.
+Layout (huggingface/safetensors): u64 little endian N, N bytes of JSON (name -> dtype, shape,
+[begin, end) in the data), then the data, without holes, in the header's order. N is padded with
+spaces to a multiple of 8. Several files are named by `model.safetensors.index.json`, as
+transformers reads them.
 """
 
 import json
@@ -50,10 +51,12 @@ def write_safetensors(
 ) -> int:
     """Write `tensors` into `directory` and return the bytes of all files.
 
-    Beside the one tensor that is asked for at a time, which may be a view, a few megabytes are allocated.
+    Beside the one tensor that is asked for at a time, which may be a view, a few megabytes are
+    allocated.
 
     Args:
-        directory: where model.safetensors goes; with more than one file model-00001-of-0000N.safetensors and the index.
+        directory: where model.safetensors goes; with more than one file
+            model-00001-of-0000N.safetensors and the index.
         shapes: says beforehand which tensors will come, in which order.
         tensors: name and values.
         dtype: of the files.
@@ -65,15 +68,25 @@ def write_safetensors(
     shards = _shards(shapes, dtype, max_shard_size)
     names = [FILE_NAME]
     if len(shards) > 1:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
     stream = iter(tensors)
-    size = sum(_write_file(directory / name, shard, stream, dtype) for name, shard in zip(names, shards, strict=True))
+    size = sum(
+        _write_file(directory / name, shard, stream, dtype)
+        for name, shard in zip(names, shards, strict=True)
+    )
     surplus = next(stream, None)
     assert surplus is None, f"{surplus and surplus[0]} came after all that was announced"
     if len(shards) > 1:
         total = sum(math.prod(shape) for shape in shapes.values()) * _CODES[dtype][1].itemsize
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        weight_map = {
+            tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        write_json(
+            directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
     return size
 
 
@@ -91,7 +104,9 @@ def _shards(shapes: Shapes, dtype: Dtype, limit: int) -> list[Shapes]:
     return list(shards)
 
 
-def _write_file(path: Path, shapes: Shapes, stream: Iterator[tuple[str, Tensor]], dtype: Dtype) -> int:
+def _write_file(
+    path: Path, shapes: Shapes, stream: Iterator[tuple[str, Tensor]], dtype: Dtype
+) -> int:
     header = _header(shapes, dtype)
     with workspace_errors(path), open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little"))
@@ -130,7 +145,8 @@ def _header(shapes: Shapes, dtype: Dtype) -> bytes:
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
-"""How an exported model writes when nothing else is asked: decoded greedily, small models repeat themselves."""
+"""How an exported model writes when nothing else is asked: decoded greedily, small models repeat
+themselves."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -168,7 +184,13 @@ def write_model(
     table = table or form_of(spec)[1].key_map(spec)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory, table.their_shapes, table.forward(tensors), dtype=dtype, max_shard_size=max_shard_size)
+    write_safetensors(
+        directory,
+        table.their_shapes,
+        table.forward(tensors),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+    )
     write_json(directory / CONFIG_NAME, model_config(spec, dtype))
     generation = generation_config(spec)
     if generation:
@@ -180,7 +202,11 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
     special, eod = spec.special_tokens, spec.special_tokens.eod
     match spec.family:
         case "gpt":
-            ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
+            ends = (
+                {}
+                if eod is None
+                else {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
+            )
             return {**ends, **SAMPLING}
         case "t5":
             start = special.pad or 0
@@ -200,7 +226,9 @@ def copy_tokenizer(source: Path, directory: Path, positions: int) -> None:
     try:
         settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConversionError(f"{path} cannot be read ({error}): build the tokenizer again") from error
+        raise ConversionError(
+            f"{path} cannot be read ({error}): build the tokenizer again"
+        ) from error
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             with workspace_errors(directory):

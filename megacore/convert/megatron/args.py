@@ -24,12 +24,14 @@ _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
     "position_embedding_type": lambda model: model.position_embedding_type not in POSITIONS,
     "activation": lambda model: model.activation not in _MADE_AS,
     "rotary_percent": lambda model: (
-        model.position_embedding_type == "rope" and int(model.head_dim * model.rotary_percent) != model.rotary_dim
+        model.position_embedding_type == "rope"
+        and int(model.head_dim * model.rotary_percent) != model.rotary_dim
     ),
     "sliding_window": lambda model: model.sliding_window is not None,
     "qk_layernorm": lambda model: model.qk_layernorm,
 }
-"""Options of a model for which Megatron-LM's legacy models have no counterpart, and when they are used."""
+"""Options of a model for which Megatron-LM's legacy models have no counterpart, and when they are
+used."""
 _NO_PLACE_IN_BERT: dict[str, Callable[[ModelConfig], bool]] = {
     "normalization": lambda model: model.normalization != "layernorm",
     "position_embedding_type": lambda model: model.position_embedding_type != "learned_absolute",
@@ -46,20 +48,21 @@ def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> No
 
     Raises:
         ConversionError: it has no place for the family or for an option of the model.
-        ParallelLayoutError: heads, groups, widths, vocabulary or layers are not multiples of the sizes.
+        ParallelLayoutError: heads, groups, widths, vocabulary or layers are not multiples of the
+            sizes.
     """
     model = spec.model
     if spec.family == "t5":
         raise ConversionError(
-            "family 't5' has no counterpart in Megatron's file form, which holds gpt and bert alone: "
-            "export it with --format hf"
+            "family 't5' has no counterpart in Megatron's file form, which holds gpt and bert "
+            "alone: export it with --format hf"
         )
     rules = _NO_PLACE | _NO_PLACE_IN_BERT if spec.family == "bert" else _NO_PLACE
     used = [f"model.{name} {getattr(model, name)!r}" for name, rule in rules.items() if rule(model)]
     if used:
         raise ConversionError(
-            f"Megatron's file form of {spec.family} has no place for {', '.join(used)}: export the model with "
-            "--format hf, or train it without"
+            f"Megatron's file form of {spec.family} has no place for {', '.join(used)}: export the "
+            "model with --format hf, or train it without"
         )
     divided = {
         "model.num_attention_heads": model.num_attention_heads,
@@ -75,15 +78,18 @@ def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> No
 def _check_divides(what: str, length: int, kind: str, size: int) -> None:
     if size < 1 or length % size:
         raise ParallelLayoutError(
-            f"{what} {length} cannot be divided over a {kind} parallel size of {size} in Megatron's file form: "
-            "choose a size that divides it"
+            f"{what} {length} cannot be divided over a {kind} parallel size of {size} in "
+            "Megatron's file form: choose a size that divides it"
         )
 
 
-def args_of(spec: ModelSpec, *, iteration: int, tensor: int, pipeline: int) -> "OrderedDict[str, Any]":
+def args_of(
+    spec: ModelSpec, *, iteration: int, tensor: int, pipeline: int
+) -> "OrderedDict[str, Any]":
     """The arguments that Megatron-LM and the public converters read, as entries and as attributes.
 
-    A Namespace is what Megatron-LM writes, and what `torch.load(weights_only=True)` refuses; this it accepts.
+    A Namespace is what Megatron-LM writes, and what `torch.load(weights_only=True)` refuses; this
+    it accepts.
     """
     values = {
         **_shape_args(spec),
@@ -146,7 +152,10 @@ def _option_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer_args(spec: ModelSpec) -> dict[str, Any]:
-    """PretrainedFromHF is the type that public converters open without a network; NullTokenizer is Megatron's none."""
+    """PretrainedFromHF is the type that public converters open without a network.
+
+    NullTokenizer is Megatron's none.
+    """
     special = {"special_tokens": spec.special_tokens.model_dump(mode="json")}
     if spec.tokenizer_directory is None:
         return {"tokenizer_type": "NullTokenizer", "tokenizer_name_or_path": None, **special}
@@ -155,7 +164,10 @@ def _tokenizer_args(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _vocabulary_args(spec: ModelSpec, tensor: int) -> dict[str, Any]:
-    """Megatron-LM pads to a multiple of the argument times the tensor-parallel size: it must come to our size."""
+    """Megatron-LM pads to a multiple of the argument times the tensor-parallel size.
+
+    It must come to our size.
+    """
     ours = spec.model.make_vocab_size_divisible_by
     same = padded(spec.vocab_size, ours * tensor) == spec.padded_vocab_size
     return {
@@ -202,11 +214,11 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (),
     "window_size": (),
 }
-"""Arguments with which the same weights are another model than any of ours, unless they are false, null or one of
-these."""
+"""Arguments with which the same weights are another model than any of ours, unless they are false,
+null or one of these."""
 _OTHER_ROWS = "ds_sequence_parallel_fpdt"
-"""An argument of Megatron-DeepSpeed: since it has it, rows of query_key_value are in another order under the same
-checkpoint_version."""
+"""An argument of Megatron-DeepSpeed: since it has it, rows of query_key_value are in another order
+under the same checkpoint_version."""
 _SAME_NAMED = (
     "layernorm_epsilon",
     "hidden_dropout",
@@ -222,20 +234,29 @@ _SAME_NAMED = (
 
 
 def tensor_size(args: Mapping[str, Any]) -> Any:
-    """The tensor-parallel size, which versions before 3.0 call model_parallel_size; None where args do not say."""
+    """The tensor-parallel size, which versions before 3.0 call model_parallel_size.
+
+    None where args do not say.
+    """
     return args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
 
 
 def family_of(names: Collection[str], where: Path) -> Family:
-    """The family of a model with tensors of these dotted names. Raises ConversionError for one that cannot be read."""
+    """The family of a model with tensors of these dotted names.
+
+    Raises ConversionError for one that cannot be read.
+    """
     if any(name.startswith("language_model.decoder.") for name in names):
         raise ConversionError(
-            f"{where} holds a model with a decoder after an encoder, as T5's: this form is read for gpt and bert alone"
+            f"{where} holds a model with a decoder after an encoder, as T5's: this form is read "
+            "for gpt and bert alone"
         )
     return "bert" if any(name.startswith("lm_head.") for name in names) else "gpt"
 
 
-def spec_of(args: Mapping[str, Any], family: Family, layers: int, vocabulary_rows: int, where: Path) -> ModelSpec:
+def spec_of(
+    args: Mapping[str, Any], family: Family, layers: int, vocabulary_rows: int, where: Path
+) -> ModelSpec:
     """The model that `args` describe.
 
     Args:
@@ -254,7 +275,9 @@ def spec_of(args: Mapping[str, Any], family: Family, layers: int, vocabulary_row
         model = ModelConfig(**_model_fields(args, family))
         vocabulary = args.get("orig_vocab_size") or vocabulary_rows
         model = model.model_copy(
-            update={"make_vocab_size_divisible_by": _divisor(args, model, vocabulary, vocabulary_rows)}
+            update={
+                "make_vocab_size_divisible_by": _divisor(args, model, vocabulary, vocabulary_rows)
+            }
         )
         spec = ModelSpec(
             family=family,
@@ -265,8 +288,12 @@ def spec_of(args: Mapping[str, Any], family: Family, layers: int, vocabulary_row
         )
     except (ValidationError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"args of {where} describe no model: {reason}: use another checkpoint") from error
-    _check_held(spec, args.get("padded_vocab_size") or vocabulary_rows, vocabulary_rows, layers, where)
+        raise CheckpointError(
+            f"args of {where} describe no model: {reason}: use another checkpoint"
+        ) from error
+    _check_held(
+        spec, args.get("padded_vocab_size") or vocabulary_rows, vocabulary_rows, layers, where
+    )
     return spec
 
 
@@ -275,22 +302,25 @@ def remarks_on(args: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     remarks = []
     if not args.get("orig_vocab_size"):
         remarks.append(
-            "the file does not say how many rows of the padded vocabulary are tokens: all of them count as such"
+            "the file does not say how many rows of the padded vocabulary are tokens: all of them "
+            "count as such"
         )
     if family == "bert" and args.get("bias_gelu_fusion") and not args.get("openai_gelu"):
         remarks.append(
-            "Megatron-LM trained this BERT with GELU's tanh approximation in its layers and the exact GELU in its "
-            "masked LM's head: ours has one of them for both, and it is gelu_tanh"
+            "Megatron-LM trained this BERT with GELU's tanh approximation in its layers and the "
+            "exact GELU in its masked LM's head: ours has one of them for both, and it is "
+            "gelu_tanh"
         )
     return tuple(remarks)
 
 
 def check_rows(spec: ModelSpec, version: float, where: Path) -> None:
-    """Raise ConversionError for grouped queries in a checkpoint_version that was written before there were any."""
+    """Raise ConversionError for grouped queries in a checkpoint_version that precedes them."""
     if version < 2.0 and spec.model.query_groups != spec.model.num_attention_heads:
         raise ConversionError(
-            f"{where} has num_query_groups {spec.model.query_groups} and checkpoint_version {version}, of which the "
-            "order of rows of query_key_value is known without groups alone"
+            f"{where} has num_query_groups {spec.model.query_groups} and checkpoint_version "
+            f"{version}, of which the order of rows of query_key_value is known without groups "
+            "alone"
         )
 
 
@@ -298,16 +328,23 @@ def _check_args(args: Mapping[str, Any], where: Path) -> None:
     missing = [name for name in _NEEDED if args.get(name) is None]
     if missing:
         raise CheckpointError(
-            f"{where} does not say {', '.join(missing)} in its args, without which its weights cannot be told apart: "
-            "use a checkpoint that was saved with its args"
+            f"{where} does not say {', '.join(missing)} in its args, without which its weights "
+            "cannot be told apart: use a checkpoint that was saved with its args"
         )
-    others = [f"{name} {args[name]!r}" for name, off in _OFF.items() if args.get(name) and args[name] not in off]
+    others = [
+        f"{name} {args[name]!r}"
+        for name, off in _OFF.items()
+        if args.get(name) and args[name] not in off
+    ]
     if others:
-        raise ConversionError(f"{where} was trained with {', '.join(others)}, which no model of ours has")
+        raise ConversionError(
+            f"{where} was trained with {', '.join(others)}, which no model of ours has"
+        )
     if _OTHER_ROWS in args:
         raise ConversionError(
-            f"{where} was written by a Megatron-DeepSpeed that has the argument {_OTHER_ROWS}, whose rows of "
-            "query_key_value are in another order than checkpoint_version says: convert it with the tools it came with"
+            f"{where} was written by a Megatron-DeepSpeed that has the argument {_OTHER_ROWS}, "
+            "whose rows of query_key_value are in another order than checkpoint_version says: "
+            "convert it with the tools it came with"
         )
 
 
@@ -316,11 +353,15 @@ def _model_fields(args: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "kv_channels": args["hidden_size"] // args["num_attention_heads"],
         "ffn_hidden_size": 4 * args["hidden_size"],
     }
-    same = {name: args[name] for name in _SAME_NAMED if args.get(name) not in {None, usual.get(name)}}
+    same = {
+        name: args[name] for name in _SAME_NAMED if args.get(name) not in {None, usual.get(name)}
+    }
     heads, groups = args["num_attention_heads"], args.get("num_query_groups")
     grouped = bool(args.get("group_query_attention")) and groups != heads
     if grouped and heads % groups:
-        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}")
+        raise ValueError(
+            f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}"
+        )
     return {
         "layernorm_epsilon": args.get("norm_epsilon") or 1e-5,
         **same,
@@ -335,7 +376,10 @@ def _model_fields(args: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any]) -> Activation:
-    """As Megatron-LM's MLP chooses: GELU fused with the bias, or of versions before the choice, is approximate."""
+    """As Megatron-LM's MLP chooses.
+
+    GELU fused with the bias, or of versions before the choice, is approximate.
+    """
     if args.get("openai_gelu") or not args.keys() & {"openai_gelu", "bias_gelu_fusion", "swiglu"}:
         return "gelu_tanh"
     if args.get("onnx_safe"):
@@ -380,21 +424,30 @@ def _check_held(spec: ModelSpec, said: int, rows: int, layers: int, where: Path)
     model = spec.model
     if model.num_layers != layers:
         raise CheckpointError(
-            f"{where} holds {layers} layers where its args say num_layers {model.num_layers}: use another checkpoint"
+            f"{where} holds {layers} layers where its args say num_layers {model.num_layers}: use "
+            "another checkpoint"
         )
     if not spec.padded_vocab_size == said == rows:
         raise CheckpointError(
-            f"{where} has a table of {rows} tokens where its args say padded_vocab_size {said} and orig_vocab_size "
-            f"{spec.vocab_size}: use another checkpoint"
+            f"{where} has a table of {rows} tokens where its args say padded_vocab_size {said} and "
+            f"orig_vocab_size {spec.vocab_size}: use another checkpoint"
         )
-    if model.position_embedding_type == "rope" and int(model.head_dim * model.rotary_percent) != model.rotary_dim:
+    if (
+        model.position_embedding_type == "rope"
+        and int(model.head_dim * model.rotary_percent) != model.rotary_dim
+    ):
         raise ConversionError(
-            f"{where} was trained with rotary_percent {model.rotary_percent} of heads of {model.head_dim}, an odd "
-            f"number of elements, where ours would rotate {model.rotary_dim}"
+            f"{where} was trained with rotary_percent {model.rotary_percent} of heads of "
+            f"{model.head_dim}, an odd number of elements, where ours would rotate "
+            f"{model.rotary_dim}"
         )
 
 
 def _tokenizer_directory(args: Mapping[str, Any]) -> str | None:
     """Where the tokenizer is, if the file names a directory that is there."""
-    name = args.get("tokenizer_name_or_path") if args.get("tokenizer_type") == "PretrainedFromHF" else None
+    name = (
+        args.get("tokenizer_name_or_path")
+        if args.get("tokenizer_type") == "PretrainedFromHF"
+        else None
+    )
     return name if isinstance(name, str) and Path(name).is_dir() else None

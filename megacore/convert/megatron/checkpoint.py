@@ -1,10 +1,13 @@
-"""Checkpoints in Megatron-LM's file form, `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`, of GPT and BERT.
+"""Checkpoints of GPT and BERT in Megatron-LM's file form.
 
-What is written is taken by Megatron-LM's legacy models and by the public converters of transformers up to 4.46; what
-is read may be of any checkpoint_version and any division over tensor and pipeline ranks. Only weights pass through:
-a checkpoint of ours is resumed by ours alone.
+The files are `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-Source: NVIDIA/Megatron-LM, megatron/training/checkpointing.py (Shoeybi et al. 2019, Narayanan et al. 2021).
+What is written is taken by Megatron-LM's legacy models and by the public converters of transformers
+up to 4.46; what is read may be of any checkpoint_version and any division over tensor and pipeline
+ranks. Only weights pass through: a checkpoint of ours is resumed by ours alone.
+
+Source: NVIDIA/Megatron-LM, megatron/training/checkpointing.py (Shoeybi et al. 2019, Narayanan et
+al. 2021).
 """
 
 import itertools
@@ -19,7 +22,14 @@ from torch import Tensor
 from megacore.artifact.files import staged
 from megacore.checkpoint.format import directory_name, write_tracker
 from megacore.config.spec import ModelSpec
-from megacore.convert.megatron.args import args_of, check_megatron, check_rows, family_of, remarks_on, spec_of
+from megacore.convert.megatron.args import (
+    args_of,
+    check_megatron,
+    check_rows,
+    family_of,
+    remarks_on,
+    spec_of,
+)
 from megacore.convert.megatron.files import (
     FILE_NAME,
     MergedTensors,
@@ -62,7 +72,8 @@ def write_megatron(
 ) -> None:
     """Write `output/iter_<iteration>/` and the tracker file, or nothing.
 
-    One rank's file and one whole tensor are in memory at a time; each file looks its tensors up again.
+    One rank's file and one whole tensor are in memory at a time; each file looks its tensors up
+    again.
 
     Args:
         spec: the model.
@@ -89,7 +100,12 @@ def write_megatron(
             first, last = stage == 0, stage == pipeline - 1
             model = _rank_model(tensors, table, layers, (rank, tensor), first=first, last=last)
             name = f"mp_rank_{rank:02d}" if pipeline == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
-            state = {"args": args, "checkpoint_version": CHECKPOINT_VERSION, "iteration": iteration, "model": model}
+            state = {
+                "args": args,
+                "checkpoint_version": CHECKPOINT_VERSION,
+                "iteration": iteration,
+                "model": model,
+            }
             write_rank_file(staging / name / FILE_NAME, state)
             del model, state
     write_tracker(output, iteration)
@@ -98,11 +114,12 @@ def write_megatron(
 def read_megatron(directory: Path) -> MegatronCheckpoint:
     """Open a checkpoint: the root with its tracker file, or the directory that holds `mp_rank_*`.
 
-    Nothing in the files is executed. Tensors stay on the disk until they are asked for, unless a file is of torch's
-    form before 1.6.
+    Nothing in the files is executed. Tensors stay on the disk until they are asked for, unless a
+    file is of torch's form before 1.6.
 
     Raises:
-        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees with another.
+        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees
+            with another.
         ConversionError: it is a model that we do not have, or in Megatron core's form.
     """
     found, iteration = checkpoint_directory(directory)
@@ -122,9 +139,10 @@ def _check_names(tensors: Mapping[str, Tensor], table: Iterable[Slot]) -> None:
     missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
     if missing or unknown:
         raise ConversionError(
-            f"the checkpoint is of another model than its description: it {'lacks' if missing else 'has no place for'} "
-            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, {len(unknown)} unknown): "
-            "give the description it was saved with"
+            "the checkpoint is of another model than its description: it "
+            f"{'lacks' if missing else 'has no place for'} "
+            f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, "
+            f"{len(unknown)} unknown): give the description it was saved with"
         )
 
 
@@ -139,7 +157,9 @@ def _rank_model(
 ) -> dict[str, Any]:
     """The nested tensors of tensor rank `rank` (of how many) in the pipeline stage of `layers`."""
     held = stage_slots(table, layers, first=first, last=last)
-    return nested(((slot.name, slot.part(_taken(tensors, slot), *rank)) for slot in held), layers.start)
+    return nested(
+        ((slot.name, slot.part(_taken(tensors, slot), *rank)) for slot in held), layers.start
+    )
 
 
 def _taken(tensors: Mapping[str, Tensor], slot: Slot) -> Iterator[Tensor]:
@@ -147,7 +167,7 @@ def _taken(tensors: Mapping[str, Tensor], slot: Slot) -> Iterator[Tensor]:
         tensor = tensors[name].detach().to(torch.float32)
         if tuple(tensor.shape) != shape:
             raise ConversionError(
-                f"{name} has shape {tuple(tensor.shape)} where the model's description says {shape}: "
-                "give the description it was saved with"
+                f"{name} has shape {tuple(tensor.shape)} where the model's description says "
+                f"{shape}: give the description it was saved with"
             )
         yield tensor

@@ -1,8 +1,10 @@
-"""Names and parts of a model's tensors in Megatron-LM's checkpoint files, from one table that is read both ways.
+"""Names and parts of a model's tensors in Megatron-LM's checkpoint files.
+
+One table is read both ways.
 
 A rank's file nests its tensors by module. Here a name is dotted, as in
-"language_model.encoder.layers.3.mlp.dense_4h_to_h.bias", and has the number of the layer in the whole model; in a
-file layers begin at 0 in every pipeline stage.
+"language_model.encoder.layers.3.mlp.dense_4h_to_h.bias", and has the number of the layer in the
+whole model; in a file layers begin at 0 in every pipeline stage.
 
 Source: NVIDIA/Megatron-LM, megatron/legacy/model and megatron/training/checkpointing.py.
 """
@@ -39,7 +41,12 @@ _CONTAINERS = (
 _OLD_NAMES = (
     (re.compile(r"^language_model\.transformer\."), "language_model.encoder."),
     (re.compile(r"(?<=\d\.)attention\."), "self_attention."),
-    (re.compile(r"(?<=input_)norm\.|(?<=post_attention_)norm\.|(?<=final_)norm\.|(?<=lm_head\.)norm\."), "layernorm."),
+    (
+        re.compile(
+            r"(?<=input_)norm\.|(?<=post_attention_)norm\.|(?<=final_)norm\.|(?<=lm_head\.)norm\."
+        ),
+        "layernorm.",
+    ),
 )
 """What earlier and later versions of Megatron-LM call the same modules."""
 _NO_WEIGHTS = re.compile(r"_extra_state$|rotary\w*\.inv_freq$")
@@ -56,7 +63,8 @@ _CUTS = {
     "mlp.dense_h_to_4h.bias": 0,
     "mlp.dense_4h_to_h.weight": 1,
 }
-"""Dimension along which tensor-parallel ranks share a tensor, by the end of its name; each has all of any other."""
+"""Dimension along which tensor-parallel ranks share a tensor, by the end of its name; each has all
+of any other."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,11 @@ class Slot:
     shapes: tuple[Shape, ...]
     """Their whole shapes."""
     place: int | Literal["first", "last", "head copy"]
-    """The layer it belongs to, or the pipeline stage; a head copy is in a last stage that is not the first."""
+    """The layer it belongs to, or the pipeline stage; a head copy is in a last stage that is not
+    the first."""
     layout: Layout = SAME
-    """One rank's part against that rank's parts of ours; the same for every tensor-parallel size."""
+    """One rank's part against that rank's parts of ours; the same for every tensor-parallel
+    size."""
 
     @property
     def cut(self) -> int | None:
@@ -82,25 +92,33 @@ class Slot:
     def shape(self, tensor: int) -> Shape:
         """Shape of one rank's part at a tensor-parallel size."""
         parts = tuple(
-            torch.empty([n // tensor if dim == self.cut else n for dim, n in enumerate(shape)], device="meta")
+            torch.empty(
+                [n // tensor if dim == self.cut else n for dim, n in enumerate(shape)],
+                device="meta",
+            )
             for shape in self.shapes
         )
         return tuple(self.layout.merge(parts).shape)
 
     def part(self, ours: Iterable[Tensor], rank: int, tensor: int) -> Tensor:
         """The tensor of one rank, with memory of its own, from our whole ones."""
-        parts = (whole if self.cut is None else whole.chunk(tensor, self.cut)[rank] for whole in ours)
+        parts = (
+            whole if self.cut is None else whole.chunk(tensor, self.cut)[rank] for whole in ours
+        )
         return self.layout.merge(tuple(parts)).clone(memory_format=torch.contiguous_format)
 
     def whole(self, parts: Iterable[Tensor], ours: str) -> Tensor:
-        """Our whole tensor `ours`, with memory of its own, from those of all ranks, in their order."""
+        """Our whole tensor `ours`, with memory of its own, from all ranks' parts in order."""
         index = self.ours.index(ours)
         pieces = [self.layout.split(part)[index] for part in parts]
         return torch.cat(pieces[:1] if self.cut is None else pieces, self.cut or 0)
 
 
 def slots(spec: ModelSpec) -> tuple[Slot, ...]:
-    """The table of a model, in the order of its files: embeddings, layers ascending, final norm, heads."""
+    """The table of a model, in the order of its files.
+
+    Embeddings come first, then layers ascending, final norm and heads.
+    """
     model = spec.model
     table = [*_embedding(spec)]
     for layer in range(model.num_layers):
@@ -115,7 +133,11 @@ def slots(spec: ModelSpec) -> tuple[Slot, ...]:
 def stage_slots(table: Iterable[Slot], layers: range, *, first: bool, last: bool) -> Iterator[Slot]:
     """Those of one pipeline stage that holds `layers`."""
     held = {"first": first, "last": last, "head copy": last and not first}
-    return (slot for slot in table if (slot.place in layers if isinstance(slot.place, int) else held[slot.place]))
+    return (
+        slot
+        for slot in table
+        if (slot.place in layers if isinstance(slot.place, int) else held[slot.place])
+    )
 
 
 def _slot(
@@ -134,7 +156,9 @@ def _embedding(spec: ModelSpec) -> Iterator[Slot]:
     table = (spec.padded_vocab_size, hidden)
     yield _slot(WORD_EMBEDDINGS, table, "first")
     if model.position_embedding_type == "learned_absolute":
-        yield _slot("embedding.position_embeddings.weight", (spec.max_position_embeddings, hidden), "first")
+        yield _slot(
+            "embedding.position_embeddings.weight", (spec.max_position_embeddings, hidden), "first"
+        )
     if spec.family == "bert":
         yield _slot("embedding.tokentype_embeddings.weight", (SEGMENTS, hidden), "first")
 
@@ -144,12 +168,19 @@ def _layer(model: ModelConfig, layer: int) -> Iterator[Slot]:
     prefix = f"encoder.layers.{layer}"
     yield from _norm(model, f"{prefix}.input_layernorm", layer)
     yield from _query_key_value(model, f"{prefix}.self_attention", layer)
-    yield from _linear(model, f"{prefix}.self_attention.dense", (hidden, model.attention_size), layer)
+    yield from _linear(
+        model, f"{prefix}.self_attention.dense", (hidden, model.attention_size), layer
+    )
     yield from _norm(model, f"{prefix}.post_attention_layernorm", layer)
     if model.gated:
         halves = (f"{prefix}.mlp.dense_h_to_4h_gate", f"{prefix}.mlp.dense_h_to_4h")
         yield from _joined(
-            model, f"{prefix}.mlp.dense_h_to_4h", halves, ((inner, hidden), (inner, hidden)), layer, GATED_HALVES
+            model,
+            f"{prefix}.mlp.dense_h_to_4h",
+            halves,
+            ((inner, hidden), (inner, hidden)),
+            layer,
+            GATED_HALVES,
         )
     else:
         yield from _linear(model, f"{prefix}.mlp.dense_h_to_4h", (inner, hidden), layer)
@@ -179,7 +210,9 @@ def _heads(spec: ModelSpec) -> Iterator[Slot]:
         for end, shape in shapes.items():
             yield _slot(f"lm_head.{end}", shape, "last", theirs=f"lm_head.{end}")
         if spec.model.bert_binary_head:
-            yield _slot("binary_head.weight", (SEGMENTS, hidden), "last", theirs="binary_head.weight")
+            yield _slot(
+                "binary_head.weight", (SEGMENTS, hidden), "last", theirs="binary_head.weight"
+            )
             yield _slot("binary_head.bias", (SEGMENTS,), "last", theirs="binary_head.bias")
     if spec.model.untie_embeddings_and_output_weights:
         yield _slot("output_layer.weight", table, "last")
@@ -198,7 +231,12 @@ def _linear(model: ModelConfig, name: str, shape: Shape, layer: int) -> Iterator
 
 
 def _joined(
-    model: ModelConfig, name: str, ours: tuple[str, ...], shapes: tuple[Shape, ...], layer: int, layout: Layout
+    model: ModelConfig,
+    name: str,
+    ours: tuple[str, ...],
+    shapes: tuple[Shape, ...],
+    layer: int,
+    layout: Layout,
 ) -> Iterator[Slot]:
     """A weight and, directly after it, its bias, made of those of our layers `ours`."""
     for end, columns in (("weight", slice(None)), ("bias", slice(1))):
@@ -213,7 +251,10 @@ GATED_HALVES = Layout(lambda theirs: theirs.chunk(2), torch.cat)
 
 
 def grouped_rows(sharing: int, head_dim: int) -> Layout:
-    """Rows [group][q of each of `sharing` heads, k, v][d] against query [head][d] and key_value [group][k, v][d]."""
+    """Rows of a grouped query_key_value against separate query and key_value.
+
+    [group][q of each of `sharing` heads, k, v][d] against [head][d] and [group][k, v][d].
+    """
     rows = [sharing * head_dim, 2 * head_dim]
 
     def split(theirs: Tensor) -> tuple[Tensor, ...]:
@@ -229,7 +270,9 @@ def grouped_rows(sharing: int, head_dim: int) -> Layout:
 
 
 def current_rows(theirs: Tensor, version: float, head_dim: int) -> Tensor:
-    """One rank's rows of query_key_value, [head][q, k, v][d], from the order of a file's checkpoint_version.
+    """One rank's rows of query_key_value, [head][q, k, v][d], from a file's order.
+
+    Its checkpoint_version tells the order.
 
     Below 1.0 they are [q, k, v][head][d], of 1.0 [head][d][q, k, v].
     """
@@ -255,9 +298,10 @@ def nested(tensors: Iterable[tuple[str, Tensor]], first_layer: int) -> dict[str,
 
 
 def dotted(model: Mapping[str, Any], first_layer: int, where: str) -> dict[str, Tensor]:
-    """Tensors by dotted name from one stage's dictionaries, whatever version of Megatron-LM named them.
+    """Tensors by dotted name from one stage's dictionaries, of any version of Megatron-LM.
 
-    Raises CheckpointError for an entry that is neither a tensor nor known to hold no weights; `where` is the file.
+    Raises CheckpointError for an entry that is neither a tensor nor known to hold no weights;
+    `where` is the file.
     """
     found: dict[str, Tensor] = {}
     for old, value in leaves(model):
@@ -265,9 +309,14 @@ def dotted(model: Mapping[str, Any], first_layer: int, where: str) -> dict[str, 
         if name is None:
             continue
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{where} holds {type(value).__name__} as {name} where a tensor belongs: use another")
+            raise CheckpointError(
+                f"{where} holds {type(value).__name__} as {name} where a tensor belongs: use "
+                "another"
+            )
         if name in found:
-            raise CheckpointError(f"{where} holds {name} twice, under an old name and a new one: use another")
+            raise CheckpointError(
+                f"{where} holds {name} twice, under an old name and a new one: use another"
+            )
         found[name] = value
     return {_renumbered(name, first_layer): value for name, value in found.items()}
 
@@ -278,7 +327,10 @@ def layer_numbers(names: Iterable[str]) -> set[int]:
 
 
 def current_name(name: str) -> str | None:
-    """A dotted name as this table has it, whatever version of Megatron-LM gave it; None where it is of no weights."""
+    """A dotted name as this table has it, whatever version of Megatron-LM gave it.
+
+    None where it is of no weights.
+    """
     if _NO_WEIGHTS.search(name):
         return None
     for old, new in _OLD_NAMES:
@@ -297,4 +349,6 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _renumbered(name: str, shift: int) -> str:
     match = _LAYER.match(name)
-    return f"{name[: match.start(1)]}{int(match[1]) + shift}{name[match.end(1) :]}" if match else name
+    return (
+        f"{name[: match.start(1)]}{int(match[1]) + shift}{name[match.end(1) :]}" if match else name
+    )

@@ -1,6 +1,7 @@
 """What DeepSpeed's engines with and without pipeline stages have in common.
 
-The engine that DeepSpeed carries out: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al. 2021).
+The engine that DeepSpeed carries out: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al.
+2021).
 
 Models, data, events and checkpoints are those of the native engine.
 """
@@ -27,7 +28,12 @@ from megacore.engine.deepspeed.join import (
     prepare_parameters,
     show_log,
 )
-from megacore.engine.deepspeed.optimizer import DeepSpeedLossScale, WholeGradients, make_adam, set_hyperparameters
+from megacore.engine.deepspeed.optimizer import (
+    DeepSpeedLossScale,
+    WholeGradients,
+    make_adam,
+    set_hyperparameters,
+)
 from megacore.engine.deepspeed.settings import deepspeed_settings
 from megacore.engine.deepspeed.state import DeepSpeedState, main_weights, shape_of
 from megacore.kernels.choice import Kernels
@@ -53,7 +59,9 @@ class DeepSpeedBase(StageEngine, ABC):
         kernels: Kernels | None = None,
         compiled_adam: bool = False,
     ) -> None:
-        """Build this rank's part of the model with its initial weights, and divide it as ZeRO says. Collective.
+        """Build this rank's part of the model with its initial weights, and divide it as ZeRO says.
+
+        Collective.
 
         The arguments, and what is raised, are those of `megacore.engine.build.build_engine`.
         """
@@ -61,10 +69,15 @@ class DeepSpeedBase(StageEngine, ABC):
         self._config, self._mesh = config, mesh
         self._zero_stage = zero_of(config).stage
         self._settings: dict[str, Any] = deepspeed_settings(
-            config, precision=precision, device_type=device.type, data_parallel_size=mesh.data_parallel.size
+            config,
+            precision=precision,
+            device_type=device.type,
+            data_parallel_size=mesh.data_parallel.size,
         )
         # With pipeline stages bf16 has an optimizer of its own, as with ZeRO.
-        self._clips_itself = self._zero_stage == 0 and (precision == "fp32" or mesh.pipeline_parallel.size == 1)
+        self._clips_itself = self._zero_stage == 0 and (
+            precision == "fp32" or mesh.pipeline_parallel.size == 1
+        )
         if self._clips_itself:
             self._settings["gradient_clipping"] = 0.0  # see `WholeGradients`
         show_log(self._settings)
@@ -84,7 +97,9 @@ class DeepSpeedBase(StageEngine, ABC):
             )
         (model,) = self._stage.chunks
         prepare_parameters(model, mesh)
-        self._adam, self._moments = make_adam(self._stage.named_parameters, config, compiled=compiled_adam)
+        self._adam, self._moments = make_adam(
+            self._stage.named_parameters, config, compiled=compiled_adam
+        )
         checkpoint_activations(model, config, self._settings, mpu)
         self._engine, optimizer = self._initialize(mpu, vocab_size)
         self._take_over(optimizer, ModelSpec.of(config, vocab_size), mpu)
@@ -101,14 +116,22 @@ class DeepSpeedBase(StageEngine, ABC):
         return self._scale.scale if self._scale else 1.0
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Copies of this rank's fp32 main weights `model.*` and moments `optimizer.*`; `load_state` takes them back."""
+        """Copies of this rank's fp32 main weights `model.*` and moments `optimizer.*`.
+
+        `load_state` takes them back.
+        """
         return self._state.tensors()
 
     def state(self) -> dict[str, Any]:
         """Number of updates and, for fp16, the loss scale."""
-        return {"optimizer_steps": self._updates, "loss_scaler": self._scale.state() if self._scale else None}
+        return {
+            "optimizer_steps": self._updates,
+            "loss_scaler": self._scale.state() if self._scale else None,
+        }
 
-    def load_state(self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]) -> None:
+    def load_state(
+        self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]
+    ) -> None:
         """Continue from `state` and from what was read into `tensors`."""
         self._state.write(tensors)
         self._updates = int(state["optimizer_steps"])
@@ -117,25 +140,41 @@ class DeepSpeedBase(StageEngine, ABC):
             self._scale.load_state(state["loss_scaler"])
 
     def _divided_from_the_start(self, mpu: MeshUnit) -> AbstractContextManager[Any]:
-        """Under ZeRO-3 no rank ever has the whole model: parameters are divided as soon as they are made."""
+        """Under ZeRO-3 no rank ever has the whole model.
+
+        Parameters are divided as soon as they are made.
+        """
         if self._zero_stage < 3:
             return nullcontext()
         # The type is in the settings: a type given by itself is replaced by bf16 on a CPU.
         context: AbstractContextManager[Any] = import_deepspeed().zero.Init(
-            data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=self._settings, mpu=mpu
+            data_parallel_group=mpu.get_data_parallel_group(),
+            config_dict_or_path=self._settings,
+            mpu=mpu,
         )
         return context
 
     def _take_over(self, optimizer: Any, spec: ModelSpec, mpu: MeshUnit) -> None:
-        """Take hold of what DeepSpeed made of model and optimizer, and give the main weights their initial values."""
+        """Take hold of what DeepSpeed made of model and optimizer.
+
+        The main weights get their initial values.
+        """
         parameters = self._stage.named_parameters
         self._whole = (
-            WholeGradients(self._adam, self._stage, main_weights(optimizer, parameters), self._config.optim.clip_grad)
+            WholeGradients(
+                self._adam,
+                self._stage,
+                main_weights(optimizer, parameters),
+                self._config.optim.clip_grad,
+            )
             if self._clips_itself
             else None
         )
-        self._state = DeepSpeedState(parameters, self._stage.partitions, optimizer, self._moments, mpu.data_parallel)
-        self._moments.set_steps(0)  # DeepSpeed may have stepped once, at a learning rate of 0, to allocate
+        self._state = DeepSpeedState(
+            parameters, self._stage.partitions, optimizer, self._moments, mpu.data_parallel
+        )
+        # DeepSpeed may have stepped once, at a learning rate of 0, to allocate
+        self._moments.set_steps(0)
         self._scale = (
             DeepSpeedLossScale(optimizer.loss_scaler, self._config.optim.loss_scale)
             if self.precision == "fp16"
@@ -144,11 +183,16 @@ class DeepSpeedBase(StageEngine, ABC):
         self.kernels = {
             **self._stage.kernels.names,
             "optimizer": f"deepspeed {type(optimizer).__name__} over {type(self._adam).__name__}",
-            "communication": "none" if self._mesh.world_size == 1 else "nccl" if self.device.type == "cuda" else "gloo",
+            "communication": "none"
+            if self._mesh.world_size == 1
+            else "nccl"
+            if self.device.type == "cuda"
+            else "gloo",
         }
         if self._zero_stage < 3 and self.precision == "fp32":
             return
-        # Main weights start in fp32, not rounded to the compute type; under ZeRO-3 they have no values before.
+        # Main weights start in fp32, not rounded to the compute type; under ZeRO-3 they have no
+        # values before.
         for name, parameter in parameters.items():
             partition = self._stage.partitions.get(name)
             shape = tuple(shape_of(parameter))
@@ -156,7 +200,10 @@ class DeepSpeedBase(StageEngine, ABC):
             self._state.set_weight(name, values)
 
     def _set_batch(self, micro_batches: int) -> None:
-        """Tell DeepSpeed how many micro batches there are; they become more while the batch ramps up."""
+        """Tell DeepSpeed how many micro batches there are.
+
+        They become more while the batch ramps up.
+        """
         if micro_batches != self._engine.gradient_accumulation_steps():
             replica = micro_batches * self._config.train.micro_batch_size
             self._engine.set_train_batch_size(replica * self._mesh.data_parallel.size)
@@ -171,17 +218,21 @@ class DeepSpeedBase(StageEngine, ABC):
     ) -> Update:
         """Clip the averaged gradients and make one optimizer step.
 
-        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16. DeepSpeed does not
-        ask before it changes the weights.
+        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16.
+        DeepSpeed does not ask before it changes the weights.
         """
         assert withhold is None, "DeepSpeed's engines cannot withhold an update"
         set_hyperparameters(self._adam, lr, weight_decay)
         micro_batches = self._step()
-        losses = global_means(self._losses, micro_batches, len(self.loss_names), self._mesh, self.device, notices)
+        losses = global_means(
+            self._losses, micro_batches, len(self.loss_names), self._mesh, self.device, notices
+        )
         if not self._engine.was_step_applied():
             grad_norm = math.inf
         else:
-            grad_norm = self._whole.norm if self._whole else float(self._engine.get_global_grad_norm())
+            grad_norm = (
+                self._whole.norm if self._whole else float(self._engine.get_global_grad_norm())
+            )
         applied = math.isfinite(grad_norm)
         self._updates += applied
         if self._scale:
@@ -204,7 +255,9 @@ class MicroBatch(nn.Module):
         self._rules = rules
 
     def forward(self, batch: Tensor, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
-        """The sum of the mean losses, and each of them [terms]; in evaluation 0, and sums and numbers [terms, 2].
+        """The sum of the mean losses, and each of them [terms].
+
+        In evaluation 0, and sums and numbers [terms, 2].
 
         Args:
             batch: ids [b, width].
@@ -224,7 +277,10 @@ class DeepSpeedEngine(DeepSpeedBase):
     def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
         (model,) = self._stage.chunks
         engine, optimizer, _, _ = import_deepspeed().initialize(
-            model=MicroBatch(model, self._stage.rules), optimizer=self._adam, mpu=mpu, config=self._settings
+            model=MicroBatch(model, self._stage.rules),
+            optimizer=self._adam,
+            mpu=mpu,
+            config=self._settings,
         )
         return engine, optimizer
 
@@ -249,7 +305,10 @@ class DeepSpeedEngine(DeepSpeedBase):
         return len(self._losses)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""
+        """Of each loss its sum over all that counts, and its number: fp64 [terms, 2].
+
+        Dropout is off.
+        """
         total = torch.zeros(len(self.loss_names), 2, dtype=torch.float64, device=self.device)
         self._engine.eval()
         try:

@@ -1,6 +1,7 @@
 """What a DeepSpeed engine needs before it can be made, with and without a pipeline.
 
-The one way to import deepspeed: for the hardware that is here, quietly, and so that no rank compiles anything.
+The one way to import deepspeed: for the hardware that is here, quietly, and so that no rank
+compiles anything.
 
 The process mesh as DeepSpeed asks for it: the methods of Megatron-LM's `mpu`.
 """
@@ -27,12 +28,16 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.tensor_parallel import partial_gradients, partitions
 
 _COMPILED_ON_THE_WAY = "deepspeed_shm_comm"
-"""An operator for sums on one host's CPUs, which DeepSpeed otherwise compiles when it joins the ranks."""
+"""An operator for sums on one host's CPUs, which DeepSpeed otherwise compiles when it joins the
+ranks."""
 
 
 @cache
 def import_deepspeed() -> ModuleType:
-    """The package, for CPUs and gloo where there is no GPU; a DS_ACCELERATOR that is set already stays."""
+    """The package, for CPUs and gloo where there is no GPU.
+
+    A DS_ACCELERATOR that is set already stays.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Of DeepSpeed's own calls, one for each kind and rank.
@@ -52,7 +57,10 @@ class MeshUnit:
     """Model parallel here means tensor parallel: DeepSpeed wraps one pipeline stage."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
-        """Take the mesh's groups, and make those of one rank, which the mesh has none for. Collective."""
+        """Take the mesh's groups, and make those of one rank, which the mesh has none for.
+
+        Collective.
+        """
         self.data_parallel = _with_group(mesh.data_parallel, mesh.layout, "data")
         """Ranks that hold the same weights, with a process group even where there is one."""
         self.tensor_parallel = _with_group(mesh.tensor_parallel, mesh.layout, "tensor")
@@ -98,12 +106,21 @@ def _with_group(own: ParallelGroup, layout: RankLayout, axis: str) -> ParallelGr
     return own
 
 
-_REPORTS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger")
+_REPORTS = (
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "flops_profiler",
+    "comms_logger",
+)
 """Settings that write to DeepSpeed's log."""
 
 
 def join_ranks() -> None:
-    """Let DeepSpeed use the process group that is there; a process that works alone gets one of its own."""
+    """Let DeepSpeed use the process group that is there.
+
+    A process that works alone gets one of its own.
+    """
     os.environ.setdefault("LOCAL_RANK", "0")  # a pipeline asks for it
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -122,9 +139,12 @@ def show_log(settings: Mapping[str, Any]) -> None:
 
 
 def prepare_parameters(model: nn.Module, mesh: ProcessMesh) -> None:
-    """Say which parameters are divided over tensor-parallel ranks, and sum gradients that are a part on each.
+    """Say which parameters are divided over tensor-parallel ranks.
 
-    DeepSpeed counts a parameter in the gradient's norm on the first rank alone unless it says that it is divided.
+    Gradients that are a part on each of them are summed.
+
+    DeepSpeed counts a parameter in the gradient's norm on the first rank alone unless it says that
+    it is divided.
     """
     divided, partial, tensor = partitions(model), partial_gradients(model), mesh.tensor_parallel
     for name, parameter in model.named_parameters():
@@ -133,10 +153,15 @@ def prepare_parameters(model: nn.Module, mesh: ProcessMesh) -> None:
             parameter.register_hook(lambda gradient: all_reduce(gradient, tensor))  # type: ignore[no-untyped-call]
 
 
-def checkpoint_activations(model: nn.Module, config: RunConfig, settings: dict[str, Any], mpu: Any) -> None:
-    """Let layers that recompute all do it DeepSpeed's way, which can divide what is kept or move it to main memory.
+def checkpoint_activations(
+    model: nn.Module, config: RunConfig, settings: dict[str, Any], mpu: Any
+) -> None:
+    """Let layers that recompute all do it DeepSpeed's way.
 
-    Not T5's: it would lose the gradients of what layers share, the relative bias and the encoder's output.
+    That can divide what is kept or move it to main memory.
+
+    Not T5's: it would lose the gradients of what layers share, the relative bias and the encoder's
+    output.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if config.family == "t5" or not any(layer.recompute == "full" for layer in layers):

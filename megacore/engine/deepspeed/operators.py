@@ -1,7 +1,8 @@
 """DeepSpeed's compiled operators: built once, before any rank starts, and only loaded by the ranks.
 
-They lie in the workspace's `extensions`, one artifact for each operator, version of torch and of DeepSpeed, Python and
-instruction set. `python -m megacore.ranks.operators --config run.json` builds what a job needs.
+They lie in the workspace's `extensions`, one artifact for each operator, version of torch and of
+DeepSpeed, Python and instruction set. `python -m megacore.ranks.operators --config run.json` builds
+what a job needs.
 """
 
 import contextlib
@@ -42,10 +43,13 @@ _log = logging.getLogger(__name__)
 def require_deepspeed(config: RunConfig) -> None:
     """Raise ConfigError where the run is to use DeepSpeed and it is not installed."""
     asking = "engine" if config.engine == "deepspeed" else "launch.kind"
-    if "deepspeed" in (config.engine, config.launch.kind) and importlib.util.find_spec("deepspeed") is None:
+    if (
+        "deepspeed" in (config.engine, config.launch.kind)
+        and importlib.util.find_spec("deepspeed") is None
+    ):
         raise ConfigError(
-            f"{asking} is deepspeed, which is not installed: pip install megacore[deepspeed], or set {asking} to "
-            f"{'native' if asking == 'engine' else 'torchrun'}"
+            f"{asking} is deepspeed, which is not installed: pip install megacore[deepspeed], or "
+            f"set {asking} to {'native' if asking == 'engine' else 'torchrun'}"
         )
 
 
@@ -73,10 +77,12 @@ def operator_directories(config: RunConfig) -> list[Path]:
 
 
 def load_operators(config: RunConfig) -> frozenset[Operator]:
-    """Load into this rank what its configuration needs and the preparation built; nothing is compiled here.
+    """Load into this rank what its configuration needs and the preparation built.
 
-    Returns what DeepSpeed now finds; without `cpu_adam` in it torch's Adam is to be used, which a warning says.
-    Raises LaunchError for an operator that the run cannot do without.
+    Nothing is compiled here.
+
+    Returns what DeepSpeed now finds; without `cpu_adam` in it torch's Adam is to be used, which a
+    warning says. Raises LaunchError for an operator that the run cannot do without.
     """
     loaded = set[Operator]()
     for name in needed_operators(config):
@@ -92,20 +98,27 @@ def load_operators(config: RunConfig) -> frozenset[Operator]:
 
 
 def build_operator(name: Operator) -> Path:
-    """Compile an operator unless the workspace has it; of two that want it at once one waits. Returns its directory.
+    """Compile an operator unless the workspace has it; of two that want it at once one waits.
+
+    Returns its directory.
 
     Raises LaunchError, naming what is missing or what the compiler said last.
     """
     from megacore.engine.deepspeed.join import import_deepspeed
 
-    os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"  # pip's ninja
+    # pip's ninja
+    os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"
     compiler = os.environ.get("CXX", "c++").split()[0]
     for program, package in ((compiler, "apt-get install g++"), ("ninja", "pip install ninja")):
         if shutil.which(program) is None:
-            raise LaunchError(f"{_cannot(name)}: {program} is not installed: {package}{_otherwise(name)}")
+            raise LaunchError(
+                f"{_cannot(name)}: {program} is not installed: {package}{_otherwise(name)}"
+            )
     import_deepspeed()
     key = _key(name)
-    artifact, _ = build_artifact(Workspace.of().folder(key.stage), key, lambda directory: _compile(name, directory))
+    artifact, _ = build_artifact(
+        Workspace.of().folder(key.stage), key, lambda directory: _compile(name, directory)
+    )
     return artifact.directory
 
 
@@ -114,7 +127,9 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
     builders = _builders(name)
     if not builders[-1].is_compatible():
         missing = (
-            "libaio's headers are missing: apt-get install libaio-dev" if name == "async_io" else "unsupported here"
+            "libaio's headers are missing: apt-get install libaio-dev"
+            if name == "async_io"
+            else "unsupported here"
         )
         raise LaunchError(f"{_cannot(name)}: {missing}{_otherwise(name)}")
     with _environment(TORCH_EXTENSIONS_DIR=str(directory)):
@@ -123,9 +138,14 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
                 builder.jit_load(verbose=False)
                 builder.load()  # the next library finds this one's symbols
         except Exception as error:  # torch's, the compiler's or the loader's
-            lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in f"{error}\n{error.__cause__ or ''}".splitlines()
+                if line.strip()
+            ]
             raise LaunchError(
-                f"{_cannot(name)}: {' | '.join(lines[-_LINES:])}: mend the compiler{_otherwise(name)}"
+                f"{_cannot(name)}: {' | '.join(lines[-_LINES:])}: mend the "
+                f"compiler{_otherwise(name)}"
             ) from error
     for path in directory.rglob("*"):
         if path.is_file() and path.suffix != ".so":
@@ -134,7 +154,7 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
 
 
 def _load(name: Operator) -> None:
-    """Make the built libraries those that DeepSpeed's builders return, so that none of them compiles."""
+    """Let DeepSpeed's builders return the built libraries, so that none compiles."""
     from megacore.engine.deepspeed.join import import_deepspeed
 
     import_deepspeed()
@@ -144,7 +164,9 @@ def _load(name: Operator) -> None:
     directory = Workspace.of().folder(key.stage) / key.key
     for builder in _builders(name):
         if builder.name not in OpBuilder._loaded_ops:
-            spec = importlib.util.spec_from_file_location(builder.name, directory / builder.name / f"{builder.name}.so")
+            spec = importlib.util.spec_from_file_location(
+                builder.name, directory / builder.name / f"{builder.name}.so"
+            )
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
@@ -183,8 +205,9 @@ def _problem(name: Operator) -> str | None:
         built = any(folder.glob("[0-9a-f]*")) if folder.is_dir() else False
         other = " for this machine and these versions" if built else ""
         return (
-            f"DeepSpeed's operator {name} is not built{other} in {folder}, and ranks do not compile: build it with "
-            f"`python -m megacore.ranks.operators --config run.json`{_otherwise(name)}"
+            f"DeepSpeed's operator {name} is not built{other} in {folder}, and ranks do not "
+            "compile: build it with `python -m megacore.ranks.operators --config "
+            f"run.json`{_otherwise(name)}"
         )
     return None
 

@@ -1,6 +1,9 @@
-"""Adam as a DeepSpeed engine steps it: torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU.
+"""Adam as a DeepSpeed engine steps it.
 
-DeepSpeed's dynamic loss scale, in the words of a checkpoint, which the native engine reads and writes too.
+torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU.
+
+DeepSpeed's dynamic loss scale, in the words of a checkpoint, which the native engine reads and
+writes too.
 """
 
 import math
@@ -27,14 +30,19 @@ _DECAYS = "decays"
 def make_adam(
     parameters: Mapping[str, nn.Parameter], config: RunConfig, *, compiled: bool
 ) -> tuple[torch.optim.Optimizer, Moments]:
-    """AdamW over all parameters, and its state; its learning rate and weight decay are 0 until they are set.
+    """AdamW over all parameters, and its state.
+
+    Its learning rate and weight decay are 0 until they are set.
 
     Args:
         parameters: by global name.
         config: the run.
         compiled: whether DeepSpeed's own Adam for the CPU is there to be loaded.
     """
-    shapes = {name: torch.empty(shape_of(parameter), device="meta") for name, parameter in parameters.items()}
+    shapes = {
+        name: torch.empty(shape_of(parameter), device="meta")
+        for name, parameter in parameters.items()
+    }
     groups = [
         {"params": [parameters[name] for name in group.names], _DECAYS: group.decays}
         for group in param_groups(shapes.items())
@@ -51,7 +59,10 @@ def make_adam(
         import_deepspeed()
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        adam, moments = DeepSpeedCPUAdam(groups, adamw_mode=True, **values), Moments(lambda weight: 0)
+        adam, moments = (
+            DeepSpeedCPUAdam(groups, adamw_mode=True, **values),
+            Moments(lambda weight: 0),
+        )
     else:
         adam, moments = torch.optim.AdamW(groups, fused=True, **values), Moments(_zero_steps)
     adam.state = moments
@@ -68,11 +79,16 @@ def set_hyperparameters(adam: torch.optim.Optimizer, lr: float, weight_decay: fl
 class WholeGradients:
     """Norm and clipping of gradients without ZeRO.
 
-    DeepSpeed tells no norm in fp32, and in bf16 one without the parts that other tensor-parallel ranks hold.
+    DeepSpeed tells no norm in fp32, and in bf16 one without the parts that other tensor-parallel
+    ranks hold.
     """
 
     def __init__(
-        self, adam: torch.optim.Optimizer, stage: Stage, main_weights: Mapping[str, Tensor], max_norm: float
+        self,
+        adam: torch.optim.Optimizer,
+        stage: Stage,
+        main_weights: Mapping[str, Tensor],
+        max_norm: float,
     ) -> None:
         """Look at the gradients before each step of `adam`.
 
@@ -88,7 +104,10 @@ class WholeGradients:
         adam.register_step_pre_hook(self._look)
 
     def _look(self, adam: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        """Clip; without its gradients, which are taken away where they are not finite, Adam changes nothing."""
+        """Clip.
+
+        Where gradients are not finite they are taken away, and Adam changes nothing without them.
+        """
         stage = self._stage
         parameters, partitions = stage.named_parameters, stage.partitions
         counted = [
@@ -98,7 +117,13 @@ class WholeGradients:
             and (name in partitions or stage.mesh.tensor_parallel.rank == 0)
             and not getattr(parameters[name], "ds_pipe_replicated", False)
         ]
-        norm = all_reduce(stage.kernels.sum_of_squares(counted, stage.device), stage.mesh.model_parallel).sqrt().float()
+        norm = (
+            all_reduce(
+                stage.kernels.sum_of_squares(counted, stage.device), stage.mesh.model_parallel
+            )
+            .sqrt()
+            .float()
+        )
         self.norm = float(norm)
         finite, divisor = math.isfinite(self.norm), clip_divisor(norm, self._max_norm)
         for weight in self._main_weights.values():
@@ -113,13 +138,15 @@ def _zero_steps(weight: Tensor) -> Tensor:
 
 
 class DeepSpeedLossScale:
-    """Moves DeepSpeed's scaler, which counts otherwise than the native engine's and to the same end."""
+    """Moves DeepSpeed's scaler, which counts otherwise than ours, to the same end."""
 
     def __init__(self, scaler: Any, config: LossScaleConfig) -> None:
-        """Take hold of DeepSpeed's `DynamicLossScaler`, which is not to raise at its minimum but to wait, as ours.
+        """Take hold of DeepSpeed's `DynamicLossScaler`.
 
-        Nor is it to move by itself: DeepSpeed has it grow between backward and the division by the scale, which halves
-        that iteration's gradients, and in ZeRO-3 the norm that it tells.
+        At its minimum it is not to raise but to wait, as ours.
+
+        Nor is it to move by itself: DeepSpeed has it grow between backward and the division by the
+        scale, which halves that iteration's gradients, and in ZeRO-3 the norm that it tells.
         """
         self._scaler, self._config = scaler, config
         self._move, scaler.update_scale = scaler.update_scale, lambda overflow: None
@@ -145,7 +172,8 @@ class DeepSpeedLossScale:
     def state(self) -> LossScaleState:
         """Values for a checkpoint."""
         scaler, window = self._scaler, self._config.window
-        # Only its place within the window matters; at the end of one the scale grows in the next good iteration.
+        # Only its place within the window matters; at the end of one the scale grows in the next
+        # good iteration.
         good = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
             "scale": self.scale,

@@ -1,7 +1,7 @@
 """Pipeline stages through DeepSpeed's PipelineModule, with ZeRO 0 or 1.
 
-A stage is one layer to DeepSpeed, the chunk of the model that the native engine would give it, and beside it the
-parameters that other stages hold too, which DeepSpeed ties.
+A stage is one layer to DeepSpeed, the chunk of the model that the native engine would give it, and
+beside it the parameters that other stages hold too, which DeepSpeed ties.
 """
 
 import contextlib
@@ -19,7 +19,10 @@ from megacore.pipeline_parallel.partition import copied_parameters
 
 
 class StageLayer(nn.Module):
-    """A stage's chunk as PipelineModule calls it: hidden states in and out, at the end what is minimised."""
+    """A stage's chunk as PipelineModule calls it.
+
+    Hidden states in and out, at the end what is minimised.
+    """
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -32,11 +35,17 @@ class StageLayer(nn.Module):
         """Mean losses [terms] of each micro batch, on the last stage."""
 
     def start(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
-        """Begin an iteration: micro batches and their dropout seeds, in the order in which they pass."""
+        """Begin an iteration.
+
+        Micro batches and their dropout seeds, in the order in which they pass.
+        """
         self._batches, self._seeds, self.losses = batches, iter(seeds), []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the stage before, [b, s, h]; on the first stage what is given is not looked at."""
+        """Hidden states of the stage before, [b, s, h].
+
+        On the first stage what is given is not looked at.
+        """
         given = self._rules.read(next(self._batches)) if self._reads else None
         first = self.chunk.has_embedding
         output = self.chunk.run(given, None if first else hidden, dropout_seed=next(self._seeds))
@@ -48,7 +57,10 @@ class StageLayer(nn.Module):
 
 
 class TiedParameter(nn.Module):
-    """A parameter that several stages hold, for DeepSpeed to sum its gradients; what passes it is left alone."""
+    """A parameter that several stages hold, for DeepSpeed to sum its gradients.
+
+    What passes it is left alone.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -65,7 +77,8 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
     _seeds: Sequence[int] = ()
 
     def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
-        # With sequence parallelism tensor-parallel ranks do not hold the same, of which each could send a part.
+        # With sequence parallelism tensor-parallel ranks do not hold the same, of which each could
+        # send a part.
         same = not self._config.parallel.sequence_parallel
         self._settings["pipeline"] = {"pipe_partitioned": same, "grad_partitioned": same}
         self._layer = StageLayer(self._stage)
@@ -77,31 +90,44 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         return engine, optimizer
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
-        """Take the micro batches of one global batch: DeepSpeed's schedule ends with the optimizer's step."""
+        """Take the micro batches of one global batch.
+
+        DeepSpeed's schedule ends with the optimizer's step.
+        """
         self._set_batch(len(seeds))
         self._layer.start(batches, seeds)
         self._seeds = seeds
 
     def _step(self) -> int:
-        """Run the schedule: forward and backward of all micro batches, clipping, and one optimizer step."""
-        # Each stage reads its own micro batches: DeepSpeed would give them to the first and the last alone.
+        """Run the schedule: all micro batches' passes, clipping, and one optimizer step."""
+        # Each stage reads its own micro batches: DeepSpeed would give them to the first and the
+        # last alone.
         nothing = torch.zeros(1, device=self.device)
         self._engine.train_batch(iter([(nothing, nothing)] * len(self._seeds)))
         self._losses = self._layer.losses
         return len(self._seeds)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss the sum over all that counts, and its number, without dropout: fp64 [terms, 2]."""
+        """Of each loss its sum over all that counts, and its number: fp64 [terms, 2].
+
+        Dropout is off.
+        """
         return self._stage.loss_sum(batches, sizes)
 
     def _module(self, vocab_size: int) -> Any:
-        """The stages as PipelineModule wants them: of every stage as many layers, of which this rank's are real."""
+        """The stages as PipelineModule wants them.
+
+        Of every stage as many layers, of which this rank's are real.
+        """
         import_deepspeed()
         from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         layout, own = self._mesh.layout, self._mesh.pipeline_parallel.rank
-        parameters, copied = self._stage.named_parameters, copied_parameters(self._config, vocab_size)
+        parameters, copied = (
+            self._stage.named_parameters,
+            copied_parameters(self._config, vocab_size),
+        )
         layers: list[Any] = []
         for stage in range(layout.pipeline):
             for name, holders in copied.items():
@@ -111,7 +137,9 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
                 else:
                     layers.append(LayerSpec(nn.Identity))
             layers.append(self._layer if stage == own else LayerSpec(nn.Identity))
-        topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data)
+        topology = PipeModelDataParallelTopology(
+            num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data
+        )
         # It broadcasts tied weights, of which torch would warn in each backward pass.
         with torch.no_grad():
             return PipelineModule(layers=layers, topology=topology, partition_method="uniform")

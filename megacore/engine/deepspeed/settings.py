@@ -21,7 +21,9 @@ NEVER = sys.maxsize
 def deepspeed_settings(
     config: "RunConfig", *, precision: str, device_type: str, data_parallel_size: int
 ) -> dict[str, Any]:
-    """Everything for `deepspeed.initialize(config=...)`: there is no "auto" left, no optimizer and no scheduler.
+    """Everything for `deepspeed.initialize(config=...)`.
+
+    There is no "auto" left, no optimizer and no scheduler.
 
     Args:
         config: the run.
@@ -30,7 +32,8 @@ def deepspeed_settings(
         data_parallel_size: replicas of the model.
 
     Raises:
-        ConfigError: the user's JSON contradicts the configuration, or asks for what cannot be done here.
+        ConfigError: the user's JSON contradicts the configuration, or asks for what cannot be done
+            here.
     """
     try:
         check_deepspeed(config, data_parallel_size)
@@ -58,7 +61,10 @@ def deepspeed_settings(
 
 
 def _buckets(config: "RunConfig", asked: Asked) -> dict[str, int]:
-    """The section's bucket of gradients; where a JSON leaves it out, DeepSpeed has a default of its own."""
+    """The section's bucket of gradients.
+
+    Where a JSON leaves it out, DeepSpeed has a default of its own.
+    """
     if asked.in_file:
         return {}
     bucket = int(config.parallel.grad_reduce_bucket_mb * 2**20 / 4)
@@ -109,10 +115,13 @@ def is_installed(package: str) -> bool:
 
 
 def _check_monitors(asked: Asked) -> None:
-    """Raise ValueError for a monitor whose package is not there: DeepSpeed would end every rank on its import."""
+    """Raise ValueError for a monitor whose package is not there.
+
+    DeepSpeed would end every rank on its import.
+    """
     for name, package in PACKAGES.items():
         if asked.values.get(f"{name}.enabled") and not is_installed(package):
             raise ValueError(
-                f"{name}.enabled of deepspeed.config is true but the package {package} is not installed: install it, "
-                "or set the former to false"
+                f"{name}.enabled of deepspeed.config is true but the package {package} is not "
+                "installed: install it, or set the former to false"
             )

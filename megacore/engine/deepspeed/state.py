@@ -1,7 +1,8 @@
 """Main weights and Adam's moments of a DeepSpeed engine, as a checkpoint knows them.
 
-They are read and written through DeepSpeed's accessors, one parameter at a time, whatever ZeRO has done to them. Each
-data-parallel rank takes an equal run of every parameter's elements, the run that ZeRO-3 gives it anyway.
+They are read and written through DeepSpeed's accessors, one parameter at a time, whatever ZeRO has
+done to them. Each data-parallel rank takes an equal run of every parameter's elements, the run that
+ZeRO-3 gives it anyway.
 """
 
 from collections import defaultdict
@@ -28,10 +29,13 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 
 
 class Moments(defaultdict[Tensor, dict[str, Any]]):
-    """The state of an Adam that has made no step: there from the start, so that a checkpoint can be read into it."""
+    """The state of an Adam that has made no step.
+
+    There from the start, so that a checkpoint can be read into it.
+    """
 
     def __init__(self, counter: Callable[[Tensor], Any]) -> None:
-        """`counter` makes the number of steps of a weight, 0, in the type that the optimizer counts in."""
+        """`counter` makes a weight's number of steps, 0, in the type the optimizer counts in."""
         super().__init__()
         self._counter = counter
 
@@ -40,7 +44,10 @@ class Moments(defaultdict[Tensor, dict[str, Any]]):
         names = [name for name in KINDS.values() if name]
         self[weight] = {
             "step": self._counter(weight),
-            **{name: torch.zeros_like(weight, dtype=torch.float32, requires_grad=False) for name in names},
+            **{
+                name: torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+                for name in names
+            },
         }
         return self[weight]
 
@@ -66,7 +73,8 @@ class DeepSpeedState:
 
         Args:
             parameters: by global name.
-            partitions: how they are divided over tensor-parallel ranks; those not named are whole on each.
+            partitions: how they are divided over tensor-parallel ranks; those not named are whole
+                on each.
             optimizer: what DeepSpeed made of ours.
             moments: the state of ours.
             replicas: the data-parallel ranks, with a process group even where there is one.
@@ -80,7 +88,9 @@ class DeepSpeedState:
         first = next(iter(self._parameters.values()))
         self._partitioned = hasattr(first, "ds_id")
         self._mapped = hasattr(first, "_hp_mapping")
-        self._main = {} if self._partitioned or self._mapped else main_weights(optimizer, self._parameters)
+        self._main = (
+            {} if self._partitioned or self._mapped else main_weights(optimizer, self._parameters)
+        )
         if self._mapped:
             # The first step would do it, but a checkpoint is read before.
             optimizer._lazy_init_hp_params_optimizer_state()
@@ -88,7 +98,10 @@ class DeepSpeedState:
             self._write_zeros(optimizer)
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Copies of this rank's runs, in main memory, under the names of a checkpoint. Collective."""
+        """Copies of this rank's runs, in main memory, under the names of a checkpoint.
+
+        Collective.
+        """
         return {
             f"{kind}.{name}": TensorShard.of_runs(
                 [(self._bounds(name)[0], self._read(name, key))],
@@ -101,7 +114,10 @@ class DeepSpeedState:
         }
 
     def write(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
-        """Take what `tensors` returned, all of it or a part, filled with other values. Collective."""
+        """Take what `tensors` returned, all of it or a part, filled with other values.
+
+        Collective.
+        """
         for full_name, shard in tensors.items():
             kind = next(kind for kind in KINDS if full_name.startswith(f"{kind}."))
             assert isinstance(shard, TensorShard)
@@ -110,11 +126,14 @@ class DeepSpeedState:
             self._write(full_name.removeprefix(f"{kind}."), KINDS[kind], run)
 
     def set_weight(self, name: str, values: Tensor) -> None:
-        """Give a parameter new values, fp32, shaped like this rank's part and the same on all replicas. Collective."""
+        """Give a parameter new values, the same on all replicas. Collective.
+
+        They are fp32, and shaped like this rank's part.
+        """
         self._write(name, None, values.flatten()[slice(*self._bounds(name))])
 
     def _write_zeros(self, optimizer: Any) -> None:
-        """Put moments of every group of weights on NVMe: DeepSpeed cannot read what it has not written."""
+        """Put moments of all groups on NVMe: DeepSpeed cannot read what it has not written."""
         groups = {
             optimizer.grad_position[optimizer.get_param_id(parameter)][0]: name
             for name, parameter in self._parameters.items()
@@ -194,7 +213,10 @@ def _copied(run: Tensor) -> Tensor:
 
 
 def main_weights(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Without ZeRO: the fp32 copies that DeepSpeed keeps of a model of lower precision, or its own parameters."""
+    """The fp32 copies that DeepSpeed keeps of a model of lower precision, without ZeRO.
+
+    Of a model in fp32 they are its own parameters.
+    """
     if not hasattr(optimizer, "fp32_groups"):
         return dict(parameters)
     copies = {

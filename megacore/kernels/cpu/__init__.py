@@ -1,1 +1,4 @@
-"""Kernels in C++ for CPUs with AVX-512, chosen when the program runs; other CPUs compute with plain torch."""
+"""Kernels in C++ for CPUs with AVX-512, chosen when the program runs.
+
+Other CPUs compute with plain torch.
+"""

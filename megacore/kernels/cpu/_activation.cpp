@@ -1,4 +1,5 @@
-// Activations of x + bias, and of gated units, forward and backward; a bias's gradient in the pass that finds x's.
+// Activations of x + bias, and of gated units, forward and backward; a bias's gradient in the pass
+// that finds x's.
 #include "_kernels.h"
 
 #include <stdexcept>
@@ -27,7 +28,8 @@ constexpr bool kExact = std::is_same_v<T, float>;
 // 2^x of finite x: what the nearest integer leaves goes into a polynomial.
 template <class T>
 inline __m512 power_of_two(__m512 x) {
-    constexpr float exact[] = {1.0f, 0.693147004f, 0.240222424f, 0.0555073395f, 0.00967151858f, 0.00132647238f};
+    constexpr float exact[] = {1.0f,          0.693147004f,   0.240222424f,
+                               0.0555073395f, 0.00967151858f, 0.00132647238f};
     constexpr float rough[] = {1.0f, 0.693124175f, 0.240240991f, 0.0559064634f, 0.00958283804f};
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
@@ -49,7 +51,8 @@ inline __m512 at_most(float high, __m512 x) { return _mm512_min_ps(number(high),
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// x sigmoid(u(x)), where outside of +-kLimit, from where on sigmoid is 0 or 1, only x itself may be large.
+// x sigmoid(u(x)), where outside of +-kLimit, from where on sigmoid is 0 or 1, only x itself may be
+// large.
 template <class T, class Function>
 struct Sigmoidal {
     static __m512 value(__m512 x) {
@@ -63,7 +66,8 @@ struct Sigmoidal {
         const __m512 power = power_of_two<T>(Function::exponent(near));
         const __m512 s = inverse<T>(_mm512_add_ps(number(1.0f), power));
         value = _mm512_mul_ps(low, s);
-        const __m512 bell = _mm512_mul_ps(_mm512_mul_ps(power, s), s);  // s (1 - s), but exact where s is near 1
+        // s (1 - s), but exact where s is near 1
+        const __m512 bell = _mm512_mul_ps(_mm512_mul_ps(power, s), s);
         slope = _mm512_fmadd_ps(bell, Function::steepness(near), s);
     }
 };
@@ -73,7 +77,8 @@ struct GeluTanhFunction {
     static constexpr float kLimit = 10.0f, kLinear = 1.5957691216057308f, kCubic = 0.07135481282f;
     static __m512 exponent(__m512 x) {  // -u log2(e)
         const __m512 square = _mm512_mul_ps(x, x);
-        return _mm512_mul_ps(x, _mm512_fmadd_ps(number(-kCubic * kLog2e), square, number(-kLinear * kLog2e)));
+        return _mm512_mul_ps(
+            x, _mm512_fmadd_ps(number(-kCubic * kLog2e), square, number(-kLinear * kLog2e)));
     }
     static __m512 steepness(__m512 x) {  // x u'(x)
         const __m512 square = _mm512_mul_ps(x, x);
@@ -92,17 +97,20 @@ struct SiluFunction {
 template <class T>
 using Silu = Sigmoidal<T, SiluFunction>;
 
-// x Phi(x). Phi(-|x|) = e^(-x^2 / 2) t P(t), t = 1 / (1 + p |x|), P fitted for a small relative error.
+// x Phi(x). Phi(-|x|) = e^(-x^2 / 2) t P(t), t = 1 / (1 + p |x|), P fitted for a small relative
+// error.
 template <class T>
 struct Gelu {
     static constexpr float kLimit = 16.0f;  // from where on Phi is 0 or 1
     static void parts(__m512 x, __m512& cdf, __m512& bell) {
         constexpr float exact[] = {0.12365693f,  0.12406002f,  0.10777311f,  0.11010346f,
                                    -0.01489067f, 0.15505383f, -0.14159627f, 0.03583968f};
-        constexpr float rough[] = {0.146968195f, 0.156938637f, 0.0774748218f, 0.208275647f, -0.0896373384f};
+        constexpr float rough[] = {0.146968195f, 0.156938637f, 0.0774748218f, 0.208275647f,
+                                   -0.0896373384f};
         const __m512 size = at_most(kLimit, _mm512_abs_ps(x));
         bell = power_of_two<T>(_mm512_mul_ps(_mm512_mul_ps(size, size), number(-0.5f * kLog2e)));
-        const __m512 t = inverse<T>(_mm512_fmadd_ps(size, number(kExact<T> ? 0.31f : 0.37f), number(1.0f)));
+        const __m512 t =
+            inverse<T>(_mm512_fmadd_ps(size, number(kExact<T> ? 0.31f : 0.37f), number(1.0f)));
         __m512 p;
         if constexpr (kExact<T>) p = polynomial(t, exact);
         else p = polynomial(t, rough);
@@ -144,11 +152,12 @@ inline void accumulate(float* sums, __m512 x, Index c, Lanes lanes) {
     store(sums + c, _mm512_add_ps(load(sums + c, lanes), x), lanes);
 }
 
-// Rows of the forward pass and blocks of rows of the backward pass; bias and dbias are null together.
+// Rows of the forward pass and blocks of rows of the backward pass; bias and dbias are null
+// together.
 template <class T, class Function>
 struct Activation {
-    static void forward(std::uintptr_t x, Index x_stride, std::uintptr_t bias, std::uintptr_t y, Index rows, Index cols,
-                        int threads) {
+    static void forward(std::uintptr_t x, Index x_stride, std::uintptr_t bias, std::uintptr_t y,
+                        Index rows, Index cols, int threads) {
         threads = useful(threads, rows * cols);
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (Index row = 0; row < rows; ++row) {
@@ -160,8 +169,9 @@ struct Activation {
         }
     }
 
-    static void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t x, Index x_stride, std::uintptr_t bias,
-                         std::uintptr_t dx, std::uintptr_t dbias, Index rows, Index cols, int threads) {
+    static void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t x, Index x_stride,
+                         std::uintptr_t bias, std::uintptr_t dx, std::uintptr_t dbias, Index rows,
+                         Index cols, int threads) {
         const Blocks blocks(rows);
         Sums sums(blocks, dbias ? cols : 0);
         threads = useful(threads, rows * cols);
@@ -188,8 +198,8 @@ struct Activation {
 // function(gate) * up.
 template <class T, class Function>
 struct Gated {
-    static void forward(std::uintptr_t gate, Index gate_stride, std::uintptr_t up, Index up_stride, std::uintptr_t y,
-                        Index rows, Index cols, int threads) {
+    static void forward(std::uintptr_t gate, Index gate_stride, std::uintptr_t up, Index up_stride,
+                        std::uintptr_t y, Index rows, Index cols, int threads) {
         threads = useful(threads, rows * cols);
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (Index row = 0; row < rows; ++row) {
@@ -197,14 +207,16 @@ struct Gated {
             const T* ups = at<T>(up) + row * up_stride;
             T* to = at<T>(y) + row * cols;
             columns(cols, [&](Index c, auto lanes) __attribute__((always_inline)) {
-                store(to + c, _mm512_mul_ps(Function::value(load(gates + c, lanes)), load(ups + c, lanes)), lanes);
+                store(to + c,
+                      _mm512_mul_ps(Function::value(load(gates + c, lanes)), load(ups + c, lanes)),
+                      lanes);
             });
         }
     }
 
-    static void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t gate, Index gate_stride, std::uintptr_t up,
-                         Index up_stride, std::uintptr_t dgate, std::uintptr_t dup, Index rows, Index cols,
-                         int threads) {
+    static void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t gate, Index gate_stride,
+                         std::uintptr_t up, Index up_stride, std::uintptr_t dgate,
+                         std::uintptr_t dup, Index rows, Index cols, int threads) {
         threads = useful(threads, rows * cols);
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (Index row = 0; row < rows; ++row) {
@@ -234,7 +246,9 @@ using megacore::Index;
 
 enum Kind { kGeluTanh, kGelu, kRelu, kSilu };
 
-[[noreturn]] void none() { throw std::runtime_error("this machine has no kernels, or not of this kind"); }
+[[noreturn]] void none() {
+    throw std::runtime_error("this machine has no kernels, or not of this kind");
+}
 
 #ifdef MEGACORE_HAS_AVX512
 // Calls run(Operation<T, Function>{}) of a type and a kind.
@@ -255,8 +269,8 @@ void with(bool half, int kind, const Run& run) {
 }
 #endif
 
-void forward(Address x, Index x_stride, Address bias, Address y, Index rows, Index cols, int kind, bool half,
-             int threads) {
+void forward(Address x, Index x_stride, Address bias, Address y, Index rows, Index cols, int kind,
+             bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     with<megacore::Activation>(half, kind, [&](auto operation) {
         operation.forward(x, x_stride, bias, y, rows, cols, threads);
@@ -266,8 +280,8 @@ void forward(Address x, Index x_stride, Address bias, Address y, Index rows, Ind
 #endif
 }
 
-void backward(Address dy, Index dy_stride, Address x, Index x_stride, Address bias, Address dx, Address dbias,
-              Index rows, Index cols, int kind, bool half, int threads) {
+void backward(Address dy, Index dy_stride, Address x, Index x_stride, Address bias, Address dx,
+              Address dbias, Index rows, Index cols, int kind, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     with<megacore::Activation>(half, kind, [&](auto operation) {
         operation.backward(dy, dy_stride, x, x_stride, bias, dx, dbias, rows, cols, threads);
@@ -277,8 +291,8 @@ void backward(Address dy, Index dy_stride, Address x, Index x_stride, Address bi
 #endif
 }
 
-void gated_forward(Address gate, Index gate_stride, Address up, Index up_stride, Address y, Index rows, Index cols,
-                   int kind, bool half, int threads) {
+void gated_forward(Address gate, Index gate_stride, Address up, Index up_stride, Address y,
+                   Index rows, Index cols, int kind, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     with<megacore::Gated>(half, kind, [&](auto operation) {
         operation.forward(gate, gate_stride, up, up_stride, y, rows, cols, threads);
@@ -288,11 +302,13 @@ void gated_forward(Address gate, Index gate_stride, Address up, Index up_stride,
 #endif
 }
 
-void gated_backward(Address dy, Index dy_stride, Address gate, Index gate_stride, Address up, Index up_stride,
-                    Address dgate, Address dup, Index rows, Index cols, int kind, bool half, int threads) {
+void gated_backward(Address dy, Index dy_stride, Address gate, Index gate_stride, Address up,
+                    Index up_stride, Address dgate, Address dup, Index rows, Index cols, int kind,
+                    bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     with<megacore::Gated>(half, kind, [&](auto operation) {
-        operation.backward(dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, rows, cols, threads);
+        operation.backward(dy, dy_stride, gate, gate_stride, up, up_stride, dgate, dup, rows, cols,
+                           threads);
     });
 #else
     none();

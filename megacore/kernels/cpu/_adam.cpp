@@ -1,7 +1,7 @@
 // AdamW over lists of fp32 tensors, and the sum of their squares.
 //
-// The tensors are cut into blocks that all threads share, so that small ones do not cost a fork each. An element is
-// computed by the same instructions wherever it lies.
+// The tensors are cut into blocks that all threads share, so that small ones do not cost a fork
+// each. An element is computed by the same instructions wherever it lies.
 #include "_kernels.h"
 
 #include <pybind11/stl.h>
@@ -25,7 +25,8 @@ constexpr std::ptrdiff_t kLanes = 16;
 constexpr std::ptrdiff_t kBlock = 8192;   // elements of an update that a thread takes at once
 constexpr std::ptrdiff_t kSummed = 4096;  // elements that are summed before sums are added
 constexpr __mmask16 kAll = 0xFFFF;
-constexpr unsigned kFlushDenormals = 0x8040;  // of results and of operands, in the control register of SSE
+// of results and of operands, in the control register of SSE
+constexpr unsigned kFlushDenormals = 0x8040;
 
 struct Block {
     std::size_t tensor;
@@ -42,11 +43,13 @@ std::vector<Block> blocks_of(const std::vector<std::ptrdiff_t>& sizes, std::ptrd
     return blocks;
 }
 
-// Floats as bf16, rounded to the nearest, ties to even, as torch does it: denormals stay, NaN is 0x7FC0.
+// Floats as bf16, rounded to the nearest, ties to even, as torch does it: denormals stay, NaN is
+// 0x7FC0.
 inline __m256i to_bf16(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const __m512i rounded =
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm512_cvtepi32_epi16(
         _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7FC0)));
@@ -55,13 +58,15 @@ inline __m256i to_bf16(__m512 x) {
 struct Adam {
     float factor, decay, first_weight, beta2, second_weight, root_factor, eps, step_size;
 
-    Adam(std::int64_t step, double lr, double beta1, double beta2, double weight_decay, double eps, double divisor)
+    Adam(std::int64_t step, double lr, double beta1, double beta2, double weight_decay, double eps,
+         double divisor)
         : factor(static_cast<float>(1 / divisor)),
           decay(static_cast<float>(1 - lr * weight_decay)),
           first_weight(static_cast<float>(1 - beta1)),
           beta2(static_cast<float>(beta2)),
           second_weight(static_cast<float>(1 - beta2)),
-          root_factor(static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, static_cast<double>(step))))),
+          root_factor(
+              static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, static_cast<double>(step))))),
           eps(static_cast<float>(eps)),
           step_size(static_cast<float>(lr / (1 - std::pow(beta1, static_cast<double>(step))))) {}
 };
@@ -74,18 +79,20 @@ struct Addresses {
     bf16* target;  // or null
 };
 
-// One vector, as torch's fused kernel computes it, but for two divisions by constants that are products here: with
-// three of them and the root the divider would be slower than the memory.
-inline __attribute__((always_inline)) void update(const Addresses& at, std::ptrdiff_t i, const Adam& adam,
-                                                  __mmask16 lanes) {
+// One vector, as torch's fused kernel computes it, but for two divisions by constants that are
+// products here: with three of them and the root the divider would be slower than the memory.
+inline __attribute__((always_inline)) void update(const Addresses& at, std::ptrdiff_t i,
+                                                  const Adam& adam, __mmask16 lanes) {
     const __m512 g = _mm512_mul_ps(load(at.gradient + i, lanes), _mm512_set1_ps(adam.factor));
-    __m512 m = load(at.exp_avg + i, lanes), v = load(at.exp_avg_sq + i, lanes), w = load(at.weight + i, lanes);
+    __m512 m = load(at.exp_avg + i, lanes), v = load(at.exp_avg_sq + i, lanes),
+           w = load(at.weight + i, lanes);
     m = _mm512_fmadd_ps(_mm512_set1_ps(adam.first_weight), _mm512_sub_ps(g, m), m);
     const __m512 square = _mm512_mul_ps(_mm512_mul_ps(g, g), _mm512_set1_ps(adam.second_weight));
     v = _mm512_fmadd_ps(v, _mm512_set1_ps(adam.beta2), square);
-    const __m512 denominator =
-        _mm512_fmadd_ps(_mm512_sqrt_ps(v), _mm512_set1_ps(adam.root_factor), _mm512_set1_ps(adam.eps));
-    const __m512 change = _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(adam.step_size), m), denominator);
+    const __m512 denominator = _mm512_fmadd_ps(_mm512_sqrt_ps(v), _mm512_set1_ps(adam.root_factor),
+                                               _mm512_set1_ps(adam.eps));
+    const __m512 change =
+        _mm512_div_ps(_mm512_mul_ps(_mm512_set1_ps(adam.step_size), m), denominator);
     w = _mm512_fmsub_ps(w, _mm512_set1_ps(adam.decay), change);
     store(at.exp_avg + i, m, lanes);
     store(at.exp_avg_sq + i, v, lanes);
@@ -100,18 +107,19 @@ void update(const Addresses& at, const Adam& adam, const Block& block) {
     if (i < end) update(at, i, adam, first_lanes(end - i));
 }
 
-void adamw(const std::vector<Addresses>& tensors, const std::vector<std::ptrdiff_t>& sizes, const Adam& adam,
-           int threads) {
+void adamw(const std::vector<Addresses>& tensors, const std::vector<std::ptrdiff_t>& sizes,
+           const Adam& adam, int threads) {
     const std::vector<Block> blocks = blocks_of(sizes, kBlock);
     const auto count = static_cast<std::ptrdiff_t>(blocks.size());
 #pragma omp parallel num_threads(static_cast<int>(std::clamp<std::ptrdiff_t>(count, 1, threads)))
     {
-        // The moments of weights without gradients decay until they are denormal, and stay so; that takes up to twice
-        // the time, and they are far below eps.
+        // The moments of weights without gradients decay until they are denormal, and stay so; that
+        // takes up to twice the time, and they are far below eps.
         const unsigned modes = _mm_getcsr();
         _mm_setcsr(modes | kFlushDenormals);
 #pragma omp for schedule(dynamic, 2)
-        for (std::ptrdiff_t i = 0; i < count; ++i) update(tensors[blocks[i].tensor], adam, blocks[i]);
+        for (std::ptrdiff_t i = 0; i < count; ++i)
+            update(tensors[blocks[i].tensor], adam, blocks[i]);
         _mm_setcsr(modes);
     }
 }
@@ -130,19 +138,21 @@ double sum_of_squares(const float* values, std::ptrdiff_t count) {
     std::ptrdiff_t i = 0;
     for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
 #pragma GCC unroll 4
-        for (int part = 0; part < 4; ++part) add_squares(totals + 2 * part, load(values + i + part * kLanes));
+        for (int part = 0; part < 4; ++part)
+            add_squares(totals + 2 * part, load(values + i + part * kLanes));
     }
     for (; i < count; i += kLanes) add_squares(totals, load(values + i, first_lanes(count - i)));
     for (int part = 1; part < 8; ++part) totals[0] = _mm512_add_pd(totals[0], totals[part]);
     return _mm512_reduce_add_pd(totals[0]);
 }
 
-double sum_of_squares(const std::vector<std::uintptr_t>& tensors, const std::vector<std::ptrdiff_t>& sizes,
-                      int threads) {
+double sum_of_squares(const std::vector<std::uintptr_t>& tensors,
+                      const std::vector<std::ptrdiff_t>& sizes, int threads) {
     const std::vector<Block> blocks = blocks_of(sizes, kSummed);
     const auto count = static_cast<std::ptrdiff_t>(blocks.size());
     std::vector<double> sums(blocks.size());
-#pragma omp parallel for num_threads(static_cast<int>(std::clamp<std::ptrdiff_t>(count, 1, threads))) \
+#pragma omp parallel for                                                         \
+    num_threads(static_cast<int>(std::clamp<std::ptrdiff_t>(count, 1, threads))) \
     schedule(dynamic, 8)
     for (std::ptrdiff_t i = 0; i < count; ++i) {
         const auto* values = reinterpret_cast<const float*>(tensors[blocks[i].tensor]);
@@ -162,18 +172,21 @@ void add_adam(py::module_& module) {
     using List = std::vector<std::uintptr_t>;
     module.def(
         "adamw",
-        [](const List& weights, const List& gradients, const List& exp_avgs, const List& exp_avg_sqs,
-           const List& targets, const std::vector<std::ptrdiff_t>& sizes, std::int64_t step, double lr, double beta1,
-           double beta2, double weight_decay, double eps, double divisor, int threads) {
+        [](const List& weights, const List& gradients, const List& exp_avgs,
+           const List& exp_avg_sqs, const List& targets, const std::vector<std::ptrdiff_t>& sizes,
+           std::int64_t step, double lr, double beta1, double beta2, double weight_decay,
+           double eps, double divisor, int threads) {
             std::vector<Addresses> tensors;
             for (std::size_t i = 0; i < sizes.size(); ++i) {
-                tensors.push_back({reinterpret_cast<float*>(weights.at(i)),
-                                   reinterpret_cast<const float*>(gradients.at(i)),
-                                   reinterpret_cast<float*>(exp_avgs.at(i)),
-                                   reinterpret_cast<float*>(exp_avg_sqs.at(i)),
-                                   targets.empty() ? nullptr : reinterpret_cast<bf16*>(targets.at(i))});
+                tensors.push_back(
+                    {reinterpret_cast<float*>(weights.at(i)),
+                     reinterpret_cast<const float*>(gradients.at(i)),
+                     reinterpret_cast<float*>(exp_avgs.at(i)),
+                     reinterpret_cast<float*>(exp_avg_sqs.at(i)),
+                     targets.empty() ? nullptr : reinterpret_cast<bf16*>(targets.at(i))});
             }
-            adamw(tensors, sizes, Adam(step, lr, beta1, beta2, weight_decay, eps, divisor), threads);
+            adamw(tensors, sizes, Adam(step, lr, beta1, beta2, weight_decay, eps, divisor),
+                  threads);
         },
         Unlocked());
     module.def(

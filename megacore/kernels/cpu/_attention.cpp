@@ -1,8 +1,10 @@
-// Attention forward and backward for bf16 and fp32. The gradients compute the weights again from the log-sum-exp
-// (Dao et al. 2022).
+// Attention forward and backward for bf16 and fp32. The gradients compute the weights again from
+// the log-sum-exp (Dao et al. 2022).
 //
-// A task of the backward pass owns a range of the keys of one key-value head and goes through the queries in blocks of
-// 64. With more than one range, each leaves its part of the queries' gradient in memory, and the parts are summed in order afterwards.
+// A task of the backward pass owns a range of the keys of one key-value head and goes through the
+// queries in blocks of
+// 64. With more than one range, each leaves its part of the queries' gradient in memory, and the
+//     parts are summed in order afterwards.
 #include "_kernels.h"
 
 #include <pybind11/stl.h>
@@ -21,7 +23,8 @@ namespace megacore {
 constexpr std::ptrdiff_t QUERIES = 64;
 constexpr std::ptrdiff_t BACKWARD_KEYS = 64;
 
-// Tensors of the backward pass; `parts` is [ranges][b][n][blocks of queries][d rounded up to 16][64], or null.
+// Tensors of the backward pass; `parts` is [ranges][b][n][blocks of queries][d rounded up to
+// 16][64], or null.
 template <class T>
 struct BackwardTensors {
     Heads<const T> grad_out, query, key, value, out;
@@ -30,7 +33,8 @@ struct BackwardTensors {
     float* parts;
 };
 
-// How the keys of few heads are divided, to be work for several threads: by the shape alone, for the sums' order.
+// How the keys of few heads are divided, to be work for several threads: by the shape alone, for
+// the sums' order.
 struct KeyRanges {
     std::ptrdiff_t count, length;
 
@@ -56,7 +60,8 @@ struct BackwardScratch {
 
     std::ptrdiff_t total() const {
         return 2 * keys * words + keys / WIDTH<T> * rows + 2 * keys * rows +
-               QUERIES * (2 * words + 2 * rows / WIDTH<T> + 2 + rows + 2 * ROWS / WIDTH<T> + BACKWARD_KEYS / WIDTH<T>);
+               QUERIES * (2 * words + 2 * rows / WIDTH<T> + 2 + rows + 2 * ROWS / WIDTH<T> +
+                          BACKWARD_KEYS / WIDTH<T>);
     }
     void place(word* memory) {
         key = memory;
@@ -117,15 +122,17 @@ MEGACORE_INLINE void store_across(word* to, const __m512 (&x)[2], const __m512 (
 
 // The weights of 8 keys for 32 queries and the gradients of their scores.
 template <class T>
-inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratch, std::ptrdiff_t first_key,
-                            std::ptrdiff_t key, std::ptrdiff_t block_row, std::ptrdiff_t first_query,
-                            std::ptrdiff_t column) {
+inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratch,
+                            std::ptrdiff_t first_key, std::ptrdiff_t key, std::ptrdiff_t block_row,
+                            std::ptrdiff_t first_query, std::ptrdiff_t column) {
     const __m512 factor = _mm512_set1_ps(shape.scale * LOG2_E);
     const std::ptrdiff_t panel = (key - first_key) * scratch.words;
-    const bool edge = key + ROWS > shape.keys || (shape.causal && key + ROWS > first_query + column + 1);
+    const bool edge =
+        key + ROWS > shape.keys || (shape.causal && key + ROWS > first_query + column + 1);
     Tile<2> scores, grads;
     alignas(64) float weights[ROWS][GROUP];
-    scores.multiply<T, 1, ROWS>(scratch.key + panel, scratch.query + column, QUERIES, scratch.words);
+    scores.multiply<T, 1, ROWS>(scratch.key + panel, scratch.query + column, QUERIES,
+                                scratch.words);
     const __m512 lse[2] = {load(scratch.lse + column), load(scratch.lse + column + LANES)};
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
@@ -135,13 +142,15 @@ inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratc
             p[v] = exp2(_mm512_fmsub_ps(scores.sums[r][v], factor, lse[v]));
             if (edge) {
                 p[v] = _mm512_maskz_mov_ps(
-                    seeing(key + r, shape.keys, first_query + column + v * LANES, shape.causal), p[v]);
+                    seeing(key + r, shape.keys, first_query + column + v * LANES, shape.causal),
+                    p[v]);
             }
             store(weights[r] + v * LANES, p[v]);
         }
         store_rows<T>(scratch.weights + column / WIDTH<T>, r, p);
     }
-    grads.multiply<T, 1, ROWS>(scratch.value + panel, scratch.grad_out + column, QUERIES, scratch.words);
+    grads.multiply<T, 1, ROWS>(scratch.value + panel, scratch.grad_out + column, QUERIES,
+                               scratch.words);
     const __m512 delta[2] = {load(scratch.delta + column), load(scratch.delta + column + LANES)};
     word* across = scratch.grad_scores_across + block_row / WIDTH<T> * QUERIES + column;
 #pragma GCC unroll 4
@@ -150,7 +159,8 @@ inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratc
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const __m512 p = load(weights[r + i / 2] + i % 2 * LANES);
-            x[i / 2][i % 2] = _mm512_mul_ps(p, _mm512_sub_ps(grads.sums[r + i / 2][i % 2], delta[i % 2]));
+            x[i / 2][i % 2] =
+                _mm512_mul_ps(p, _mm512_sub_ps(grads.sums[r + i / 2][i % 2], delta[i % 2]));
         }
         store_rows<T>(scratch.grad_scores + column / WIDTH<T>, r, x[0]);
         store_rows<T>(scratch.grad_scores + column / WIDTH<T>, r + 1, x[1]);
@@ -161,9 +171,9 @@ inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratc
 
 // One block of keys against one block of queries.
 template <class T>
-inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch, std::ptrdiff_t first_key,
-                           std::ptrdiff_t begin, std::ptrdiff_t count, std::ptrdiff_t first_query,
-                           std::ptrdiff_t queries) {
+inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch,
+                           std::ptrdiff_t first_key, std::ptrdiff_t begin, std::ptrdiff_t count,
+                           std::ptrdiff_t first_query, std::ptrdiff_t queries) {
     constexpr std::ptrdiff_t STRIDE = QUERIES / WIDTH<T>;
     for (std::ptrdiff_t j = 0; j < count; j += ROWS) {
         const std::ptrdiff_t key = begin + j;
@@ -175,17 +185,22 @@ inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch
         }
         const std::ptrdiff_t steps = (queries - start) / WIDTH<T>, skipped = start / WIDTH<T>;
         const std::ptrdiff_t place = (key - first_key) * scratch.rows;
-        add_product<T, STRIDE, 1>(scratch.weights + skipped, scratch.grad_out_across + skipped * scratch.rows,
-                                  scratch.rows, steps, scratch.grad_value + place, scratch.rows, scratch.rows);
-        add_product<T, STRIDE, 1>(scratch.grad_scores + skipped, scratch.query_across + skipped * scratch.rows,
-                                  scratch.rows, steps, scratch.grad_key + place, scratch.rows, scratch.rows);
+        add_product<T, STRIDE, 1>(scratch.weights + skipped,
+                                  scratch.grad_out_across + skipped * scratch.rows, scratch.rows,
+                                  steps, scratch.grad_value + place, scratch.rows, scratch.rows);
+        add_product<T, STRIDE, 1>(scratch.grad_scores + skipped,
+                                  scratch.query_across + skipped * scratch.rows, scratch.rows,
+                                  steps, scratch.grad_key + place, scratch.rows, scratch.rows);
     }
     for (std::ptrdiff_t column = 0; column < queries; column += GROUP) {
-        const std::ptrdiff_t seen = std::min(count, round_up(shape.seen(first_query + column + GROUP) - begin, ROWS));
+        const std::ptrdiff_t seen =
+            std::min(count, round_up(shape.seen(first_query + column + GROUP) - begin, ROWS));
         for (std::ptrdiff_t row = 0; row < scratch.rows && seen > 0; row += ROWS) {
-            const word* const key = scratch.key_across + (row * scratch.keys + (begin - first_key) * ROWS) / WIDTH<T>;
-            add_product<T, 1, ROWS>(key, scratch.grad_scores_across + column, QUERIES, seen / WIDTH<T>,
-                                    scratch.grad_query + row * QUERIES + column, QUERIES, GROUP);
+            const word* const key =
+                scratch.key_across + (row * scratch.keys + (begin - first_key) * ROWS) / WIDTH<T>;
+            add_product<T, 1, ROWS>(key, scratch.grad_scores_across + column, QUERIES,
+                                    seen / WIDTH<T>, scratch.grad_query + row * QUERIES + column,
+                                    QUERIES, GROUP);
         }
     }
 }
@@ -199,8 +214,10 @@ MEGACORE_INLINE __m512 row_dots(const Rows<const T>& x, const Rows<const T>& y) 
 #pragma GCC unroll 16
         for (int r = 0; r < LANES; ++r) {
             if (!ALL && r >= x.count) continue;
-            const T *const first = x.data + r * x.stride + i, *const second = y.data + r * y.stride + i;
-            const __m512 a = ALL ? load(first) : load(first, lanes), b = ALL ? load(second) : load(second, lanes);
+            const T *const first = x.data + r * x.stride + i, *const second =
+                                                                  y.data + r * y.stride + i;
+            const __m512 a = ALL ? load(first) : load(first, lanes),
+                         b = ALL ? load(second) : load(second, lanes);
             products[r] = _mm512_fmadd_ps(a, b, products[r]);
         }
     }
@@ -216,14 +233,16 @@ MEGACORE_INLINE __m512 row_dots(const Rows<const T>& x, const Rows<const T>& y) 
 
 // Pack a block of queries and what belongs to them.
 template <class T>
-inline void pack_queries(const BackwardScratch<T>& scratch, const Rows<const T>& query, const Rows<const T>& grad_out,
-                         const Rows<const T>& out, const float* lse) {
+inline void pack_queries(const BackwardScratch<T>& scratch, const Rows<const T>& query,
+                         const Rows<const T>& grad_out, const Rows<const T>& out,
+                         const float* lse) {
     pack_transposed(query, QUERIES, scratch.query);
     pack_transposed(grad_out, QUERIES, scratch.grad_out);
     pack_across(query, QUERIES, scratch.query_across);
     pack_across(grad_out, QUERIES, scratch.grad_out_across);
     for (std::ptrdiff_t i = 0; i < QUERIES; i += LANES) {
-        const __m512 natural = load(lse + i, first_lanes(std::max<std::ptrdiff_t>(0, query.count - i)));
+        const __m512 natural =
+            load(lse + i, first_lanes(std::max<std::ptrdiff_t>(0, query.count - i)));
         store(scratch.lse + i, _mm512_mul_ps(natural, _mm512_set1_ps(LOG2_E)));
         const bool all = i + LANES <= query.count && query.size % LANES == 0;
         store(scratch.delta + i, all ? row_dots<T, true>(grad_out.from(i), out.from(i))
@@ -240,28 +259,33 @@ inline void write_grad_query(const float* from, float scale, const Rows<T>& to) 
 }
 
 // The place of one part of a block's gradient.
-inline float* part_of(float* parts, const Shape& shape, std::ptrdiff_t range, std::ptrdiff_t batch, std::ptrdiff_t head,
-                      std::ptrdiff_t first_query) {
+inline float* part_of(float* parts, const Shape& shape, std::ptrdiff_t range, std::ptrdiff_t batch,
+                      std::ptrdiff_t head, std::ptrdiff_t first_query) {
     const std::ptrdiff_t blocks = (shape.queries + QUERIES - 1) / QUERIES;
-    const std::ptrdiff_t index = ((range * shape.batch + batch) * shape.heads + head) * blocks + first_query / QUERIES;
+    const std::ptrdiff_t index =
+        ((range * shape.batch + batch) * shape.heads + head) * blocks + first_query / QUERIES;
     return parts + index * round_up(shape.size, LANES) * QUERIES;
 }
 
 // One range of the keys of one key-value head.
 template <class T>
-inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch, std::ptrdiff_t batch,
-                          std::ptrdiff_t group, std::ptrdiff_t range, const BackwardTensors<T>& tensors) {
-    const std::ptrdiff_t first = range * scratch.keys, count = std::min(scratch.keys, shape.keys - first);
+inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch,
+                          std::ptrdiff_t batch, std::ptrdiff_t group, std::ptrdiff_t range,
+                          const BackwardTensors<T>& tensors) {
+    const std::ptrdiff_t first = range * scratch.keys,
+                         count = std::min(scratch.keys, shape.keys - first);
     const auto rows = [&](auto& heads, std::ptrdiff_t head, std::ptrdiff_t length) {
         return heads.rows(batch, head, length, shape.size);
     };
     const Rows<const T> key = tensors.key.rows(batch, group, first + count, shape.size).from(first);
-    const Rows<const T> value = tensors.value.rows(batch, group, first + count, shape.size).from(first);
+    const Rows<const T> value =
+        tensors.value.rows(batch, group, first + count, shape.size).from(first);
     pack_row_panels(key, scratch.key);
     pack_row_panels(value, scratch.value);
     pack_across_panels(key, scratch.keys, scratch.key_across);
     std::fill_n(scratch.grad_key, 2 * scratch.keys * scratch.rows, 0.0f);
-    for (std::ptrdiff_t head = group * shape.sharing(); head < (group + 1) * shape.sharing(); ++head) {
+    for (std::ptrdiff_t head = group * shape.sharing(); head < (group + 1) * shape.sharing();
+         ++head) {
         const Rows<const T> query = rows(tensors.query, head, shape.queries);
         const Rows<const T> grad_out = rows(tensors.grad_out, head, shape.queries);
         const Rows<const T> out = rows(tensors.out, head, shape.queries);
@@ -278,7 +302,8 @@ inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch,
             if (tensors.parts == nullptr) grad_query.from(i).template prefetch<true>(QUERIES);
             std::fill_n(scratch.grad_query, scratch.rows * QUERIES, 0.0f);
             for (std::ptrdiff_t j = first; j < seen; j += BACKWARD_KEYS) {
-                backward_block(shape, scratch, first, j, round_up(std::min(BACKWARD_KEYS, seen - j), ROWS), i, queries);
+                backward_block(shape, scratch, first, j,
+                               round_up(std::min(BACKWARD_KEYS, seen - j), ROWS), i, queries);
             }
             if (tensors.parts == nullptr) {
                 write_grad_query(scratch.grad_query, shape.scale, grad_query.from(i));
@@ -294,8 +319,9 @@ inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch,
 
 // Sum what the ranges of keys left of the gradient of one block of queries.
 template <class T>
-inline void sum_parts(const Shape& shape, const KeyRanges& ranges, std::ptrdiff_t batch, std::ptrdiff_t head,
-                      std::ptrdiff_t first_query, const BackwardTensors<T>& tensors) {
+inline void sum_parts(const Shape& shape, const KeyRanges& ranges, std::ptrdiff_t batch,
+                      std::ptrdiff_t head, std::ptrdiff_t first_query,
+                      const BackwardTensors<T>& tensors) {
     float* const total = part_of(tensors.parts, shape, 0, batch, head, first_query);
     const std::ptrdiff_t seen = shape.seen(first_query + QUERIES);
     for (std::ptrdiff_t range = 1; range < ranges.count && range * ranges.length < seen; ++range) {
@@ -327,7 +353,8 @@ Heads<T> heads(const Place& place) {
     return {reinterpret_cast<T*>(place[0]), place[1], place[2], place[3]};
 }
 
-// Memory of one thread that is kept between calls: fresh pages would cost more than a small layer's attention.
+// Memory of one thread that is kept between calls: fresh pages would cost more than a small layer's
+// attention.
 class ThreadMemory {
 public:
     ThreadMemory() = default;
@@ -339,7 +366,8 @@ public:
     word* reserve(std::ptrdiff_t words) {
         if (words > size_) {
             std::free(memory_);
-            memory_ = static_cast<word*>(std::aligned_alloc(64, round_up(words, LANES) * sizeof(word)));
+            memory_ =
+                static_cast<word*>(std::aligned_alloc(64, round_up(words, LANES) * sizeof(word)));
             size_ = memory_ == nullptr ? 0 : words;
         }
         return memory_;
@@ -353,9 +381,10 @@ private:
 thread_local ThreadMemory thread_memory;
 
 template <class T>
-void forward(const Shape& shape, const Place& query, const Place& key, const Place& value, const Place& out,
-             float* lse, int threads) {
-    const std::ptrdiff_t units = shape.batch * shape.groups, blocks = (shape.queries + GROUP - 1) / GROUP;
+void forward(const Shape& shape, const Place& query, const Place& key, const Place& value,
+             const Place& out, float* lse, int threads) {
+    const std::ptrdiff_t units = shape.batch * shape.groups,
+                         blocks = (shape.queries + GROUP - 1) / GROUP;
     // Few heads are divided further; a query's result does not depend on where.
     const std::ptrdiff_t wanted = (4 * threads + units - 1) / units;
     const std::ptrdiff_t ranges = std::max<std::ptrdiff_t>(1, std::min(wanted, blocks / 4));
@@ -373,7 +402,8 @@ void forward(const Shape& shape, const Place& query, const Place& key, const Pla
             const std::ptrdiff_t last = std::min(first + length, shape.queries);
             if (exhausted || first >= last) continue;
             forward_task<T>(shape, scratch, unit / shape.groups, unit % shape.groups, first, last,
-                            heads<const T>(query), heads<const T>(key), heads<const T>(value), heads<T>(out), lse);
+                            heads<const T>(query), heads<const T>(key), heads<const T>(value),
+                            heads<T>(out), lse);
         }
     }
     if (exhausted) throw std::bad_alloc();
@@ -382,7 +412,8 @@ void forward(const Shape& shape, const Place& query, const Place& key, const Pla
 template <class T>
 void backward(const Shape& shape, BackwardTensors<T>& tensors, int threads) {
     const KeyRanges ranges(shape);
-    const std::ptrdiff_t units = shape.batch * shape.groups, blocks = (shape.queries + QUERIES - 1) / QUERIES;
+    const std::ptrdiff_t units = shape.batch * shape.groups,
+                         blocks = (shape.queries + QUERIES - 1) / QUERIES;
     const std::ptrdiff_t all_blocks = shape.batch * shape.heads * blocks;
     std::unique_ptr<float[]> parts;
     if (ranges.count > 1) {
@@ -400,13 +431,15 @@ void backward(const Shape& shape, BackwardTensors<T>& tensors, int threads) {
         for (std::ptrdiff_t i = 0; i < units * ranges.count; ++i) {
             const std::ptrdiff_t unit = i % units;
             if (exhausted) continue;
-            backward_task<T>(shape, scratch, unit / shape.groups, unit % shape.groups, i / units, tensors);
+            backward_task<T>(shape, scratch, unit / shape.groups, unit % shape.groups, i / units,
+                             tensors);
         }
         if (ranges.count > 1) {
 #pragma omp for schedule(static)
             for (std::ptrdiff_t i = 0; i < all_blocks; ++i) {
                 const std::ptrdiff_t head = i / blocks;
-                sum_parts<T>(shape, ranges, head / shape.heads, head % shape.heads, i % blocks * QUERIES, tensors);
+                sum_parts<T>(shape, ranges, head / shape.heads, head % shape.heads,
+                             i % blocks * QUERIES, tensors);
             }
         }
     }
@@ -414,7 +447,8 @@ void backward(const Shape& shape, BackwardTensors<T>& tensors, int threads) {
 }
 
 Shape shape_of(const Sizes& sizes, double scale, bool causal) {
-    return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], static_cast<float>(scale), causal};
+    return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], static_cast<float>(scale),
+            causal};
 }
 
 }  // namespace
@@ -422,15 +456,18 @@ Shape shape_of(const Sizes& sizes, double scale, bool causal) {
 
 // Raise unless the kernel of this type runs here.
 void require(bool is_bf16) {
-    if (!(is_bf16 ? runs_bf16() : runs_fp32())) throw std::runtime_error("this CPU has no AVX-512 for attention");
+    if (!(is_bf16 ? runs_bf16() : runs_fp32()))
+        throw std::runtime_error("this CPU has no AVX-512 for attention");
 }
 
-void attention_forward(bool is_bf16, const Sizes& sizes, double scale, bool causal, const Place& query,
-                       const Place& key, const Place& value, const Place& out, std::uintptr_t lse, int threads) {
+void attention_forward(bool is_bf16, const Sizes& sizes, double scale, bool causal,
+                       const Place& query, const Place& key, const Place& value, const Place& out,
+                       std::uintptr_t lse, int threads) {
     require(is_bf16);
 #ifdef MEGACORE_HAS_AVX512
     const auto run = is_bf16 ? &forward<bf16> : &forward<float>;
-    run(shape_of(sizes, scale, causal), query, key, value, out, reinterpret_cast<float*>(lse), threads);
+    run(shape_of(sizes, scale, causal), query, key, value, out, reinterpret_cast<float*>(lse),
+        threads);
 #endif
 }
 
@@ -453,8 +490,8 @@ void run_backward(const Shape& shape, const std::array<Place, 5>& inputs, std::u
 #endif
 
 void attention_backward(bool is_bf16, const Sizes& sizes, double scale, bool causal,
-                        const std::array<Place, 5>& inputs, std::uintptr_t lse, const std::array<Place, 3>& grads,
-                        int threads) {
+                        const std::array<Place, 5>& inputs, std::uintptr_t lse,
+                        const std::array<Place, 3>& grads, int threads) {
     require(is_bf16);
 #ifdef MEGACORE_HAS_AVX512
     const auto run = is_bf16 ? &run_backward<bf16> : &run_backward<float>;

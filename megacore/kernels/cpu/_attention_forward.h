@@ -1,6 +1,8 @@
-// softmax(q k^T) v, the queries in groups of 32 and the keys in blocks (Milakov and Gimelshein 2018; Dao et al. 2022).
+// softmax(q k^T) v, the queries in groups of 32 and the keys in blocks (Milakov and Gimelshein
+// 2018; Dao et al. 2022).
 //
-// Scores are held transposed, [keys][queries]: the softmax runs down the lanes and needs no sums across them.
+// Scores are held transposed, [keys][queries]: the softmax runs down the lanes and needs no sums
+// across them.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +23,8 @@ struct Heads {
     std::ptrdiff_t head_stride;
     std::ptrdiff_t row_stride;
 
-    Rows<T> rows(std::ptrdiff_t batch, std::ptrdiff_t head, std::ptrdiff_t count, std::ptrdiff_t size) const {
+    Rows<T> rows(std::ptrdiff_t batch, std::ptrdiff_t head, std::ptrdiff_t count,
+                 std::ptrdiff_t size) const {
         return {data + batch * batch_stride + head * head_stride, row_stride, count, size};
     }
 };
@@ -57,7 +60,8 @@ struct ForwardScratch {
           rows(round_up(shape.size, LANES)) {}
 
     std::ptrdiff_t total() const {
-        return keys * words + keys / WIDTH<T> * rows + GROUP * (words + rows + FORWARD_KEYS + FORWARD_KEYS / WIDTH<T>);
+        return keys * words + keys / WIDTH<T> * rows +
+               GROUP * (words + rows + FORWARD_KEYS + FORWARD_KEYS / WIDTH<T>);
     }
     void place(word* memory) {
         key = memory;
@@ -85,14 +89,16 @@ struct Statistics {
 
 // scores[count][32] = k q^T * factor, -inf where a query does not see a key, and their maximum.
 template <class T>
-inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch, std::ptrdiff_t first_key,
-                        std::ptrdiff_t count, std::ptrdiff_t first_query, __m512 (&greatest)[2]) {
+inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch,
+                        std::ptrdiff_t first_key, std::ptrdiff_t count, std::ptrdiff_t first_query,
+                        __m512 (&greatest)[2]) {
     const __m512 factor = _mm512_set1_ps(shape.scale * LOG2_E);
     const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (std::ptrdiff_t j = 0; j < count; j += ROWS) {
         const std::ptrdiff_t key = first_key + j;
         Tile<2> tile;
-        tile.multiply<T, 1, ROWS>(scratch.key + key * scratch.words, scratch.query, GROUP, scratch.words);
+        tile.multiply<T, 1, ROWS>(scratch.key + key * scratch.words, scratch.query, GROUP,
+                                  scratch.words);
         const bool edge = key + ROWS > shape.keys || (shape.causal && key + ROWS > first_query + 1);
         float* const to = scratch.scores + j * GROUP;
 #pragma GCC unroll 8
@@ -101,7 +107,8 @@ inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch, st
             for (int v = 0; v < 2; ++v) {
                 __m512 x = _mm512_mul_ps(tile.sums[r][v], factor);
                 if (edge) {
-                    const __mmask16 seen = seeing(key + r, shape.keys, first_query + v * LANES, shape.causal);
+                    const __mmask16 seen =
+                        seeing(key + r, shape.keys, first_query + v * LANES, shape.causal);
                     x = _mm512_mask_mov_ps(hidden, seen, x);
                 }
                 greatest[v] = _mm512_max_ps(greatest[v], x);
@@ -113,7 +120,8 @@ inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch, st
 
 // The scores' exponentials, in words along the keys, and their sum.
 template <class T>
-inline void exponentials(const ForwardScratch<T>& scratch, std::ptrdiff_t count, Statistics& softmax) {
+inline void exponentials(const ForwardScratch<T>& scratch, std::ptrdiff_t count,
+                         Statistics& softmax) {
     const float* from = scratch.scores;
     word* to = scratch.weights;
     for (std::ptrdiff_t j = 0; j < count; j += 2, from += 2 * GROUP) {
@@ -122,7 +130,8 @@ inline void exponentials(const ForwardScratch<T>& scratch, std::ptrdiff_t count,
         for (int r = 0; r < 2; ++r) {
 #pragma GCC unroll 2
             for (int v = 0; v < 2; ++v) {
-                p[r][v] = exp2(_mm512_sub_ps(load(from + r * GROUP + v * LANES), softmax.greatest[v]));
+                p[r][v] =
+                    exp2(_mm512_sub_ps(load(from + r * GROUP + v * LANES), softmax.greatest[v]));
                 softmax.sum[v] = _mm512_add_ps(softmax.sum[v], p[r][v]);
             }
         }
@@ -131,15 +140,17 @@ inline void exponentials(const ForwardScratch<T>& scratch, std::ptrdiff_t count,
             store_words(to, pair_rows(first, second, false));
             store_words(to + LANES, pair_rows(first, second, true));
         } else {
-            for (int i = 0; i < 4; ++i) store_words(to + i * LANES, _mm512_castps_si512(p[i / 2][i % 2]));
+            for (int i = 0; i < 4; ++i)
+                store_words(to + i * LANES, _mm512_castps_si512(p[i / 2][i % 2]));
         }
         to += 2 / WIDTH<T> * GROUP;
     }
 }
 
 template <class T>
-inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch, std::ptrdiff_t first_key,
-                         std::ptrdiff_t count, std::ptrdiff_t first_query, Statistics& softmax) {
+inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch,
+                         std::ptrdiff_t first_key, std::ptrdiff_t count, std::ptrdiff_t first_query,
+                         Statistics& softmax) {
     const std::ptrdiff_t rows = round_up(count, ROWS);
     __m512 greatest[2] = {softmax.greatest[0], softmax.greatest[1]};
     score_block(shape, scratch, first_key, rows, first_query, greatest);
@@ -153,13 +164,15 @@ inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch, s
     for (std::ptrdiff_t row = 0; row < scratch.rows; row += ROWS) {
         float* const out = scratch.out + row * GROUP;
         Tile<2> tile;
-        tile.multiply<T, 1, ROWS>(scratch.value + (row * scratch.keys + first_key * ROWS) / WIDTH<T>, scratch.weights,
-                                  GROUP, rows / WIDTH<T>);
+        tile.multiply<T, 1, ROWS>(
+            scratch.value + (row * scratch.keys + first_key * ROWS) / WIDTH<T>, scratch.weights,
+            GROUP, rows / WIDTH<T>);
         if (first_key == 0) {
             for (int i = 0; i < 16; ++i) store(out + i * LANES, tile.sums[i / 2][i % 2]);
         } else {
             for (int i = 0; i < 16; ++i) {
-                store(out + i * LANES, _mm512_fmadd_ps(load(out + i * LANES), shrink[i % 2], tile.sums[i / 2][i % 2]));
+                store(out + i * LANES, _mm512_fmadd_ps(load(out + i * LANES), shrink[i % 2],
+                                                       tile.sums[i / 2][i % 2]));
             }
         }
     }
@@ -167,8 +180,9 @@ inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch, s
 
 // The queries of one group of 32 against all keys they see.
 template <class T>
-inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch, const Rows<const T>& query,
-                         std::ptrdiff_t first_query, const Rows<T>& out, float* lse) {
+inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch,
+                         const Rows<const T>& query, std::ptrdiff_t first_query, const Rows<T>& out,
+                         float* lse) {
     pack_transposed(query.from(first_query), GROUP, scratch.query);
     query.from(first_query + GROUP).template prefetch<false>(GROUP);
     out.from(first_query).template prefetch<true>(GROUP);
@@ -185,34 +199,37 @@ inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch, c
         const std::ptrdiff_t first = first_query + v * LANES;
         if (first >= shape.queries) break;
         const __mmask16 none = _mm512_cmp_ps_mask(softmax.sum[v], _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __m512 inverse =
-            _mm512_mask_mov_ps(_mm512_div_ps(_mm512_set1_ps(1.0f), softmax.sum[v]), none, _mm512_setzero_ps());
+        const __m512 inverse = _mm512_mask_mov_ps(
+            _mm512_div_ps(_mm512_set1_ps(1.0f), softmax.sum[v]), none, _mm512_setzero_ps());
         unpack_transposed(scratch.out + v * LANES, GROUP, inverse, out.from(first));
         alignas(64) float greatest[LANES], sum[LANES];
         store(greatest, softmax.greatest[v]);
         store(sum, softmax.sum[v]);
         for (std::ptrdiff_t i = 0; i < LANES && first + i < shape.queries; ++i) {
             // A query all of whose scores are -inf has no weights in the backward pass.
-            lse[first + i] =
-                sum[i] == 0.0f ? std::numeric_limits<float>::infinity() : greatest[i] * LN_2 + std::log(sum[i]);
+            lse[first + i] = sum[i] == 0.0f ? std::numeric_limits<float>::infinity()
+                                            : greatest[i] * LN_2 + std::log(sum[i]);
         }
     }
 }
 
 // Queries [first, last), in groups of 32, of each head that shares one key-value head.
 template <class T>
-inline void forward_task(const Shape& shape, ForwardScratch<T>& scratch, std::ptrdiff_t batch, std::ptrdiff_t group,
-                         std::ptrdiff_t first, std::ptrdiff_t last, const Heads<const T>& query,
-                         const Heads<const T>& key, const Heads<const T>& value, const Heads<T>& out, float* lse) {
+inline void forward_task(const Shape& shape, ForwardScratch<T>& scratch, std::ptrdiff_t batch,
+                         std::ptrdiff_t group, std::ptrdiff_t first, std::ptrdiff_t last,
+                         const Heads<const T>& query, const Heads<const T>& key,
+                         const Heads<const T>& value, const Heads<T>& out, float* lse) {
     const std::ptrdiff_t seen = shape.seen(last);
     pack_row_panels(key.rows(batch, group, seen, shape.size), scratch.key);
     scratch.keys = round_up(seen, LANES);
     pack_across_panels(value.rows(batch, group, seen, shape.size), scratch.keys, scratch.value);
-    for (std::ptrdiff_t head = group * shape.sharing(); head < (group + 1) * shape.sharing(); ++head) {
+    for (std::ptrdiff_t head = group * shape.sharing(); head < (group + 1) * shape.sharing();
+         ++head) {
         const Rows<const T> queries = query.rows(batch, head, shape.queries, shape.size);
         const Rows<T> rows = out.rows(batch, head, shape.queries, shape.size);
         for (std::ptrdiff_t i = first; i < last; i += GROUP) {
-            attend_group(shape, scratch, queries, i, rows, lse + (batch * shape.heads + head) * shape.queries);
+            attend_group(shape, scratch, queries, i, rows,
+                         lse + (batch * shape.heads + head) * shape.queries);
         }
     }
 }

@@ -1,9 +1,10 @@
-// What attention's products are made of: tiles of 8 rows and up to 32 columns that stay in registers, and how rows of a
-// tensor come into the order that they read.
+// What attention's products are made of: tiles of 8 rows and up to 32 columns that stay in
+// registers, and how rows of a tensor come into the order that they read.
 //
-// A word is what one lane of a product takes along the reduction: two bf16 or one float. The left operand lies in
-// panels [steps][8 rows] or in rows [8][steps] of words and is broadcast, the right one is [steps][columns] of words.
-// Rows and elements beyond the last are zero in every packed form.
+// A word is what one lane of a product takes along the reduction: two bf16 or one float. The left
+// operand lies in panels [steps][8 rows] or in rows [8][steps] of words and is broadcast, the right
+// one is [steps][columns] of words. Rows and elements beyond the last are zero in every packed
+// form.
 #pragma once
 
 #include "_vector.h"
@@ -34,14 +35,18 @@ struct Rows {
     std::ptrdiff_t count;
     std::ptrdiff_t size;
 
-    Rows from(std::ptrdiff_t first) const { return {data + first * stride, stride, count - first, size}; }
+    Rows from(std::ptrdiff_t first) const {
+        return {data + first * stride, stride, count - first, size};
+    }
 
-    // Ask for up to `wanted` rows that are needed soon: hardware does not foresee the step from row to row.
+    // Ask for up to `wanted` rows that are needed soon: hardware does not foresee the step from row
+    // to row.
     template <bool FOR_WRITING>
     void prefetch(std::ptrdiff_t wanted) const {
         const std::ptrdiff_t line = 64 / sizeof(T);
         for (std::ptrdiff_t row = 0; row < wanted && row < count; ++row) {
-            for (std::ptrdiff_t i = 0; i < size; i += line) __builtin_prefetch(data + row * stride + i, FOR_WRITING, 2);
+            for (std::ptrdiff_t i = 0; i < size; i += line)
+                __builtin_prefetch(data + row * stride + i, FOR_WRITING, 2);
         }
     }
 };
@@ -72,7 +77,8 @@ template <int NV>
 struct Tile {
     __m512 sums[ROWS][NV];
 
-    // Start at zero and add `steps` words of the reduction; ROW and STEP are the left operand's strides.
+    // Start at zero and add `steps` words of the reduction; ROW and STEP are the left operand's
+    // strides.
     template <class T, int ROW, int STEP>
     MEGACORE_INLINE void multiply(const word* left, const word* right, std::ptrdiff_t right_stride,
                                   std::ptrdiff_t steps) {
@@ -110,8 +116,9 @@ struct Tile {
 
 // to[8][columns] += left * right for any multiple of 16 columns.
 template <class T, int ROW, int STEP>
-inline void add_product(const word* left, const word* right, std::ptrdiff_t right_stride, std::ptrdiff_t steps,
-                        float* to, std::ptrdiff_t to_stride, std::ptrdiff_t columns) {
+inline void add_product(const word* left, const word* right, std::ptrdiff_t right_stride,
+                        std::ptrdiff_t steps, float* to, std::ptrdiff_t to_stride,
+                        std::ptrdiff_t columns) {
     std::ptrdiff_t column = 0;
     for (; column + 2 * LANES <= columns; column += 2 * LANES) {
         Tile<2> tile;
@@ -125,7 +132,8 @@ inline void add_product(const word* left, const word* right, std::ptrdiff_t righ
     }
 }
 
-// 2^x for x <= 128: a polynomial of degree 5 on [-1/2, 1/2], relative error below 3e-7; 0 below -150.
+// 2^x for x <= 128: a polynomial of degree 5 on [-1/2, 1/2], relative error below 3e-7; 0 below
+// -150.
 MEGACORE_INLINE __m512 exp2(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -140,23 +148,27 @@ MEGACORE_INLINE __m512 exp2(__m512 x) {
 }
 
 // Two vectors of one row as words of pairs along the row.
-MEGACORE_INLINE __m512i round_row(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+MEGACORE_INLINE __m512i round_row(__m512 first, __m512 second) {
+    return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+}
 
 // Two rows of 32 bf16 -> the words (first[i], second[i]) of the first or of the last 16 columns.
 MEGACORE_INLINE __m512i pair_rows(__m512i first, __m512i second, bool last) {
     const __m256i low = last ? _mm512_extracti64x4_epi64(first, 1) : _mm512_castsi512_si256(first);
-    const __m256i high = last ? _mm512_extracti64x4_epi64(second, 1) : _mm512_castsi512_si256(second);
-    return _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+    const __m256i high =
+        last ? _mm512_extracti64x4_epi64(second, 1) : _mm512_castsi512_si256(second);
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 
 // Which of 16 queries from `query` on see the key.
-MEGACORE_INLINE __mmask16 seeing(std::ptrdiff_t key, std::ptrdiff_t keys, std::ptrdiff_t query, bool causal) {
+MEGACORE_INLINE __mmask16 seeing(std::ptrdiff_t key, std::ptrdiff_t keys, std::ptrdiff_t query,
+                                 bool causal) {
     if (key >= keys) return 0;
     const std::ptrdiff_t hidden = causal ? key - query : 0;
     if (hidden <= 0) return 0xFFFF;
     return hidden >= LANES ? 0 : static_cast<__mmask16>(0xFFFFu << hidden);
 }
-
 
 // Transpose 16 vectors of 16 words.
 MEGACORE_INLINE void transpose(__m512i (&x)[LANES]) {
@@ -188,19 +200,23 @@ MEGACORE_INLINE void transpose(__m512i (&x)[LANES]) {
 }
 
 // The words of a row from element `first` on.
-MEGACORE_INLINE __m512i row_words(const Rows<const bf16>& rows, std::ptrdiff_t row, std::ptrdiff_t first) {
+MEGACORE_INLINE __m512i row_words(const Rows<const bf16>& rows, std::ptrdiff_t row,
+                                  std::ptrdiff_t first) {
     const std::ptrdiff_t left = rows.size - first;
     const bf16* const from = rows.data + row * rows.stride + first;
-    return left >= 32 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((1u << left) - 1u, from);
+    return left >= 32 ? _mm512_loadu_si512(from)
+                      : _mm512_maskz_loadu_epi16((1u << left) - 1u, from);
 }
-MEGACORE_INLINE __m512i row_words(const Rows<const float>& rows, std::ptrdiff_t row, std::ptrdiff_t first) {
-    return _mm512_maskz_loadu_epi32(first_lanes(rows.size - first), rows.data + row * rows.stride + first);
+MEGACORE_INLINE __m512i row_words(const Rows<const float>& rows, std::ptrdiff_t row,
+                                  std::ptrdiff_t first) {
+    return _mm512_maskz_loadu_epi32(first_lanes(rows.size - first),
+                                    rows.data + row * rows.stride + first);
 }
 
 // 16 rows -> words along them, transposed: x[w] holds word w of each row.
 template <class T>
-MEGACORE_INLINE void transposed_words(const Rows<const T>& rows, std::ptrdiff_t row, std::ptrdiff_t first,
-                                      __m512i (&x)[LANES]) {
+MEGACORE_INLINE void transposed_words(const Rows<const T>& rows, std::ptrdiff_t row,
+                                      std::ptrdiff_t first, __m512i (&x)[LANES]) {
     if (row + LANES <= rows.count && first + LANES * WIDTH<T> <= rows.size) {
         const T* const from = rows.data + row * rows.stride + first;
 #pragma GCC unroll 16
@@ -221,7 +237,8 @@ inline void pack_transposed(const Rows<const T>& rows, std::ptrdiff_t count, wor
         for (std::ptrdiff_t w = 0; w < words; w += LANES) {
             __m512i x[LANES];
             transposed_words(rows, row, w * WIDTH<T>, x);
-            for (std::ptrdiff_t i = 0; i < LANES && w + i < words; ++i) store_words(to + (w + i) * count + row, x[i]);
+            for (std::ptrdiff_t i = 0; i < LANES && w + i < words; ++i)
+                store_words(to + (w + i) * count + row, x[i]);
         }
     }
 }
@@ -242,14 +259,18 @@ inline void pack_row_panels(const Rows<const T>& rows, word* to) {
     }
 }
 
-// The words across rows, from element `first` on: two rows of bf16 interleaved, or one row of floats.
+// The words across rows, from element `first` on: two rows of bf16 interleaved, or one row of
+// floats.
 template <class T>
-MEGACORE_INLINE __m512i words_across(const Rows<const T>& rows, std::ptrdiff_t row, std::ptrdiff_t first) {
+MEGACORE_INLINE __m512i words_across(const Rows<const T>& rows, std::ptrdiff_t row,
+                                     std::ptrdiff_t first) {
     const T* const from = rows.data + row * rows.stride + first;
     if (row + WIDTH<T> <= rows.count && first + LANES <= rows.size) {
         if constexpr (WIDTH<T> == 1) return _mm512_loadu_si512(from);
-        const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-        const __m256i next = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + rows.stride));
+        const __m512i low =
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+        const __m256i next =
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + rows.stride));
         return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(next), 16));
     }
     if (row >= rows.count) return _mm512_setzero_si512();
@@ -259,7 +280,8 @@ MEGACORE_INLINE __m512i words_across(const Rows<const T>& rows, std::ptrdiff_t r
     } else {
         const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
         if (row + 1 >= rows.count) return low;
-        const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from + rows.stride));
+        const __m512i high =
+            _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from + rows.stride));
         return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
     }
 }
@@ -274,20 +296,23 @@ inline void pack_across(const Rows<const T>& rows, std::ptrdiff_t count, word* t
     }
 }
 
-// `count` rows -> panels [size rounded up to 16 / 8][words across rows][8], for products that reduce across rows.
+// `count` rows -> panels [size rounded up to 16 / 8][words across rows][8], for products that
+// reduce across rows.
 template <class T>
 inline void pack_across_panels(const Rows<const T>& rows, std::ptrdiff_t count, word* to) {
     const std::ptrdiff_t words = count / WIDTH<T>;
     for (std::ptrdiff_t first = 0; first < rows.size; first += LANES, to += words * LANES) {
         for (std::ptrdiff_t w = 0; w < words; ++w) {
-            store_halves(to + w * ROWS, to + (words + w) * ROWS, words_across(rows, w * WIDTH<T>, first));
+            store_halves(to + w * ROWS, to + (words + w) * ROWS,
+                         words_across(rows, w * WIDTH<T>, first));
         }
     }
 }
 
 // from [size][columns], times a factor for each of 16 columns -> up to 16 rows.
 template <class T>
-inline void unpack_transposed(const float* from, std::ptrdiff_t columns, __m512 factor, const Rows<T>& rows) {
+inline void unpack_transposed(const float* from, std::ptrdiff_t columns, __m512 factor,
+                              const Rows<T>& rows) {
     for (std::ptrdiff_t first = 0; first < rows.size; first += LANES) {
         __m512i x[LANES];
         for (int i = 0; i < LANES; ++i) {

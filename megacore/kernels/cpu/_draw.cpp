@@ -1,4 +1,5 @@
-// What torch's CPU generator draws for dropout, bit for bit, with vectors: MT19937 (Matsumoto and Nishimura 1998).
+// What torch's CPU generator draws for dropout, bit for bit, with vectors: MT19937 (Matsumoto and
+// Nishimura 1998).
 #include "_kernels.h"
 
 #include <cmath>
@@ -21,11 +22,14 @@ struct State {
     std::uint64_t words[kWords];
 };
 
-inline __m512i read(const std::uint32_t* from, __mmask16 lanes) { return _mm512_maskz_loadu_epi32(lanes, from); }
+inline __m512i read(const std::uint32_t* from, __mmask16 lanes) {
+    return _mm512_maskz_loadu_epi32(lanes, from);
+}
 
 class Engine {
   public:
-    explicit Engine(const State& state) : left_(state.left - 1), next_(static_cast<Index>(state.next)) {
+    explicit Engine(const State& state)
+        : left_(state.left - 1), next_(static_cast<Index>(state.next)) {
         for (Index i = 0; i < kWords; ++i) words_[i] = static_cast<std::uint32_t>(state.words[i]);
     }
 
@@ -35,7 +39,8 @@ class Engine {
         for (Index i = 0; i < kWords; ++i) state.words[i] = words_[i];
     }
 
-    // Ones where a 53-bit number is below the threshold, one for each pair of words, the upper one first.
+    // Ones where a 53-bit number is below the threshold, one for each pair of words, the upper one
+    // first.
     template <class T>
     void below(std::uint64_t threshold, T* out, Index count) {
         while (count > 0) {
@@ -45,7 +50,8 @@ class Engine {
                 const Index some = std::min<Index>(16, pairs - done);
                 const std::uint32_t* from = words_ + next_ + 2 * done;
                 const __m512i first = read(from, first_lanes(2 * some));
-                const __m512i second = read(from + 16, first_lanes(std::max<Index>(0, 2 * some - 16)));
+                const __m512i second =
+                    read(from + 16, first_lanes(std::max<Index>(0, 2 * some - 16)));
                 put(out + done, compare(first, second, threshold), first_lanes(some));
             }
             out += pairs;
@@ -78,11 +84,14 @@ class Engine {
         y = _mm512_xor_si512(y, _mm512_and_si512(_mm512_slli_epi32(y, 15), word_of(0xefc60000)));
         return _mm512_xor_si512(y, _mm512_srli_epi32(y, 18));
     }
-    static __m512i word_of(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
+    static __m512i word_of(std::uint32_t value) {
+        return _mm512_set1_epi32(static_cast<int>(value));
+    }
 
     // The lower words decide where the upper ones are equal, which is seldom.
     static __mmask16 compare(__m512i first, __m512i second, std::uint64_t threshold) {
-        const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const __m512i even =
+            _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
         const __m512i words = tempered(_mm512_permutex2var_epi32(first, even, second));
         const __m512i upper = _mm512_and_si512(words, word_of(0x1FFFFF));
         const __m512i limit = word_of(static_cast<std::uint32_t>(threshold >> 32));
@@ -100,11 +109,13 @@ class Engine {
         for (Index i = first; i < end; i += 16) {
             const __mmask16 lanes = first_lanes(end - i);
             const __m512i one = read(words_ + i, lanes), other = read(words_ + i + 1, lanes);
-            const __m512i mixed = _mm512_ternarylogic_epi32(word_of(0x80000000), one, other, 0xCA);  // upper bit of one
+            // upper bit of one
+            const __m512i mixed = _mm512_ternarylogic_epi32(word_of(0x80000000), one, other, 0xCA);
             const __mmask16 is_odd = _mm512_test_epi32_mask(other, _mm512_set1_epi32(1));
-            const __m512i twisted =
-                _mm512_xor_si512(_mm512_srli_epi32(mixed, 1), _mm512_maskz_mov_epi32(is_odd, word_of(0x9908b0df)));
-            _mm512_mask_storeu_epi32(words_ + i, lanes, _mm512_xor_si512(read(words_ + i + offset, lanes), twisted));
+            const __m512i twisted = _mm512_xor_si512(
+                _mm512_srli_epi32(mixed, 1), _mm512_maskz_mov_epi32(is_odd, word_of(0x9908b0df)));
+            _mm512_mask_storeu_epi32(words_ + i, lanes,
+                                     _mm512_xor_si512(read(words_ + i + offset, lanes), twisted));
         }
     }
 
@@ -147,7 +158,8 @@ using megacore::Index;
 // Fills `out` with ones of probability p and zeros, and moves the state on.
 void bernoulli(std::uintptr_t state, double p, std::uintptr_t out, Index count, bool half) {
 #ifdef MEGACORE_HAS_AVX512
-    half ? megacore::bernoulli<megacore::bf16>(state, p, out, count) : megacore::bernoulli<float>(state, p, out, count);
+    half ? megacore::bernoulli<megacore::bf16>(state, p, out, count)
+         : megacore::bernoulli<float>(state, p, out, count);
 #else
     no_kernels();
 #endif

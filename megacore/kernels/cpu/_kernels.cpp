@@ -4,7 +4,8 @@
 #include "_vector.h"
 
 PYBIND11_MODULE(_kernels, module) {
-    module.doc() = "Kernels for CPUs with AVX-512; arguments are addresses, sizes and strides in elements.";
+    module.doc() =
+        "Kernels for CPUs with AVX-512; arguments are addresses, sizes and strides in elements.";
     module.def("runs_fp32", &megacore::runs_fp32);
     module.def("runs_bf16", &megacore::runs_bf16);
     add_activation(module);

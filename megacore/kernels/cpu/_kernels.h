@@ -1,4 +1,5 @@
-// What the files of the compiled module share. Each adds the functions of one operation; names are unique in the module.
+// What the files of the compiled module share. Each adds the functions of one operation; names are
+// unique in the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

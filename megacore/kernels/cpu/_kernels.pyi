@@ -15,7 +15,15 @@ RELU: int
 SILU: int
 
 def activation_forward(
-    x: int, x_stride: int, bias: int, y: int, rows: int, cols: int, kind: int, half: bool, threads: int
+    x: int,
+    x_stride: int,
+    bias: int,
+    y: int,
+    rows: int,
+    cols: int,
+    kind: int,
+    half: bool,
+    threads: int,
 ) -> None: ...
 def activation_backward(
     dy: int,

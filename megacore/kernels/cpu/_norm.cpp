@@ -11,18 +11,20 @@ namespace megacore {
 namespace {
 
 template <class T>
-constexpr Index kGroup = 8 / sizeof(T);  // rows that are worked on together: they fit the first cache
+// rows that are worked on together: they fit the first cache
+constexpr Index kGroup = 8 / sizeof(T);
 
 // kRows rows at once, so that one's additions need not wait for each other. bias may be null.
 template <class T, bool kCentred, Index kRows>
-void forward_rows(const T* x, Index x_stride, const T* weight, const T* bias, T* y, float* mean, float* rstd,
-                  Index cols, float eps) {
+void forward_rows(const T* x, Index x_stride, const T* weight, const T* bias, T* y, float* mean,
+                  float* rstd, Index cols, float eps) {
     const float share = 1.0f / static_cast<float>(cols);
     __m512 middle[kRows], squares[kRows], factor[kRows];
     for (Index r = 0; r < kRows; ++r) middle[r] = squares[r] = _mm512_setzero_ps();
     if constexpr (kCentred) {
         columns(cols, [&](Index c, auto lanes) __attribute__((always_inline)) {
-            for (Index r = 0; r < kRows; ++r) middle[r] = _mm512_add_ps(middle[r], load(x + r * x_stride + c, lanes));
+            for (Index r = 0; r < kRows; ++r)
+                middle[r] = _mm512_add_ps(middle[r], load(x + r * x_stride + c, lanes));
         });
         for (Index r = 0; r < kRows; ++r) {
             mean[r] = sum(middle[r]) * share;
@@ -52,10 +54,12 @@ void forward_rows(const T* x, Index x_stride, const T* weight, const T* bias, T*
     });
 }
 
-// Gradients of kRows rows, and their shares of the parameters' gradients added to dweight and dbias.
+// Gradients of kRows rows, and their shares of the parameters' gradients added to dweight and
+// dbias.
 template <class T, bool kCentred, Index kRows>
-void backward_rows(const T* dy, Index dy_stride, const T* x, Index x_stride, const T* weight, const float* mean,
-                   const float* rstd, T* dx, float* dweight, float* dbias, Index cols) {
+void backward_rows(const T* dy, Index dy_stride, const T* x, Index x_stride, const T* weight,
+                   const float* mean, const float* rstd, T* dx, float* dweight, float* dbias,
+                   Index cols) {
     __m512 middle[kRows], factor[kRows], plain[kRows], scaled[kRows];
     for (Index r = 0; r < kRows; ++r) {
         middle[r] = _mm512_set1_ps(kCentred ? mean[r] : 0.0f);
@@ -72,7 +76,8 @@ void backward_rows(const T* dy, Index dy_stride, const T* x, Index x_stride, con
         __m512 weights = load(dweight + c, lanes);
         __m512 biases = kCentred ? load(dbias + c, lanes) : _mm512_setzero_ps();
         for (Index r = 0; r < kRows; ++r) {
-            const __m512 grad = load(dy + r * dy_stride + c, lanes);  // zero where there is no column
+            // zero where there is no column
+            const __m512 grad = load(dy + r * dy_stride + c, lanes);
             const __m512 unit = normed(r, c, lanes);
             weights = _mm512_fmadd_ps(grad, unit, weights);
             const __m512 inner = _mm512_mul_ps(grad, gain);
@@ -92,7 +97,8 @@ void backward_rows(const T* dy, Index dy_stride, const T* x, Index x_stride, con
     }
     for (Index r = 0; r < kRows; ++r) {
         columns(cols, [&](Index c, auto lanes) __attribute__((always_inline)) {
-            __m512 grad = _mm512_mul_ps(load(dy + r * dy_stride + c, lanes), load(weight + c, lanes));
+            __m512 grad =
+                _mm512_mul_ps(load(dy + r * dy_stride + c, lanes), load(weight + c, lanes));
             if constexpr (kCentred) grad = _mm512_sub_ps(grad, plain[r]);
             grad = _mm512_fnmadd_ps(normed(r, c, lanes), scaled[r], grad);
             store(dx + r * cols + c, _mm512_mul_ps(grad, factor[r]), lanes);
@@ -101,8 +107,9 @@ void backward_rows(const T* dy, Index dy_stride, const T* x, Index x_stride, con
 }
 
 template <class T, bool kCentred>
-void forward(std::uintptr_t x, Index x_stride, std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t y,
-             std::uintptr_t mean, std::uintptr_t rstd, Index rows, Index cols, float eps, int threads) {
+void forward(std::uintptr_t x, Index x_stride, std::uintptr_t weight, std::uintptr_t bias,
+             std::uintptr_t y, std::uintptr_t mean, std::uintptr_t rstd, Index rows, Index cols,
+             float eps, int threads) {
     threads = useful(threads, rows * cols);
     const auto run = [&](auto group, Index row) {
         forward_rows<T, kCentred, decltype(group)::value>(
@@ -116,9 +123,9 @@ void forward(std::uintptr_t x, Index x_stride, std::uintptr_t weight, std::uintp
 }
 
 template <class T, bool kCentred>
-void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t x, Index x_stride, std::uintptr_t weight,
-              std::uintptr_t mean, std::uintptr_t rstd, std::uintptr_t dx, std::uintptr_t dweight,
-              std::uintptr_t dbias, Index rows, Index cols, int threads) {
+void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t x, Index x_stride,
+              std::uintptr_t weight, std::uintptr_t mean, std::uintptr_t rstd, std::uintptr_t dx,
+              std::uintptr_t dweight, std::uintptr_t dbias, Index rows, Index cols, int threads) {
     const Blocks blocks(rows);
     Sums sums(blocks, kCentred ? 2 * cols : cols);  // dweight's, then dbias's
     threads = useful(threads, rows * cols);
@@ -127,9 +134,9 @@ void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t x, Index x_stri
         float* own = sums.clear(block);
         const auto run = [&](auto group, Index row) {
             backward_rows<T, kCentred, decltype(group)::value>(
-                at<T>(dy) + row * dy_stride, dy_stride, at<T>(x) + row * x_stride, x_stride, at<T>(weight),
-                kCentred ? at<float>(mean) + row : nullptr, at<float>(rstd) + row, at<T>(dx) + row * cols, own,
-                own + cols, cols);
+                at<T>(dy) + row * dy_stride, dy_stride, at<T>(x) + row * x_stride, x_stride,
+                at<T>(weight), kCentred ? at<float>(mean) + row : nullptr, at<float>(rstd) + row,
+                at<T>(dx) + row * cols, own, own + cols, cols);
         };
         in_groups<kGroup<T>>(blocks.first(block), blocks.end(block), run);
     }
@@ -146,26 +153,30 @@ namespace {
 
 using megacore::Index;
 
-// centred is LayerNorm, which has a mean; bias is null where there is none; strides are of rows, in elements.
-void forward(Address x, Index x_stride, Address weight, Address bias, Address y, Address mean, Address rstd,
-             Index rows, Index cols, float eps, bool centred, bool half, int threads) {
+// centred is LayerNorm, which has a mean; bias is null where there is none; strides are of rows, in
+// elements.
+void forward(Address x, Index x_stride, Address weight, Address bias, Address y, Address mean,
+             Address rstd, Index rows, Index cols, float eps, bool centred, bool half,
+             int threads) {
 #ifdef MEGACORE_HAS_AVX512
     using megacore::bf16;
-    const auto run = half ? (centred ? megacore::forward<bf16, true> : megacore::forward<bf16, false>)
-                          : (centred ? megacore::forward<float, true> : megacore::forward<float, false>);
+    const auto run =
+        half ? (centred ? megacore::forward<bf16, true> : megacore::forward<bf16, false>)
+             : (centred ? megacore::forward<float, true> : megacore::forward<float, false>);
     run(x, x_stride, weight, bias, y, mean, rstd, rows, cols, eps, threads);
 #else
     no_kernels();
 #endif
 }
 
-void backward(Address dy, Index dy_stride, Address x, Index x_stride, Address weight, Address mean, Address rstd,
-              Address dx, Address dweight, Address dbias, Index rows, Index cols, bool centred, bool half,
-              int threads) {
+void backward(Address dy, Index dy_stride, Address x, Index x_stride, Address weight, Address mean,
+              Address rstd, Address dx, Address dweight, Address dbias, Index rows, Index cols,
+              bool centred, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     using megacore::bf16;
-    const auto run = half ? (centred ? megacore::backward<bf16, true> : megacore::backward<bf16, false>)
-                          : (centred ? megacore::backward<float, true> : megacore::backward<float, false>);
+    const auto run =
+        half ? (centred ? megacore::backward<bf16, true> : megacore::backward<bf16, false>)
+             : (centred ? megacore::backward<float, true> : megacore::backward<float, false>);
     run(dy, dy_stride, x, x_stride, weight, mean, rstd, dx, dweight, dbias, rows, cols, threads);
 #else
     no_kernels();

@@ -1,4 +1,5 @@
-// residual + branch + bias, with dropout where there is a mask; the bias's gradient in one pass over the branch's.
+// residual + branch + bias, with dropout where there is a mask; the bias's gradient in one pass
+// over the branch's.
 #include "_kernels.h"
 
 #include "_rows.h"
@@ -12,9 +13,9 @@ constexpr Index kGroup = 4;  // rows that share one reading of the sums over row
 
 // bias, residual and mask may be null; without a mask scale is of no account.
 template <class T>
-void forward(std::uintptr_t branch, Index branch_stride, std::uintptr_t bias, std::uintptr_t residual,
-             Index residual_stride, std::uintptr_t mask, Index mask_stride, float scale, std::uintptr_t y, Index rows,
-             Index cols, int threads) {
+void forward(std::uintptr_t branch, Index branch_stride, std::uintptr_t bias,
+             std::uintptr_t residual, Index residual_stride, std::uintptr_t mask, Index mask_stride,
+             float scale, std::uintptr_t y, Index rows, Index cols, int threads) {
     threads = useful(threads, rows * cols);
     const __m512 factor = _mm512_set1_ps(scale);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -33,10 +34,12 @@ void forward(std::uintptr_t branch, Index branch_stride, std::uintptr_t bias, st
     }
 }
 
-// dbranch = dy * mask * scale; without a mask it is dy and not written. dbias is its sum over rows, or null.
+// dbranch = dy * mask * scale; without a mask it is dy and not written. dbias is its sum over rows,
+// or null.
 template <class T>
-void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t mask, Index mask_stride, float scale,
-              std::uintptr_t dbranch, std::uintptr_t dbias, Index rows, Index cols, int threads) {
+void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t mask, Index mask_stride,
+              float scale, std::uintptr_t dbranch, std::uintptr_t dbias, Index rows, Index cols,
+              int threads) {
     const Blocks blocks(rows);
     Sums sums(blocks, dbias ? cols : 0);
     const __m512 factor = _mm512_set1_ps(scale);
@@ -72,18 +75,20 @@ namespace {
 
 using megacore::Index;
 
-void forward(Address branch, Index branch_stride, Address bias, Address residual, Index residual_stride, Address mask,
-             Index mask_stride, float scale, Address y, Index rows, Index cols, bool half, int threads) {
+void forward(Address branch, Index branch_stride, Address bias, Address residual,
+             Index residual_stride, Address mask, Index mask_stride, float scale, Address y,
+             Index rows, Index cols, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     const auto run = half ? megacore::forward<megacore::bf16> : megacore::forward<float>;
-    run(branch, branch_stride, bias, residual, residual_stride, mask, mask_stride, scale, y, rows, cols, threads);
+    run(branch, branch_stride, bias, residual, residual_stride, mask, mask_stride, scale, y, rows,
+        cols, threads);
 #else
     no_kernels();
 #endif
 }
 
-void backward(Address dy, Index dy_stride, Address mask, Index mask_stride, float scale, Address dbranch, Address dbias,
-              Index rows, Index cols, bool half, int threads) {
+void backward(Address dy, Index dy_stride, Address mask, Index mask_stride, float scale,
+              Address dbranch, Address dbias, Index rows, Index cols, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     const auto run = half ? megacore::backward<megacore::bf16> : megacore::backward<float>;
     run(dy, dy_stride, mask, mask_stride, scale, dbranch, dbias, rows, cols, threads);

@@ -14,7 +14,8 @@ namespace megacore {
 namespace {
 
 template <class T>
-void rotate_head(const T* x, const T* cosines, const T* sines, T* y, Index size, Index half, __m512 sign) {
+void rotate_head(const T* x, const T* cosines, const T* sines, T* y, Index size, Index half,
+                 __m512 sign) {
     columns(half, [&](Index c, auto lanes) __attribute__((always_inline)) {
         const __m512 cosine = load(cosines + c, lanes);
         const __m512 sine = _mm512_mul_ps(load(sines + c, lanes), sign);
@@ -27,14 +28,16 @@ void rotate_head(const T* x, const T* cosines, const T* sines, T* y, Index size,
 }
 
 template <class T>
-void rotate(std::uintptr_t x, const Strides& x_strides, std::uintptr_t cosines, std::uintptr_t sines,
-            Index table_stride, std::uintptr_t y, const Strides& y_strides, Index batch, Index heads, Index sequence,
-            Index size, Index rotated, bool back, int threads) {
+void rotate(std::uintptr_t x, const Strides& x_strides, std::uintptr_t cosines,
+            std::uintptr_t sines, Index table_stride, std::uintptr_t y, const Strides& y_strides,
+            Index batch, Index heads, Index sequence, Index size, Index rotated, bool back,
+            int threads) {
     const __m512 sign = _mm512_set1_ps(back ? -1.0f : 1.0f);
     const auto head = [&](Index b, Index n, Index s) __attribute__((always_inline)) {
         const Index table = b * table_stride + s * rotated;
-        rotate_head(at<T>(x) + b * x_strides[0] + n * x_strides[1] + s * x_strides[2], at<T>(cosines) + table,
-                    at<T>(sines) + table, at<T>(y) + b * y_strides[0] + n * y_strides[1] + s * y_strides[2], size,
+        rotate_head(at<T>(x) + b * x_strides[0] + n * x_strides[1] + s * x_strides[2],
+                    at<T>(cosines) + table, at<T>(sines) + table,
+                    at<T>(y) + b * y_strides[0] + n * y_strides[1] + s * y_strides[2], size,
                     rotated / 2, sign);
     };
     threads = useful(threads, batch * heads * sequence * size);
@@ -65,14 +68,16 @@ namespace {
 
 using megacore::Index;
 
-// The tables' rows are [rotated] and lie together; table_stride is from one batch to the next, 0 where all share one.
-void rotate(Address x, Index x_batch, Index x_head, Index x_place, Address cosines, Address sines, Index table_stride,
-            Address y, Index y_batch, Index y_head, Index y_place, Index batch, Index heads, Index sequence, Index size,
-            Index rotated, bool back, bool half, int threads) {
+// The tables' rows are [rotated] and lie together; table_stride is from one batch to the next, 0
+// where all share one.
+void rotate(Address x, Index x_batch, Index x_head, Index x_place, Address cosines, Address sines,
+            Index table_stride, Address y, Index y_batch, Index y_head, Index y_place, Index batch,
+            Index heads, Index sequence, Index size, Index rotated, bool back, bool half,
+            int threads) {
 #ifdef MEGACORE_HAS_AVX512
     const auto run = half ? megacore::rotate<megacore::bf16> : megacore::rotate<float>;
-    run(x, {x_batch, x_head, x_place}, cosines, sines, table_stride, y, {y_batch, y_head, y_place}, batch, heads,
-        sequence, size, rotated, back, threads);
+    run(x, {x_batch, x_head, x_place}, cosines, sines, table_stride, y, {y_batch, y_head, y_place},
+        batch, heads, sequence, size, rotated, back, threads);
 #else
     no_kernels();
 #endif

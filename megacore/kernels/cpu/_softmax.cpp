@@ -1,4 +1,5 @@
-// Attention's softmax of scaled and masked scores with dropout, forward and backward, and the gradient of a bias.
+// Attention's softmax of scaled and masked scores with dropout, forward and backward, and the
+// gradient of a bias.
 #include "_kernels.h"
 
 #include <algorithm>
@@ -15,14 +16,17 @@ namespace {
 struct Shape {
     Index batch, heads, queries, keys;
     bool causal;
-    // Keys that a query sees; the queries are the last of the keys, and those before the first key see none.
-    Index seen(Index query) const { return causal ? std::max<Index>(0, keys - queries + query + 1) : keys; }
+    // Keys that a query sees; the queries are the last of the keys, and those before the first key
+    // see none.
+    Index seen(Index query) const {
+        return causal ? std::max<Index>(0, keys - queries + query + 1) : keys;
+    }
     Index row(Index b, Index n, Index q) const { return ((b * heads + n) * queries + q) * keys; }
 };
 
 template <class T>
-void forward_row(const T* scores, const T* bias, const T* kept, T* probs, T* dropped, float* scratch, Index seen,
-                 Index keys, float scale, float keep_scale) {
+void forward_row(const T* scores, const T* bias, const T* kept, T* probs, T* dropped,
+                 float* scratch, Index seen, Index keys, float scale, float keep_scale) {
     const __m512 factor = _mm512_set1_ps(scale);
     const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     __m512 highest = lowest;
@@ -34,7 +38,8 @@ void forward_row(const T* scores, const T* bias, const T* kept, T* probs, T* dro
     });
     const float top = maximum(highest);
     // A query that sees nothing gives zeros.
-    const __m512 shift = _mm512_set1_ps(top == -std::numeric_limits<float>::infinity() ? 0.0f : top);
+    const __m512 shift =
+        _mm512_set1_ps(top == -std::numeric_limits<float>::infinity() ? 0.0f : top);
     __m512 total = _mm512_setzero_ps();
     columns(seen, [&](Index c, auto lanes) __attribute__((always_inline)) {
         const __m512 power = exp(_mm512_sub_ps(load(scratch + c, lanes), shift));
@@ -47,7 +52,9 @@ void forward_row(const T* scores, const T* bias, const T* kept, T* probs, T* dro
     columns(seen, [&](Index c, auto lanes) __attribute__((always_inline)) {
         const __m512 prob = _mm512_mul_ps(load(scratch + c, lanes), share);
         store(probs + c, prob, lanes);
-        if (kept) store(dropped + c, _mm512_mul_ps(prob, _mm512_mul_ps(load(kept + c, lanes), keep)), lanes);
+        if (kept)
+            store(dropped + c, _mm512_mul_ps(prob, _mm512_mul_ps(load(kept + c, lanes), keep)),
+                  lanes);
     });
     std::fill(probs + seen, probs + keys, T{});
     if (kept) std::fill(dropped + seen, dropped + keys, T{});
@@ -55,8 +62,8 @@ void forward_row(const T* scores, const T* bias, const T* kept, T* probs, T* dro
 
 // dbias, where it is wanted, are sums of a row.
 template <class T>
-void backward_row(const T* grads, const T* probs, const T* kept, T* dscores, float* dbias, Index seen, Index keys,
-                  float scale, float keep_scale) {
+void backward_row(const T* grads, const T* probs, const T* kept, T* dscores, float* dbias,
+                  Index seen, Index keys, float scale, float keep_scale) {
     const __m512 keep = _mm512_set1_ps(keep_scale);
     const __m512 factor = _mm512_set1_ps(scale);
     const auto grad = [&](Index c, auto lanes) __attribute__((always_inline)) {
@@ -69,7 +76,8 @@ void backward_row(const T* grads, const T* probs, const T* kept, T* dscores, flo
     });
     const __m512 mean = _mm512_set1_ps(sum(total));
     columns(seen, [&](Index c, auto lanes) __attribute__((always_inline)) {
-        const __m512 inner = _mm512_mul_ps(load(probs + c, lanes), _mm512_sub_ps(grad(c, lanes), mean));
+        const __m512 inner =
+            _mm512_mul_ps(load(probs + c, lanes), _mm512_sub_ps(grad(c, lanes), mean));
         if (dbias) store(dbias + c, _mm512_add_ps(load(dbias + c, lanes), inner), lanes);
         store(dscores + c, _mm512_mul_ps(inner, factor), lanes);
     });
@@ -77,11 +85,12 @@ void backward_row(const T* grads, const T* probs, const T* kept, T* dscores, flo
 }
 
 template <class T>
-void forward(std::uintptr_t scores, std::uintptr_t bias, Index bias_batch, Index bias_head, Index bias_query,
-             std::uintptr_t kept, std::uintptr_t probs, std::uintptr_t dropped, const Shape& shape, float scale,
-             float keep_scale, int threads) {
+void forward(std::uintptr_t scores, std::uintptr_t bias, Index bias_batch, Index bias_head,
+             Index bias_query, std::uintptr_t kept, std::uintptr_t probs, std::uintptr_t dropped,
+             const Shape& shape, float scale, float keep_scale, int threads) {
     threads = useful(threads, shape.row(shape.batch, 0, 0));
-    std::vector<float> scratch(threads * shape.keys);  // here: nothing may be thrown where threads work together
+    // here: nothing may be thrown where threads work together
+    std::vector<float> scratch(threads * shape.keys);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(3)
     for (Index b = 0; b < shape.batch; ++b) {
         for (Index n = 0; n < shape.heads; ++n) {
@@ -90,8 +99,9 @@ void forward(std::uintptr_t scores, std::uintptr_t bias, Index bias_batch, Index
                 const Index of_bias = b * bias_batch + n * bias_head + q * bias_query;
                 forward_row(at<T>(scores) + row, bias ? at<T>(bias) + of_bias : nullptr,
                             kept ? at<T>(kept) + row : nullptr, at<T>(probs) + row,
-                            kept ? at<T>(dropped) + row : nullptr, scratch.data() + thread_number() * shape.keys,
-                            shape.seen(q), shape.keys, scale, keep_scale);
+                            kept ? at<T>(dropped) + row : nullptr,
+                            scratch.data() + thread_number() * shape.keys, shape.seen(q),
+                            shape.keys, scale, keep_scale);
             }
         }
     }
@@ -99,8 +109,9 @@ void forward(std::uintptr_t scores, std::uintptr_t bias, Index bias_batch, Index
 
 // A bias's gradient [heads, queries, keys] is the sum over the batch, in its order.
 template <class T>
-void backward(std::uintptr_t grads, std::uintptr_t probs, std::uintptr_t kept, std::uintptr_t dscores,
-              std::uintptr_t dbias, const Shape& shape, float scale, float keep_scale, int threads) {
+void backward(std::uintptr_t grads, std::uintptr_t probs, std::uintptr_t kept,
+              std::uintptr_t dscores, std::uintptr_t dbias, const Shape& shape, float scale,
+              float keep_scale, int threads) {
     threads = useful(threads, shape.row(shape.batch, 0, 0));
     std::vector<float> sums(dbias ? threads * shape.keys : 0);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
@@ -110,8 +121,9 @@ void backward(std::uintptr_t grads, std::uintptr_t probs, std::uintptr_t kept, s
             if (own) std::fill_n(own, shape.keys, 0.0f);
             for (Index b = 0; b < shape.batch; ++b) {
                 const Index row = shape.row(b, n, q);
-                backward_row(at<T>(grads) + row, at<T>(probs) + row, kept ? at<T>(kept) + row : nullptr,
-                             at<T>(dscores) + row, own, shape.seen(q), shape.keys, scale, keep_scale);
+                backward_row(at<T>(grads) + row, at<T>(probs) + row,
+                             kept ? at<T>(kept) + row : nullptr, at<T>(dscores) + row, own,
+                             shape.seen(q), shape.keys, scale, keep_scale);
             }
             if (own) add_blocks(own, 1, 0, shape.keys, at<T>(dbias) + shape.row(0, n, q));
         }
@@ -128,23 +140,25 @@ namespace {
 using megacore::Index;
 
 // All but the bias are contiguous [batch, heads, queries, keys]; null: no bias, no dropout.
-void forward(Address scores, Address bias, Index bias_batch, Index bias_head, Index bias_query, Address kept,
-             Address probs, Address dropped, Index batch, Index heads, Index queries, Index keys, bool causal,
-             float scale, float keep_scale, bool half, int threads) {
+void forward(Address scores, Address bias, Index bias_batch, Index bias_head, Index bias_query,
+             Address kept, Address probs, Address dropped, Index batch, Index heads, Index queries,
+             Index keys, bool causal, float scale, float keep_scale, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     const auto run = half ? megacore::forward<megacore::bf16> : megacore::forward<float>;
-    run(scores, bias, bias_batch, bias_head, bias_query, kept, probs, dropped, {batch, heads, queries, keys, causal},
-        scale, keep_scale, threads);
+    run(scores, bias, bias_batch, bias_head, bias_query, kept, probs, dropped,
+        {batch, heads, queries, keys, causal}, scale, keep_scale, threads);
 #else
     no_kernels();
 #endif
 }
 
-void backward(Address grads, Address probs, Address kept, Address dscores, Address dbias, Index batch, Index heads,
-              Index queries, Index keys, bool causal, float scale, float keep_scale, bool half, int threads) {
+void backward(Address grads, Address probs, Address kept, Address dscores, Address dbias,
+              Index batch, Index heads, Index queries, Index keys, bool causal, float scale,
+              float keep_scale, bool half, int threads) {
 #ifdef MEGACORE_HAS_AVX512
     const auto run = half ? megacore::backward<megacore::bf16> : megacore::backward<float>;
-    run(grads, probs, kept, dscores, dbias, {batch, heads, queries, keys, causal}, scale, keep_scale, threads);
+    run(grads, probs, kept, dscores, dbias, {batch, heads, queries, keys, causal}, scale,
+        keep_scale, threads);
 #else
     no_kernels();
 #endif

@@ -1,4 +1,5 @@
-// Vectors of 16 floats for the kernels: compiled for all x86-64 machines, chosen when the program runs.
+// Vectors of 16 floats for the kernels: compiled for all x86-64 machines, chosen when the program
+// runs.
 //
 // Everything that uses them stands between MEGACORE_AVX512_BEGIN and MEGACORE_AVX512_END.
 #pragma once
@@ -14,13 +15,15 @@
 #include <immintrin.h>
 #define MEGACORE_HAS_AVX512
 #if defined(__clang__)
-#define MEGACORE_AVX512_BEGIN                                                                                      \
-    _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma\"))), " \
+#define MEGACORE_AVX512_BEGIN                                                                \
+    _Pragma("clang attribute push("                                                          \
+            "__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma\"))), " \
             "apply_to=function)")
 #define MEGACORE_AVX512_END _Pragma("clang attribute pop")
 #else
-#define MEGACORE_AVX512_BEGIN \
-    _Pragma("GCC push_options") _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma\")")
+#define MEGACORE_AVX512_BEGIN    \
+    _Pragma("GCC push_options") \
+    _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma\")")
 #define MEGACORE_AVX512_END _Pragma("GCC pop_options")
 #endif
 #endif
@@ -31,7 +34,8 @@ namespace megacore {
 inline bool runs_fp32() {
 #ifdef MEGACORE_HAS_AVX512
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("fma");
 #else
     return false;
 #endif
@@ -64,7 +68,8 @@ MEGACORE_AVX512_BEGIN
 namespace megacore {
 
 inline __mmask16 first_lanes(std::ptrdiff_t count) {
-    return count >= 16 ? static_cast<__mmask16>(0xFFFF) : static_cast<__mmask16>((1u << count) - 1u);
+    return count >= 16 ? static_cast<__mmask16>(0xFFFF)
+                       : static_cast<__mmask16>((1u << count) - 1u);
 }
 
 // 16 elements of either type as floats; masked lanes read as zero.
@@ -73,7 +78,9 @@ inline __m512 load(const bf16* from) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
-inline __m512 load(const float* from, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
+inline __m512 load(const float* from, __mmask16 lanes) {
+    return _mm512_maskz_loadu_ps(lanes, from);
+}
 inline __m512 load(const bf16* from, __mmask16 lanes) {
     const __m256i raw = _mm256_maskz_loadu_epi16(lanes, from);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
@@ -83,13 +90,17 @@ inline __m512 load(const bf16* from, __mmask16 lanes) {
 inline __m256i round_bf16(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
 
 inline void store(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
-inline void store(bf16* to, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_bf16(x)); }
+inline void store(bf16* to, __m512 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_bf16(x));
+}
 inline void store(float* to, __m512 x, __mmask16 lanes) { _mm512_mask_storeu_ps(to, lanes, x); }
-inline void store(bf16* to, __m512 x, __mmask16 lanes) { _mm256_mask_storeu_epi16(to, lanes, round_bf16(x)); }
+inline void store(bf16* to, __m512 x, __mmask16 lanes) {
+    _mm256_mask_storeu_epi16(to, lanes, round_bf16(x));
+}
 
-// e^x = 2^y with y = x log2(e): its whole part becomes the exponent, its fraction goes through a polynomial of degree 5
-// (minimax on [0, 1), 1 at 0). Relative error below 3e-7 for |x| < 4, and below |x| 6e-8 beyond. No special cases: -inf
-// gives 0, inf is infinite, NaN stays.
+// e^x = 2^y with y = x log2(e): its whole part becomes the exponent, its fraction goes through a
+// polynomial of degree 5 (minimax on [0, 1), 1 at 0). Relative error below 3e-7 for |x| < 4, and
+// below |x| 6e-8 beyond. No special cases: -inf gives 0, inf is infinite, NaN stays.
 inline __m512 exp(__m512 x) {
     const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
     const __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

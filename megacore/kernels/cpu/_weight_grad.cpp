@@ -1,9 +1,10 @@
-// The weight gradient dyᵀ x of bf16 factors, added to an fp32 main gradient: products are summed in registers and are
-// never rounded to bf16.
+// The weight gradient dyᵀ x of bf16 factors, added to an fp32 main gradient: products are summed in
+// registers and are never rounded to bf16.
 //
-// Both factors are packed so that the two rows which the dot product of AVX512-BF16 takes at once lie together: x in
-// panels of 32 columns for all threads, dy in panels of 8 columns by the thread that works on them. One tile of 8 x 32
-// sums is the rows of a panel of dy times those of a panel of x; a task is all tiles of some panels of dy.
+// Both factors are packed so that the two rows which the dot product of AVX512-BF16 takes at once
+// lie together: x in panels of 32 columns for all threads, dy in panels of 8 columns by the thread
+// that works on them. One tile of 8 x 32 sums is the rows of a panel of dy times those of a panel
+// of x; a task is all tiles of some panels of dy.
 #include "_kernels.h"
 
 #include <algorithm>
@@ -25,9 +26,11 @@ using Pair = std::uint32_t;  // one column in two rows
 constexpr std::ptrdiff_t kLanes = 16;
 constexpr std::ptrdiff_t kTall = 8;    // columns of dy in a panel, rows of a tile
 constexpr std::ptrdiff_t kWide = 32;   // columns of x in a panel, and of a tile
-constexpr std::ptrdiff_t kMostPairs = 512;  // of rows that are packed at once: panels of a task stay in the cache
+// of rows that are packed at once: panels of a task stay in the cache
+constexpr std::ptrdiff_t kMostPairs = 512;
 constexpr std::ptrdiff_t kAlignment = 64;
-constexpr std::ptrdiff_t kPadding = 16;  // pairs between panels of dy, which keep them apart in the cache
+// pairs between panels of dy, which keep them apart in the cache
+constexpr std::ptrdiff_t kPadding = 16;
 constexpr std::ptrdiff_t kChunk = 32;    // pairs between two looks ahead
 constexpr std::ptrdiff_t kCacheLine = 64;
 
@@ -41,20 +44,24 @@ struct Panel {
 };
 
 // 32 columns of rows `row` and `row` + 1, zero beyond the matrix.
-inline __attribute__((always_inline)) Panel interleave(const Matrix& from, std::ptrdiff_t row, std::ptrdiff_t column) {
+inline __attribute__((always_inline)) Panel interleave(const Matrix& from, std::ptrdiff_t row,
+                                                       std::ptrdiff_t column) {
     const std::ptrdiff_t count = std::min(from.columns - column, kWide);
     const __mmask32 lanes = count == kWide ? 0xFFFFFFFFu : (1u << count) - 1u;
     const bf16* at = from.data + row * from.stride + column;
     const __m512i even = _mm512_maskz_loadu_epi16(lanes, at);
     const __m512i odd = _mm512_maskz_loadu_epi16(row + 1 < from.rows ? lanes : 0, at + from.stride);
-    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                           37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i first =
+        _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    return {_mm512_permutex2var_epi16(even, first, odd), _mm512_permutex2var_epi16(even, second, odd)};
+    return {_mm512_permutex2var_epi16(even, first, odd),
+            _mm512_permutex2var_epi16(even, second, odd)};
 }
 
 // A panel of x, [pairs, 32].
-void pack_wide(const Matrix& x, std::ptrdiff_t row, std::ptrdiff_t pairs, std::ptrdiff_t column, Pair* to) {
+void pack_wide(const Matrix& x, std::ptrdiff_t row, std::ptrdiff_t pairs, std::ptrdiff_t column,
+               Pair* to) {
     for (std::ptrdiff_t pair = 0; pair < pairs; ++pair, to += kWide) {
         const Panel panel = interleave(x, row + 2 * pair, column);
         _mm512_store_si512(to, panel.low);
@@ -62,29 +69,33 @@ void pack_wide(const Matrix& x, std::ptrdiff_t row, std::ptrdiff_t pairs, std::p
     }
 }
 
-// Panels of dy, each [pairs, 8] and `spacing` from the next, of columns in groups of 32. All columns of two rows at a
-// time: rows lie in pages of their own.
-void pack_tall(const Matrix& dy, std::ptrdiff_t row, std::ptrdiff_t pairs, std::ptrdiff_t first, std::ptrdiff_t end,
-               std::ptrdiff_t spacing, Pair* to) {
+// Panels of dy, each [pairs, 8] and `spacing` from the next, of columns in groups of 32. All
+// columns of two rows at a time: rows lie in pages of their own.
+void pack_tall(const Matrix& dy, std::ptrdiff_t row, std::ptrdiff_t pairs, std::ptrdiff_t first,
+               std::ptrdiff_t end, std::ptrdiff_t spacing, Pair* to) {
     for (std::ptrdiff_t pair = 0; pair < pairs; ++pair, to += kTall) {
         Pair* at = to;
-        for (std::ptrdiff_t column = first; column < end; column += kWide, at += kWide / kTall * spacing) {
+        for (std::ptrdiff_t column = first; column < end;
+             column += kWide, at += kWide / kTall * spacing) {
             const Panel panel = interleave(dy, row + 2 * pair, column);
             _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm512_castsi512_si256(panel.low));
-            _mm256_store_si256(reinterpret_cast<__m256i*>(at + spacing), _mm512_extracti64x4_epi64(panel.low, 1));
-            _mm256_store_si256(reinterpret_cast<__m256i*>(at + 2 * spacing), _mm512_castsi512_si256(panel.high));
-            _mm256_store_si256(reinterpret_cast<__m256i*>(at + 3 * spacing), _mm512_extracti64x4_epi64(panel.high, 1));
+            _mm256_store_si256(reinterpret_cast<__m256i*>(at + spacing),
+                               _mm512_extracti64x4_epi64(panel.low, 1));
+            _mm256_store_si256(reinterpret_cast<__m256i*>(at + 2 * spacing),
+                               _mm512_castsi512_si256(panel.high));
+            _mm256_store_si256(reinterpret_cast<__m256i*>(at + 3 * spacing),
+                               _mm512_extracti64x4_epi64(panel.high, 1));
         }
     }
 }
 
-// Asks the memory for the part of dy that comes next, a few rows at a time: its rows are short and far apart, which the
-// processor does not foresee.
+// Asks the memory for the part of dy that comes next, a few rows at a time: its rows are short and
+// far apart, which the processor does not foresee.
 class Ahead {
   public:
     // Some columns of the rows that begin with `row`, within so many `looks`.
-    Ahead(const Matrix& dy, std::ptrdiff_t row, std::ptrdiff_t rows, std::ptrdiff_t first, std::ptrdiff_t end,
-          std::ptrdiff_t looks)
+    Ahead(const Matrix& dy, std::ptrdiff_t row, std::ptrdiff_t rows, std::ptrdiff_t first,
+          std::ptrdiff_t end, std::ptrdiff_t looks)
         : at_(reinterpret_cast<const char*>(dy.data + row * dy.stride + first)),
           stride_(dy.stride * static_cast<std::ptrdiff_t>(sizeof(bf16))),
           width_((end - first) * static_cast<std::ptrdiff_t>(sizeof(bf16))),
@@ -92,8 +103,10 @@ class Ahead {
           rows_per_look_((rows + looks - 1) / looks) {}
 
     void look() {
-        for (std::ptrdiff_t i = std::min(rows_, rows_per_look_); i > 0; --i, --rows_, at_ += stride_) {
-            for (std::ptrdiff_t byte = 0; byte < width_; byte += kCacheLine) _mm_prefetch(at_ + byte, _MM_HINT_T1);
+        for (std::ptrdiff_t i = std::min(rows_, rows_per_look_); i > 0;
+             --i, --rows_, at_ += stride_) {
+            for (std::ptrdiff_t byte = 0; byte < width_; byte += kCacheLine)
+                _mm_prefetch(at_ + byte, _MM_HINT_T1);
         }
     }
 
@@ -103,8 +116,8 @@ class Ahead {
 };
 
 // Adds a tile, of which `rows` rows and `columns` columns exist, to `sums`.
-void add_tile(const Pair* tall, const Pair* wide, std::ptrdiff_t pairs, float* sums, std::ptrdiff_t stride,
-              std::ptrdiff_t rows, std::ptrdiff_t columns, Ahead& ahead) {
+void add_tile(const Pair* tall, const Pair* wide, std::ptrdiff_t pairs, float* sums,
+              std::ptrdiff_t stride, std::ptrdiff_t rows, std::ptrdiff_t columns, Ahead& ahead) {
     __m512 tile[kTall][2];
 #pragma GCC unroll 8
     for (int row = 0; row < kTall; ++row) tile[row][0] = tile[row][1] = _mm512_setzero_ps();
@@ -120,14 +133,16 @@ void add_tile(const Pair* tall, const Pair* wide, std::ptrdiff_t pairs, float* s
             const auto high = reinterpret_cast<__m512bh>(_mm512_load_si512(wide + kLanes));
 #pragma GCC unroll 8
             for (int row = 0; row < kTall; ++row) {
-                const auto factor = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(tall[row])));
+                const auto factor =
+                    reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(tall[row])));
                 tile[row][0] = _mm512_dpbf16_ps(tile[row][0], factor, low);
                 tile[row][1] = _mm512_dpbf16_ps(tile[row][1], factor, high);
             }
         }
         pairs -= chunk;
     }
-    const __mmask16 lanes[2] = {first_lanes(columns), first_lanes(std::max<std::ptrdiff_t>(columns - kLanes, 0))};
+    const __mmask16 lanes[2] = {first_lanes(columns),
+                                first_lanes(std::max<std::ptrdiff_t>(columns - kLanes, 0))};
 #pragma GCC unroll 8
     for (int row = 0; row < kTall; ++row) {
         if (row >= rows) break;
@@ -140,10 +155,13 @@ void add_tile(const Pair* tall, const Pair* wide, std::ptrdiff_t pairs, float* s
 }
 
 struct FreeAligned {
-    void operator()(Pair* memory) const { ::operator delete[](memory, std::align_val_t{kAlignment}); }
+    void operator()(Pair* memory) const {
+        ::operator delete[](memory, std::align_val_t{kAlignment});
+    }
 };
 
-// Columns of dy in a task: the most that fit in the cache, unless threads would wait for the last of them.
+// Columns of dy in a task: the most that fit in the cache, unless threads would wait for the last
+// of them.
 std::ptrdiff_t columns_per_task(std::ptrdiff_t columns, int threads) {
     std::ptrdiff_t best = 0, least = 0;
     for (const std::ptrdiff_t width : {3 * kWide, 2 * kWide, kWide}) {
@@ -154,9 +172,12 @@ std::ptrdiff_t columns_per_task(std::ptrdiff_t columns, int threads) {
     return best;
 }
 
-void accumulate(float* main_grad, std::ptrdiff_t stride, const Matrix& dy, const Matrix& x, int threads) {
-    const std::ptrdiff_t most = std::min(kMostPairs, (dy.rows + 1) / 2), panels = (x.columns + kWide - 1) / kWide;
-    const std::ptrdiff_t step = columns_per_task(dy.columns, threads), tasks = (dy.columns + step - 1) / step;
+void accumulate(float* main_grad, std::ptrdiff_t stride, const Matrix& dy, const Matrix& x,
+                int threads) {
+    const std::ptrdiff_t most = std::min(kMostPairs, (dy.rows + 1) / 2),
+                         panels = (x.columns + kWide - 1) / kWide;
+    const std::ptrdiff_t step = columns_per_task(dy.columns, threads),
+                         tasks = (dy.columns + step - 1) / step;
     const std::ptrdiff_t spacing = most * kTall + kPadding, own = step / kTall * spacing;
     const std::ptrdiff_t shared = panels * most * kWide;
     const std::unique_ptr<Pair[], FreeAligned> memory(
@@ -175,13 +196,16 @@ void accumulate(float* main_grad, std::ptrdiff_t stride, const Matrix& dy, const
             const std::ptrdiff_t first = task * step, end = std::min(first + step, dy.columns);
             pack_tall(dy, row, pairs, first, end, spacing, tall);
             const std::ptrdiff_t next = std::min(first + threads * step, dy.columns);
-            Ahead ahead(dy, row, std::min(2 * pairs, dy.rows - row), next, std::min(next + step, dy.columns),
-                        panels * ((end - first + kTall - 1) / kTall) * ((pairs + kChunk - 1) / kChunk));
+            Ahead ahead(
+                dy, row, std::min(2 * pairs, dy.rows - row), next,
+                std::min(next + step, dy.columns),
+                panels * ((end - first + kTall - 1) / kTall) * ((pairs + kChunk - 1) / kChunk));
             for (std::ptrdiff_t panel = 0; panel < panels; ++panel) {
                 for (std::ptrdiff_t column = first; column < end; column += kTall) {
-                    add_tile(tall + (column - first) / kTall * spacing, wide + panel * pairs * kWide, pairs,
-                             main_grad + column * stride + panel * kWide, stride, std::min(end - column, kTall),
-                             x.columns - panel * kWide, ahead);
+                    add_tile(tall + (column - first) / kTall * spacing,
+                             wide + panel * pairs * kWide, pairs,
+                             main_grad + column * stride + panel * kWide, stride,
+                             std::min(end - column, kTall), x.columns - panel * kWide, ahead);
                 }
             }
         }
@@ -196,8 +220,9 @@ void add_weight_grad(py::module_& module) {
 #ifdef MEGACORE_HAS_AVX512
     module.def(
         "accumulate_weight_grad",
-        [](Address main_grad, std::ptrdiff_t stride, Address dy, std::ptrdiff_t dy_columns, std::ptrdiff_t dy_stride,
-           Address x, std::ptrdiff_t x_columns, std::ptrdiff_t x_stride, std::ptrdiff_t rows, int threads) {
+        [](Address main_grad, std::ptrdiff_t stride, Address dy, std::ptrdiff_t dy_columns,
+           std::ptrdiff_t dy_stride, Address x, std::ptrdiff_t x_columns, std::ptrdiff_t x_stride,
+           std::ptrdiff_t rows, int threads) {
             accumulate(reinterpret_cast<float*>(main_grad), stride,
                        {reinterpret_cast<const bf16*>(dy), rows, dy_columns, dy_stride},
                        {reinterpret_cast<const bf16*>(x), rows, x_columns, x_stride}, threads);

@@ -1,4 +1,7 @@
-"""Activations of x + bias, and gated units, in C++: computed in fp32, the biases' gradients in the same pass."""
+"""Activations of x + bias, and gated units, in C++.
+
+Computed in fp32, the biases' gradients in the same pass.
+"""
 
 from typing import Any
 
@@ -28,7 +31,10 @@ _KINDS: dict[Activation, int] = {
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
-    """f(x + bias), f an activation or what gates a gated unit's other half: [..., f] and [f] -> [..., f]."""
+    """f(x + bias): [..., f] and [f] -> [..., f].
+
+    f is an activation or what gates a gated unit's other half.
+    """
     if kind == "relu" and bias is None and x.dtype == torch.float32:
         return F.relu(x)  # nothing to fuse: as fast as memory already
     return _BiasActivation.apply(x, bias, _KINDS[kind])  # type: ignore[no-any-return, no-untyped-call]
@@ -72,7 +78,8 @@ def _gradient_of(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @operator(
-    "bias_activation(Tensor x, Tensor? bias, int kind) -> Tensor", fake=lambda x, bias, kind: x.new_empty(x.shape)
+    "bias_activation(Tensor x, Tensor? bias, int kind) -> Tensor",
+    fake=lambda x, bias, kind: x.new_empty(x.shape),
 )
 def _bias_activation(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
     half, rows, y = is_half(x, bias), rows_of(x), x.new_empty(x.shape)
@@ -95,7 +102,9 @@ def _bias_activation(x: Tensor, bias: Tensor | None, kind: int) -> Tensor:
     "bias_activation_backward(Tensor dy, Tensor x, Tensor? bias, int kind) -> (Tensor, Tensor)",
     fake=lambda dy, x, bias, kind: (x.new_empty(x.shape), _gradient_of(x, bias)),
 )
-def _bias_activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
+def _bias_activation_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: int
+) -> tuple[Tensor, Tensor]:
     half, rows, grads = is_half(x, dy, bias), rows_of(x), rows_of(dy)
     dx, dbias = x.new_empty(x.shape), _gradient_of(x, bias)
     bias = per_column(bias, x)

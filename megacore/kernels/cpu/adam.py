@@ -1,4 +1,7 @@
-"""AdamW in C++ over fp32 main weights, which also rounds them into the model, and the sum of squares of gradients."""
+"""AdamW in C++ over fp32 main weights, and the sum of squares of gradients.
+
+The update also rounds into the model.
+"""
 
 from collections.abc import Sequence
 
@@ -25,16 +28,20 @@ def adamw_(
     eps: float,
     divisor: float = 1.0,
 ) -> None:
-    """One update by AdamW (Loshchilov and Hutter 2019) of all tensors of a list, in one pass over the memory.
+    """One update by AdamW of all tensors of a list, in one pass over the memory.
 
-    What an element becomes depends on its own numbers alone, not on its place or on how tensors are divided.
+    AdamW is of Loshchilov and Hutter 2019.
+
+    What an element becomes depends on its own numbers alone, not on its place or on how tensors are
+    divided.
 
     Args:
         weights: fp32 main weights; these and all others are contiguous, of one shape per position.
         gradients: fp32, only read.
         exp_avgs: first moments, fp32.
         exp_avg_sqs: second moments, fp32.
-        targets: bf16, become the new weights rounded to the nearest, ties to even; None publishes nothing.
+        targets: bf16, become the new weights rounded to the nearest, ties to even; None publishes
+            nothing.
         step: number of this update, from 1; it corrects the bias of the moments.
         lr: learning rate.
         beta1: decay of the first moments.
@@ -62,7 +69,10 @@ def adamw_(
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements of contiguous fp32 tensors: a float64 scalar, the same bits with any number of threads."""
+    """Of all elements of contiguous fp32 tensors: a float64 scalar.
+
+    Its bits are the same with any number of threads.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     total: Tensor = torch.ops.megacore.sum_of_squares(tensors)
@@ -71,7 +81,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 def _addresses(tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[int]:
     if len(tensors) != len(sizes):
-        raise ConfigError(f"AdamW takes lists of one length, not of {len(tensors)} and {len(sizes)} tensors.")
+        raise ConfigError(
+            f"AdamW takes lists of one length, not of {len(tensors)} and {len(sizes)} tensors."
+        )
     for tensor, size in zip(tensors, sizes, strict=True):
         if tensor.dtype is not dtype or tensor.numel() != size or not tensor.is_contiguous():
             raise ConfigError(
@@ -103,9 +115,9 @@ def _fake_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @operator(
-    "adamw_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] targets, int step, float lr, float beta1, float beta2, float weight_decay, float eps, "
-    "float divisor) -> ()",
+    "adamw_(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] "
+    "exp_avg_sqs, Tensor(d!)[] targets, int step, float lr, float beta1, float beta2, float "
+    "weight_decay, float eps, float divisor) -> ()",
     _fake_adamw_,
 )
 def _adamw_(
@@ -144,5 +156,7 @@ def _adamw_(
 @operator("sum_of_squares(Tensor[] tensors) -> Tensor", _fake_sum_of_squares)
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     sizes = [tensor.numel() for tensor in tensors]
-    total = _kernels.sum_of_squares(_addresses(tensors, sizes, torch.float32), sizes, torch.get_num_threads())
+    total = _kernels.sum_of_squares(
+        _addresses(tensors, sizes, torch.float32), sizes, torch.get_num_threads()
+    )
     return torch.tensor(total, dtype=torch.float64)

@@ -1,7 +1,9 @@
-"""Attention on CPUs with AVX-512: softmax(q kᵀ · scale) v without a score matrix in memory, and its gradients.
+"""Attention on CPUs with AVX-512: softmax(q kᵀ · scale) v and its gradients.
 
-The backward pass keeps the inputs, the output and the log-sum-exp of each query, and computes the weights again
-(Dao et al. 2022). Results are the same bits for any number of threads.
+No score matrix is held in memory.
+
+The backward pass keeps the inputs, the output and the log-sum-exp of each query, and computes the
+weights again (Dao et al. 2022). Results are the same bits for any number of threads.
 """
 
 from typing import Any
@@ -19,7 +21,10 @@ _BF16 = torch.bfloat16
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `attention` takes these: [b, n, s, d] on a CPU with the instructions, d contiguous and at most 256."""
+    """Whether `attention` takes these.
+
+    [b, n, s, d] on a CPU with the instructions, d contiguous and at most 256.
+    """
     return (
         query.device.type == "cpu"
         and query.dtype in _DTYPES
@@ -38,12 +43,15 @@ def supports_packed(mixed: Tensor) -> bool:
     return supports(*_heads(mixed))
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
+) -> Tensor:
     """softmax(q kᵀ · scale) v.
 
     Args:
         query: [b, n, s_q, d], any strides but 1 on d; bf16 or fp32.
-        key: [b, g, s_k, d], n a multiple of g: each is shared by n / g query heads (Ainslie et al. 2023).
+        key: [b, g, s_k, d], n a multiple of g: each is shared by n / g query heads (Ainslie et al.
+            2023).
         value: like `key`.
         causal: a query sees the keys up to its own position; as many keys as queries.
         scale: of the scores; None means 1 / sqrt(d).
@@ -78,7 +86,9 @@ def packed_attention(mixed: Tensor, *, causal: bool, scale: float | None) -> Ten
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> Tensor:
         out, lse = torch.ops.megacore.attention_forward(query, key, value, causal, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.causal, ctx.scale = causal, scale
@@ -86,7 +96,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = torch.ops.megacore.attention_backward(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
+        found = torch.ops.megacore.attention_backward(
+            grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale
+        )
         return *found, None, None
 
 
@@ -100,7 +112,9 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = torch.ops.megacore.packed_attention_backward(grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale)
+        found = torch.ops.megacore.packed_attention_backward(
+            grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale
+        )
         return found, None, None
 
 
@@ -130,15 +144,20 @@ def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int, int, int]:
     return b, n, key.shape[1], queries, key.shape[2], d
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     return _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @operator(
-    "attention_forward(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> (Tensor, Tensor)",
+    "attention_forward(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> "
+    "(Tensor, Tensor)",
     fake=_fake_forward,
 )
-def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     if not supports(query, key, value) or (causal and query.shape[2] != key.shape[2]):
         raise ConfigError(_refusal(query, key, value, causal))
     out = _empty_heads(query)
@@ -159,18 +178,32 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: flo
 
 
 def _fake_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_heads(query), _empty_heads(key), _empty_heads(value)
 
 
 @operator(
-    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, bool causal, "
-    "float scale) -> (Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
+    "lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = _empty_heads(query), _empty_heads(key), _empty_heads(value)
     _run_backward(grad, (query, key, value), out, lse, found, causal, scale)
@@ -186,10 +219,13 @@ def _packed_forward(mixed: Tensor, causal: bool, scale: float) -> tuple[Tensor, 
 
 
 @operator(
-    "packed_attention_backward(Tensor grad, Tensor mixed, Tensor out, Tensor lse, bool causal, float scale) -> Tensor",
+    "packed_attention_backward(Tensor grad, Tensor mixed, Tensor out, Tensor lse, bool causal, "
+    "float scale) -> Tensor",
     fake=lambda grad, mixed, out, lse, causal, scale: mixed.new_empty(mixed.shape),
 )
-def _packed_backward(grad: Tensor, mixed: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> Tensor:
+def _packed_backward(
+    grad: Tensor, mixed: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Tensor:
     found = mixed.new_empty(mixed.shape)
     _run_backward(grad, _heads(mixed), out, lse, _heads(found), causal, scale)
     return found
@@ -225,7 +261,7 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:
         for name, x in (("query", query), ("key", key), ("value", value))
     )
     return (
-        f"attention's CPU kernel does not take {described}, causal {causal}: it needs one dtype that this CPU has "
-        f"instructions for, d contiguous and at most {MAX_HEAD_DIM}, whole groups of heads, and as many keys as "
-        f"queries when causal"
+        f"attention's CPU kernel does not take {described}, causal {causal}: it needs one dtype "
+        f"that this CPU has instructions for, d contiguous and at most {MAX_HEAD_DIM}, whole "
+        "groups of heads, and as many keys as queries when causal"
     )

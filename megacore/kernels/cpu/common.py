@@ -1,4 +1,7 @@
-"""What the kernels share: where they run, how torch knows them, what they need of tensors, and dropout's mask."""
+"""What the kernels share.
+
+Where they run, how torch knows them, what they need of tensors, and dropout's mask.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +15,8 @@ from megacore.kernels.cpu import _kernels
 
 _LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SAMPLE = 4001
-"""Numbers by which two generators are compared: of several blocks, and not of a whole number of them."""
+"""Numbers by which two generators are compared: of several blocks, and not of a whole number of
+them."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,7 +42,8 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     """Make a function the CPU kernel of `torch.ops.megacore.<name>`.
 
     Args:
-        schema: as "name(Tensor x, float scale) -> Tensor", with aliases of what is changed in place as "Tensor(a!) x".
+        schema: as "name(Tensor x, float scale) -> Tensor", with aliases of what is changed in place
+            as "Tensor(a!) x".
         fake: the same arguments to outputs of the right shape, type and strides without values.
     """
     name = schema.partition("(")[0]
@@ -53,7 +58,7 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., columns] -> [rows, columns] with columns that lie together; a view where the strides allow one."""
+    """[..., columns] -> [rows, columns] with dense columns; a view where strides allow one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -67,7 +72,10 @@ def is_half(x: Tensor, *others: Tensor | None) -> bool:
     dtype = x.dtype
     for other in others:
         if other is not None and other.dtype != dtype:
-            raise ConfigError(f"The C++ kernels take tensors of one type, not {dtype} together with {other.dtype}.")
+            raise ConfigError(
+                f"The C++ kernels take tensors of one type, not {dtype} together with "
+                f"{other.dtype}."
+            )
     if dtype == torch.bfloat16:
         return True
     if dtype == torch.float32:
@@ -76,11 +84,15 @@ def is_half(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def check_shapes(x: Tensor, *others: Tensor | None) -> None:
-    """Raise ConfigError unless all have the shape of x: kernels read as many rows and columns of each."""
+    """Raise ConfigError unless all have the shape of x.
+
+    Kernels read as many rows and columns of each.
+    """
     for other in others:
         if other is not None and other.shape != x.shape:
             raise ConfigError(
-                f"The C++ kernels take tensors of one shape, not {[*x.shape]} together with {[*other.shape]}."
+                f"The C++ kernels take tensors of one shape, not {[*x.shape]} together with "
+                f"{[*other.shape]}."
             )
 
 
@@ -94,8 +106,8 @@ def per_column(values: Tensor | None, x: Tensor) -> Tensor | None:
         return None
     if values.shape != x.shape[-1:]:
         raise ConfigError(
-            f"The C++ kernels take one number for each of the {x.shape[-1]} columns of {[*x.shape]}, "
-            f"not {[*values.shape]}."
+            f"The C++ kernels take one number for each of the {x.shape[-1]} columns of "
+            f"{[*x.shape]}, not {[*values.shape]}."
         )
     return values.contiguous()
 
@@ -106,10 +118,12 @@ def address(x: Tensor | None) -> int:
 
 
 def kept_like(x: Tensor, p: float) -> Tensor:
-    """Ones, and zeros with probability p, in a tensor that is dense like x; drawn from torch's default generator.
+    """Ones, and zeros with probability p, in a tensor that is dense like x.
 
-    From the same state of the generator torch drops the same elements, but draws one number at a time in one thread,
-    5 ns for each; vectors of the same generator take a tenth of it.
+    They are drawn from torch's default generator.
+
+    From the same state of the generator torch drops the same elements, but draws one number at a
+    time in one thread, 5 ns for each; vectors of the same generator take a tenth of it.
     """
     kept = torch.empty_like(x)
     if torch.compiler.is_compiling() or not draws_as_torch():

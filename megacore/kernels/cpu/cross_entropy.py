@@ -1,8 +1,10 @@
-"""Cross entropy in C++ whose gradient takes the place of the logits: bf16 or fp32 logits, fp32 inside.
+"""Cross entropy in C++ whose gradient takes the place of the logits.
 
-All functions take logits [n, w], w being this rank's part of the vocabulary, whose rows are contiguous, and labels as
-columns of that part, int64 [n]. A NaN among the logits makes its row's statistics, loss and gradient NaN; logits of
--inf, as of padding, count as e^-inf = 0.
+Logits are bf16 or fp32; it computes in fp32.
+
+All functions take logits [n, w], w being this rank's part of the vocabulary, whose rows are
+contiguous, and labels as columns of that part, int64 [n]. A NaN among the logits makes its row's
+statistics, loss and gradient NaN; logits of -inf, as of padding, count as e^-inf = 0.
 """
 
 import torch
@@ -22,8 +24,9 @@ def label_statistics(logits: Tensor, columns: Tensor, with_sum: bool = False) ->
         with_sum: whether the logits are summed as well, for label smoothing.
 
     Returns:
-        fp32 [3 or 4, n]: the maximum, the logit of the label (0 where it is on another rank), the sum of
-        exp(logit - maximum), and if asked for the sum of the logits themselves, not relative to the maximum.
+        fp32 [3 or 4, n]: the maximum, the logit of the label (0 where it is on another rank), the
+        sum of exp(logit - maximum), and if asked for the sum of the logits themselves, not relative
+        to the maximum.
     """
     statistics: Tensor = torch.ops.megacore.label_statistics(logits, columns, with_sum)
     return statistics
@@ -37,7 +40,9 @@ def softmax_gradient_(
     label_weight: float = 1.0,
     evenly: float = 0.0,
 ) -> None:
-    """Replace logits by factor · exp(logit - log_normaliser) - label_weight · [column is the label's] - evenly.
+    """Replace logits by the gradient of the loss, in place.
+
+    factor · exp(logit - log_normaliser) - label_weight · [column is the label's] - evenly.
 
     Args:
         logits: [n, w], overwritten.
@@ -47,20 +52,29 @@ def softmax_gradient_(
         label_weight: 1 - ε with label smoothing ε.
         evenly: ε / v with label smoothing, v being the whole vocabulary.
     """
-    torch.ops.megacore.softmax_gradient_(logits, columns, log_normaliser, factor, label_weight, evenly)
+    torch.ops.megacore.softmax_gradient_(
+        logits, columns, log_normaliser, factor, label_weight, evenly
+    )
 
 
 def cross_entropy_(
-    logits: Tensor, columns: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0
+    logits: Tensor,
+    columns: Tensor,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Loss of each row, whose gradient takes the place of the logits; for a vocabulary that is whole on this rank.
+    """Loss of each row, whose gradient takes the place of the logits.
 
-    loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp², whose gradient is
-    (1 + 2 z logsumexp) softmax - (1 - ε) onehot - ε / w. Each row is worked on while it is in the cache.
+    For a vocabulary that is whole on this rank.
+
+    loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp², whose gradient is (1 + 2
+    z logsumexp) softmax - (1 - ε) onehot - ε / w. Each row is worked on while it is in the cache.
 
     Args:
         logits: [n, w], overwritten.
-        columns: of the labels, [n]; a row whose label is outside 0 … w - 1 has neither loss nor gradient: both are NaN.
+        columns: of the labels, [n]; a row whose label is outside 0 … w - 1 has neither loss nor
+            gradient: both are NaN.
         label_smoothing: ε (Szegedy et al. 2016).
         z_loss: z (Chowdhery et al. 2022, section 5).
         scale: the gradient is multiplied by it.
@@ -68,7 +82,9 @@ def cross_entropy_(
     Returns:
         fp32 [n].
     """
-    losses: Tensor = torch.ops.megacore.cross_entropy_(logits, columns, label_smoothing, z_loss, scale)
+    losses: Tensor = torch.ops.megacore.cross_entropy_(
+        logits, columns, label_smoothing, z_loss, scale
+    )
     return losses
 
 
@@ -80,26 +96,39 @@ def _rows(logits: Tensor, columns: Tensor) -> tuple[int, bool, int, int, int, in
             "The C++ cross entropy takes logits [n, w] in bf16 or fp32 with contiguous rows, "
             f"not {tuple(logits.shape)} in {logits.dtype} with strides {logits.stride()}."
         )
-    if columns.dtype is not torch.int64 or not columns.is_contiguous() or columns.numel() != logits.shape[0]:
+    if (
+        columns.dtype is not torch.int64
+        or not columns.is_contiguous()
+        or columns.numel() != logits.shape[0]
+    ):
         raise ConfigError(
-            f"The C++ cross entropy takes the labels of {logits.shape[0]} rows as contiguous int64, "
-            f"not {tuple(columns.shape)} in {columns.dtype}."
+            f"The C++ cross entropy takes the labels of {logits.shape[0]} rows as contiguous "
+            f"int64, not {tuple(columns.shape)} in {columns.dtype}."
         )
-    return logits.data_ptr(), half, logits.shape[0], logits.shape[1], logits.stride(0), columns.data_ptr()
+    return (
+        logits.data_ptr(),
+        half,
+        logits.shape[0],
+        logits.shape[1],
+        logits.stride(0),
+        columns.data_ptr(),
+    )
 
 
 def _address(values: Tensor, count: int) -> int:
     """Of one fp32 number per row."""
     if values.dtype is not torch.float32 or not values.is_contiguous() or values.numel() != count:
         raise ConfigError(
-            f"The C++ cross entropy takes log_normaliser and factor as {count} contiguous fp32 numbers, "
-            f"not {tuple(values.shape)} in {values.dtype}."
+            f"The C++ cross entropy takes log_normaliser and factor as {count} contiguous fp32 "
+            f"numbers, not {tuple(values.shape)} in {values.dtype}."
         )
     return values.data_ptr()
 
 
 def _new_statistics(logits: Tensor, with_sum: bool) -> Tensor:
-    return torch.empty(4 if with_sum else 3, logits.shape[0], dtype=torch.float32, device=logits.device)
+    return torch.empty(
+        4 if with_sum else 3, logits.shape[0], dtype=torch.float32, device=logits.device
+    )
 
 
 def _fake_label_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
@@ -107,19 +136,31 @@ def _fake_label_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> T
 
 
 def _fake_softmax_gradient_(
-    logits: Tensor, columns: Tensor, log_normaliser: Tensor, factor: Tensor | None, label_weight: float, evenly: float
+    logits: Tensor,
+    columns: Tensor,
+    log_normaliser: Tensor,
+    factor: Tensor | None,
+    label_weight: float,
+    evenly: float,
 ) -> None:
     pass
 
 
-def _fake_cross_entropy_(logits: Tensor, columns: Tensor, smoothing: float, z_loss: float, scale: float) -> Tensor:
+def _fake_cross_entropy_(
+    logits: Tensor, columns: Tensor, smoothing: float, z_loss: float, scale: float
+) -> Tensor:
     return torch.empty_like(columns, dtype=torch.float32)
 
 
-@operator("label_statistics(Tensor logits, Tensor columns, bool with_sum) -> Tensor", _fake_label_statistics)
+@operator(
+    "label_statistics(Tensor logits, Tensor columns, bool with_sum) -> Tensor",
+    _fake_label_statistics,
+)
 def _label_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
     statistics = _new_statistics(logits, with_sum)
-    _kernels.label_statistics(*_rows(logits, columns), with_sum, statistics.data_ptr(), torch.get_num_threads())
+    _kernels.label_statistics(
+        *_rows(logits, columns), with_sum, statistics.data_ptr(), torch.get_num_threads()
+    )
     return statistics
 
 
@@ -129,7 +170,12 @@ def _label_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor
     _fake_softmax_gradient_,
 )
 def _softmax_gradient_(
-    logits: Tensor, columns: Tensor, log_normaliser: Tensor, factor: Tensor | None, label_weight: float, evenly: float
+    logits: Tensor,
+    columns: Tensor,
+    log_normaliser: Tensor,
+    factor: Tensor | None,
+    label_weight: float,
+    evenly: float,
 ) -> None:
     _kernels.softmax_gradient(
         *_rows(logits, columns),
@@ -142,12 +188,20 @@ def _softmax_gradient_(
 
 
 @operator(
-    "cross_entropy_(Tensor(a!) logits, Tensor columns, float smoothing, float z_loss, float scale) -> Tensor",
+    "cross_entropy_(Tensor(a!) logits, Tensor columns, float smoothing, float z_loss, float scale) "
+    "-> Tensor",
     _fake_cross_entropy_,
 )
-def _cross_entropy_(logits: Tensor, columns: Tensor, smoothing: float, z_loss: float, scale: float) -> Tensor:
+def _cross_entropy_(
+    logits: Tensor, columns: Tensor, smoothing: float, z_loss: float, scale: float
+) -> Tensor:
     losses = torch.empty_like(columns, dtype=torch.float32)
     _kernels.cross_entropy(
-        *_rows(logits, columns), smoothing, z_loss, scale, losses.data_ptr(), torch.get_num_threads()
+        *_rows(logits, columns),
+        smoothing,
+        z_loss,
+        scale,
+        losses.data_ptr(),
+        torch.get_num_threads(),
     )
     return losses

@@ -10,7 +10,7 @@ from megacore.kernels.cpu.common import address, is_half, operator, per_column, 
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension: [..., h] -> [..., h]."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, [..., h]."""
     return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -54,7 +54,9 @@ def _statistic(x: Tensor) -> Tensor:
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     fake=lambda x, weight, bias, eps: (x.new_empty(x.shape), _statistic(x), _statistic(x)),
 )
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = x.new_empty(x.shape), _statistic(x), _statistic(x)
     _forward(x, weight, bias, y, mean, rstd, eps)
     return y, mean, rstd
@@ -71,7 +73,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, "
+    "Tensor, Tensor)",
     fake=lambda dy, x, weight, mean, rstd: (
         x.new_empty(x.shape),
         weight.new_empty(weight.shape),
@@ -81,7 +84,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+    dx, dweight, dbias = (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape),
+        weight.new_empty(weight.shape),
+    )
     _backward(dy, x, weight, mean, rstd, dx, dweight, dbias)
     return dx, dweight, dbias
 
@@ -90,14 +97,22 @@ def _layer_norm_backward(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
     fake=lambda dy, x, weight, rstd: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
 )
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     dx, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
     _backward(dy, x, weight, None, rstd, dx, dweight, None)
     return dx, dweight
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, eps: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    eps: float,
 ) -> None:
     half, rows = is_half(x, weight, bias), rows_of(x)
     gain, shift = per_column(weight, x), per_column(bias, x)

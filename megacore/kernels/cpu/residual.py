@@ -1,4 +1,7 @@
-"""Dropout, and what a branch gives to the residual stream, in C++: one pass, and one for the bias's gradient."""
+"""Dropout, and what a branch gives to the residual stream, in C++.
+
+One pass, and one for the bias's gradient.
+"""
 
 from typing import Any
 
@@ -20,7 +23,8 @@ from megacore.kernels.cpu.common import (
 def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     """Residual + dropout(branch + bias): [..., h] -> [..., h], contiguous.
 
-    What is dropped is what `torch.nn.functional.dropout` drops from the same state of torch's generator.
+    What is dropped is what `torch.nn.functional.dropout` drops from the same state of torch's
+    generator.
 
     Args:
         branch: what is added.
@@ -36,14 +40,19 @@ def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: f
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """What `torch.nn.functional.dropout` gives in training from the same state of its generator; 0 < p < 1."""
+    """What `torch.nn.functional.dropout` gives in training from the same generator; 0 < p < 1."""
     return _BiasDropoutAdd.apply(x, None, None, kept_like(x, p), 1.0 / (1.0 - p))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, branch: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, scale: float
+        ctx: Any,
+        branch: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        mask: Tensor | None,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
@@ -63,7 +72,8 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 @operator(
-    "bias_dropout_add(Tensor branch, Tensor? bias, Tensor? residual, Tensor? mask, float scale) -> Tensor",
+    "bias_dropout_add(Tensor branch, Tensor? bias, Tensor? residual, Tensor? mask, float scale) -> "
+    "Tensor",
     fake=lambda branch, bias, residual, mask, scale: branch.new_empty(branch.shape),
 )
 def _bias_dropout_add(
@@ -94,9 +104,14 @@ def _bias_dropout_add(
 
 @operator(
     "dropout_backward(Tensor dy, Tensor mask, float scale, bool with_sum) -> (Tensor, Tensor)",
-    fake=lambda dy, mask, scale, with_sum: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[-1] if with_sum else 0)),
+    fake=lambda dy, mask, scale, with_sum: (
+        dy.new_empty(dy.shape),
+        dy.new_empty(dy.shape[-1] if with_sum else 0),
+    ),
 )
-def _dropout_backward(dy: Tensor, mask: Tensor, scale: float, with_sum: bool) -> tuple[Tensor, Tensor]:
+def _dropout_backward(
+    dy: Tensor, mask: Tensor, scale: float, with_sum: bool
+) -> tuple[Tensor, Tensor]:
     half, grads, kept = is_half(dy, mask), rows_of(dy), rows_of(mask)
     dbranch, sums = dy.new_empty(dy.shape), dy.new_empty(dy.shape[-1] if with_sum else 0)
     _kernels.residual_backward(

@@ -1,4 +1,7 @@
-"""Rotary position embedding in C++: one pass, forward and backward, in the memory order that the heads have."""
+"""Rotary position embedding in C++.
+
+One pass, forward and backward, in the memory order that the heads have.
+"""
 
 from typing import Any
 
@@ -45,8 +48,16 @@ def _alike(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     batch, _, sequence, size = x.shape
     rows, one, places, rotated = cosines.shape
-    if rows not in (1, batch) or (one, places) != (1, sequence) or rotated > size or sines.shape != cosines.shape:
-        raise ConfigError(f"Tables of {[*cosines.shape]} and {[*sines.shape]} do not rotate heads of {[*x.shape]}.")
+    if (
+        rows not in (1, batch)
+        or (one, places) != (1, sequence)
+        or rotated > size
+        or sines.shape != cosines.shape
+    ):
+        raise ConfigError(
+            f"Tables of {[*cosines.shape]} and {[*sines.shape]} do not rotate heads of "
+            f"{[*x.shape]}."
+        )
     half, y = is_half(x, cosines, sines), _alike(x, cosines, sines, back)
     x = x if x.stride(3) == 1 else x.contiguous()
     cosines, sines = cosines.contiguous(), sines.contiguous()

@@ -1,4 +1,6 @@
-"""Attention with its weights in memory, for dropout and trained biases; the softmax between its matmuls is C++.
+"""Attention with its weights in memory, for dropout and trained biases.
+
+The softmax between its matmuls is C++.
 
 torch has no fused kernel for either on CPUs and makes several copies of the weights.
 """
@@ -16,10 +18,14 @@ from megacore.kernels.cpu.common import address, is_half, kept_like, operator
 def scaled_masked_softmax(
     scores: Tensor, bias: Tensor | None, *, scale: float, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
-    """dropout(softmax(scores * scale + bias)) of [b, n, s, s_k]; a row of -inf alone becomes zeros."""
+    """dropout(softmax(scores * scale + bias)) of [b, n, s, s_k].
+
+    A row of -inf alone becomes zeros.
+    """
     if bias is not None and bias.requires_grad and bias.shape != (1, *scores.shape[1:]):
         raise ConfigError(
-            f"A trained bias of attention is [1, heads, queries, keys] = {[1, *scores.shape[1:]]}, not {[*bias.shape]}."
+            f"A trained bias of attention is [1, heads, queries, keys] = {[1, *scores.shape[1:]]}, "
+            f"not {[*bias.shape]}."
         )
     kept = kept_like(scores, dropout) if dropout else None
     keep_scale = 1.0 / (1.0 - dropout)
@@ -37,7 +43,9 @@ class _Softmax(torch.autograd.Function):
         keep_scale: float,
         causal: bool,
     ) -> Tensor:
-        probs, dropped = torch.ops.megacore.scaled_masked_softmax(scores, bias, kept, scale, keep_scale, causal)
+        probs, dropped = torch.ops.megacore.scaled_masked_softmax(
+            scores, bias, kept, scale, keep_scale, causal
+        )
         ctx.save_for_backward(probs, kept)
         ctx.settings = scale, keep_scale, causal
         ctx.trained = bias is not None and bias.requires_grad
@@ -52,7 +60,12 @@ class _Softmax(torch.autograd.Function):
 
 
 def _outputs(
-    scores: Tensor, bias: Tensor | None, kept: Tensor | None, scale: float, keep_scale: float, causal: bool
+    scores: Tensor,
+    bias: Tensor | None,
+    kept: Tensor | None,
+    scale: float,
+    keep_scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     return scores.new_empty(scores.shape), scores.new_empty(0 if kept is None else scores.shape)
 
@@ -70,12 +83,17 @@ def _gradients(
 
 
 @operator(
-    "scaled_masked_softmax(Tensor scores, Tensor? bias, Tensor? kept, float scale, float keep_scale, bool causal) "
-    "-> (Tensor, Tensor)",
+    "scaled_masked_softmax(Tensor scores, Tensor? bias, Tensor? kept, float scale, float "
+    "keep_scale, bool causal) -> (Tensor, Tensor)",
     fake=_outputs,
 )
 def _forward(
-    scores: Tensor, bias: Tensor | None, kept: Tensor | None, scale: float, keep_scale: float, causal: bool
+    scores: Tensor,
+    bias: Tensor | None,
+    kept: Tensor | None,
+    scale: float,
+    keep_scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     half, scores = is_half(scores, bias, kept), scores.contiguous()
     probs, dropped = _outputs(scores, bias, kept, scale, keep_scale, causal)
@@ -106,8 +124,8 @@ def _forward(
 
 
 @operator(
-    "scaled_masked_softmax_backward(Tensor grads, Tensor probs, Tensor? kept, float scale, float keep_scale, "
-    "bool causal, bool trained) -> (Tensor, Tensor)",
+    "scaled_masked_softmax_backward(Tensor grads, Tensor probs, Tensor? kept, float scale, float "
+    "keep_scale, bool causal, bool trained) -> (Tensor, Tensor)",
     fake=_gradients,
 )
 def _backward(

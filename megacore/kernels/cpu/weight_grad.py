@@ -1,4 +1,7 @@
-"""The weight gradient of a linear layer in C++: a product of bf16 factors, added to fp32 without being rounded."""
+"""The weight gradient of a linear layer in C++.
+
+A product of bf16 factors is added to fp32 without being rounded.
+"""
 
 import torch
 from torch import Tensor
@@ -11,8 +14,8 @@ from megacore.kernels.cpu.common import operator
 def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     """main_grad += dyᵀ x, summed in fp32 and without a temporary of main_grad's size.
 
-    As Megatron-LM's fused weight-gradient accumulation. The sum over rows has one order: the bits do not depend on the
-    number of threads.
+    As Megatron-LM's fused weight-gradient accumulation. The sum over rows has one order: the bits
+    do not depend on the number of threads.
 
     Args:
         main_grad: [o, i], fp32, with contiguous rows.
@@ -26,7 +29,9 @@ def _fake_accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     pass
 
 
-@operator("accumulate_weight_grad_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", _fake_accumulate)
+@operator(
+    "accumulate_weight_grad_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", _fake_accumulate
+)
 def _accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     rows, out_features = dy.shape
     in_features = x.shape[1]
@@ -35,14 +40,19 @@ def _accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
             "A weight gradient [o, i] is the product of dy [rows, o] and x [rows, i], "
             f"not {tuple(main_grad.shape)} of {tuple(dy.shape)} and {tuple(x.shape)}."
         )
-    if main_grad.dtype is not torch.float32 or dy.dtype is not torch.bfloat16 or x.dtype is not torch.bfloat16:
+    if (
+        main_grad.dtype is not torch.float32
+        or dy.dtype is not torch.bfloat16
+        or x.dtype is not torch.bfloat16
+    ):
         raise ConfigError(
             "The C++ weight gradient adds a product of bf16 factors to fp32, "
             f"not one of {dy.dtype} and {x.dtype} to {main_grad.dtype}."
         )
     if main_grad.stride(1) != 1:
         raise ConfigError(
-            f"The C++ weight gradient takes a main gradient with contiguous rows, not strides {main_grad.stride()}."
+            "The C++ weight gradient takes a main gradient with contiguous rows, not strides "
+            f"{main_grad.stride()}."
         )
     dy, x = (factor if factor.stride(1) == 1 else factor.contiguous() for factor in (dy, x))
     _kernels.accumulate_weight_grad(

@@ -1,4 +1,7 @@
-"""Attention (Vaswani et al. 2017), divided by heads: of a sequence to itself, and of a decoder to its encoder."""
+"""Attention (Vaswani et al. 2017), divided by heads.
+
+It is of a sequence to itself, or of a decoder to its encoder.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,7 +61,9 @@ class _Attention(nn.Module):
             device=device,
         )
 
-    def _column(self, model: ModelConfig, rows: int, device: torch.device | str) -> ColumnParallelLinear:
+    def _column(
+        self, model: ModelConfig, rows: int, device: torch.device | str
+    ) -> ColumnParallelLinear:
         """A projection to heads."""
         return ColumnParallelLinear(
             model.hidden_size,
@@ -70,13 +75,20 @@ class _Attention(nn.Module):
         )
 
     def _context(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_seed: int | None,
+        bias: Tensor | None,
     ) -> Tensor:
         """[b, n/t, s, d] of each head, the same for keys and values of each group -> [b, s, h]."""
-        return self._projected(partial(self._attend, dropout_seed=dropout_seed, bias=bias), query, key, value)
+        return self._projected(
+            partial(self._attend, dropout_seed=dropout_seed, bias=bias), query, key, value
+        )
 
     def _projected(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """What `attend` makes of its inputs, [b, n/t, s, d], through the layer's last projection: [b, s, h]."""
+        """What `attend` makes of its inputs, [b, n/t, s, d], projected by the layer: [b, s, h]."""
         if self.recompute and self.training and torch.is_grad_enabled():
             context = checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -84,7 +96,12 @@ class _Attention(nn.Module):
         return self.dense(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_seed: int | None, bias: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_seed: int | None,
+        bias: Tensor | None,
     ) -> Tensor:
         """[b, n/t, s, d] -> [b, n/t, s, d]."""
         if not (self.training and self.attention_dropout):
@@ -97,17 +114,24 @@ class _Attention(nn.Module):
         """Begin what this layer's attention draws for a micro batch."""
         seed_dropout(dropout_seed, self.number, self.part)
 
-    def _scores(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None) -> Tensor:
+    def _scores(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None
+    ) -> Tensor:
         causal = self.causal and bias is None and query.shape[2] == key.shape[2]
-        return self.kernels.attention(query, key, value, bias=bias, dropout=dropout, causal=causal, scale=self.scale)
+        return self.kernels.attention(
+            query, key, value, bias=bias, dropout=dropout, causal=causal, scale=self.scale
+        )
 
 
 class SelfAttention(_Attention):
-    """Attention of n query heads and g key-value heads, each shared by n / g of them (Ainslie et al. 2023).
+    """Attention of n query heads and g key-value heads (Ainslie et al. 2023).
 
-    With g = n one layer computes all three: the rows of query_key_value are [head][q, k, v][d], so that a part is
-    whole heads. Else the rows of query are [head][d] and those of key_value [group][k, v][d]; with fewer groups than
-    ranks each rank computes a part of them all, gathers the others' and takes its heads' group.
+    n / g query heads share each key-value head.
+
+    With g = n one layer computes all three: the rows of query_key_value are [head][q, k, v][d], so
+    that a part is whole heads. Else the rows of query are [head][d] and those of key_value
+    [group][k, v][d]; with fewer groups than ranks each rank computes a part of them all, gathers
+    the others' and takes its heads' group.
 
     Args:
         model: the architecture.
@@ -156,38 +180,57 @@ class SelfAttention(_Attention):
             self.key_value = self._column(model, 2 * self.groups * self.head_dim, device)
         else:
             self.query_key_value = self._column(model, 3 * model.attention_size, device)
-        self.q_layernorm = make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
-        self.k_layernorm = make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
+        self.q_layernorm = (
+            make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
+        )
+        self.k_layernorm = (
+            make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
+        )
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
+    ) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         shared = shared or Shared()
         if self._takes_packed(shared):
             mixed: Tensor = self.query_key_value(x)
             packed = mixed.view(*mixed.shape[:2], self.heads, 3, self.head_dim)
-            return self._projected(partial(self.kernels.packed_attention, causal=self.causal, scale=self.scale), packed)
+            return self._projected(
+                partial(self.kernels.packed_attention, causal=self.causal, scale=self.scale), packed
+            )
         query, key, value = self.projections(x)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         if shared.rotary is not None:
-            query, key = self.kernels.rotate(query, shared.rotary), self.kernels.rotate(key, shared.rotary)
+            query, key = (
+                self.kernels.rotate(query, shared.rotary),
+                self.kernels.rotate(key, shared.rotary),
+            )
         if shared.cache is not None:
             key, value = shared.cache.append(self.number, key, value)
         return self._context(query, key, value, dropout_seed, shared.bias)
 
     def partial_gradients(self) -> frozenset[str]:
         """Each rank's norms see its own heads."""
-        return parameters_of(self, "q_layernorm", "k_layernorm") if self.tp.size > 1 else frozenset()
+        return (
+            parameters_of(self, "q_layernorm", "k_layernorm") if self.tp.size > 1 else frozenset()
+        )
 
     def _takes_packed(self, shared: Shared) -> bool:
-        """Whether nothing happens to q, k and v between their projection and attention, which adds nothing either."""
+        """Whether nothing happens to q, k and v between their projection and attention.
+
+        Attention must add nothing either.
+        """
         alone = shared.bias is None and shared.rotary is None and shared.cache is None
         dropout = self.training and self.attention_dropout
         return alone and not (self.grouped or self.q_layernorm is not None or dropout)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """This rank's queries [b, s, n/t, d], and the keys and values of their groups, each [b, s, g/t or 1, d]."""
+        """This rank's queries [b, s, n/t, d], and the keys and values of their groups.
+
+        Keys and values are [b, s, g/t or 1, d] each.
+        """
         if not self.grouped:
             mixed: Tensor = self.query_key_value(x)
             return mixed.view(*mixed.shape[:2], self.heads, 3, self.head_dim).unbind(3)
@@ -203,7 +246,7 @@ class SelfAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """Attention of a decoder's tokens to the encoder's output, as many key-value heads as query heads.
+    """Attention of a decoder's tokens to the encoder's output, with as many heads for both.
 
     The rows of query are [head][d], those of key_value [head][k, v][d].
 
@@ -253,7 +296,9 @@ class CrossAttention(_Attention):
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         assert shared.memory is not None
         query, mixed = self.query(x), self.key_value(shared.memory)
-        key, value = mixed.view(*mixed.shape[:2], self.heads, 2, self.head_dim).transpose(1, 2).unbind(3)
+        key, value = (
+            mixed.view(*mixed.shape[:2], self.heads, 2, self.head_dim).transpose(1, 2).unbind(3)
+        )
         query = query.view(*query.shape[:2], self.heads, self.head_dim).transpose(1, 2)
         return self._context(query, key, value, dropout_seed, shared.memory_bias)
 
@@ -261,6 +306,6 @@ class CrossAttention(_Attention):
 def _check_groups(groups: int, tp: ParallelGroup) -> None:
     if max(groups, tp.size) % min(groups, tp.size):
         raise ParallelLayoutError(
-            f"model.num_query_groups {groups} cannot be divided over the tensor parallel size {tp.size}: "
-            f"one must be a multiple of the other"
+            f"model.num_query_groups {groups} cannot be divided over the tensor parallel size "
+            f"{tp.size}: one must be a multiple of the other"
         )

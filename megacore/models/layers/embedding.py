@@ -1,6 +1,7 @@
 """Embeddings of tokens, positions and segments.
 
-Rotary position embedding (Su et al. 2021, arXiv:2104.09864), on halves of a head as GPT-NeoX and Llama have it.
+Rotary position embedding (Su et al. 2021, arXiv:2104.09864), on halves of a head as GPT-NeoX and
+Llama have it.
 """
 
 from contextlib import nullcontext
@@ -18,7 +19,9 @@ from megacore.tensor_parallel.partition import divide
 
 
 class Embedding(nn.Module):
-    """The sum of a token's row, of its position's where positions are learned, and of its segment's; then dropout.
+    """The sum of a token's row, its position's and its segment's; then dropout.
+
+    The position's is there where positions are learned.
 
     Args:
         model: the architecture; with norms after sums (BERT's) the embeddings have one too.
@@ -60,12 +63,20 @@ class Embedding(nn.Module):
         whole = not table_only
         learned = whole and model.position_embedding_type == "learned_absolute"
         self.position_embeddings = (
-            VocabParallelEmbedding(max_position_embeddings, hidden, device=device) if learned else None
+            VocabParallelEmbedding(max_position_embeddings, hidden, device=device)
+            if learned
+            else None
         )
         self.tokentype_embeddings = (
-            VocabParallelEmbedding(tokentypes, hidden, device=device) if whole and tokentypes else None
+            VocabParallelEmbedding(tokentypes, hidden, device=device)
+            if whole and tokentypes
+            else None
         )
-        self.layernorm = make_norm(model, hidden, kernels, device) if whole and model.norm_position == "post" else None
+        self.layernorm = (
+            make_norm(model, hidden, kernels, device)
+            if whole and model.norm_position == "post"
+            else None
+        )
 
     def forward(
         self,
@@ -112,13 +123,20 @@ class Embedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """The weights of an output layer of its own: [v, h], of which each rank holds v / t rows; left uninitialised.
+    """The weights [v, h] of an output layer of its own; left uninitialised.
+
+    Each rank holds v / t rows of them.
 
     Raises ParallelLayoutError when the vocabulary cannot be divided over the ranks.
     """
 
     def __init__(
-        self, padded_vocab_size: int, hidden_size: int, *, tp: ParallelGroup, device: torch.device | str
+        self,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: ParallelGroup,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -130,7 +148,9 @@ class OutputLayer(nn.Module):
         return {"weight": Partition(0, self.tp.rank, self.tp.size)}
 
 
-def rotary_tables(position_ids: Tensor, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    position_ids: Tensor, size: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles of each position.
 
     Args:
@@ -143,7 +163,9 @@ def rotary_tables(position_ids: Tensor, size: int, base: float, dtype: torch.dty
         Two tensors [b or 1, 1, s, size], whose second half of the last dimension repeats the first.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
-    frequencies = 1.0 / torch.pow(torch.tensor(base, dtype=torch.float32, device=position_ids.device), exponents)
+    frequencies = 1.0 / torch.pow(
+        torch.tensor(base, dtype=torch.float32, device=position_ids.device), exponents
+    )
     angles = position_ids[:, None, :, None].float() * frequencies
     angles = torch.cat([angles, angles], -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -14,12 +14,14 @@ from megacore.tensor_parallel.linear import Affine
 
 
 class MLP(nn.Module):
-    """Two linear layers around an activation; of a gated unit f(gate x) * (up x) is between (Shazeer 2020).
+    """Two linear layers around an activation.
+
+    Of a gated unit f(gate x) * (up x) is between (Shazeer 2020).
 
     Args:
         model: the architecture.
-        inner_dropout: probability of dropping an element between the layers, as T5 does; in training alone, and then
-            the caller seeds it.
+        inner_dropout: probability of dropping an element between the layers, as T5 does; in
+            training alone, and then the caller seeds it.
         kernels: what computes.
         tp: the ranks that share the layers.
         sequence_parallel: input and output are this rank's part of the sequence.
@@ -82,7 +84,10 @@ class MLP(nn.Module):
         return self.kernels.bias_activation(gate, self.dense_h_to_4h.bias, self.activation)
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[b, s, h] -> [b, s, f/t] without its bias, or of a gated unit the gate and the other half, with theirs."""
+        """[b, s, h] -> [b, s, f/t] without its bias.
+
+        Of a gated unit the gate and the other half, with theirs.
+        """
         gate, up = self.dense_h_to_4h_gate, self.dense_h_to_4h
         layers: list[Affine] = [(up.weight, None)]
         if gate is not None:

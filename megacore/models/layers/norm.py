@@ -36,7 +36,9 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
-def make_norm(model: ModelConfig, size: int, kernels: Kernels, device: torch.device | str) -> nn.Module:
+def make_norm(
+    model: ModelConfig, size: int, kernels: Kernels, device: torch.device | str
+) -> nn.Module:
     """The model's kind of norm, of vectors of `size`."""
     kind = RMSNorm if model.normalization == "rmsnorm" else LayerNorm
     return kind(size, model.layernorm_epsilon, kernels, device)

@@ -16,14 +16,20 @@ class KeyValueCache:
     """
 
     def __init__(self, max_length: int) -> None:
-        """Room for `max_length` tokens of each sequence; memory is taken when a layer first appends."""
+        """Room for `max_length` tokens of each sequence.
+
+        Memory is taken when a layer first appends.
+        """
         self.max_length = max_length
         self.length = 0
         """Tokens that are complete in all layers."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's keys and values of new tokens, [b, g/t, s, d] each; returns those of all tokens, as views."""
+        """Add a layer's keys and values of new tokens, [b, g/t, s, d] each.
+
+        Returns those of all tokens, as views.
+        """
         end = self.length + key.shape[2]
         assert end <= self.max_length, f"{end} tokens do not fit the cache of {self.max_length}"
         if number not in self._layers:
@@ -48,7 +54,9 @@ class KeyValueCache:
     @property
     def bytes(self) -> int:
         """Memory taken so far."""
-        return sum(part.numel() * part.element_size() for pair in self._layers.values() for part in pair)
+        return sum(
+            part.numel() * part.element_size() for pair in self._layers.values() for part in pair
+        )
 
 
 def positions_of(length: int, new: int, device: torch.device) -> Tensor:
@@ -61,12 +69,13 @@ class Shared:
     """Masks, positions and memories."""
 
     bias: Tensor | None = None
-    """[b or 1, n/t or 1, s, keys], added to the scores of self-attention, -inf where a token does not see another;
-    None: a decoder's tokens see all before them, an encoder's see all."""
+    """[b or 1, n/t or 1, s, keys], added to the scores of self-attention, -inf where a token does
+    not see another; None: a decoder's tokens see all before them, an encoder's see all."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [b or 1, 1, s, rotary_dim] by which queries and keys are rotated."""
     memory: Tensor | None = None
-    """What a decoder's layers look at besides: the encoder's output [b, s_e, h], or this rank's part of it."""
+    """What a decoder's layers look at besides: the encoder's output [b, s_e, h], or this rank's
+    part of it."""
     memory_bias: Tensor | None = None
     """[b, 1, 1, s_e], added to the scores of cross attention."""
     cache: KeyValueCache | None = None

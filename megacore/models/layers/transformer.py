@@ -1,4 +1,7 @@
-"""Transformer layers, with norms before each branch (Radford et al. 2019) or after each sum (Vaswani et al. 2017)."""
+"""Transformer layers, with norms before each branch or after each sum.
+
+See Radford et al. 2019 for the former, Vaswani et al. 2017 for the latter.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,10 +37,12 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); a decoder's with cross attention between.
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
-    With `norm_position` post it is norm(x + dropout(branch(x))); with `parallel_residual` both branches read x and are
-    added together.
+    A decoder's layer has cross attention between.
+
+    With `norm_position` post it is norm(x + dropout(branch(x))); with `parallel_residual` both
+    branches read x and are added together.
 
     Args:
         model: the architecture.
@@ -46,9 +51,10 @@ class TransformerLayer(nn.Module):
         cross_attention: whether the layer looks at an encoder's output.
         scale: of attention's scores; None means 1 / sqrt(d).
         inner_dropout: see `MLP`.
-        recompute: "full" keeps only the layer's input for the backward pass, which runs the layer once more with
-            the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" leaves out only what attention
-            computes between q, k, v and its output (Korthikanti et al. 2022, arXiv:2205.05198).
+        recompute: "full" keeps only the layer's input for the backward pass, which runs the layer
+            once more with the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" leaves
+            out only what attention computes between q, k, v and its output (Korthikanti et al.
+            2022, arXiv:2205.05198).
         kernels: what computes.
         tp: the ranks that share the layer.
         sequence_parallel: input, norms, dropout and output are of this rank's part of the sequence.
@@ -93,7 +99,9 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = None if self.post_norm else norm()
         self.self_attention = SelfAttention(model, number, causal=causal, **attention)
         self.post_attention_layernorm = norm()
-        self.inter_attention = CrossAttention(model, number, **attention) if cross_attention else None
+        self.inter_attention = (
+            CrossAttention(model, number, **attention) if cross_attention else None
+        )
         self.post_inter_attention_layernorm = norm() if cross_attention else None
         self.mlp = MLP(
             model,
@@ -105,10 +113,14 @@ class TransformerLayer(nn.Module):
         )
         self.output_layernorm = norm() if self.post_norm else None
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
+    ) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         if self.recompute == "full" and self.training and torch.is_grad_enabled():
-            return self.recomputed(partial(self.branches, dropout_seed=dropout_seed, shared=shared), x)
+            return self.recomputed(
+                partial(self.branches, dropout_seed=dropout_seed, shared=shared), x
+            )
         return self.branches(x, dropout_seed, shared)
 
     def partial_gradients(self) -> frozenset[str]:
@@ -116,7 +128,10 @@ class TransformerLayer(nn.Module):
         return parameters_of(self, *_NORMS) if self.sequence_parallel else frozenset()
 
     def branches(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
-        """The whole layer, [b, s, h] -> [b, s, h]: what recomputation repeats and what is compiled."""
+        """The whole layer, [b, s, h] -> [b, s, h].
+
+        What recomputation repeats and what is compiled.
+        """
         if self.training and self.hidden_dropout:
             self.seed(dropout_seed)
         if self.input_layernorm is None:
@@ -137,7 +152,9 @@ class TransformerLayer(nn.Module):
 
     def _post_norm(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
         assert self.output_layernorm is not None
-        x = self.post_attention_layernorm(self._add(x, self.self_attention(x, dropout_seed, shared)))
+        x = self.post_attention_layernorm(
+            self._add(x, self.self_attention(x, dropout_seed, shared))
+        )
         return self.output_layernorm(self._add(x, self.mlp(x)))  # type: ignore[no-any-return]
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
@@ -149,21 +166,25 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Consecutive layers, under their indices in the whole stack, and the final norm where the last of them is.
+    """Consecutive layers, under their indices in the whole stack.
+
+    The final norm is where the last of them is.
 
     Args:
         model: the architecture.
         layers: the indices.
         final_layernorm: whether the norm is here; a stack with norms after sums has none.
-        recompute: what the first `recompute_num_layers` of the layers (None: all) compute once more.
+        recompute: what the first `recompute_num_layers` of the layers (None: all) compute once
+            more.
         recompute_num_layers: see there.
         causal: whether a token sees only itself and those before it.
         cross_attention: whether the layers look at an encoder's output.
-        relative_bias: whether the stack has T5's table of relative positions, `relative_attention_bias`; whoever makes
-            its `Shared` adds that to the scores.
+        relative_bias: whether the stack has T5's table of relative positions,
+            `relative_attention_bias`; whoever makes its `Shared` adds that to the scores.
         scale: of attention's scores; None means 1 / sqrt(d).
         inner_dropout: see `MLP`.
-        first_number: of the stack's first layer among all layers of the model, under which dropout is drawn.
+        first_number: of the stack's first layer among all layers of the model, under which dropout
+            is drawn.
         kernels: what computes.
         tp: the ranks that share each layer.
         sequence_parallel: activations between layers are of this rank's part of the sequence.
@@ -223,9 +244,13 @@ class Transformer(nn.Module):
             else None
         )
         has_norm = final_layernorm and model.norm_position == "pre"
-        self.final_layernorm = make_norm(model, model.hidden_size, kernels, device) if has_norm else None
+        self.final_layernorm = (
+            make_norm(model, model.hidden_size, kernels, device) if has_norm else None
+        )
 
-    def forward(self, x: Tensor, dropout_seed: int | None = None, *, shared: Shared | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout_seed: int | None = None, *, shared: Shared | None = None
+    ) -> Tensor:
         """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
         for layer in self.layers.values():
             x = layer(x, dropout_seed, shared)

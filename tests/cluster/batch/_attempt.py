@@ -21,7 +21,9 @@ class StoppedByTestError(Exception):
 class Attempt:
     """Starts at once."""
 
-    def __init__(self, start: Callable[[Callable[[], None]], None], log: Path, exit_directory: Path) -> None:
+    def __init__(
+        self, start: Callable[[Callable[[], None]], None], log: Path, exit_directory: Path
+    ) -> None:
         """Call `start` with what it is to call on each poll."""
         self.log, self.exit_directory = log, exit_directory
         self.states: list[str] = []

@@ -1,4 +1,5 @@
-"""The fields of a JobSet that we use, as its API (jobset.x-k8s.io/v1alpha2) and Kubernetes' own describe them."""
+"""The fields of a JobSet that we use, as its API (jobset.x-k8s.io/v1alpha2) and Kubernetes' own
+describe them."""
 
 from typing import Any
 
@@ -14,7 +15,12 @@ LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLengt
 
 
 def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*required],
+        "additionalProperties": False,
+    }
 
 
 def _array(items: dict[str, Any], least: int = 1) -> dict[str, Any]:
@@ -27,9 +33,15 @@ CONTAINER = _object(
     name=NAME,
     image={"type": "string", "minLength": 1},
     command=_array({"type": "string"}),
-    ports=_array(_object(("containerPort",), containerPort={"type": "integer", "minimum": 1, "maximum": 65535})),
+    ports=_array(
+        _object(
+            ("containerPort",), containerPort={"type": "integer", "minimum": 1, "maximum": 65535}
+        )
+    ),
     resources=_object((), requests=RESOURCES, limits=RESOURCES),
-    volumeMounts=_array(_object(("name", "mountPath"), name=NAME, mountPath={"type": "string", "pattern": "^/"})),
+    volumeMounts=_array(
+        _object(("name", "mountPath"), name=NAME, mountPath={"type": "string", "pattern": "^/"})
+    ),
 )
 VOLUME = _object(
     ("name",),
@@ -67,7 +79,12 @@ JOBSET = _object(
         ttlSecondsAfterFinished={"type": "integer", "minimum": 0},
         suspend={"type": "boolean"},
         replicatedJobs=_array(
-            _object(("name", "template"), name=NAME, replicas=COUNT, template=_object(("spec",), spec=JOB))
+            _object(
+                ("name", "template"),
+                name=NAME,
+                replicas=COUNT,
+                template=_object(("spec",), spec=JOB),
+            )
         ),
     ),
 )

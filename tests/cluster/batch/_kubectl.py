@@ -1,8 +1,9 @@
 """A cluster in a folder, with kubectl's words: pods of a JobSet are processes of this machine.
 
-It stands in for kubectl (apply, get, logs, delete), as a program: `_kubectl.py FOLDER WORDS…`; `serve` is the cluster,
-which starts the pods until a file `stop` is there. In the folder, `pending`
-keeps pods from starting, `answer.json` is merged into what `get jobsets` says, and `pods.json` into each pod.
+It stands in for kubectl (apply, get, logs, delete), as a program: `_kubectl.py FOLDER WORDS…`;
+`serve` is the cluster, which starts the pods until a file `stop` is there. In the folder, `pending`
+keeps pods from starting, `answer.json` is merged into what `get jobsets` says, and `pods.json` into
+each pod.
 """
 
 import json
@@ -81,9 +82,15 @@ def pods() -> list[dict[str, Any]]:
         if code.exists():
             value = int(code.read_text())
             status["phase"] = "Succeeded" if value == 0 else "Failed"
-            ended = {"exitCode": value, "reason": "Error", "finishedAt": f"{code.stat().st_mtime:.6f}"}
+            ended = {
+                "exitCode": value,
+                "reason": "Error",
+                "finishedAt": f"{code.stat().st_mtime:.6f}",
+            }
             status["containerStatuses"] = [{"name": "ranks", "state": {"terminated": ended}}]
-        found.append({"metadata": {"name": name}, "spec": {"nodeName": "worker"}, "status": status | more})
+        found.append(
+            {"metadata": {"name": name}, "spec": {"nodeName": "worker"}, "status": status | more}
+        )
     return found
 
 
@@ -93,7 +100,9 @@ def get(kind: str, name: str | None) -> int:
         return 0
     said = jobset()
     if said is None or said["metadata"]["name"] != name:
-        sys.stderr.write(f'Error from server (NotFound): jobsets.jobset.x-k8s.io "{name}" not found\n')
+        sys.stderr.write(
+            f'Error from server (NotFound): jobsets.jobset.x-k8s.io "{name}" not found\n'
+        )
         return 1
     phases = [pod["status"]["phase"] for pod in pods()]
     conditions = []
@@ -112,7 +121,9 @@ def logs(name: str) -> int:
     while True:
         ended = (FOLDER / f"{name}.code").exists()
         text = (FOLDER / f"{name}.log").read_text()
-        sys.stdout.write("".join(f"[pod/{name}/ranks] {line}" for line in text[shown:].splitlines(keepends=True)))
+        sys.stdout.write(
+            "".join(f"[pod/{name}/ranks] {line}" for line in text[shown:].splitlines(keepends=True))
+        )
         sys.stdout.flush()
         shown = len(text)
         if ended:
@@ -124,7 +135,9 @@ def delete() -> int:
     """Ask all processes of the pods to end, wait, and forget them."""
     (FOLDER / "jobset.json").unlink(missing_ok=True)
     for path in FOLDER.glob("*.pid"):
-        children = Path(f"/proc/{path.read_text().strip()}/task/{path.read_text().strip()}/children")
+        children = Path(
+            f"/proc/{path.read_text().strip()}/task/{path.read_text().strip()}/children"
+        )
         for child in children.read_text().split() if children.exists() else []:
             os.kill(int(child), signal.SIGTERM)
         while not path.with_suffix(".code").exists():

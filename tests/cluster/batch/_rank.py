@@ -1,7 +1,8 @@
-"""A rank that does nothing but what it is told: `python -m tests.cluster.batch._rank --config job.json`.
+"""A rank that does nothing but what it is told: `python -m tests.cluster.batch._rank --config
+job.json`.
 
-What MEGACORE_RANK_DOES says: "wait" until it is asked to stop, "fail" with a reason, "nothing" whatever it is
-asked, or "end". It notes its process id.
+What MEGACORE_RANK_DOES says: "wait" until it is asked to stop, "fail" with a reason, "nothing"
+whatever it is asked, or "end". It notes its process id.
 """
 
 import os
@@ -35,7 +36,9 @@ def main() -> int:
     while does == "nothing":
         time.sleep(0.05)
     if asked:
-        write_reason(exit_directory, rank, PreemptedError(f"stopped by {signal.Signals(asked[0]).name}"))
+        write_reason(
+            exit_directory, rank, PreemptedError(f"stopped by {signal.Signals(asked[0]).name}")
+        )
     return 0
 
 

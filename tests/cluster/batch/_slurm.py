@@ -1,4 +1,5 @@
-"""A real Slurm on this machine: munge, a controller and two node daemons, with their own keys, files and ports."""
+"""A real Slurm on this machine: munge, a controller and two node daemons, with their own keys,
+files and ports."""
 
 import contextlib
 import os
@@ -12,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "squeue",
+    "scancel",
+    "sinfo",
+)
 PORTS = range(47800, 47960, 3)
 
 CONF = """\
@@ -66,7 +77,9 @@ class Slurm:
     def run(self, *words: str) -> str:
         """The output of one of Slurm's commands."""
         environment = {**os.environ, "SLURM_CONF": self.conf}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
@@ -103,11 +116,23 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     ports = _free_ports()
-    values = {"folder": folder, "host": socket.gethostname(), "port": ports[0], "first": ports[1], "second": ports[2]}
+    values = {
+        "folder": folder,
+        "host": socket.gethostname(),
+        "port": ports[0],
+        "first": ports[1],
+        "second": ports[2],
+    }
     (folder / "slurm.conf").write_text(CONF.format(**values))
     slurm = Slurm(folder)
     with contextlib.ExitStack() as stack:
-        munge = ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket", "--num-threads=2"]
+        munge = [
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={folder}/munge.socket",
+            "--num-threads=2",
+        ]
         munge += [f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")]
         stack.enter_context(_daemon(slurm, "munged", *munge))
         _wait(lambda: (folder / "munge.socket").exists(), slurm)
@@ -124,10 +149,17 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
 
 @contextlib.contextmanager
 def _daemon(slurm: Slurm, *words: str) -> Iterator[None]:
-    with open(slurm.folder / f"{words[0]}{words[-1] if words[0] == 'slurmd' else ''}.out", "wb") as output:
+    with open(
+        slurm.folder / f"{words[0]}{words[-1] if words[0] == 'slurmd' else ''}.out", "wb"
+    ) as output:
         environment = {**os.environ, "SLURM_CONF": slurm.conf}
         process = subprocess.Popen(
-            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         yield
@@ -156,7 +188,10 @@ def _wait(condition: Callable[[], bool], slurm: Slurm) -> None:
     started = time.monotonic()
     while not condition():
         if time.monotonic() - started > 30:
-            logs = "".join(path.read_text(errors="replace")[-2000:] for path in sorted(slurm.folder.glob("*.out")))
+            logs = "".join(
+                path.read_text(errors="replace")[-2000:]
+                for path in sorted(slurm.folder.glob("*.out"))
+            )
             pytest.skip(f"Slurm does not run on this machine: {logs}")
         time.sleep(0.1)
 

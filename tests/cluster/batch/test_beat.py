@@ -21,8 +21,13 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_follower_that_beats_is_not_lost_and_one_that_stops_is(tmp_path: Path, clock: Clock) -> None:
-    beat, watch = FollowerBeat(tmp_path, "mine", clock), FollowerWatch(tmp_path, "mine", 10.0, clock)
+def test_a_follower_that_beats_is_not_lost_and_one_that_stops_is(
+    tmp_path: Path, clock: Clock
+) -> None:
+    beat, watch = (
+        FollowerBeat(tmp_path, "mine", clock),
+        FollowerWatch(tmp_path, "mine", 10.0, clock),
+    )
     for _ in range(20):
         clock.now += INTERVAL
         beat.beat()
@@ -36,7 +41,10 @@ def test_a_follower_that_beats_is_not_lost_and_one_that_stops_is(tmp_path: Path,
 
 
 def test_another_submissions_follower_does_not_count(tmp_path: Path, clock: Clock) -> None:
-    other, watch = FollowerBeat(tmp_path, "other", clock), FollowerWatch(tmp_path, "mine", 10.0, clock)
+    other, watch = (
+        FollowerBeat(tmp_path, "other", clock),
+        FollowerWatch(tmp_path, "mine", 10.0, clock),
+    )
     for _ in range(6):
         clock.now += INTERVAL
         other.beat()
@@ -44,7 +52,10 @@ def test_another_submissions_follower_does_not_count(tmp_path: Path, clock: Cloc
 
 
 def test_a_request_to_save_is_told_at_once_and_stays(tmp_path: Path, clock: Clock) -> None:
-    beat, watch = FollowerBeat(tmp_path, "mine", clock), FollowerWatch(tmp_path, "mine", 10.0, clock)
+    beat, watch = (
+        FollowerBeat(tmp_path, "mine", clock),
+        FollowerWatch(tmp_path, "mine", 10.0, clock),
+    )
     beat.beat()
     watch.lost()
     assert not watch.save
@@ -68,6 +79,8 @@ def test_a_torn_sign_is_none(text: str, tmp_path: Path, clock: Clock) -> None:
     assert watch.lost()
 
 
-def test_a_disk_that_cannot_be_written_does_not_end_the_follower(tmp_path: Path, clock: Clock) -> None:
+def test_a_disk_that_cannot_be_written_does_not_end_the_follower(
+    tmp_path: Path, clock: Clock
+) -> None:
     FollowerBeat(tmp_path / "not there", "mine", clock).beat()
     assert os.listdir(tmp_path) == []

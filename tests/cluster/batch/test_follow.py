@@ -46,7 +46,12 @@ class Noting:
 @pytest.fixture
 def spec(tmp_path: Path) -> Iterator[BatchSpec]:
     paths = {"job_file": str(tmp_path / "run.json"), "exit_directory": str(tmp_path / "exit")}
-    values: dict[str, Any] = {"module": "m", "environment": {}, "directory": "/", "python": "python"}
+    values: dict[str, Any] = {
+        "module": "m",
+        "environment": {},
+        "directory": "/",
+        "python": "python",
+    }
     launch = LaunchConfig.model_validate({"kind": "slurm", "nproc_per_node": 1})
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = [(number, signal.getsignal(number)) for number in numbers]
@@ -55,8 +60,13 @@ def spec(tmp_path: Path) -> Iterator[BatchSpec]:
         signal.signal(number, handler)
 
 
-def test_a_job_that_cannot_be_followed_any_more_is_cancelled(spec: BatchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job would hold its machines for minutes; its note stays, by which the next attempt sees that it is gone."""
+def test_a_job_that_cannot_be_followed_any_more_is_cancelled(
+    spec: BatchSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would hold its machines for minutes.
+
+    Its note stays, by which the next attempt sees that it is gone.
+    """
 
     def full(directory: Path, state: str, detail: str) -> None:
         if detail == "RUNNING":
@@ -82,7 +92,9 @@ def test_what_is_refused_leaves_no_variables_behind(spec: BatchSpec) -> None:
     with pytest.raises(LaunchError, match="no such partition"):
         Follower(spec, Refusing()).follow()
     assert not spec.path.exists()
-    assert Submission.read(spec.folder) is not None, "whether it was taken all the same is asked before the next one"
+    assert Submission.read(spec.folder) is not None, (
+        "whether it was taken all the same is asked before the next one"
+    )
 
 
 def test_a_scheduler_that_does_not_answer_is_quoted(
@@ -99,5 +111,6 @@ def test_a_scheduler_that_does_not_answer_is_quoted(
         monkeypatch.setattr(follow, name, seconds)
     assert Follower(spec, Silent()).follow() == 0
     assert (
-        "no answer for 0.001 s (error: You must be logged in to the server); the job goes on" in capsys.readouterr().out
+        "no answer for 0.001 s (error: You must be logged in to the server); the job goes on"
+        in capsys.readouterr().out
     )

@@ -17,7 +17,14 @@ from megacore.cluster.batch.scheduler import End, Look
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.cluster.batch.start import check_batch, show_batch
 from megacore.config.launch import LaunchConfig
-from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
+from megacore.errors import (
+    ConfigError,
+    HostLostError,
+    LaunchError,
+    MegacoreError,
+    MemoryExhaustedError,
+    RankLostError,
+)
 from megacore.jobs.run import RankJob
 from tests.cluster.batch._jobset_schema import JOBSET
 from tests.launch._processes import REPOSITORY
@@ -38,7 +45,9 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch(own: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
     kubernetes = {"image": "megacore:1", "workspace_claim": "workspace", **(own or {})}
-    return LaunchConfig.model_validate({"kind": "kubernetes", "nproc_per_node": 8, "kubernetes": kubernetes, **values})
+    return LaunchConfig.model_validate(
+        {"kind": "kubernetes", "nproc_per_node": 8, "kubernetes": kubernetes, **values}
+    )
 
 
 def manifest(settings: LaunchConfig, run: Path) -> dict[str, Any]:
@@ -53,7 +62,13 @@ def manifest(settings: LaunchConfig, run: Path) -> dict[str, Any]:
 
 def spec(settings: LaunchConfig, directory: Path) -> BatchSpec:
     paths = {"job_file": str(directory / "run.json"), "exit_directory": str(directory / "exit")}
-    values = {"module": "m", "environment": {}, "directory": "/", "python": "python", "follower_limit": 300.0}
+    values = {
+        "module": "m",
+        "environment": {},
+        "directory": "/",
+        "python": "python",
+        "follower_limit": 300.0,
+    }
     return BatchSpec(**paths, **values, launch=settings, workspace=str(directory))
 
 
@@ -64,23 +79,45 @@ def pod_of(found: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_configuration_becomes_a_jobset(tmp_path: Path) -> None:
     own = {
-        **{"namespace": "research", "service_account": "trainer", "queue": "gpus", "memory": "900Gi", "cpus": 96},
-        **{"shared_memory": "64Gi", "node_selector": {"cloud/accelerator": "h200"}, "gpu_resource": "amd.com/gpu"},
+        **{
+            "namespace": "research",
+            "service_account": "trainer",
+            "queue": "gpus",
+            "memory": "900Gi",
+            "cpus": 96,
+        },
+        **{
+            "shared_memory": "64Gi",
+            "node_selector": {"cloud/accelerator": "h200"},
+            "gpu_resource": "amd.com/gpu",
+        },
     }
     found = manifest(launch(own, nnodes=4, stop_grace=25.0), tmp_path / "runs" / "Gpt_2 345m")
     assert found["metadata"]["name"] == "megacore-gpt-2-345m-00000000"
     assert found["metadata"]["namespace"] == "research"
     assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert found["spec"]["failurePolicy"] == {"maxRestarts": 0}
-    assert found["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": found["metadata"]["name"]}
+    assert found["spec"]["network"] == {
+        "enableDNSHostnames": True,
+        "subdomain": found["metadata"]["name"],
+    }
     job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 4, 4, 0)
+    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == (
+        "Indexed",
+        4,
+        4,
+        0,
+    )
     pod = pod_of(found)
     assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "trainer")
     assert pod["terminationGracePeriodSeconds"] == 35
     assert pod["nodeSelector"] == {"cloud/accelerator": "h200"}
     container = pod["containers"][0]
-    assert container["command"][:3] == ["/app/.venv/bin/python", "-m", "megacore.cluster.batch.kubernetes_node"]
+    assert container["command"][:3] == [
+        "/app/.venv/bin/python",
+        "-m",
+        "megacore.cluster.batch.kubernetes_node",
+    ]
     assert container["resources"] == {
         "requests": {"cpu": 96, "memory": "900Gi", "amd.com/gpu": 8},
         "limits": {"memory": "900Gi", "amd.com/gpu": 8},
@@ -89,7 +126,9 @@ def test_a_configuration_becomes_a_jobset(tmp_path: Path) -> None:
         "workspace": str(tmp_path),
         "shared-memory": "/dev/shm",
     }
-    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in pod["volumes"]
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in pod[
+        "volumes"
+    ]
 
 
 def test_what_is_not_asked_for_is_not_in_it(tmp_path: Path) -> None:
@@ -101,7 +140,9 @@ def test_what_is_not_asked_for_is_not_in_it(tmp_path: Path) -> None:
 
 
 def test_a_value_stays_a_value(tmp_path: Path) -> None:
-    own = dict.fromkeys(("image", "python", "gpu_resource"), PLANT) | {"node_selector": {PLANT: PLANT}}
+    own = dict.fromkeys(("image", "python", "gpu_resource"), PLANT) | {
+        "node_selector": {PLANT: PLANT}
+    }
     job = RankJob(exit_directory=str(tmp_path / "exit"), ranks=8, threads_per_rank=1)
     found = yaml.safe_load(show_batch(launch(own), "module", job, tmp_path / "run.json")[1])
     pod = pod_of(found)
@@ -128,7 +169,10 @@ def test_the_users_template_is_taken(tmp_path: Path) -> None:
         (launch({"workspace_claim": None}), "without launch.kubernetes.workspace_claim"),
         (launch(nnodes="2:4"), "launch.nnodes is 2:4, and a JobSet has a fixed number of pods"),
         (launch(nproc_per_node="auto"), "launch.nproc_per_node is auto"),
-        (launch({"template": "no/such"}), "launch.kubernetes.template is 'no/such', and there is no such file"),
+        (
+            launch({"template": "no/such"}),
+            "launch.kubernetes.template is 'no/such', and there is no such file",
+        ),
     ],
 )
 def test_what_is_missing_is_said_before_anything_runs(settings: LaunchConfig, text: str) -> None:
@@ -142,9 +186,13 @@ def test_a_missing_kubectl_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         check_batch(launch())
 
 
-def test_a_job_outside_the_workspace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_outside_the_workspace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "elsewhere"))
-    with pytest.raises(ConfigError, match=r"is not in the workspace .*elsewhere, which is what pods see"):
+    with pytest.raises(
+        ConfigError, match=r"is not in the workspace .*elsewhere, which is what pods see"
+    ):
         manifest(launch(), tmp_path / "run")
 
 
@@ -153,17 +201,25 @@ def test_a_pod_finds_its_place(tmp_path: Path) -> None:
     place = place_of(own, "set", {"JOB_COMPLETION_INDEX": "1"})
     assert (place.rank, place.names) == (1, ["set-node-0-0.set", "set-node-0-1.set"])
     assert place_of(own, "set", {"JOB_COMPLETION_INDEX": "0"}).port == 29500
-    with pytest.raises(LaunchError, match=r"JOB_COMPLETION_INDEX is '2' in this pod, and launch\.nnodes is 2"):
+    with pytest.raises(
+        LaunchError, match=r"JOB_COMPLETION_INDEX is '2' in this pod, and launch\.nnodes is 2"
+    ):
         place_of(own, "set", {"JOB_COMPLETION_INDEX": "2"})
 
 
 def terminated(reason: str) -> dict[str, Any]:
     ended = {"exitCode": 137, "reason": reason, "finishedAt": "1"}
-    return {"phase": "Failed", "containerStatuses": [{"name": "ranks", "state": {"terminated": ended}}]}
+    return {
+        "phase": "Failed",
+        "containerStatuses": [{"name": "ranks", "state": {"terminated": ended}}],
+    }
 
 
 def disrupted(reason: str) -> dict[str, Any]:
-    return {**terminated("Error"), "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": reason}]}
+    return {
+        **terminated("Error"),
+        "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": reason}],
+    }
 
 
 def waiting(reason: str) -> dict[str, Any]:
@@ -172,12 +228,16 @@ def waiting(reason: str) -> dict[str, Any]:
 
 
 def look_at(
-    jobset: dict[str, Any], pods: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobset: dict[str, Any],
+    pods: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Look:
     """What the follower makes of kubectl's answers."""
     job = KubernetesJob(spec(launch(nnodes=2), tmp_path))
     items = [
-        {"metadata": {"name": f"pod-{n}"}, "spec": {"nodeName": f"w{n}"}, "status": pod} for n, pod in enumerate(pods)
+        {"metadata": {"name": f"pod-{n}"}, "spec": {"nodeName": f"w{n}"}, "status": pod}
+        for n, pod in enumerate(pods)
     ]
 
     def answer(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
@@ -198,8 +258,16 @@ FAILED = {"status": {"conditions": [{"type": "Failed", "status": "True", "reason
     ("status", "kind", "text"),
     [
         (terminated("OOMKilled"), MemoryExhaustedError, "raise launch.kubernetes.memory"),
-        (disrupted("PreemptionByScheduler"), RankLostError, "Kubernetes ended pod pod-1 on w1 (PreemptionByScheduler)"),
-        (disrupted("DeletionByTaintManager"), HostLostError, "pod pod-1 on w1 was lost with its node"),
+        (
+            disrupted("PreemptionByScheduler"),
+            RankLostError,
+            "Kubernetes ended pod pod-1 on w1 (PreemptionByScheduler)",
+        ),
+        (
+            disrupted("DeletionByTaintManager"),
+            HostLostError,
+            "pod pod-1 on w1 was lost with its node",
+        ),
         ({**terminated("Error"), "reason": "Evicted"}, RankLostError, "(Evicted)"),
     ],
 )
@@ -216,7 +284,9 @@ def test_what_kubernetes_did_to_a_pod_is_said(
     assert text in str(end.error)
 
 
-def test_a_pod_that_failed_by_itself_says_so_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_that_failed_by_itself_says_so_by_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end = look_at(FAILED, [terminated("Error"), {"phase": "Running"}], tmp_path, monkeypatch).end
     assert end == End(137)
 
@@ -228,12 +298,22 @@ def test_an_image_that_is_not_there_ends_the_attempt(
     look = look_at({"status": {}}, [waiting(reason), {"phase": "Running"}], tmp_path, monkeypatch)
     assert look.end is not None
     assert type(look.end.error) is LaunchError
-    assert f"cannot get the image megacore:1 ({reason}: Back-off pulling image)" in str(look.end.error)
+    assert f"cannot get the image megacore:1 ({reason}: Back-off pulling image)" in str(
+        look.end.error
+    )
 
 
 def test_what_a_pod_waits_for() -> None:
-    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes:\n no GPU"}
-    assert waits_for({"status": {"phase": "Pending", "conditions": [scheduled]}}) == "Unschedulable: 0/3 nodes: no GPU"
+    scheduled = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes:\n no GPU",
+    }
+    assert (
+        waits_for({"status": {"phase": "Pending", "conditions": [scheduled]}})
+        == "Unschedulable: 0/3 nodes: no GPU"
+    )
     assert waits_for({"status": {"phase": "Running"}}) == ""
     assert waits_for({"status": {"phase": "Pending"}}) == "Pending"
 
@@ -243,7 +323,9 @@ def test_the_work_pool_is_one_that_prefect_takes() -> None:
     WorkPoolCreate(name="kubernetes", type="kubernetes", base_job_template=template)
     jsonschema.Draft202012Validator.check_schema(template["variables"])
     placed = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
-    assert placed == set(template["variables"]["properties"]), "a variable that stands nowhere does nothing"
+    assert placed == set(template["variables"]["properties"]), (
+        "a variable that stands nowhere does nothing"
+    )
     for name, variable in template["variables"]["properties"].items():
         assert variable["description"], name
         if "default" in variable:
@@ -253,7 +335,9 @@ def test_the_work_pool_is_one_that_prefect_takes() -> None:
 def test_the_work_pool_says_what_prefects_worker_reads() -> None:
     import prefect.server.api.collections_data.views as views
 
-    known = json.loads((Path(views.__path__[0]) / "aggregate-worker-metadata.json").read_text(encoding="utf-8"))
+    known = json.loads(
+        (Path(views.__path__[0]) / "aggregate-worker-metadata.json").read_text(encoding="utf-8")
+    )
     default = known["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
     template = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))
     assert set(template["job_configuration"]) == set(default["job_configuration"])
@@ -269,11 +353,14 @@ def test_the_work_pool_says_what_prefects_worker_reads() -> None:
 def test_the_flows_role_allows_what_kubectl_is_asked_for() -> None:
     documents = list(yaml.safe_load_all((DEPLOY / "rbac.yaml").read_text(encoding="utf-8")))
     rules = {rule["resources"][0]: set(rule["verbs"]) for rule in documents[1]["rules"]}
-    assert rules["jobsets"] >= {"create", "get", "patch", "delete"}  # apply is get, then create or patch
+    # apply is get, then create or patch
+    assert rules["jobsets"] >= {"create", "get", "patch", "delete"}
     assert rules["pods"] >= {"get", "list", "delete"}
     assert rules["pods/log"] == {"get"}
     claim = yaml.safe_load((DEPLOY / "workspace.yaml").read_text(encoding="utf-8"))
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    names = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))["variables"]["properties"]
+    names = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))["variables"][
+        "properties"
+    ]
     assert names["workspace_claim"]["default"] == claim["metadata"]["name"]
     assert names["service_account_name"]["default"] == documents[0]["metadata"]["name"]

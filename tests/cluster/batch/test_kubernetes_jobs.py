@@ -29,7 +29,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def launch(**values: Any) -> LaunchConfig:
     own = {"image": "registry.example/megacore:1", "workspace_claim": "workspace"}
-    settings: dict[str, Any] = {"kind": "kubernetes", "nproc_per_node": 1, "threads_per_rank": 1, "allow_cpu": True}
+    settings: dict[str, Any] = {
+        "kind": "kubernetes",
+        "nproc_per_node": 1,
+        "threads_per_rank": 1,
+        "allow_cpu": True,
+    }
     settings |= {"rdzv_endpoint": "127.0.0.1", "interface": "lo", "stop_grace": 10.0}
     return LaunchConfig.model_validate({**settings, "kubernetes": own, **values})
 
@@ -55,14 +60,18 @@ def test_pods_run_their_ranks_and_the_jobset_is_deleted(
     assert len((cluster / "applied.txt").read_text().split()) == 1
 
 
-def test_a_failed_rank_says_why(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rank_says_why(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = fake(tmp_path, monkeypatch, "fail")
     error = attempt.end()
     assert isinstance(error, LossError), (error, attempt.said)
     assert not (cluster / "jobset.json").exists()
 
 
-def test_a_cancelled_run_deletes_its_jobset(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_run_deletes_its_jobset(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = fake(tmp_path, monkeypatch, "wait")
     pid = attempt.rank_pid()
     attempt.wait_for("Running on worker")
@@ -106,7 +115,9 @@ def test_an_earlier_jobset_is_deleted_before_another_is_applied(
     )
 
 
-def test_a_suspended_jobset_is_queued(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_jobset_is_queued(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (cluster / "answer.json").write_text(json.dumps({"spec": {"suspend": True}}))
     (cluster / "pending").touch()
     attempt = fake(tmp_path, monkeypatch, "end")
@@ -120,10 +131,14 @@ def test_a_suspended_jobset_is_queued(cluster: Path, tmp_path: Path, monkeypatch
 def test_a_cluster_without_jobsets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "kubectl").write_text(f"#!{sys.executable}\nraise SystemExit('no matches for kind \"JobSet\"')\n")
+    (folder / "kubectl").write_text(
+        f"#!{sys.executable}\nraise SystemExit('no matches for kind \"JobSet\"')\n"
+    )
     (folder / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
     error = fake(tmp_path, monkeypatch, "end").end()
     assert type(error) is LaunchError
-    assert 'no matches for kind "JobSet": correct launch.kubernetes, or see whether JobSet' in str(error)
+    assert 'no matches for kind "JobSet": correct launch.kubernetes, or see whether JobSet' in str(
+        error
+    )

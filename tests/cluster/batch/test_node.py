@@ -37,7 +37,9 @@ def spec(directory: Path, **launch: Any) -> BatchSpec:
 @contextmanager
 def node(own: BatchSpec, does: str) -> Iterator["subprocess.Popen[str]"]:
     """A pod's process."""
-    RankJob(exit_directory=own.exit_directory, ranks=9, threads_per_rank=9).write(Path(own.job_file))
+    RankJob(exit_directory=own.exit_directory, ranks=9, threads_per_rank=9).write(
+        Path(own.job_file)
+    )
     own.write()
     words = [sys.executable, "-m", "megacore.cluster.batch.kubernetes_node", f"--spec={own.path}"]
     process = subprocess.Popen(
@@ -88,7 +90,9 @@ def test_signals_reach_the_rank(number: signal.Signals, code: int, tmp_path: Pat
         said = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == code, said
     none_alive([pid], 1)
-    assert [reason.message for reason in read_reasons(tmp_path / "exit")] == [f"stopped by {number.name}"]
+    assert [reason.message for reason in read_reasons(tmp_path / "exit")] == [
+        f"stopped by {number.name}"
+    ]
 
 
 def test_a_killed_machines_process_takes_its_ranks_along(tmp_path: Path) -> None:
@@ -139,7 +143,9 @@ def test_fewer_machines_take_part_where_more_do_not_divide(tmp_path: Path) -> No
     with pytest.raises(LaunchError, match=r"gave 5 machines and launch\.nnodes is 2:4"):
         _taking_part(own, place(5))
     odd = run.launch.model_copy(update={"nnodes": "3:4"})
-    with pytest.raises(ParallelLayoutError, match="gave 3 machines, and by the ranks of none of 3 to 3"):
+    with pytest.raises(
+        ParallelLayoutError, match="gave 3 machines, and by the ranks of none of 3 to 3"
+    ):
         _taking_part(own.model_copy(update={"launch": odd}), place(3))
 
 
@@ -152,7 +158,9 @@ def test_the_interface_is_the_users_the_named_one_or_the_one_that_leads_there(
     both = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert _interfaces(spec(tmp_path), place(2), meeting) == both
     assert _interfaces(spec(tmp_path, interface="lo"), place(2), meeting) == both
-    with pytest.raises(LaunchError, match=r"n0: it has no interface 'ib7'.*correct launch\.interface"):
+    with pytest.raises(
+        LaunchError, match=r"n0: it has no interface 'ib7'.*correct launch\.interface"
+    ):
         _interfaces(spec(tmp_path, interface="ib7"), place(2), meeting)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     assert _interfaces(spec(tmp_path), place(2), meeting) == {"GLOO_SOCKET_IFNAME": "lo"}

@@ -7,7 +7,14 @@ from megacore.cluster.batch import scheduler as rendering
 from megacore.cluster.batch.scheduler import TEMPLATES, render
 from megacore.errors import ConfigError, LaunchError
 
-PLANTS = ("$(touch pwned)", "; touch pwned", "`touch pwned`", "' ; touch pwned ; '", '" ; touch pwned', "{{ 7*7 }}")
+PLANTS = (
+    "$(touch pwned)",
+    "; touch pwned",
+    "`touch pwned`",
+    "' ; touch pwned ; '",
+    '" ; touch pwned',
+    "{{ 7*7 }}",
+)
 
 
 def filled(text: str, tmp_path: Path, **values: object) -> str:
@@ -18,8 +25,15 @@ def filled(text: str, tmp_path: Path, **values: object) -> str:
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_value_is_one_word_of_the_script(plant: str, tmp_path: Path) -> None:
-    text = filled("printf '%s\\n' {{ one | word }} {{ more | words }}\n", tmp_path, one=plant, more=[plant, "b c"])
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
+    text = filled(
+        "printf '%s\\n' {{ one | word }} {{ more | words }}\n",
+        tmp_path,
+        one=plant,
+        more=[plant, "b c"],
+    )
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True
+    )
     assert done.stdout.splitlines() == [plant, plant, "b c"]
     assert not list(tmp_path.glob("pwned"))
 
@@ -46,7 +60,9 @@ def test_a_template_that_cannot_be_filled_is_named(text: str, what: str, tmp_pat
 
 
 def test_templates_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.slurm\.template is no/such, which cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.slurm\.template is no/such, which cannot be read"
+    ):
         render("no/such", "train.sbatch.j2", "launch.slurm.template", {})
     monkeypatch.setattr(rendering, "TEMPLATES", tmp_path)
     with pytest.raises(LaunchError, match="is missing: install megacore again"):
@@ -56,5 +72,8 @@ def test_templates_that_are_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_templates_are_installed_with_the_package() -> None:
     from tests.launch._processes import REPOSITORY
 
-    assert sorted(path.name for path in TEMPLATES.iterdir()) == ["jobset.yaml.j2", "train.sbatch.j2"]
+    assert sorted(path.name for path in TEMPLATES.iterdir()) == [
+        "jobset.yaml.j2",
+        "train.sbatch.j2",
+    ]
     assert '"megacore.launch" = ["templates/*.j2"]' in (REPOSITORY / "pyproject.toml").read_text()

@@ -14,23 +14,39 @@ from megacore.cluster.batch.slurm_node import place_of
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.cluster.batch.start import check_batch, show_batch, start_batch
 from megacore.config.launch import LaunchConfig
-from megacore.errors import ConfigError, HostLostError, LaunchError, MegacoreError, MemoryExhaustedError, RankLostError
+from megacore.errors import (
+    ConfigError,
+    HostLostError,
+    LaunchError,
+    MegacoreError,
+    MemoryExhaustedError,
+    RankLostError,
+)
 from megacore.jobs.run import RankJob
 from tests.train import _runs
 
 JOB = (
-    "JobId=12 JobName=run-1 UserId=me(1000) JobState={state} Reason={reason} Requeue=1 Restarts={restarts} "
-    "ExitCode={code} TimeLimit=12:00:00 ReqNodeList=(null) ExcNodeList=(null) NodeList={nodes} BatchHost=n1"
+    "JobId=12 JobName=run-1 UserId=me(1000) JobState={state} Reason={reason} Requeue=1 "
+    "Restarts={restarts} ExitCode={code} TimeLimit=12:00:00 ReqNodeList=(null) ExcNodeList=(null) "
+    "NodeList={nodes} BatchHost=n1"
 )
 
 
 def launch(*, slurm: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
-    return LaunchConfig.model_validate({"kind": "slurm", "nproc_per_node": 8, "slurm": slurm or {}, **values})
+    return LaunchConfig.model_validate(
+        {"kind": "slurm", "nproc_per_node": 8, "slurm": slurm or {}, **values}
+    )
 
 
 def spec(settings: LaunchConfig, directory: Path) -> BatchSpec:
     paths = {"job_file": str(directory / "run.json"), "exit_directory": str(directory / "exit")}
-    values = {"module": "m", "environment": {}, "directory": "/", "python": "python", "follower_limit": 300.0}
+    values = {
+        "module": "m",
+        "environment": {},
+        "directory": "/",
+        "python": "python",
+        "follower_limit": 300.0,
+    }
     return BatchSpec(**paths, **values, launch=settings, workspace=str(directory))
 
 
@@ -46,7 +62,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, str, str]]:
     return said
 
 
-def answer(state: str, reason: str = "None", nodes: str = "n[1-2]", code: str = "0:0", restarts: int = 0) -> Any:
+def answer(
+    state: str, reason: str = "None", nodes: str = "n[1-2]", code: str = "0:0", restarts: int = 0
+) -> Any:
     return 0, JOB.format(state=state, reason=reason, nodes=nodes, code=code, restarts=restarts), ""
 
 
@@ -63,7 +81,11 @@ def answer(state: str, reason: str = "None", nodes: str = "n[1-2]", code: str = 
     ],
 )
 def test_a_job_that_goes_on(
-    said: tuple[int, str, str], state: str, detail: str, answers: dict[str, tuple[int, str, str]], tmp_path: Path
+    said: tuple[int, str, str],
+    state: str,
+    detail: str,
+    answers: dict[str, tuple[int, str, str]],
+    tmp_path: Path,
 ) -> None:
     answers["scontrol"] = said
     look = SlurmJob(spec(launch(), tmp_path)).look()
@@ -75,13 +97,28 @@ def test_a_job_that_goes_on(
     ("said", "kind", "text", "retryable"),
     [
         (answer("TIMEOUT", "TimeLimit"), RankLostError, "reached its time limit (12:00:00)", True),
-        (answer("PREEMPTED"), RankLostError, "Slurm preempted job  on n[1-2] without queueing it again", True),
+        (
+            answer("PREEMPTED"),
+            RankLostError,
+            "Slurm preempted job  on n[1-2] without queueing it again",
+            True,
+        ),
         (answer("NODE_FAIL"), HostLostError, "n2 failed, and job  with it (NODE_FAIL)", True),
         (answer("BOOT_FAIL"), HostLostError, "(BOOT_FAIL)", True),
-        (answer("OUT_OF_MEMORY", code="0:125"), MemoryExhaustedError, "more memory than it was given", False),
+        (
+            answer("OUT_OF_MEMORY", code="0:125"),
+            MemoryExhaustedError,
+            "more memory than it was given",
+            False,
+        ),
         (answer("DEADLINE"), LaunchError, "before its deadline", False),
         (answer("CANCELLED"), LaunchError, "was cancelled, not by this run", False),
-        (answer("PENDING", "launch_failed_requeued_held"), RankLostError, "could not start job", True),
+        (
+            answer("PENDING", "launch_failed_requeued_held"),
+            RankLostError,
+            "could not start job",
+            True,
+        ),
     ],
 )
 def test_a_job_that_slurm_ended(
@@ -106,7 +143,12 @@ def test_a_job_that_slurm_ended(
 
 @pytest.mark.parametrize(
     ("state", "code", "end"),
-    [("COMPLETED", "0:0", End(0)), ("FAILED", "7:0", End(7)), ("FAILED", "0:9", End(137)), ("FAILED", "0:0", End(1))],
+    [
+        ("COMPLETED", "0:0", End(0)),
+        ("FAILED", "7:0", End(7)),
+        ("FAILED", "0:9", End(137)),
+        ("FAILED", "0:0", End(1)),
+    ],
 )
 def test_a_job_that_ended_by_itself(
     state: str, code: str, end: End, answers: dict[str, tuple[int, str, str]], tmp_path: Path
@@ -117,7 +159,9 @@ def test_a_job_that_ended_by_itself(
     assert look.end == end
 
 
-def test_a_job_that_slurm_has_forgotten(answers: dict[str, tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_job_that_slurm_has_forgotten(
+    answers: dict[str, tuple[int, str, str]], tmp_path: Path
+) -> None:
     """Its accounting says how it ended where there is one; without it a retry finds out."""
     job = SlurmJob(spec(launch(), tmp_path))
     answers["scontrol"] = (1, "", "slurm_load_jobs error: Invalid job id specified")
@@ -137,8 +181,11 @@ def test_a_job_that_slurm_has_forgotten(answers: dict[str, tuple[int, str, str]]
     assert look.end == End(0)
 
 
-def test_accounting_is_asked_for_fields_that_every_version_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """sacct refuses a whole question for one field that it does not know; Restarts came after 22.05."""
+def test_accounting_is_asked_for_fields_that_every_version_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """sacct refuses a whole question for one field that it does not know; Restarts came after
+    22.05."""
     asked: list[str] = []
 
     def run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -156,7 +203,11 @@ def test_an_earlier_job_is_gone_only_when_slurm_says_so(
     """A busy controller must not lead to a second job."""
     monkeypatch.setattr("megacore.cluster.batch.slurm._PAUSE", 0.01)
     monkeypatch.setattr("megacore.cluster.batch.slurm.REMOVE_LIMIT", 0.05)
-    job, known, unknown = SlurmJob(spec(launch(), tmp_path)), Submission("t", "7"), Submission("t", None)
+    job, known, unknown = (
+        SlurmJob(spec(launch(), tmp_path)),
+        Submission("t", "7"),
+        Submission("t", None),
+    )
     for left in (known, unknown):  # nothing answers
         with pytest.raises(LaunchError, match="or Slurm does not answer"):
             job.remove(left)
@@ -192,39 +243,86 @@ def test_output_on_a_share_that_stumbles_comes_later(
 def test_a_controller_that_does_not_answer_is_asked_again(
     answers: dict[str, tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    answers["scontrol"] = (1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    answers["scontrol"] = (
+        1,
+        "",
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+    )
     job = SlurmJob(spec(launch(), tmp_path))
     assert job.look() is None
     assert "Unable to contact slurm controller" in job.silence
 
 
 def test_the_script_asks_for_what_is_configured(tmp_path: Path) -> None:
-    slurm = {"partition": "a100", "account": "nlp", "qos": "high", "time_limit": "2-00:00:00", "signal_before": 300}
+    slurm = {
+        "partition": "a100",
+        "account": "nlp",
+        "qos": "high",
+        "time_limit": "2-00:00:00",
+        "signal_before": 300,
+    }
     settings = launch(slurm=slurm, nnodes="2:4", threads_per_rank=12)
     text = SlurmJob(spec(settings, tmp_path / "50% done")).text("abcd")
-    asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    asked = [
+        line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")
+    ]
     assert asked[1:] == [
-        *("--nodes=2-4", "--ntasks-per-node=1", "--cpus-per-task=96", "--gpus-per-node=8", "--partition=a100"),
-        *("--account=nlp", "--qos=high", "--time=2-00:00:00", "--signal=USR1@300", "--requeue", "--open-mode=append"),
+        *(
+            "--nodes=2-4",
+            "--ntasks-per-node=1",
+            "--cpus-per-task=96",
+            "--gpus-per-node=8",
+            "--partition=a100",
+        ),
+        *(
+            "--account=nlp",
+            "--qos=high",
+            "--time=2-00:00:00",
+            "--signal=USR1@300",
+            "--requeue",
+            "--open-mode=append",
+        ),
         *(f"--output='{tmp_path}/50%% done/batch/slurm-%j.out'", "--chdir=/"),
     ]
-    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=20, check=False).returncode == 0
+    assert (
+        subprocess.run(["bash", "-n"], input=text, text=True, timeout=20, check=False).returncode
+        == 0
+    )
 
 
 def test_what_is_not_configured_is_not_asked_for(tmp_path: Path) -> None:
     text = SlurmJob(spec(launch(slurm={"signal_before": 0}, allow_cpu=True), tmp_path)).text("abcd")
     for option in ("--gpus", "--partition", "--account", "--qos", "--time", "--signal"):
         assert option not in text
-    assert "--gpus-per-node=4" in SlurmJob(spec(launch(slurm={"gpus_per_node": 4}), tmp_path)).text("abcd")
+    assert "--gpus-per-node=4" in SlurmJob(spec(launch(slurm={"gpus_per_node": 4}), tmp_path)).text(
+        "abcd"
+    )
 
 
 def test_credentials_of_the_flow_do_not_go_into_the_job() -> None:
     environment = {
-        **{"PATH": "/bin", "HOME": "/h", "PYTHONPATH": "/p", "SLURM_CONF": "/c", "SBATCH_ACCOUNT": "a"},
-        **{"PREFECT_API_KEY": "s", "HF_TOKEN": "s", "AWS_SECRET_ACCESS_KEY": "s", "MEGACORE_JOB": "mark"},
+        **{
+            "PATH": "/bin",
+            "HOME": "/h",
+            "PYTHONPATH": "/p",
+            "SLURM_CONF": "/c",
+            "SBATCH_ACCOUNT": "a",
+        },
+        **{
+            "PREFECT_API_KEY": "s",
+            "HF_TOKEN": "s",
+            "AWS_SECRET_ACCESS_KEY": "s",
+            "MEGACORE_JOB": "mark",
+        },
         **{"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3"},
     }
-    assert {*exported(environment)} == {"PATH", "HOME", "PYTHONPATH", "SLURM_CONF", "SBATCH_ACCOUNT"}
+    assert {*exported(environment)} == {
+        "PATH",
+        "HOME",
+        "PYTHONPATH",
+        "SLURM_CONF",
+        "SBATCH_ACCOUNT",
+    }
 
 
 @pytest.fixture
@@ -242,9 +340,13 @@ def test_what_is_missing_is_said_before_anything_runs(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_batch(launch())
-    with pytest.raises(ConfigError, match=r"launch\.nproc_per_node is auto, and which machines slurm will give"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.nproc_per_node is auto, and which machines slurm will give"
+    ):
         check_batch(launch(nproc_per_node="auto"))
-    with pytest.raises(ConfigError, match=r"launch\.slurm\.template is 'no/such', and there is no such file"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.slurm\.template is 'no/such', and there is no such file"
+    ):
         check_batch(launch(slurm={"template": "no/such"}))
     for word in (
         "--array=1-3",
@@ -256,11 +358,19 @@ def test_what_is_missing_is_said_before_anything_runs(
         "--clusters=all",
         "--wait",
     ):
-        with pytest.raises(ConfigError, match=rf"launch\.slurm\.arguments has {word}, with which the job could not be"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"launch\.slurm\.arguments has {word}, with which the job could not be",
+        ):
             check_batch(launch(slurm={"arguments": ["--exclusive", word]}))
-    with pytest.raises(ConfigError, match=r"has 'h100', which is no option: write each option with its value as one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has 'h100', which is no option: write each option with its value as one",
+    ):
         check_batch(launch(slurm={"arguments": ["--constraint", "h100"]}))
-    check_batch(launch(slurm={"arguments": ["--wait-all-nodes=1", "--no-requeue", "--exclusive", "-Ch100"]}))
+    check_batch(
+        launch(slurm={"arguments": ["--wait-all-nodes=1", "--no-requeue", "--exclusive", "-Ch100"]})
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="sbatch is not installed here"):
         check_batch(launch())
@@ -276,9 +386,17 @@ def test_a_start_writes_what_the_follower_reads(
     job = RankJob(exit_directory="exit", ranks=8, threads_per_rank=1)
     start = start_batch(launch(), "module", job, tmp_path / "run.json", {"OWN": "2"})
     written = BatchSpec.read(tmp_path / "batch" / "spec.json")
-    assert start.command[1:] == ["-m", "megacore.cluster.batch.follow", f"--spec={tmp_path}/batch/spec.json"]
+    assert start.command[1:] == [
+        "-m",
+        "megacore.cluster.batch.follow",
+        f"--spec={tmp_path}/batch/spec.json",
+    ]
     assert written.path.stat().st_mode & 0o777 == 0o600
-    assert {"NCCL_DEBUG": "INFO", "FROM_FILE": "1", "OWN": "2"}.items() <= written.environment.items()
+    assert {
+        "NCCL_DEBUG": "INFO",
+        "FROM_FILE": "1",
+        "OWN": "2",
+    }.items() <= written.environment.items()
     assert "HF_TOKEN" not in written.environment
     assert written.exit_directory == str(tmp_path / "exit")
     with pytest.raises(ConfigError, match="is no batch job written by this version"):
@@ -301,30 +419,50 @@ def test_a_number_of_machines_that_does_not_divide_is_refused_before_it_is_waite
     settings = launch(nnodes="3:4", nproc_per_node=1)
     run = _runs.config(launch=settings.model_dump())  # a global batch of 8 in micro batches of 2
     job = _runs.job(run, tmp_path, tmp_path / "run", ranks=4)
-    with pytest.raises(ConfigError, match=r"launch\.nnodes is 3:4, and slurm may give 3 machines: .*8"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.nnodes is 3:4, and slurm may give 3 machines: .*8"
+    ):
         start_batch(settings, "module", job, tmp_path / "run" / "run.json")
 
 
-def test_a_process_finds_its_place_among_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_finds_its_place_among_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n')
+    (folder / "scontrol").write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n'
+    )
     (folder / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    variables = {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    variables = {
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
     variables |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_CPUS_ON_NODE": "1"}
     own = spec(launch(nnodes=2), tmp_path)
     place = place_of(own, variables)
     assert (place.rank, place.names, place.cpus, place.address) == (1, ["n1", "n2"], 1, "127.0.0.1")
     first = place_of(own, {**variables, "SLURM_NODEID": "0"})
     assert (first.address, first.port > 1024) == ("127.0.0.1", True)
-    with pytest.raises(LaunchError, match=re.escape("Slurm started 16 processes on 2 machines (n[1-2])")):
+    with pytest.raises(
+        LaunchError, match=re.escape("Slurm started 16 processes on 2 machines (n[1-2])")
+    ):
         place_of(own, {**variables, "SLURM_NTASKS": "16"})
-    with pytest.raises(LaunchError, match="this process is to be started by srun, and 'SLURM_NODEID' is not"):
+    with pytest.raises(
+        LaunchError, match="this process is to be started by srun, and 'SLURM_NODEID' is not"
+    ):
         place_of(own, {})
 
 
 def test_variables_of_sbatch_are_those_with_which_the_job_is_found() -> None:
     """sbatch puts them before the lines of the script."""
-    hiding = {"SBATCH_JOB_NAME": "x", "SBATCH_ARRAY_INX": "0-3", "SBATCH_OPEN_MODE": "truncate", "SBATCH_WAIT": "1"}
+    hiding = {
+        "SBATCH_JOB_NAME": "x",
+        "SBATCH_ARRAY_INX": "0-3",
+        "SBATCH_OPEN_MODE": "truncate",
+        "SBATCH_WAIT": "1",
+    }
     assert exported({"SBATCH_ACCOUNT": "nlp", **hiding}) == {"SBATCH_ACCOUNT": "nlp"}

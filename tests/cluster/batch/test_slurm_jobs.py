@@ -40,11 +40,21 @@ def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
 
 
 def launch(*, slurm: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
-    own: dict[str, Any] = {"kind": "slurm", "nproc_per_node": 1, "threads_per_rank": 1, "allow_cpu": True}
+    own: dict[str, Any] = {
+        "kind": "slurm",
+        "nproc_per_node": 1,
+        "threads_per_rank": 1,
+        "allow_cpu": True,
+    }
     return LaunchConfig.model_validate({**own, "stop_grace": 10.0, "slurm": slurm or {}, **values})
 
 
-def fake(directory: Path, monkeypatch: pytest.MonkeyPatch, does: str, settings: LaunchConfig | None = None) -> Attempt:
+def fake(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    does: str,
+    settings: LaunchConfig | None = None,
+) -> Attempt:
     """An attempt whose ranks only do what they are told."""
     monkeypatch.setenv("MEGACORE_RANK_DOES", does)
     return Attempt.of(settings or launch(), directory)
@@ -53,7 +63,9 @@ def fake(directory: Path, monkeypatch: pytest.MonkeyPatch, does: str, settings: 
 def training(directory: Path, data: Path, settings: LaunchConfig, ranks: int) -> Attempt:
     run = _runs.config(launch=settings.model_dump(), train=TRAIN, checkpoint={"save_interval": 5})
     job = _runs.job(run, data, directory, ranks=ranks)
-    return Attempt(lambda on_poll: stages.train(job, on_poll), stages.attempt_log(job), directory / "exit")
+    return Attempt(
+        lambda on_poll: stages.train(job, on_poll), stages.attempt_log(job), directory / "exit"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +77,35 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_two_nodes_train_as_one_does_also_after_a_preemption(slurm: Slurm, data: Path, tmp_path: Path) -> None:
-    """Queued, running, preempted by a job of a better partition, queued, running from the last checkpoint, ended."""
+def test_two_nodes_train_as_one_does_also_after_a_preemption(
+    slurm: Slurm, data: Path, tmp_path: Path
+) -> None:
+    """Queued, running, preempted by a job of a better partition, queued, running from the last
+    checkpoint, ended."""
     attempt = training(tmp_path / "two", data, launch(nnodes=2), 2)
     checkpoints = tmp_path / "two" / "checkpoints"
     wait_until(lambda: any(checkpoints.glob("iter_*")) or attempt.ended, LIMIT, "a checkpoint")
     job = next(iter(slurm.jobs()))
-    words = ("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    words = (
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+    )
     urgent = slurm.run(*words, "--wrap=sleep 600").strip()
     attempt.wait_for("PENDING")
     slurm.run("scancel", urgent)
     wait_until(lambda: slurm.jobs().get(job) == "PENDING", LIMIT, "queued again")
-    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")  # Slurm lets a preempted job wait two minutes
+    # Slurm lets a preempted job wait two minutes
+    slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
     assert attempt.end() is None, attempt.said
     assert "RUNNING on node-[1-2], start 2" in attempt.said
     assert attempt.states[0] == "queued: submitted"
-    assert any(state == "running: RUNNING on node-[1-2]" for state in attempt.states), attempt.states
+    assert any(state == "running: RUNNING on node-[1-2]" for state in attempt.states), (
+        attempt.states
+    )
     assert any(state.startswith("queued: PENDING") for state in attempt.states[2:]), attempt.states
     assert attempt.states[-1] == "running: RUNNING on node-[1-2], start 2"
     starts = [event["iteration"] for event in _runs.events(tmp_path / "two", "start")]
@@ -95,7 +120,9 @@ def test_two_nodes_train_as_one_does_also_after_a_preemption(slurm: Slurm, data:
     assert _runs.losses(tmp_path / "two") == pytest.approx(_runs.losses(alone), rel=1e-5)
 
 
-def test_a_failed_rank_says_why(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rank_says_why(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = fake(tmp_path / "run", monkeypatch, "fail")
     error = attempt.end()
     assert isinstance(error, LossError), (error, attempt.said)
@@ -104,14 +131,19 @@ def test_a_failed_rank_says_why(slurm: Slurm, tmp_path: Path, monkeypatch: pytes
     assert "FAILED" in attempt.said
 
 
-def test_a_cancelled_run_ends_its_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_run_ends_its_job(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
     pid = attempt.rank_pid()
     attempt.stop()
     assert isinstance(attempt.end(), StoppedByTestError)
     none_alive([pid], 1)
     assert slurm.jobs() == {}
-    assert json.loads((tmp_path / "run" / "exit" / "rank_0.json").read_text())["message"] == "stopped by SIGTERM"
+    assert (
+        json.loads((tmp_path / "run" / "exit" / "rank_0.json").read_text())["message"]
+        == "stopped by SIGTERM"
+    )
     assert not (tmp_path / "run" / "batch" / "submission.json").exists()
 
 
@@ -134,7 +166,10 @@ def test_sigusr1_reaches_the_ranks_from_both_sides(
 def follower_pid(attempt: Attempt) -> int:
     for pid in descendants(os.getpid()):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        mine = {b"megacore.cluster.batch.follow", f"--spec={attempt.directory}/batch/spec.json".encode()} <= {*words}
+        mine = {
+            b"megacore.cluster.batch.follow",
+            f"--spec={attempt.directory}/batch/spec.json".encode(),
+        } <= {*words}
         if mine and b"megacore.launch.guard" not in words:
             return pid
     raise AssertionError("there is no follower")
@@ -158,7 +193,14 @@ def test_a_preemption_without_requeue_may_be_tried_again(
     settings = launch(slurm={"partition": "spot", "arguments": ["--no-requeue"]}, stop_grace=1.0)
     attempt = fake(tmp_path / "run", monkeypatch, "nothing", settings)
     pid = attempt.rank_pid()
-    words = ("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    words = (
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+    )
     slurm.run(*words, "--wrap=sleep 600")
     error = attempt.end()
     assert isinstance(error, RankLostError), (error, attempt.said)
@@ -166,7 +208,9 @@ def test_a_preemption_without_requeue_may_be_tried_again(
     none_alive([pid], 1)
 
 
-def test_a_killed_follower_leaves_no_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_follower_leaves_no_job(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job ends itself, or the next attempt ends it first; a job is never there twice."""
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
     first = attempt.rank_pid()
@@ -185,7 +229,9 @@ def test_a_killed_follower_leaves_no_job(slurm: Slurm, tmp_path: Path, monkeypat
     none_alive([second], 1)
 
 
-def test_a_job_that_nobody_follows_ends_itself(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_nobody_follows_ends_itself(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megacore.cluster.batch.start.FOLLOWER_LIMIT", 3.0)
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
     pid = attempt.rank_pid()
@@ -198,15 +244,21 @@ def test_a_job_that_nobody_follows_ends_itself(slurm: Slurm, tmp_path: Path, mon
 def test_an_elastic_job_takes_the_nodes_that_are_free(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm.run("sbatch", "--nodelist=node-2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    slurm.run(
+        "sbatch", "--nodelist=node-2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
+    )
     attempt = fake(tmp_path / "run", monkeypatch, "end", launch(nnodes="1:2", nproc_per_node=1))
     assert attempt.end() is None, attempt.said
     assert "#SBATCH --nodes=1-2" in (tmp_path / "run" / "batch" / "job.sbatch").read_text()
     assert "rank 0 of 1" in attempt.said
 
 
-def test_what_sbatch_refuses_is_said(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt = fake(tmp_path / "run", monkeypatch, "end", launch(slurm={"partition": "no $(such) 'one'"}))
+def test_what_sbatch_refuses_is_said(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = fake(
+        tmp_path / "run", monkeypatch, "end", launch(slurm={"partition": "no $(such) 'one'"})
+    )
     error = attempt.end()
     assert type(error) is LaunchError, (error, attempt.said)
     assert "invalid partition specified: no $(such) 'one'" in str(error)

@@ -1,4 +1,7 @@
-"""One host's agent, with the test as its head: what it says, and that its ranks end whatever becomes of the head."""
+"""One host's agent, with the test as its head.
+
+What it says, and that its ranks end whatever becomes of the head.
+"""
 
 import base64
 import json
@@ -197,7 +200,12 @@ def test_files_are_copied_to_another_workspace_and_old_ones_forgotten(head: Head
     while len(found) < 4:
         said = head.wait_for("file")
         found[said["name"]] = base64.b64decode(said["data"])
-    assert sorted(found) == ["rank_00002.beat", "rank_00002.stack", "rank_00003.beat", "rank_00003.stack"]
+    assert sorted(found) == [
+        "rank_00002.beat",
+        "rank_00002.stack",
+        "rank_00003.beat",
+        "rank_00003.stack",
+    ]
     assert b"forward-compute" in found["rank_00003.beat"]
 
 
@@ -225,7 +233,9 @@ def test_what_carries_a_mark_is_killed_and_nothing_else(head: Head, tmp_path: Pa
     head.start("stubborn")
     pids = head.ranks()
     os.kill(head.process.pid, signal.SIGSTOP)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={JOB_VARIABLE: f"{head.mark}0"})
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env={JOB_VARIABLE: f"{head.mark}0"}
+    )
     try:
         words = [sys.executable, "-m", "megacore.cluster.hosts.agent", "--end", head.mark]
         assert subprocess.run(words, timeout=20, check=False).returncode == 0
@@ -244,7 +254,11 @@ def test_the_agent_reads_nothing_but_messages(head: Head) -> None:
 def test_messages_survive_noise_and_pieces(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     channel = Channel(reader, os.open(os.devnull, os.O_WRONLY))
-    text = b"Welcome to node 7\r\n\x1e" + json.dumps({"kind": "log", "lines": ["é\n"]}).encode() + b"\nrest"
+    text = (
+        b"Welcome to node 7\r\n\x1e"
+        + json.dumps({"kind": "log", "lines": ["é\n"]}).encode()
+        + b"\nrest"
+    )
     seen: list[Any] = []
     for position in range(0, len(text), 7):
         os.write(writer, text[position : position + 7])

@@ -14,7 +14,9 @@ from tests.cluster._hosts import Hosts
 from tests.train import _runs
 
 
-def choose(tmp_path: Path, nnodes: Any, slots: tuple[int, ...] = (1, 1, 1, 1), attempt: int = 1) -> dict[str, int]:
+def choose(
+    tmp_path: Path, nnodes: Any, slots: tuple[int, ...] = (1, 1, 1, 1), attempt: int = 1
+) -> dict[str, int]:
     lines = [f"worker-{number} slots={count}\n" for number, count in enumerate(slots, start=1)]
     (tmp_path / "hosts").write_text("".join(lines))
     launch = {"hostfile": str(tmp_path / "hosts"), "nnodes": nnodes, "nproc_per_node": "auto"}
@@ -27,20 +29,25 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     found: set[str] = set()
 
     def answer(ssh: Any, hosts: list[str], words: Any, *, timeout: float) -> list[HostResult]:
-        return [HostResult(host, 255 if host in found else 0, b"", "No route to host") for host in hosts]
+        return [
+            HostResult(host, 255 if host in found else 0, b"", "No route to host") for host in hosts
+        ]
 
     monkeypatch.setattr(elastic, "run_on_hosts", answer)
     return found
 
 
-def test_the_first_that_answer_are_taken(tmp_path: Path, silent: set[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_that_answer_are_taken(
+    tmp_path: Path, silent: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
     assert choose(tmp_path, "1:2") == {"worker-1": 1, "worker-2": 1}
     silent.add("worker-1")
     with caplog.at_level(logging.INFO):
         assert choose(tmp_path, "1:2") == {"worker-2": 1, "worker-3": 1}
-    assert "hosts of this attempt: worker-2 (1 rank), worker-3 (1 rank); not needed: worker-4; cannot take part: " in (
-        caplog.text
-    )
+    assert (
+        "hosts of this attempt: worker-2 (1 rank), worker-3 (1 rank); not needed: worker-4; "
+        "cannot take part: "
+    ) in (caplog.text)
     assert "worker-1: ssh cannot reach it: No route to host" in caplog.text
 
 
@@ -56,7 +63,8 @@ def test_hosts_whose_ranks_do_not_divide_the_batch_wait(tmp_path: Path, silent: 
 def test_too_few_are_named(tmp_path: Path, silent: set[str]) -> None:
     silent |= {"worker-1", "worker-2", "worker-4"}
     message = (
-        r"launch\.nnodes is 2:4 and 1 of 4 hosts can take part \(worker-1: ssh cannot reach it: No route to host; "
+        r"launch\.nnodes is 2:4 and 1 of 4 hosts can take part \(worker-1: ssh cannot reach it: No "
+        r"route to host; "
     )
     with pytest.raises(LaunchError, match=message) as caught:
         choose(tmp_path, "2:4")
@@ -72,6 +80,10 @@ def test_a_fixed_number_is_not_probed(tmp_path: Path, silent: set[str]) -> None:
 
 
 def test_real_hosts_are_asked_through_ssh(hosts: Hosts) -> None:
-    launch = {"hostfile": str(hosts.hostfile("gone", "one", "two")), "nnodes": "1:3", "nproc_per_node": "auto"}
+    launch = {
+        "hostfile": str(hosts.hostfile("gone", "one", "two")),
+        "nnodes": "1:3",
+        "nproc_per_node": "auto",
+    }
     config = _runs.config(launch={**launch, "ssh_config": str(hosts.ssh_config)})
     assert choose_hosts(config) == {"one": 1, "two": 1}

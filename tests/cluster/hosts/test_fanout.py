@@ -1,4 +1,7 @@
-"""A job on two hosts through a real sshd: what ends on one ends on both, and is told with the host's name."""
+"""A job on two hosts through a real sshd.
+
+What ends on one ends on both, and is told with the host's name.
+"""
 
 import json
 import os
@@ -56,7 +59,11 @@ def plan(machines: Hosts, directory: Path, behaviour: str, **changes: Any) -> Pl
 
 
 def run(
-    machines: Hosts, directory: Path, behaviour: str, on_poll: Callable[[], None] = lambda: None, **changes: Any
+    machines: Hosts,
+    directory: Path,
+    behaviour: str,
+    on_poll: Callable[[], None] = lambda: None,
+    **changes: Any,
 ) -> str:
     """Run two fake ranks, one on each host; returns the log."""
     written = plan(machines, directory, behaviour, **changes)
@@ -95,13 +102,17 @@ class Once:
         self.at = 0.0
 
     def __call__(self) -> None:
-        if not self.pids and all((self.directory / f"rank_{rank}.pid").exists() for rank in range(2)):
+        if not self.pids and all(
+            (self.directory / f"rank_{rank}.pid").exists() for rank in range(2)
+        ):
             self.pids = rank_pids(self.directory)
             self.at = time.monotonic()
             self.action(self.pids)
 
 
-def test_ranks_of_both_hosts_run_and_their_lines_have_the_hosts_name(hosts: Hosts, tmp_path: Path) -> None:
+def test_ranks_of_both_hosts_run_and_their_lines_have_the_hosts_name(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     log = run(hosts, tmp_path, "quick")
     assert "hosts: one (rank 0 through lo), two (rank 1 through lo); they meet at 127.0.0.1:" in log
     assert "one: rank 0 is here\n" in log
@@ -116,7 +127,11 @@ def test_what_the_ranks_find_in_their_environment(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("OWN_NAME", "given")
     (tmp_path / "variables").write_text("# ours\nDATA_TOKEN=a b=c\n\n")
-    changes = {"env_file": str(tmp_path / "variables"), "own_env": ["OWN_NAME"], "devices": {"two": [3]}}
+    changes = {
+        "env_file": str(tmp_path / "variables"),
+        "own_env": ["OWN_NAME"],
+        "devices": {"two": [3]},
+    }
     run(hosts, tmp_path, "quick", **changes)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert second["NCCL_DEBUG"] == "two words\n; $(touch pwned)"
@@ -125,12 +140,17 @@ def test_what_the_ranks_find_in_their_environment(
     assert "SOME_SECRET" not in second
     assert (second["GLOO_SOCKET_IFNAME"], second["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     assert second["CUDA_VISIBLE_DEVICES"] == "3"
-    assert "CUDA_VISIBLE_DEVICES" not in first or first["CUDA_VISIBLE_DEVICES"] == os.environ["CUDA_VISIBLE_DEVICES"]
+    assert (
+        "CUDA_VISIBLE_DEVICES" not in first
+        or first["CUDA_VISIBLE_DEVICES"] == os.environ["CUDA_VISIBLE_DEVICES"]
+    )
     assert first["MEGACORE_JOB"] != second["MEGACORE_JOB"]
     assert "a b=c" not in (tmp_path / "hosts.json").read_text()
 
 
-def test_the_users_interface_stays(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_interface_stays(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0")
     run(hosts, tmp_path, "quick")
     assert json.loads((tmp_path / "rank_1.json").read_text())["NCCL_SOCKET_IFNAME"] == "=ib0"
@@ -139,11 +159,31 @@ def test_the_users_interface_stays(hosts: Hosts, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"hosts": {"one": 1, "gone": 1}}, LaunchError, r"host gone cannot take part: ssh cannot reach it: .*refused"),
-        ({"hosts": {"one": 1, "gone": 1}, "retried": True}, HostLostError, r"host gone cannot take part"),
-        ({"interface": "eth77"}, LaunchError, r"host one cannot take part: it has no interface 'eth77' \(it has lo"),
-        ({"rdzv_endpoint": "here:port"}, ConfigError, r"rdzv_endpoint is 'here:port': write `host` or `host:port`"),
-        ({"env_file": "/nowhere/env"}, ConfigError, r"launch\.env_file /nowhere/env cannot be read: No such file"),
+        (
+            {"hosts": {"one": 1, "gone": 1}},
+            LaunchError,
+            r"host gone cannot take part: ssh cannot reach it: .*refused",
+        ),
+        (
+            {"hosts": {"one": 1, "gone": 1}, "retried": True},
+            HostLostError,
+            r"host gone cannot take part",
+        ),
+        (
+            {"interface": "eth77"},
+            LaunchError,
+            r"host one cannot take part: it has no interface 'eth77' \(it has lo",
+        ),
+        (
+            {"rdzv_endpoint": "here:port"},
+            ConfigError,
+            r"rdzv_endpoint is 'here:port': write `host` or `host:port`",
+        ),
+        (
+            {"env_file": "/nowhere/env"},
+            ConfigError,
+            r"launch\.env_file /nowhere/env cannot be read: No such file",
+        ),
     ],
 )
 def test_no_rank_starts_when_a_host_cannot_take_part(
@@ -157,7 +197,9 @@ def test_no_rank_starts_when_a_host_cannot_take_part(
 
 def test_a_killed_agent_is_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
     once = Once(tmp_path, lambda pids: os.kill(agent_of(pids[1]), signal.SIGKILL))
-    with pytest.raises(HostLostError, match=r"lost host two: the connection to it ended.*a retry resumes"):
+    with pytest.raises(
+        HostLostError, match=r"lost host two: the connection to it ended.*a retry resumes"
+    ):
         run(hosts, tmp_path, "stubborn", once)
     assert not any(map(alive, once.pids))
     assert time.monotonic() - once.at < 10
@@ -165,27 +207,39 @@ def test_a_killed_agent_is_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_a_frozen_agent_is_a_lost_host_and_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     once = Once(tmp_path, lambda pids: os.kill(agent_of(pids[1]), signal.SIGSTOP))
-    with pytest.raises(HostLostError, match=r"lost host two: nothing was heard from it for .*host_timeout = 1\.5 s"):
+    with pytest.raises(
+        HostLostError, match=r"lost host two: nothing was heard from it for .*host_timeout = 1\.5 s"
+    ):
         run(hosts, tmp_path, "waits", once, host_timeout=1.5)
     assert not any(map(alive, once.pids))
     assert time.monotonic() - once.at < 10
 
 
-def test_ranks_that_fail_since_a_host_is_silent_are_not_taken_for_the_reason(hosts: Hosts, tmp_path: Path) -> None:
+def test_ranks_that_fail_since_a_host_is_silent_are_not_taken_for_the_reason(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     def freeze_one_and_fail_the_other(pids: list[int]) -> None:
         os.kill(agent_of(pids[0]), signal.SIGSTOP)
         time.sleep(2.0)
         os.kill(pids[1], signal.SIGKILL)
 
     once = Once(tmp_path, freeze_one_and_fail_the_other)
-    with pytest.raises(HostLostError, match=r"lost host one: nothing was heard from it for launch.host_timeout = 6 s"):
+    with pytest.raises(
+        HostLostError,
+        match=r"lost host one: nothing was heard from it for launch.host_timeout = 6 s",
+    ):
         run(hosts, tmp_path, "waits", once, host_timeout=6.0)
     assert not any(map(alive, once.pids))
 
 
 def test_hosts_that_fall_silent_together_are_named_together(hosts: Hosts, tmp_path: Path) -> None:
-    once = Once(tmp_path, lambda pids: [os.kill(agent_of(pid), signal.SIGSTOP) for pid in pids] and None)
-    with pytest.raises(HostLostError, match=r"lost host (one|two): nothing was heard from it, nor from (one|two), for"):
+    once = Once(
+        tmp_path, lambda pids: [os.kill(agent_of(pid), signal.SIGSTOP) for pid in pids] and None
+    )
+    with pytest.raises(
+        HostLostError,
+        match=r"lost host (one|two): nothing was heard from it, nor from (one|two), for",
+    ):
         run(hosts, tmp_path, "waits", once, host_timeout=5.0)
     assert not any(map(alive, once.pids))
 
@@ -194,7 +248,9 @@ def fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
     """A machine `strange` that behaves as `script`."""
     (directory / "bin").mkdir()
     program = directory / "bin" / "ssh"
-    program.write_text(f'#!/bin/sh\ncase "$*" in *" -G "*) echo hostname 127.0.0.1; exit;; esac\n{script}\n')
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -G "*) echo hostname 127.0.0.1; exit;; esac\n{script}\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory / 'bin'}:{os.environ['PATH']}")
 
@@ -211,7 +267,10 @@ def fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
             r"does not understand \(ValueError: .* 'end'",
         ),
         ("exit 0", "its agent ended, as it does when it hears nothing from this machine"),
-        ("echo exec: python: not found >&2; exit 127", "its agent ended with code 127: exec: python: not found"),
+        (
+            "echo exec: python: not found >&2; exit 127",
+            "its agent ended with code 127: exec: python: not found",
+        ),
     ],
 )
 def test_a_host_that_does_not_speak_as_an_agent_is_named(
@@ -242,13 +301,18 @@ def test_a_host_may_write_the_files_of_its_own_ranks_alone(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
-    first, second = HostSet(plan(hosts, tmp_path, "quick", hosts={"strange": 1, "other": 2}), {}).connect()
+    first, second = HostSet(
+        plan(hosts, tmp_path, "quick", hosts={"strange": 1, "other": 2}), {}
+    ).connect()
     try:
         names = [f"rank_{rank}.json" for rank in ("0", "00001", "2", "3")]
         assert [first.may_write(name) for name in names] == [True, False, False, False]
         assert [second.may_write(name) for name in names] == [False, True, True, False]
         assert not any(
-            map(second.may_write, ["../rank_1.json", "rank_1.json/../x", "launcher_reason.json", "rank_1.py"])
+            map(
+                second.may_write,
+                ["../rank_1.json", "rank_1.json/../x", "launcher_reason.json", "rank_1.py"],
+            )
         )
     finally:
         for connection in (first, second):
@@ -302,8 +366,13 @@ def test_the_reason_of_a_rank_goes_before_all(hosts: Hosts, tmp_path: Path) -> N
     assert read_launcher_reason(tmp_path / "exit") is None
 
 
-def test_a_rank_that_stands_still_on_another_host_is_seen_there(hosts: Hosts, tmp_path: Path) -> None:
-    with pytest.raises(RankStalledError, match=r"rank.* 1 .*furthest behind is rank 1 on .* in phase forward-compute"):
+def test_a_rank_that_stands_still_on_another_host_is_seen_there(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RankStalledError,
+        match=r"rank.* 1 .*furthest behind is rank 1 on .* in phase forward-compute",
+    ):
         run(hosts, tmp_path, "watched-stopped", stall_limit=2.0)
     text = (tmp_path / "log-ranks.txt").read_text()
     assert "Python stacks of rank 0" in text
@@ -368,13 +437,20 @@ def test_a_host_with_another_torch_is_named(hosts: Hosts, tmp_path: Path) -> Non
     connections = found.connect()
     try:
         for connection in connections:
-            connection.hello = {"versions": versions(), "interface": "lo", "port": 29500, "problem": None}
+            connection.hello = {
+                "versions": versions(),
+                "interface": "lo",
+                "port": 29500,
+                "problem": None,
+            }
         messages = found.start_messages(connections, {"NCCL_DEBUG": "INFO"})
         assert [message["ranks"] for message in messages] == [[0, 1], [1, 1]]
         assert all("--master-port=29500" in message["command"] for message in messages)
         assert connections[1].hello is not None
         connections[1].hello["versions"] = versions() | {"torch": "1.0"}
-        with pytest.raises(LaunchError, match=r"host two has torch 1\.0 and this machine .*: install the same"):
+        with pytest.raises(
+            LaunchError, match=r"host two has torch 1\.0 and this machine .*: install the same"
+        ):
             found.start_messages(connections, {})
     finally:
         for connection in connections:

@@ -28,8 +28,16 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_hosts_keep_their_order_and_comments_are_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path, "# two racks\nworker-2 slots=8  # the new one\n\n  me@10.0.0.7\tslots=4\nworker-1 slots=8\n")
-    assert list(read_hostfile(path).items()) == [("worker-2", 8), ("me@10.0.0.7", 4), ("worker-1", 8)]
+    path = write(
+        tmp_path,
+        "# two racks\nworker-2 slots=8  # the new one\n\n  me@10.0.0.7\tslots=4\n"
+        "worker-1 slots=8\n",
+    )
+    assert list(read_hostfile(path).items()) == [
+        ("worker-2", 8),
+        ("me@10.0.0.7", 4),
+        ("worker-1", 8),
+    ]
     assert read_hostfile(write(tmp_path, "a slots=2\nb slots=2\n"), 2) == {"a": 2, "b": 2}
 
 
@@ -46,8 +54,14 @@ def test_hosts_keep_their_order_and_comments_are_left_out(tmp_path: Path) -> Non
         ("a slots=1\n\na slots=2\n", r"line 3: a is there already"),
         ("node[1-3] slots=1\n", r"line 1: 'node\[1-3\]' is no host"),
         ("# nobody\n\n", r"names no host: write a line `host slots=N`"),
-        ("localhost slots=1\n127.0.0.1 slots=1\n", r"localhost and 127\.0\.0\.1 are both this machine"),
-        ("localhost slots=1\nworker slots=1\n", r"the other hosts cannot reach localhost: name this machine as"),
+        (
+            "localhost slots=1\n127.0.0.1 slots=1\n",
+            r"localhost and 127\.0\.0\.1 are both this machine",
+        ),
+        (
+            "localhost slots=1\nworker slots=1\n",
+            r"the other hosts cannot reach localhost: name this machine as",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(tmp_path: Path, text: str, message: str) -> None:
@@ -57,7 +71,8 @@ def test_a_mistake_is_named_with_file_and_line(tmp_path: Path, text: str, messag
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"absent cannot be read: No such file or directory: correct launch\.hostfile"
+        ConfigError,
+        match=r"absent cannot be read: No such file or directory: correct launch\.hostfile",
     ):
         read_hostfile(tmp_path / "absent")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -80,7 +95,9 @@ def test_what_is_here() -> None:
 
 
 def test_hosts_are_listed_by_one_side() -> None:
-    with pytest.raises(ValueError, match=r"hostfile is 'hosts', and slurm chooses the machines itself"):
+    with pytest.raises(
+        ValueError, match=r"hostfile is 'hosts', and slurm chooses the machines itself"
+    ):
         LaunchConfig(kind="slurm", hostfile="hosts")
     with pytest.raises(ValueError, match=r"launch\.nnodes is 2 without launch\.hostfile"):
         LaunchConfig(nnodes=2)
@@ -88,18 +105,30 @@ def test_hosts_are_listed_by_one_side() -> None:
 
 
 def test_a_job_has_the_slots_of_all_hosts_and_its_threads_those_of_this_one(tmp_path: Path) -> None:
-    def resolve(text: str, hardware: Hardware, nproc_per_node: int | str = "auto") -> tuple[int, int]:
-        launch = {"kind": "deepspeed", "hostfile": str(write(tmp_path, text)), "nproc_per_node": nproc_per_node}
+    def resolve(
+        text: str, hardware: Hardware, nproc_per_node: int | str = "auto"
+    ) -> tuple[int, int]:
+        launch = {
+            "kind": "deepspeed",
+            "hostfile": str(write(tmp_path, text)),
+            "nproc_per_node": nproc_per_node,
+        }
         return resolve_launch(_runs.config(launch=launch), hardware)
 
     two = Hardware(cores=8, memory=2**34, gpus=(Gpu("a", 2**34), Gpu("b", 2**34)))
     here = socket.gethostname()
     assert resolve(f"worker slots=2\n{here} slots=2\n", two, 2) == (4, 4)
-    assert resolve("one slots=1\ntwo slots=1\n", two) == (2, 8), "a machine that only starts the others"
+    assert resolve("one slots=1\ntwo slots=1\n", two) == (2, 8), (
+        "a machine that only starts the others"
+    )
     assert resolve("one slots=4\n", two) == (4, 2), "its own GPUs are not those of the other"
-    with pytest.raises(ParallelLayoutError, match=r"slots of this machine in .*hosts is 4 and .* 2 visible GPUs"):
+    with pytest.raises(
+        ParallelLayoutError, match=r"slots of this machine in .*hosts is 4 and .* 2 visible GPUs"
+    ):
         resolve("localhost slots=4\n", two)
-    with pytest.raises(ParallelLayoutError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"):
+    with pytest.raises(
+        ParallelLayoutError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"
+    ):
         resolve("one slots=4\ntwo slots=4\n", two)
 
 
@@ -120,13 +149,25 @@ def test_no_hostfile_no_hosts() -> None:
     [
         ({}, {"worker-1": 4, "worker-2": 4, "worker-3": 2}, {}),
         ({"include": ["worker-3", "worker-1"]}, {"worker-1": 4, "worker-3": 2}, {}),
-        ({"include": ["worker-2:3,0", "worker-1"]}, {"worker-1": 4, "worker-2": 2}, {"worker-2": (0, 3)}),
+        (
+            {"include": ["worker-2:3,0", "worker-1"]},
+            {"worker-1": 4, "worker-2": 2},
+            {"worker-2": (0, 3)},
+        ),
         ({"exclude": ["worker-1"]}, {"worker-2": 4, "worker-3": 2}, {}),
-        ({"exclude": ["worker-1:1", "worker-3:0,1"]}, {"worker-1": 3, "worker-2": 4}, {"worker-1": (0, 2, 3)}),
+        (
+            {"exclude": ["worker-1:1", "worker-3:0,1"]},
+            {"worker-1": 3, "worker-2": 4},
+            {"worker-1": (0, 2, 3)},
+        ),
         ({"nnodes": 2}, {"worker-1": 4, "worker-2": 4}, {}),
         ({"nnodes": "1:2"}, {"worker-1": 4, "worker-2": 4}, {}),
         ({"nnodes": "2:8"}, {"worker-1": 4, "worker-2": 4, "worker-3": 2}, {}),
-        ({"nnodes": "1:2", "exclude": ["worker-3:0"]}, {"worker-1": 4, "worker-2": 4}, {"worker-3": (1,)}),
+        (
+            {"nnodes": "1:2", "exclude": ["worker-3:0"]},
+            {"worker-1": 4, "worker-2": 4},
+            {"worker-3": (1,)},
+        ),
         ({"nnodes": 2, "exclude": ["worker-3:0"]}, {"worker-1": 4, "worker-2": 4}, {}),
         ({"exclude": ["worker-1"], "nnodes": 1}, {"worker-2": 4}, {}),
         (
@@ -137,7 +178,10 @@ def test_no_hostfile_no_hosts() -> None:
     ],
 )
 def test_who_takes_part(
-    values: dict[str, object], hosts: dict[str, int], devices: dict[str, tuple[int, ...]], tmp_path: Path
+    values: dict[str, object],
+    hosts: dict[str, int],
+    devices: dict[str, tuple[int, ...]],
+    tmp_path: Path,
 ) -> None:
     found = launch(tmp_path, **values)
     assert list(hosts_of(found).items()) == list(hosts.items())
@@ -153,15 +197,36 @@ def test_all_that_may_take_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"include": ["worker-9"]}, r"launch\.include names 'worker-9', which .*hosts does not: it has worker-1, "),
+        (
+            {"include": ["worker-9"]},
+            r"launch\.include names 'worker-9', which .*hosts does not: it has worker-1, ",
+        ),
         ({"exclude": ["2"]}, r"launch\.exclude names '2', which"),
-        ({"include": ["worker-1:4"]}, r"names slot 4 of worker-1, which has 4 slots in .*, counted from 0"),
-        ({"include": ["worker-1:0", "worker-1:1"]}, r"names worker-1 twice: keep one, with all its slots"),
-        ({"include": ["worker-1:"]}, r"launch\.include has 'worker-1:': write `host`, or `host:0,2`"),
+        (
+            {"include": ["worker-1:4"]},
+            r"names slot 4 of worker-1, which has 4 slots in .*, counted from 0",
+        ),
+        (
+            {"include": ["worker-1:0", "worker-1:1"]},
+            r"names worker-1 twice: keep one, with all its slots",
+        ),
+        (
+            {"include": ["worker-1:"]},
+            r"launch\.include has 'worker-1:': write `host`, or `host:0,2`",
+        ),
         ({"include": ["worker-1:0-2"]}, r"has 'worker-1:0-2': write"),
         ({"exclude": ["worker-1", "worker-2", "worker-3"]}, r"launch\.exclude leaves no host of"),
-        ({"nnodes": 4}, r"nnodes is 4 and of .*hosts only worker-1, worker-2, worker-3 take part: add hosts, or lower"),
-        ({"nnodes": "3:4", "exclude": ["worker-2"]}, r"nnodes is 3:4 and of .* only worker-1, worker-3 take part"),
+        (
+            {"nnodes": 4},
+            (
+                r"nnodes is 4 and of .*hosts only worker-1, worker-2, worker-3 take part: add "
+                r"hosts, or lower"
+            ),
+        ),
+        (
+            {"nnodes": "3:4", "exclude": ["worker-2"]},
+            r"nnodes is 3:4 and of .* only worker-1, worker-3 take part",
+        ),
         ({"nproc_per_node": 4}, r"nproc_per_node is 4 and worker-3 has 2 slots"),
     ],
 )
@@ -177,12 +242,17 @@ def test_a_launcher_is_called_a_kind() -> None:
 
 def test_a_schedulers_machines_have_the_ranks_that_are_given() -> None:
     def resolve(**values: object) -> tuple[int, int]:
-        return resolve_launch(_runs.config(launch={"kind": "slurm", **values}), Hardware(cores=8, memory=2**34))
+        return resolve_launch(
+            _runs.config(launch={"kind": "slurm", **values}), Hardware(cores=8, memory=2**34)
+        )
 
     assert resolve(nproc_per_node=2) == (2, 4)
     assert resolve(nproc_per_node=2, nnodes=2) == (4, 4)
     assert resolve(nproc_per_node=1, nnodes="1:2") == (2, 8)
-    with pytest.raises(ConfigError, match=r"nproc_per_node is auto and launch\.kind is slurm, whose machines nobody"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nproc_per_node is auto and launch\.kind is slurm, whose machines nobody",
+    ):
         resolve(nproc_per_node="auto")
     with pytest.raises(ValueError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"):
         resolve(nproc_per_node=4, nnodes=2)

@@ -7,7 +7,13 @@ import pytest
 
 from megacore.cluster.hosts import plan as plan_module
 from megacore.cluster.hosts.network import free_port, interface_problem, interface_to, local_address
-from megacore.cluster.hosts.plan import Plan, endpoint, env_file_of, meeting_addresses, read_env_file
+from megacore.cluster.hosts.plan import (
+    Plan,
+    endpoint,
+    env_file_of,
+    meeting_addresses,
+    read_env_file,
+)
 from megacore.cluster.hosts.ssh import Ssh
 from megacore.errors import ConfigError, LaunchError
 
@@ -41,11 +47,27 @@ def test_a_plan_is_read_back(tmp_path: Path) -> None:
 
 
 def test_variables_pass_by_name_and_by_their_beginning(tmp_path: Path) -> None:
-    environment = {"NCCL_DEBUG": "INFO", "NCC": "1", "EXACT": "2", "EXACTLY": "3", "OMP_NUM_THREADS": "4", "HOME": "/"}
-    assert plan().variables(environment) == {"NCCL_DEBUG": "INFO", "EXACT": "2", "OMP_NUM_THREADS": "4"}
+    environment = {
+        "NCCL_DEBUG": "INFO",
+        "NCC": "1",
+        "EXACT": "2",
+        "EXACTLY": "3",
+        "OMP_NUM_THREADS": "4",
+        "HOME": "/",
+    }
+    assert plan().variables(environment) == {
+        "NCCL_DEBUG": "INFO",
+        "EXACT": "2",
+        "OMP_NUM_THREADS": "4",
+    }
     (tmp_path / "env").write_text("NCCL_DEBUG=WARN\nMORE='a b'\n")
     from_file = plan(env_file=str(tmp_path / "env")).variables(environment)
-    assert from_file == {"NCCL_DEBUG": "WARN", "EXACT": "2", "OMP_NUM_THREADS": "4", "MORE": "'a b'"}
+    assert from_file == {
+        "NCCL_DEBUG": "WARN",
+        "EXACT": "2",
+        "OMP_NUM_THREADS": "4",
+        "MORE": "'a b'",
+    }
 
 
 @pytest.mark.parametrize("line", ["no equals", "1A=2", "=x", "A B=secret", "A-B=secret"])
@@ -72,7 +94,13 @@ def test_where_the_file_of_variables_is(tmp_path: Path, monkeypatch: pytest.Monk
 def test_torchruns_command_on_each_host() -> None:
     words = plan().command(1, "10.0.0.1", 29500)
     assert words[1:3] == ["-m", "torch.distributed.run"]
-    for word in ("--nnodes=2", "--node-rank=1", "--nproc-per-node=3", "--rdzv-backend=static", "--max-restarts=0"):
+    for word in (
+        "--nnodes=2",
+        "--node-rank=1",
+        "--nproc-per-node=3",
+        "--rdzv-backend=static",
+        "--max-restarts=0",
+    ):
         assert word in words
     assert {"--master-addr=10.0.0.1", "--master-port=29500"} <= set(words)
     assert words[-4:] == ["-m", "megacore.ranks.pretrain", "--config", "/runs/7/run.json"]
@@ -85,9 +113,14 @@ def test_deepspeeds_command_on_each_host(monkeypatch: pytest.MonkeyPatch) -> Non
     import json
 
     words = plan(kind="deepspeed").command(1, "10.0.0.1", 29500)
-    assert {"--master_addr=10.0.0.1", "--master_port=29500", "--node_rank=1", "--module"} <= set(words)
+    assert {"--master_addr=10.0.0.1", "--master_port=29500", "--node_rank=1", "--module"} <= set(
+        words
+    )
     (world,) = [word for word in words if word.startswith("--world_info=")]
-    assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {"one": [0, 1], "two": [0, 2, 3]}
+    assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {
+        "one": [0, 1],
+        "two": [0, 2, 3],
+    }
 
 
 @pytest.mark.parametrize(
@@ -100,13 +133,17 @@ def test_an_endpoint(said: str | None, found: tuple[str | None, int | None]) -> 
 
 @pytest.mark.parametrize("said", ["node-1:", ":29500", "node-1:0", "node-1:70000", "node-1:x"])
 def test_what_is_no_endpoint(said: str) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.rdzv_endpoint is .*: write `host` or `host:port`"):
+    with pytest.raises(
+        ConfigError, match=r"launch\.rdzv_endpoint is .*: write `host` or `host:port`"
+    ):
         endpoint(said)
 
 
 def test_where_the_hosts_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config"
-    config.write_text("Host worker-1\n  HostName 127.0.0.21\nHost worker-2\n  HostName 127.0.0.22\n")
+    config.write_text(
+        "Host worker-1\n  HostName 127.0.0.21\nHost worker-2\n  HostName 127.0.0.22\n"
+    )
     ssh = Ssh(config)
     assert meeting_addresses(ssh, ["worker-1", "worker-2"], None) == ("127.0.0.21", "127.0.0.22")
     assert meeting_addresses(ssh, ["worker-1", "worker-2"], "head:29500") == ("head", "127.0.0.22")
@@ -115,7 +152,9 @@ def test_where_the_hosts_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     # The kernel's way from here to 127.0.0.22 begins at 127.0.0.1.
     assert meeting_addresses(ssh, ["worker-1", "worker-2"], None) == ("127.0.0.1", "127.0.0.22")
     config.write_text("Host worker-2\n  HostName 0.0.0.256\n")
-    with pytest.raises(LaunchError, match=r"no way leads from here to worker-2 .*set launch\.rdzv_endpoint"):
+    with pytest.raises(
+        LaunchError, match=r"no way leads from here to worker-2 .*set launch\.rdzv_endpoint"
+    ):
         meeting_addresses(Ssh(config), ["worker-1", "worker-2"], None)
 
 

@@ -11,7 +11,9 @@ from megacore.cluster.hosts.ssh import Ssh, run_on_hosts
 
 def test_each_host_has_its_words_and_its_stdin() -> None:
     words = {"localhost": ["cat"], "127.0.0.1": ["sh", "-c", "echo no >&2; exit 3"]}
-    first, second = run_on_hosts(Ssh(), [*words], words, stdin={"localhost": b"in", "127.0.0.1": b""}, timeout=10)
+    first, second = run_on_hosts(
+        Ssh(), [*words], words, stdin={"localhost": b"in", "127.0.0.1": b""}, timeout=10
+    )
     assert (first.output, first.problem) == (b"in", None)
     assert second.problem == "the command ended with code 3: no"
 

@@ -9,10 +9,14 @@ from torch import Tensor
 from megacore.kernels.cpu.common import runs_bf16, runs_fp32
 
 FP32 = pytest.param(
-    torch.float32, marks=pytest.mark.skipif(not runs_fp32(), reason="this CPU has no AVX-512"), id="fp32"
+    torch.float32,
+    marks=pytest.mark.skipif(not runs_fp32(), reason="this CPU has no AVX-512"),
+    id="fp32",
 )
 BF16 = pytest.param(
-    torch.bfloat16, marks=pytest.mark.skipif(not runs_bf16(), reason="this CPU has no AVX512-BF16"), id="bf16"
+    torch.bfloat16,
+    marks=pytest.mark.skipif(not runs_bf16(), reason="this CPU has no AVX512-BF16"),
+    id="bf16",
 )
 both_types = pytest.mark.parametrize("dtype", [FP32, BF16])
 
@@ -39,14 +43,17 @@ def check(
     *,
     kept_in_half: float = 0.0,
 ) -> None:
-    """Compare output and gradients with float64: bf16 is rounded once, and nothing that is computed before shows.
+    """Compare output and gradients with float64.
+
+    bf16 is rounded once, and nothing that is computed before shows.
 
     Args:
         function: of all leaves.
         reference: the same in plain torch.
         leaves: the arguments, which all want gradients.
         view: of the first leaf, which takes its place.
-        kept_in_half: what bf16 gradients may differ besides, where they are computed of outputs that were rounded.
+        kept_in_half: what bf16 gradients may differ besides, where they are computed of outputs
+            that were rounded.
     """
     if view is not None:
         leaves = [view(leaves[0]).detach().requires_grad_(), *leaves[1:]]
@@ -60,7 +67,10 @@ def check(
         assert one.dtype == leaves[0].dtype
         largest = max(1.0, float(other.abs().max()))
         torch.testing.assert_close(
-            one.double(), other, rtol=4e-3 if half else 2e-6, atol=largest * (2e-4 + kept_in_half if half else 2e-6)
+            one.double(),
+            other,
+            rtol=4e-3 if half else 2e-6,
+            atol=largest * (2e-4 + kept_in_half if half else 2e-6),
         )
 
 

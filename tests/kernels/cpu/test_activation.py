@@ -21,8 +21,16 @@ widths = pytest.mark.parametrize("width", [1, 17, 64, 250])
 @widths
 def test_bias_activation(dtype: torch.dtype, kind: Activation, width: int) -> None:
     x, bias = random(3, 29, width, dtype=dtype), random(width, dtype=dtype)
-    check(lambda x: bias_activation(x, None, kind), lambda x: plain.bias_activation(x, None, kind), [x])
-    check(lambda x, b: bias_activation(x, b, kind), lambda x, b: plain.bias_activation(x, b, kind), [x, bias])
+    check(
+        lambda x: bias_activation(x, None, kind),
+        lambda x: plain.bias_activation(x, None, kind),
+        [x],
+    )
+    check(
+        lambda x, b: bias_activation(x, b, kind),
+        lambda x, b: plain.bias_activation(x, b, kind),
+        [x, bias],
+    )
 
 
 @both_types
@@ -45,26 +53,43 @@ def test_gated(dtype: torch.dtype, kind: Activation, width: int) -> None:
     ids=["half of a projection", "part of each row", "columns apart", "expanded"],
 )
 def test_any_strides(dtype: torch.dtype, shape: tuple[int, ...], view: object) -> None:
-    x, up, bias = random(*shape, dtype=dtype), random(5, 7, 32, dtype=dtype), random(32, dtype=dtype)
+    x, up, bias = (
+        random(*shape, dtype=dtype),
+        random(5, 7, 32, dtype=dtype),
+        random(32, dtype=dtype),
+    )
     check(
         lambda x, b: bias_activation(x, b, "gelu_tanh"),
         lambda x, b: plain.bias_activation(x, b, "gelu_tanh"),
         [x, bias],
         view,  # type: ignore[arg-type]
     )
-    check(lambda x, y: gated(x, y, "swiglu"), lambda x, y: plain.gated(x, y, "swiglu"), [x, up], view)  # type: ignore[arg-type]
-    check(lambda x, y: gated(y, x, "swiglu"), lambda x, y: plain.gated(y, x, "swiglu"), [x, up], view)  # type: ignore[arg-type]
+    check(
+        lambda x, y: gated(x, y, "swiglu"), lambda x, y: plain.gated(x, y, "swiglu"), [x, up], view
+    )  # type: ignore[arg-type]
+    check(
+        lambda x, y: gated(y, x, "swiglu"), lambda x, y: plain.gated(y, x, "swiglu"), [x, up], view
+    )  # type: ignore[arg-type]
 
 
 @both_types
 @pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "swiglu"])
 def test_every_magnitude(dtype: torch.dtype, kind: Activation) -> None:
-    """All through the range where the function bends, and far beyond it: slope 0 or 1, never NaN."""
-    x = torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0])]).to(dtype).requires_grad_()
+    """All through the range where the function bends, and far beyond it: slope 0 or 1, never
+    NaN."""
+    x = (
+        torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0])])
+        .to(dtype)
+        .requires_grad_()
+    )
     far = torch.tensor([100.0, 1e4, 1e30, -100.0, -1e4, -1e30]).to(dtype).requires_grad_()
 
     def apply(x: Tensor) -> Tensor:
-        return gated(x, torch.ones_like(x), kind) if kind == "swiglu" else bias_activation(x, None, kind)
+        return (
+            gated(x, torch.ones_like(x), kind)
+            if kind == "swiglu"
+            else bias_activation(x, None, kind)
+        )
 
     check(apply, lambda x: plain.activate(x, kind), [x])
     output = apply(far)
@@ -78,7 +103,9 @@ def test_every_magnitude(dtype: torch.dtype, kind: Activation) -> None:
 @pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "swiglu"])
 def test_what_is_no_number_remains_none(dtype: torch.dtype, kind: Activation) -> None:
     x = torch.tensor([math.nan, 1.0]).to(dtype)
-    output = gated(x, torch.ones_like(x), kind) if kind == "swiglu" else bias_activation(x, None, kind)
+    output = (
+        gated(x, torch.ones_like(x), kind) if kind == "swiglu" else bias_activation(x, None, kind)
+    )
     assert output.isnan().tolist() == [True, False]
 
 
@@ -92,7 +119,11 @@ def test_shapes_must_agree() -> None:
 
 @both_types
 def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
-    x, up, bias = random(603, 130, dtype=dtype), random(603, 130, dtype=dtype, seed=1), random(130, dtype=dtype)
+    x, up, bias = (
+        random(603, 130, dtype=dtype),
+        random(603, 130, dtype=dtype, seed=1),
+        random(130, dtype=dtype),
+    )
     grad = random(603, 130, dtype=dtype, seed=3).detach()
     check_threads(lambda x, b: bias_activation(x, b, "gelu_tanh"), [x, bias], grad)
     check_threads(lambda x, y: gated(x, y, "geglu"), [x, up], grad)
@@ -100,7 +131,11 @@ def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
 
 @both_types
 def test_compiles(dtype: torch.dtype) -> None:
-    x, up, bias = random(2, 9, 48, dtype=dtype), random(2, 9, 48, dtype=dtype, seed=1), random(48, dtype=dtype)
+    x, up, bias = (
+        random(2, 9, 48, dtype=dtype),
+        random(2, 9, 48, dtype=dtype, seed=1),
+        random(48, dtype=dtype),
+    )
     grad = random(2, 9, 48, dtype=dtype, seed=3).detach()
     check_compiled(lambda x, b: bias_activation(x, b, "gelu_tanh"), [x, bias], grad)
     check_compiled(lambda x: bias_activation(x, None, "gelu"), [x], grad)

@@ -34,7 +34,9 @@ def state(sizes: Sequence[int] = SIZES) -> State:
     return random(1.0), random(0.1), random(0.03), [values.square() for values in random(0.1)]
 
 
-def float64(parts: State, step: int, divisor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def float64(
+    parts: State, step: int, divisor: float
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Loshchilov and Hutter's algorithm 2, weights and moments."""
     results: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     beta1, beta2 = VALUES["beta1"], VALUES["beta2"]
@@ -90,7 +92,8 @@ def test_follows_torch(divisor: float) -> None:
 
 
 def test_place_and_division_change_nothing() -> None:
-    """Every element alone, and whole tensors cut into shards at odd places, have the bits of the whole."""
+    """Every element alone, and whole tensors cut into shards at odd places, have the bits of the
+    whole."""
     whole, cut = state((5000,)), state((5000,))
     pieces = [1] * 40 + [7, 16, 33, 1000, 3904]
     adamw_(*whole, None, step=3, divisor=1.9, **VALUES)
@@ -115,11 +118,15 @@ def test_publishes_as_torch_rounds() -> None:
     parts = state()
     targets = [torch.empty(size, dtype=torch.bfloat16) for size in SIZES]
     adamw_(*parts, targets, step=2, **VALUES)
-    assert all(target.equal(weight.to(torch.bfloat16)) for target, weight in zip(targets, parts[0], strict=True))
+    assert all(
+        target.equal(weight.to(torch.bfloat16))
+        for target, weight in zip(targets, parts[0], strict=True)
+    )
 
 
 def test_rounds_ties_to_even() -> None:
-    """An update of nothing publishes the weights themselves: ties, the largest numbers, infinities and NaN."""
+    """An update of nothing publishes the weights themselves: ties, the largest numbers, infinities
+    and NaN."""
     bits = [
         0x3F808000,
         0x3F818000,
@@ -177,11 +184,16 @@ def test_sum_of_squares_by_any_threads() -> None:
 
 
 def test_compiles() -> None:
-    def update(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, target: Tensor) -> Tensor:
+    def update(
+        weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, target: Tensor
+    ) -> Tensor:
         adamw_([weight], [gradient * 2], [first], [second], [target], step=2, **VALUES)
         return sum_of_squares([gradient]) + 1
 
-    eager, graph = ([*(part[0] for part in state((100,))), torch.empty(100, dtype=torch.bfloat16)] for _ in range(2))
+    eager, graph = (
+        [*(part[0] for part in state((100,))), torch.empty(100, dtype=torch.bfloat16)]
+        for _ in range(2)
+    )
     compiled = torch.compile(update, fullgraph=True, backend="aot_eager")
     assert compiled(*graph).equal(update(*eager))
     assert all(one.equal(other) for one, other in zip(graph, eager, strict=True))

@@ -16,7 +16,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 needs_fp32 = pytest.mark.skipif(not runs_fp32(), reason="this CPU has no AVX-512")
 needs_bf16 = pytest.mark.skipif(not runs_bf16(), reason="this CPU has no AVX512-BF16")
 both_types = pytest.mark.parametrize(
-    "dtype", [pytest.param(FP32, marks=needs_fp32, id="fp32"), pytest.param(BF16, marks=needs_bf16, id="bf16")]
+    "dtype",
+    [
+        pytest.param(FP32, marks=needs_fp32, id="fp32"),
+        pytest.param(BF16, marks=needs_bf16, id="bf16"),
+    ],
 )
 
 # b, n, g, queries, keys, d, causal
@@ -57,23 +61,31 @@ def inputs(
     return [part.requires_grad_() for part in parts], grad
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None) -> Tensor:
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None
+) -> Tensor:
     sharing = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf
+        )
     return scores.softmax(-1) @ value
 
 
-def exact(parts: list[Tensor], grad: Tensor, causal: bool, scale: float | None = None) -> list[Tensor]:
+def exact(
+    parts: list[Tensor], grad: Tensor, causal: bool, scale: float | None = None
+) -> list[Tensor]:
     """The output and the gradients in float64."""
     doubles = [part.detach().double().requires_grad_() for part in parts]
     out = reference(*doubles, causal, scale)
     return [out.detach(), *torch.autograd.grad(out, doubles, grad.double())]
 
 
-def ours(parts: list[Tensor], grad: Tensor, causal: bool, scale: float | None = None) -> list[Tensor]:
+def ours(
+    parts: list[Tensor], grad: Tensor, causal: bool, scale: float | None = None
+) -> list[Tensor]:
     query, key, value = parts
     out = attention(query, key, value, causal=causal, scale=scale)
     return [out.detach(), *torch.autograd.grad(out, parts, grad)]
@@ -88,7 +100,9 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_equals_float64_in_fp32(shape: tuple[Any, ...]) -> None:
     parts, grad = inputs(*shape[:6], FP32)
-    for found, expected in zip(ours(parts, grad, shape[6]), exact(parts, grad, shape[6]), strict=True):
+    for found, expected in zip(
+        ours(parts, grad, shape[6]), exact(parts, grad, shape[6]), strict=True
+    ):
         torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
 
 
@@ -99,7 +113,9 @@ def test_is_as_exact_as_torch_in_bf16(shape: tuple[Any, ...]) -> None:
     parts, grad = inputs(*sizes, BF16)
     out = F.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=sizes[1] != sizes[2])
     torchs = [out, *torch.autograd.grad(out, parts, grad)]
-    for found, theirs, expected in zip(ours(parts, grad, causal), torchs, exact(parts, grad, causal), strict=True):
+    for found, theirs, expected in zip(
+        ours(parts, grad, causal), torchs, exact(parts, grad, causal), strict=True
+    ):
         if expected.norm() == 0:
             assert found.norm() < 1e-2  # one key: what remains is the output's rounding
         else:
@@ -111,14 +127,19 @@ def test_every_query_is_as_near_as_the_whole(dtype: torch.dtype) -> None:
     parts, grad = inputs(1, 2, 2, 150, 150, 32, dtype)
     for found, expected in zip(ours(parts, grad, True), exact(parts, grad, True), strict=True):
         limit = 4e-6 if dtype == FP32 else 2e-2
-        assert float((found.double() - expected).norm(dim=-1).max() / expected.norm(dim=-1).mean()) < limit
+        assert (
+            float((found.double() - expected).norm(dim=-1).max() / expected.norm(dim=-1).mean())
+            < limit
+        )
 
 
 @both_types
 @pytest.mark.parametrize("scale", [0.05, 0.7, -0.3])
 def test_scale(dtype: torch.dtype, scale: float) -> None:
     parts, grad = inputs(1, 2, 2, 40, 40, 32, dtype)
-    for found, expected in zip(ours(parts, grad, True, scale), exact(parts, grad, True, scale), strict=True):
+    for found, expected in zip(
+        ours(parts, grad, True, scale), exact(parts, grad, True, scale), strict=True
+    ):
         assert error(found, expected) < (2e-6 if dtype == FP32 else 8e-3)
 
 
@@ -163,7 +184,9 @@ def test_packed_equals_unpacked(dtype: torch.dtype, causal: bool) -> None:
 
 
 @both_types
-@pytest.mark.parametrize("name", ["d32", "grouped", "one token", "several ranges of keys", "more keys"])
+@pytest.mark.parametrize(
+    "name", ["d32", "grouped", "one token", "several ranges of keys", "more keys"]
+)
 def test_threads_make_no_difference(dtype: torch.dtype, name: str) -> None:
     *sizes, causal = SHAPES[name]
     parts, grad = inputs(*sizes, dtype)
@@ -193,7 +216,12 @@ def test_a_score_of_minus_infinity_has_no_weight(dtype: torch.dtype) -> None:
     found = ours(parts, grad, False)
     assert all(bool(x.isfinite().all()) for x in found)
     rest = [x.detach()[:, :, [*range(3), *range(190, 200)]] for x in parts[1:]]
-    assert error(found[0], reference(query.detach().double(), rest[0].double(), rest[1].double(), False)) < 1e-2
+    assert (
+        error(
+            found[0], reference(query.detach().double(), rest[0].double(), rest[1].double(), False)
+        )
+        < 1e-2
+    )
     assert not found[3][:, :, 3:190].any()
 
 
@@ -219,7 +247,9 @@ def test_compiles(dtype: torch.dtype) -> None:
         assert supports(query, key, value)
         assert supports_packed(mixed)
         packed = packed_attention(mixed, causal=True, scale=None).transpose(1, 2)
-        return packed, attention(query, key[:, :2], value[:, :2], causal=True, scale=0.3).transpose(1, 2)
+        return packed, attention(query, key[:, :2], value[:, :2], causal=True, scale=0.3).transpose(
+            1, 2
+        )
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results = []
@@ -250,17 +280,25 @@ def test_operators_are_what_they_say(dtype: torch.dtype) -> None:
 
 
 @needs_fp32
-@pytest.mark.parametrize("shape", [(2, 9, 2, 3, 257), (0, 9, 2, 3, 16)], ids=["wide heads", "no samples"])
+@pytest.mark.parametrize(
+    "shape", [(2, 9, 2, 3, 257), (0, 9, 2, 3, 16)], ids=["wide heads", "no samples"]
+)
 def test_what_the_kernel_does_not_take_is_left_to_torch(shape: tuple[int, ...]) -> None:
     mixed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = choose_kernels(torch.device("cpu"), FP32).packed_attention(mixed, causal=True, scale=None)
-    torch.testing.assert_close(found, plain_kernels().packed_attention(mixed, causal=True, scale=None))
+    found = choose_kernels(torch.device("cpu"), FP32).packed_attention(
+        mixed, causal=True, scale=None
+    )
+    torch.testing.assert_close(
+        found, plain_kernels().packed_attention(mixed, causal=True, scale=None)
+    )
 
 
 @needs_fp32
 def test_log_sum_exp() -> None:
     (query, key, value), _ = inputs(1, 2, 2, 30, 30, 16, FP32)
-    _, lse = torch.ops.megacore.attention_forward(query.detach(), key.detach(), value.detach(), False, 0.25)
+    _, lse = torch.ops.megacore.attention_forward(
+        query.detach(), key.detach(), value.detach(), False, 0.25
+    )
     expected = (query.double() @ key.double().transpose(-1, -2) * 0.25).logsumexp(-1)
     torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-6)
 

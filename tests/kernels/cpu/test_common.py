@@ -1,4 +1,5 @@
-"""The generator must be torch's bit for bit: layouts and recomputation draw the same from the same seed."""
+"""The generator must be torch's bit for bit: layouts and recomputation draw the same from the same
+seed."""
 
 import pytest
 import torch
@@ -8,14 +9,17 @@ from megacore.kernels.cpu.common import draws_as_torch, kept_like
 from tests.kernels.cpu._pointwise import both_types
 
 pytestmark = pytest.mark.skipif(
-    not common.runs_fp32() or not draws_as_torch(), reason="torch draws with MKL here, or this CPU has no AVX-512"
+    not common.runs_fp32() or not draws_as_torch(),
+    reason="torch draws with MKL here, or this CPU has no AVX-512",
 )
 
 
 @both_types
 @pytest.mark.parametrize("drawn_before", [0, 1, 2, 311, 623, 624, 625])
 @pytest.mark.parametrize("count", [1, 15, 17, 312, 313, 5000])
-def test_the_same_numbers_and_the_same_state(dtype: torch.dtype, drawn_before: int, count: int) -> None:
+def test_the_same_numbers_and_the_same_state(
+    dtype: torch.dtype, drawn_before: int, count: int
+) -> None:
     torch.manual_seed(7)
     for _ in range(drawn_before):
         torch.rand(1)

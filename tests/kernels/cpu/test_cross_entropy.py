@@ -1,4 +1,5 @@
-"""Cross entropy in C++ against float64: values, gradients, parts of a vocabulary, infinities and NaN."""
+"""Cross entropy in C++ against float64: values, gradients, parts of a vocabulary, infinities and
+NaN."""
 
 from collections.abc import Iterator
 
@@ -23,10 +24,14 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def reference(logits: Tensor, columns: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def reference(
+    logits: Tensor, columns: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Losses and the gradient of their sum, float64."""
     exact = logits.double().requires_grad_()
-    losses = torch.nn.functional.cross_entropy(exact, columns, reduction="none", label_smoothing=smoothing)
+    losses = torch.nn.functional.cross_entropy(
+        exact, columns, reduction="none", label_smoothing=smoothing
+    )
     losses = losses + z_loss * exact.logsumexp(1).square()
     losses.sum().backward()
     assert exact.grad is not None
@@ -47,7 +52,9 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.003)])
+@pytest.mark.parametrize(
+    ("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.003)]
+)
 def test_equals_float64(dtype: torch.dtype, width: int, smoothing: float, z_loss: float) -> None:
     logits, columns = some(9, width, dtype)
     losses, gradient = reference(logits, columns, smoothing, z_loss)
@@ -113,7 +120,11 @@ def test_halves_equal_the_whole(dtype: torch.dtype, smoothing: float, z_loss: fl
     halves = [logits[:, :150].contiguous(), logits[:, 150:].contiguous()]
     local = [columns, columns - 150]
     maxima, labels, totals, sums = torch.stack(
-        [label_statistics(half, own, with_sum=True) for half, own in zip(halves, local, strict=True)], dim=1
+        [
+            label_statistics(half, own, with_sum=True)
+            for half, own in zip(halves, local, strict=True)
+        ],
+        dim=1,
     )
     maximum = maxima.amax(0)
     normaliser = (totals * (maxima - maximum).exp()).sum(0).log() + maximum
@@ -184,7 +195,9 @@ def test_compiles() -> None:
 
     logits, columns = some(12, 100, torch.bfloat16)
     compiled = torch.compile(losses_and_gradients, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(compiled(logits, columns), losses_and_gradients(logits, columns), strict=True):
+    for found, expected in zip(
+        compiled(logits, columns), losses_and_gradients(logits, columns), strict=True
+    ):
         assert found.equal(expected)
 
 

@@ -5,7 +5,14 @@ from torch import Tensor
 
 from megacore.errors import ConfigError
 from megacore.kernels.cpu.norm import layer_norm, rms_norm
-from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random, results
+from tests.kernels.cpu._pointwise import (
+    both_types,
+    check,
+    check_compiled,
+    check_threads,
+    random,
+    results,
+)
 
 EPS = 1e-5
 
@@ -32,14 +39,22 @@ def rms_norm_reference(x: Tensor, weight: Tensor) -> Tensor:
 @widths
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_norm(dtype: torch.dtype, width: int, bias: bool) -> None:
-    leaves = [random(3, 29, width, dtype=dtype), random(width, dtype=dtype), random(width, dtype=dtype, seed=1)]
+    leaves = [
+        random(3, 29, width, dtype=dtype),
+        random(width, dtype=dtype),
+        random(width, dtype=dtype, seed=1),
+    ]
     check(layer_norm_of, layer_norm_reference, leaves if bias else leaves[:2])
 
 
 @both_types
 @widths
 def test_rms_norm(dtype: torch.dtype, width: int) -> None:
-    check(rms_norm_of, rms_norm_reference, [random(3, 29, width, dtype=dtype), random(width, dtype=dtype)])
+    check(
+        rms_norm_of,
+        rms_norm_reference,
+        [random(3, 29, width, dtype=dtype), random(width, dtype=dtype)],
+    )
 
 
 @both_types
@@ -52,10 +67,20 @@ def test_rms_norm(dtype: torch.dtype, width: int) -> None:
         ((5, 4, 7, 32), lambda x: x.transpose(1, 2)),
         ((7, 32), lambda x: x.expand(4, 7, 32)),
     ],
-    ids=["heads of a mixed projection", "part of each row", "columns apart", "transposed", "expanded"],
+    ids=[
+        "heads of a mixed projection",
+        "part of each row",
+        "columns apart",
+        "transposed",
+        "expanded",
+    ],
 )
 def test_any_strides(dtype: torch.dtype, shape: tuple[int, ...], view: object) -> None:
-    x, weight, bias = random(*shape, dtype=dtype), random(32, dtype=dtype), random(32, dtype=dtype, seed=1)
+    x, weight, bias = (
+        random(*shape, dtype=dtype),
+        random(32, dtype=dtype),
+        random(32, dtype=dtype, seed=1),
+    )
     check(layer_norm_of, layer_norm_reference, [x, weight, bias], view)  # type: ignore[arg-type]
     check(rms_norm_of, rms_norm_reference, [x, weight], view)  # type: ignore[arg-type]
 

@@ -8,14 +8,20 @@ from megacore.kernels.cpu.residual import bias_dropout_add, dropout
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
 
-def reference(branch: Tensor, residual: Tensor, bias: Tensor | None = None, p: float = 0.0) -> Tensor:
+def reference(
+    branch: Tensor, residual: Tensor, bias: Tensor | None = None, p: float = 0.0
+) -> Tensor:
     return residual + F.dropout(branch if bias is None else branch + bias, p)
 
 
 @both_types
 @pytest.mark.parametrize("width", [1, 17, 64, 250])
 def test_without_dropout(dtype: torch.dtype, width: int) -> None:
-    leaves = [random(3, 29, width, dtype=dtype), random(3, 29, width, dtype=dtype, seed=1), random(width, dtype=dtype)]
+    leaves = [
+        random(3, 29, width, dtype=dtype),
+        random(3, 29, width, dtype=dtype, seed=1),
+        random(width, dtype=dtype),
+    ]
     check(lambda x, r: bias_dropout_add(x, None, r, 0.0), reference, leaves[:2])
     check(lambda x, r, b: bias_dropout_add(x, b, r, 0.0), reference, leaves)
 
@@ -70,17 +76,27 @@ def test_any_strides(dtype: torch.dtype, p: float) -> None:
 @both_types
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_threads_do_not_change_the_result(dtype: torch.dtype, p: float) -> None:
-    leaves = [random(603, 130, dtype=dtype), random(130, dtype=dtype), random(603, 130, dtype=dtype, seed=1)]
+    leaves = [
+        random(603, 130, dtype=dtype),
+        random(130, dtype=dtype),
+        random(603, 130, dtype=dtype, seed=1),
+    ]
     grad = random(603, 130, dtype=dtype, seed=3).detach()
     check_threads(lambda x, b, r: _seeded(lambda: bias_dropout_add(x, b, r, p)), leaves, grad)
 
 
 @both_types
 def test_compiles(dtype: torch.dtype) -> None:
-    leaves = [random(2, 9, 48, dtype=dtype), random(48, dtype=dtype), random(2, 9, 48, dtype=dtype, seed=1)]
+    leaves = [
+        random(2, 9, 48, dtype=dtype),
+        random(48, dtype=dtype),
+        random(2, 9, 48, dtype=dtype, seed=1),
+    ]
     grad = random(2, 9, 48, dtype=dtype, seed=3).detach()
     check_compiled(lambda x, b, r: bias_dropout_add(x, b, r, 0.0), leaves, grad)
-    compiled = torch.compile(lambda x, b, r: bias_dropout_add(x, b, r, 0.3), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x, b, r: bias_dropout_add(x, b, r, 0.3), fullgraph=True, backend="aot_eager"
+    )
     torch.autograd.grad(compiled(*leaves), leaves, grad)
 
 
@@ -96,7 +112,9 @@ def test_shapes_must_agree() -> None:
 def test_column_sums(dtype: torch.dtype) -> None:
     x = random(700, 37, dtype=dtype).detach()
     expected = x.double().sum(0)
-    torch.testing.assert_close(torch.ops.megacore.column_sum(x).double(), expected, rtol=4e-3, atol=1e-4)
+    torch.testing.assert_close(
+        torch.ops.megacore.column_sum(x).double(), expected, rtol=4e-3, atol=1e-4
+    )
 
 
 def _seeded(function):  # type: ignore[no-untyped-def]

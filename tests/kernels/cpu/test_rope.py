@@ -9,7 +9,9 @@ from megacore.models.layers.embedding import rotary_tables
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
 
-def tables(sequence: int, rotated: int, dtype: torch.dtype, batch: int = 1) -> tuple[Tensor, Tensor]:
+def tables(
+    sequence: int, rotated: int, dtype: torch.dtype, batch: int = 1
+) -> tuple[Tensor, Tensor]:
     positions = torch.stack([torch.arange(sequence) + 3 * row for row in range(batch)])
     return rotary_tables(positions, rotated, 10000.0, dtype)
 
@@ -37,7 +39,12 @@ def test_rotate(dtype: torch.dtype, name: str, rotated: int, batch: int) -> None
     shape, view = VIEWS[name]
     rotary = tables(9, rotated, dtype, batch)
     exact = exactly(rotary)
-    check(lambda x: rotate(x, rotary), lambda x: reference(x, exact), [random(*shape, dtype=dtype)], view)
+    check(
+        lambda x: rotate(x, rotary),
+        lambda x: reference(x, exact),
+        [random(*shape, dtype=dtype)],
+        view,
+    )
 
 
 @both_types
@@ -45,7 +52,11 @@ def test_rotate(dtype: torch.dtype, name: str, rotated: int, batch: int) -> None
 def test_sizes_of_heads(dtype: torch.dtype, size: int) -> None:
     rotary = tables(5, size, dtype)
     exact = exactly(rotary)
-    check(lambda x: rotate(x, rotary), lambda x: reference(x, exact), [random(1, 2, 5, size, dtype=dtype)])
+    check(
+        lambda x: rotate(x, rotary),
+        lambda x: reference(x, exact),
+        [random(1, 2, 5, size, dtype=dtype)],
+    )
 
 
 @both_types
@@ -59,7 +70,9 @@ def test_the_result_lies_in_memory_as_the_input(dtype: torch.dtype) -> None:
     assert rotate(mixed, rotary).transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize(("sequence", "rotated", "batch"), [(4, 16, 1), (1, 16, 1), (5, 16, 3), (5, 18, 1)])
+@pytest.mark.parametrize(
+    ("sequence", "rotated", "batch"), [(4, 16, 1), (1, 16, 1), (5, 16, 3), (5, 18, 1)]
+)
 def test_tables_must_fit(sequence: int, rotated: int, batch: int) -> None:
     with pytest.raises(ConfigError, match="do not rotate heads"):
         rotate(torch.ones(2, 3, 5, 16), tables(sequence, rotated, torch.float32, batch))

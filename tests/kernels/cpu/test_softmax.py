@@ -25,7 +25,9 @@ def reference(
         scores = scores + bias
     if causal:
         queries, keys = scores.shape[-2:]
-        unseen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
+        unseen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(
+            keys - queries + 1
+        )
         scores = scores.masked_fill(unseen, -torch.inf)
     weights = scores.softmax(-1)
     return F.dropout(weights, dropout) if dropout else weights
@@ -69,7 +71,10 @@ def test_biases_and_masks_of_any_shape(dtype: torch.dtype, shape: tuple[int, ...
     )
     apart = bias.transpose(-1, -2).contiguous().transpose(-1, -2)
     scores = random(2, 3, 7, 9, dtype=dtype).detach()
-    assert torch.equal(scaled_masked_softmax(scores, apart, scale=0.5), scaled_masked_softmax(scores, bias, scale=0.5))
+    assert torch.equal(
+        scaled_masked_softmax(scores, apart, scale=0.5),
+        scaled_masked_softmax(scores, bias, scale=0.5),
+    )
 
 
 @both_types
@@ -83,9 +88,14 @@ def test_queries_before_the_first_key_see_nothing(dtype: torch.dtype) -> None:
 
 @both_types
 def test_one_bias_for_all_keys(dtype: torch.dtype) -> None:
-    scores, bias = random(2, 3, 7, 9, dtype=dtype).detach(), random(2, 3, 7, 1, dtype=dtype).detach()
+    scores, bias = (
+        random(2, 3, 7, 9, dtype=dtype).detach(),
+        random(2, 3, 7, 1, dtype=dtype).detach(),
+    )
     found = scaled_masked_softmax(scores, bias, scale=0.5)
-    assert torch.equal(found, scaled_masked_softmax(scores, bias.expand_as(scores).contiguous(), scale=0.5))
+    assert torch.equal(
+        found, scaled_masked_softmax(scores, bias.expand_as(scores).contiguous(), scale=0.5)
+    )
 
 
 @both_types
@@ -93,7 +103,9 @@ def test_dropout_draws_what_torch_draws(dtype: torch.dtype) -> None:
     scores, bias = random(2, 3, 17, 19, dtype=dtype), random(1, 3, 17, 19, dtype=dtype)
     mask = seeded(lambda: F.dropout(torch.ones_like(scores), 0.3)) > 0
     check(
-        lambda x, b: seeded(lambda: scaled_masked_softmax(x, b, scale=0.5, causal=True, dropout=0.3)),
+        lambda x, b: seeded(
+            lambda: scaled_masked_softmax(x, b, scale=0.5, causal=True, dropout=0.3)
+        ),
         lambda x, b: reference(x, b, scale=0.5, causal=True) * mask / 0.7,
         [scores, bias],
     )
@@ -101,7 +113,11 @@ def test_dropout_draws_what_torch_draws(dtype: torch.dtype) -> None:
 
 @both_types
 def test_scores_beyond_exp_and_queries_that_see_nothing(dtype: torch.dtype) -> None:
-    scores = torch.tensor([[1e4, 0.0, 1e4], [-1e4, -1e4, -1e30], [1.0, 2.0, 3.0]]).to(dtype).view(1, 1, 3, 3)
+    scores = (
+        torch.tensor([[1e4, 0.0, 1e4], [-1e4, -1e4, -1e30], [1.0, 2.0, 3.0]])
+        .to(dtype)
+        .view(1, 1, 3, 3)
+    )
     bias = torch.zeros(1, 1, 3, 3, dtype=dtype)
     bias[..., 2, :] = -torch.inf
     found = scaled_masked_softmax(scores, bias, scale=1.0)
@@ -110,11 +126,15 @@ def test_scores_beyond_exp_and_queries_that_see_nothing(dtype: torch.dtype) -> N
 
 @both_types
 def test_attention_drops_what_torch_attention_drops(dtype: torch.dtype) -> None:
-    query, key, value = (random(2, 33, 4, 16, dtype=dtype, seed=i).detach().transpose(1, 2) for i in range(3))
+    query, key, value = (
+        random(2, 33, 4, 16, dtype=dtype, seed=i).detach().transpose(1, 2) for i in range(3)
+    )
     bias = random(1, 4, 33, 33, dtype=dtype).detach()
     for of_scores, causal in ((bias, False), (None, True)):
         found = seeded(
-            lambda b=of_scores, c=causal: attention(query, key, value, bias=b, dropout=0.3, causal=c, scale=None)
+            lambda b=of_scores, c=causal: attention(
+                query, key, value, bias=b, dropout=0.3, causal=c, scale=None
+            )
         )
         expected = seeded(
             lambda b=of_scores, c=causal: F.scaled_dot_product_attention(
@@ -122,14 +142,19 @@ def test_attention_drops_what_torch_attention_drops(dtype: torch.dtype) -> None:
             )
         )
         half = dtype == torch.bfloat16
-        torch.testing.assert_close(found.float(), expected, rtol=3e-2 if half else 2e-5, atol=3e-2 if half else 2e-6)
+        torch.testing.assert_close(
+            found.float(), expected, rtol=3e-2 if half else 2e-5, atol=3e-2 if half else 2e-6
+        )
 
 
 @pytest.mark.skipif(not runs_fp32(), reason="this CPU has no AVX-512")
 @pytest.mark.parametrize("shape", [(1, 4, 21, 21), (2, 4, 21, 21), (2, 1, 1, 21)])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_attention_with_a_trained_bias(groups: int, shape: tuple[int, ...]) -> None:
-    leaves = [random(2, heads, 21, 16, dtype=torch.float32, seed=i) for i, heads in enumerate((4, groups, groups))]
+    leaves = [
+        random(2, heads, 21, 16, dtype=torch.float32, seed=i)
+        for i, heads in enumerate((4, groups, groups))
+    ]
     check(
         lambda q, k, v, b: attention(q, k, v, bias=b, dropout=0.0, causal=False, scale=0.3),
         lambda q, k, v, b: (
@@ -145,7 +170,11 @@ def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
     leaves = [random(4, 3, 77, 77, dtype=dtype), random(1, 3, 77, 77, dtype=dtype)]
     grad = random(4, 3, 77, 77, dtype=dtype, seed=3).detach()
     check_threads(
-        lambda x, b: seeded(lambda: scaled_masked_softmax(x, b, scale=0.5, causal=True, dropout=0.1)), leaves, grad
+        lambda x, b: seeded(
+            lambda: scaled_masked_softmax(x, b, scale=0.5, causal=True, dropout=0.1)
+        ),
+        leaves,
+        grad,
     )
 
 
