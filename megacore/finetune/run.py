@@ -262,7 +262,7 @@ class Finetuner:
             )
 
     def _train(self) -> StopReason | None:
-        """Resume from a checkpoint, if there is one, and train; return what ended the training early."""
+        """Resume from a checkpoint, if there is one, and train; return why it ended early."""
         self.progress, path = self._checkpoints.resume()
         self._best.find()
         accelerator, schedule = self._trainer.accelerator, self._schedule

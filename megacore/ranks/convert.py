@@ -1,6 +1,6 @@
 """The process that exports one checkpoint to a transformers directory, with its gate.
 
-    python -m megacore.ranks.convert --config job.json
+python -m megacore.ranks.convert --config job.json
 """
 
 import os

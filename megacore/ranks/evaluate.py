@@ -1,6 +1,6 @@
 """The ranks that measure the perplexities of finished checkpoints.
 
-    python -m megacore.ranks.evaluate --config job.json
+python -m megacore.ranks.evaluate --config job.json
 """
 
 from collections.abc import Sequence

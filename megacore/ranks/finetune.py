@@ -1,6 +1,6 @@
 """The ranks of a fine-tuning, under a launcher or alone.
 
-    python -m megacore.ranks.finetune --config run.json
+python -m megacore.ranks.finetune --config run.json
 """
 
 import os

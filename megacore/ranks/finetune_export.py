@@ -1,6 +1,6 @@
 """The ranks that export the best model of a fine-tuning, with its gate.
 
-    python -m megacore.ranks.finetune_export --config job.json
+python -m megacore.ranks.finetune_export --config job.json
 """
 
 from collections.abc import Sequence

@@ -41,8 +41,8 @@ _GPT2_ROLES = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
 def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
     """Return what decides the tokenizer beside the corpus.
 
-    Files are known by their content, not by their name. A repository of the hub is known by its name and revision. Raises DataFormatError for a missing
-    file.
+    Files are known by their content, not by their name. A repository of the hub is known by its
+    name and revision. Raises DataFormatError for a missing file.
     """
     content: dict[str, Any]
     match choice:

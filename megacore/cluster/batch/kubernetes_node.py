@@ -1,6 +1,6 @@
 """The entry point of each pod of a Kubernetes job.
 
-    python -m megacore.cluster.batch.kubernetes_node --spec FILE --token TOKEN --jobset NAME
+python -m megacore.cluster.batch.kubernetes_node --spec FILE --token TOKEN --jobset NAME
 """
 
 import argparse

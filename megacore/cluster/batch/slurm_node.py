@@ -1,6 +1,6 @@
 """The entry point of each machine of a Slurm job, which srun starts once on each.
 
-    python -m megacore.cluster.batch.slurm_node --spec FILE --token TOKEN
+python -m megacore.cluster.batch.slurm_node --spec FILE --token TOKEN
 """
 
 import argparse
