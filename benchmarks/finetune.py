@@ -84,9 +84,8 @@ def take_turns(prepared: Prepared, root: Path, methods: list[str], rounds: int) 
     for number in range(rounds):
         turns = [(method, ours) for method in methods for ours in (True, False)]
         for method, ours in turns if number % 2 == 0 else reversed(turns):
-            config: Any = method_config(
-                prepared.config, method, prepared.config.train.micro_batch_size
-            )  # type: ignore[arg-type]
+            size = prepared.config.train.micro_batch_size
+            config: Any = method_config(prepared.config, method, size)  # type: ignore[arg-type]
             config = config.model_copy(
                 update={"train": config.train.model_copy(update={"num_epochs": EPOCHS})}
             )
