@@ -61,16 +61,6 @@ def training_arguments(
 
     _forget()
     train, optim = config.train, config.optim
-    deepspeed, fsdp = config.launch.distributed in STAGES, config.launch.distributed == "fsdp"
-    divided: dict[str, Any] = {"accelerator_config": {"use_configured_state": deepspeed or fsdp}}
-    if deepspeed:
-        _join_deepspeed(config, device)
-    elif fsdp:
-        _join_fsdp(config, precision, device)
-        divided |= {"fsdp": True, "fsdp_config": _fsdp_settings(config)}
-    elif not dist.is_initialized():
-        # else Accelerate makes a group of its own, on GPUs of NCCL alone
-        os.environ.pop("LOCAL_RANK", None)
     arguments = TrainingArguments(
         output_dir=str(directory),
         per_device_train_batch_size=train.micro_batch_size,
@@ -85,7 +75,7 @@ def training_arguments(
         seed=config.seed,
         data_seed=config.seed,
         use_cpu=device.type == "cpu",
-        **divided,
+        **_join(config, precision, device),
         # XLNet's weights for masks have no gradient; where all have one, a line in the log says so.
         ddp_find_unused_parameters=True,
         logging_steps=1,
@@ -99,18 +89,16 @@ def training_arguments(
     )
     if not dist.is_initialized():
         arguments._n_gpu = min(1, arguments.n_gpu)  # else the Trainer takes all GPUs that it sees
-    if deepspeed:
+    if config.launch.distributed in STAGES:
         ranks = dist.get_world_size()
-        _use_settings(
-            arguments,
-            deepspeed_json(
-                config,
-                precision=precision,
-                device_type=device.type,
-                ranks=ranks,
-                total_steps=total_steps,
-            ),
+        settings = deepspeed_json(
+            config,
+            precision=precision,
+            device_type=device.type,
+            ranks=ranks,
+            total_steps=total_steps,
         )
+        _use_settings(arguments, settings)
     return arguments
 
 
@@ -133,6 +121,21 @@ def check_distribution(
             f"came to {accelerator.distributed_type.value} on {accelerator.num_processes}: unset "
             "environment variables of other launchers"
         )
+
+
+def _join(config: FinetuneConfig, precision: str, device: torch.device) -> dict[str, Any]:
+    """Let Accelerate know the ranks and what they divide; returns the arguments that say so."""
+    if config.launch.distributed in STAGES:
+        _join_deepspeed(config, device)
+        return {"accelerator_config": {"use_configured_state": True}}
+    if config.launch.distributed == "fsdp":
+        _join_fsdp(config, precision, device)
+        configured = {"accelerator_config": {"use_configured_state": True}}
+        return configured | {"fsdp": True, "fsdp_config": fsdp_settings(config)}
+    if not dist.is_initialized():
+        # else Accelerate makes a group of its own, on GPUs of NCCL alone
+        os.environ.pop("LOCAL_RANK", None)
+    return {}
 
 
 def _join_deepspeed(config: FinetuneConfig, device: torch.device) -> None:
@@ -176,7 +179,7 @@ def _join_fsdp(config: FinetuneConfig, precision: str, device: torch.device) -> 
     state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def _fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
+def fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
     """The Trainer's settings of FSDP 2, with what an Accelerate YAML says of it.
 
     Each rank saves its own part, whatever `fsdp_state_dict_type` says: a run goes on with the same

@@ -204,6 +204,10 @@ def test_a_wrong_element_is_one_clause(files: Files) -> None:
             {"task": TEXTS | {"sentence_splitter": "punkt"}},
             "task.sentence_splitter is punkt but task.metrics bleu",
         ),
+        (
+            {"task": TEXTS, "launch.distributed": "fsdp"},
+            "launch.distributed is fsdp and task.kind seq2seq",
+        ),
         ({"task": TEXTS, "train.best_metric": "rouge1"}, "train.best_metric is 'rouge1'"),
     ],
 )

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from megacore.errors import ConfigError, LaunchError
-from megacore.finetune.distribution import check_precision, deepspeed_json, training_arguments
+from megacore.finetune.distribution import (
+    check_precision,
+    deepspeed_json,
+    fsdp_settings,
+    training_arguments,
+)
 from megacore.finetune.trainer import parameter_groups, prepare
 from tests.finetune._tiny_task import TinyTask, config
 from tests.finetune._two_ranks import ADAMW, DECAY
@@ -215,6 +220,26 @@ def test_a_json_that_contradicts_the_configuration_is_refused(
 def test_fp16_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.precision is fp16, which needs a GPU"):
         check_precision(config(train={"precision": "fp16"}), "fp16", "cpu")
+
+
+def test_an_accelerate_yaml_says_how_fsdp_divides() -> None:
+    made = config(launch={"distributed": "fsdp"})
+    assert fsdp_settings(made) == {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    block = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_offload_params": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_transformer_layer_cls_to_wrap": "GPT2Block, GPT2MLP",
+    }
+    launch = made.launch.model_copy(update={"accelerate_config": {"fsdp_config": block}})
+    assert fsdp_settings(made.model_copy(update={"launch": launch})) == {
+        "version": 2,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "reshard_after_forward": False,
+        "cpu_offload": True,
+        "transformer_layer_cls_to_wrap": ["GPT2Block", "GPT2MLP"],
+    }
 
 
 @pytest.mark.parametrize(
