@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megacore.config.finetune import FinetuneConfig
 from megacore.engine.deepspeed.join import import_deepspeed, join_ranks
 from megacore.errors import ConfigError, LaunchError
+from megacore.foreign.accelerate import fsdp_settings as accelerate_fsdp_settings
 from megacore.foreign.deepspeed_claims import STAGES
 from megacore.foreign.files import leaves
 
@@ -186,16 +187,9 @@ def fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
     ranks.
     """
     yaml = config.launch.accelerate_config
-    given = yaml.get("fsdp_config") if isinstance(yaml, dict) else None
-    block = given if isinstance(given, dict) else {}
-    settings: dict[str, Any] = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
-    for name, key in _FSDP_KEYS.items():
-        if key in block:
-            settings[name] = block[key]
-    classes = settings.get("transformer_layer_cls_to_wrap")
-    if isinstance(classes, str):
-        settings["transformer_layer_cls_to_wrap"] = [name.strip() for name in classes.split(",")]
-    return settings
+    block = yaml.get("fsdp_config") if isinstance(yaml, dict) else None
+    settings = accelerate_fsdp_settings(block or {}, "launch.accelerate_config")
+    return {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"} | settings
 
 
 def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> None:
@@ -234,14 +228,6 @@ def _forget() -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
-_FSDP_KEYS = {
-    "reshard_after_forward": "fsdp_reshard_after_forward",
-    "cpu_offload": "fsdp_offload_params",
-    "auto_wrap_policy": "fsdp_auto_wrap_policy",
-    "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "min_num_params": "fsdp_min_num_params",
-}
-"""What an Accelerate YAML may say of FSDP, by the Trainer's name for it."""
 _SETTING = "launch.deepspeed_config"
 _AUTO = "auto"
 _BY_HIDDEN_SIZE = frozenset(

@@ -75,7 +75,19 @@ DEEPSPEED_REFUSED: _Refused = {
     "deepspeed_moe_layer_cls_names": ("mixtures of experts are untested here: remove it", ()),
 }
 
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED")
+FSDP_HONOURED = {
+    "fsdp_offload_params": "cpu_offload",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "min_num_params",
+}
+"""Keys of fsdp_config, and transformers' Trainer's names for them. Beside them count how weights
+are kept after a forward pass and activation checkpointing; the others change no number: they say
+how version 1 communicates, and in which form weights are saved."""
+_FSDP_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+"""Strategies of FSDP's version 1, and whether weights are divided again after a forward pass."""
+
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
 _AUTOS = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
 )
@@ -153,7 +165,6 @@ def read_accelerate(
             "machines by launch.hostfile and launch.kind"
         )
     kind = content.get("distributed_type")
-    _refuse_fsdp(content, name)
     if kind not in _TYPES:
         raise ValueError(f"distributed_type of {name} is {kind}: use {', '.join(_TYPES)}")
     block = content.get("deepspeed_config") or {}
@@ -164,9 +175,16 @@ def read_accelerate(
             f"deepspeed_config of {name} is given but distributed_type is {kind}: set the latter "
             "to DEEPSPEED, or remove the former"
         )
+    if kind != "FSDP" and content.get("fsdp_config") not in _OFF:
+        raise ValueError(
+            f"fsdp_config of {name} is given but distributed_type is {kind}: set the latter to "
+            "FSDP, or remove the former"
+        )
     yield from _processes(content, name)
     yield from _precision(content, name)
-    if kind == "DEEPSPEED":
+    if kind == "FSDP":
+        yield from _fsdp(content, name)
+    elif kind == "DEEPSPEED":
         yield from _deepspeed(block, launch, name)
     else:
         yield Claim("launch.distributed", "ddp", f"distributed_type of {name} is {kind}")
@@ -211,16 +229,49 @@ def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
         yield Claim(field, read, f"{field} of {name} is {Claim.shown(value)}", ours=False)
 
 
-def _refuse_fsdp(content: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError for what asks for FSDP; where it is taken, `read_fsdp` has its claims."""
+def fsdp_settings(block: Any, name: str) -> dict[str, Any]:
+    """Return what the block fsdp_config says, by the names that transformers' Trainer has for it.
+
+    Version 1 names by a strategy whether weights stay gathered after a forward pass; it is
+    translated. Raises ValueError for what cannot be honoured.
+    """
+    values = {
+        claim.field.removeprefix("fsdp_config."): claim.value for claim in read_fsdp(block, name)
+    }
+    if values.get("fsdp_activation_checkpointing_offload"):
+        raise ValueError(
+            f"fsdp_config.fsdp_activation_checkpointing_offload of {name} is true, which is "
+            "refused: what is kept for backward stays where it is, set it to false"
+        )
+    settings = {ours: values[theirs] for theirs, ours in FSDP_HONOURED.items() if theirs in values}
+    for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
+        value = values.get(key)
+        if isinstance(value, str):
+            if value not in _FSDP_STRATEGIES:
+                raise ValueError(
+                    f"fsdp_config.{key} of {name} is {value}, which is refused: use "
+                    f"{' or '.join(_FSDP_STRATEGIES)}"
+                )
+            value = _FSDP_STRATEGIES[value]
+        if value is not None:
+            settings["reshard_after_forward"] = value
+            break
+    classes = settings.get("transformer_layer_cls_to_wrap")
+    if classes is not None:
+        settings["transformer_layer_cls_to_wrap"] = [each.strip() for each in classes.split(",")]
+    return settings
+
+
+def _fsdp(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    """Yield that the ranks divide the model by FSDP, and whether they compute activations again."""
+    yield Claim("launch.distributed", "fsdp", f"distributed_type of {name} is FSDP")
     block = content.get("fsdp_config")
     if block in _OFF:
         return
-    list(read_fsdp(block, name))
-    raise ValueError(
-        f"fsdp_config of {name} is {block}, which is refused: FSDP is not used here, ZeRO divides "
-        "the same: use distributed_type DEEPSPEED"
-    )
+    fsdp_settings(block, name)
+    for claim in read_fsdp(block, name):
+        if claim.field == "fsdp_config.fsdp_activation_checkpointing":
+            yield Claim("train.gradient_checkpointing", claim.value, claim.clause)
 
 
 def _known(block: Mapping[str, Any], prefix: str, tables: tuple[Any, ...], name: str) -> None:

@@ -217,7 +217,7 @@ def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> No
                 {"distributed_type": kind, "deepspeed_config": {}},
                 f"distributed_type of accelerate.yaml is {kind}: use NO",
             )
-            for kind in ("FSDP", "MEGATRON_LM", "XLA", "MULTI_XPU", "TP", None)
+            for kind in ("MEGATRON_LM", "XLA", "MULTI_XPU", "TP", None)
         ],
         (
             {"distributed_type": "MULTI_GPU"},
@@ -506,7 +506,14 @@ def test_an_fsdp_block_is_read_by_accelerates_own_definition() -> None:
             {"fsdp_transformer_layer_cls_to_wrap": 4},
             "cls_to_wrap of accelerate.yaml is 4: give text",
         ),
-        (FSDP, "fsdp_version': 2}, which is refused: FSDP is not used here, ZeRO divides the same"),
+        (
+            {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+            "is HYBRID_SHARD, which is refused: use FULL_SHARD or SHARD_GRAD_OP",
+        ),
+        (
+            {"fsdp_activation_checkpointing_offload": True},
+            "fsdp_activation_checkpointing_offload of accelerate.yaml is true, which is refused",
+        ),
     ],
 )
 def test_an_fsdp_block_that_cannot_be_is_refused_by_name(
@@ -515,6 +522,35 @@ def test_an_fsdp_block_that_cannot_be_is_refused_by_name(
     assert sentence in files.refusal(
         WRITTEN | {"distributed_type": "FSDP", "deepspeed_config": {}, "fsdp_config": block}
     )
+
+
+def test_fsdp_is_taken(files: Files) -> None:
+    accelerate = WRITTEN | {"distributed_type": "FSDP", "deepspeed_config": {}}
+    task = {"kind": "classification", "sentence1_column": "a"}
+    for block, recomputes in (
+        (FSDP, False),
+        (FSDP | {"fsdp_activation_checkpointing": True}, True),
+    ):
+        config = files.load(accelerate | {"fsdp_config": block}, task=task)
+        assert config.launch.distributed == "fsdp"
+        assert config.train.gradient_checkpointing is recomputes
+
+
+def test_fsdp_is_said_in_the_trainers_words() -> None:
+    assert accelerate_yaml.fsdp_settings(FSDP, "file") == {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_offload": False,
+        "reshard_after_forward": True,
+        "transformer_layer_cls_to_wrap": ["BertLayer"],
+    }
+    for strategy, reshards in {"full_shard": True, "SHARD_GRAD_OP": False}.items():
+        old = {"fsdp_version": 1, "fsdp_sharding_strategy": strategy}
+        assert accelerate_yaml.fsdp_settings(old, "file") == {"reshard_after_forward": reshards}
+
+
+def test_an_fsdp_block_belongs_to_distributed_type_fsdp(files: Files) -> None:
+    sentence = "fsdp_config of accelerate.yaml is given but distributed_type is DEEPSPEED"
+    assert sentence in files.refusal(WRITTEN | {"fsdp_config": FSDP})
 
 
 @pytest.mark.parametrize("off", [None, False, {}])
