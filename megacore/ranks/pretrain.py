@@ -25,7 +25,6 @@ def pretrain(job: TrainJob) -> None:
     """
     from megacore.data.build import open_split
     from megacore.engine.build import build_engine
-    from megacore.engine.deepspeed.operators import load_operators
     from megacore.hardware import resolve_precision
     from megacore.kernels.choice import summary
     from megacore.observe.flops import peak_tflops
@@ -41,6 +40,11 @@ def pretrain(job: TrainJob) -> None:
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
         precision = resolve_precision(config.train.precision, device.type)
+        compiled_adam = False
+        if config.engine == "deepspeed":
+            from megacore.engine.deepspeed.operators import load_operators
+
+            compiled_adam = "cpu_adam" in load_operators(config)
         with memory_errors(config, mesh.rank, TrainState(), vocab_size=job.vocab_size):
             engine = build_engine(
                 config,
@@ -49,7 +53,7 @@ def pretrain(job: TrainJob) -> None:
                 special_tokens=job.special_tokens,
                 device=device,
                 precision=precision,
-                compiled_adam="cpu_adam" in load_operators(config),
+                compiled_adam=compiled_adam,
             )
         logger.info("kernels: %s", summary(engine.kernels))
         splits = [

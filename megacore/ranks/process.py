@@ -3,23 +3,25 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megacore.engine.native import DTYPES
 from megacore.errors import ParallelLayoutError, TrainingStoppedError
-from megacore.generate.weights import load_model
 from megacore.hardware import resolve_precision
-from megacore.jobs.model import ModelJob
 from megacore.jobs.run import Job, RankJob
-from megacore.models.base import Model
 from megacore.observe.heartbeat import ENDED, Heartbeat
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.partition import shared_stages
 from megacore.plan.layouts import layout_of
 from megacore.ranks.rank import begin_heartbeat
+
+if TYPE_CHECKING:
+    from megacore.jobs.model import ModelJob
+    from megacore.models.base import Model
 
 
 def choose_device() -> torch.device:
@@ -119,7 +121,7 @@ def set_up_arithmetic(threads: int) -> None:
 
 
 @contextmanager
-def joined_model(job: ModelJob) -> Iterator[tuple[Model, ProcessMesh, torch.device]]:
+def joined_model(job: "ModelJob") -> "Iterator[tuple[Model, ProcessMesh, torch.device]]":
     """This rank's part of the job's model, among the others; left when the body has succeeded.
 
     Raises:
@@ -127,6 +129,8 @@ def joined_model(job: ModelJob) -> Iterator[tuple[Model, ProcessMesh, torch.devi
             cannot share the model.
         CheckpointError: the weights are damaged or of another model.
     """
+    from megacore.generate.weights import load_model
+
     world_size, layout = started_ranks(job), job.layout
     set_up_arithmetic(job.threads_per_rank)
     device = choose_device()
