@@ -29,7 +29,7 @@ INJECTIONS = {
     "train": "megacore.ranks.stages.train",
     "evaluate": "megacore.ranks.stages.evaluate",
     "convert": "megacore.ranks.stages.convert",
-    "publish": "tasks._registry.publish_model",
+    "publish": "tasks.publish.publish_model",
 }
 """What each stage calls to do its work."""
 
