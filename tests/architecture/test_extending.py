@@ -1,10 +1,15 @@
-"""docs/extending.md names what is in this repository, and walks the path that house.py counts."""
+"""docs/extending.md names what is in this repository, and walks the path that house.py counts.
+
+The map in README.md has every floor, the highest first.
+"""
 
 import re
+import tomllib
+from itertools import pairwise
 
 import pytest
 
-from tests.architecture._source import ROOT, repository_files
+from tests.architecture._source import FLOORS, ROOT, repository_files
 
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 CODE = set(re.findall(r"`([^`\n]+)`", PAGE))
@@ -73,3 +78,13 @@ def test_the_files_of_a_family_are_as_many_as_the_page_says() -> None:
         and '"bert"' in (ROOT / path).read_text(encoding="utf-8")
     ]
     assert f"prints {len(files)} files" in PAGE
+
+
+def test_the_map_in_the_readme_has_every_floor_in_order() -> None:
+    table = tomllib.loads((ROOT / FLOORS).read_text(encoding="utf-8"))["floors"]
+    level = {name: number for number, (name, _) in enumerate(table)}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^ {6}(\w+(?:, \w+)*)  ", readme, re.MULTILINE)
+    rows = [[level[name] for name in line.split(", ")] for line in lines]
+    assert sorted(number for row in rows for number in row) == list(range(len(level) - 2))
+    assert all(min(higher) > max(lower) for higher, lower in pairwise(rows))
