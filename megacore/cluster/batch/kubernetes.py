@@ -95,7 +95,7 @@ class KubernetesJob:
             "port": PORT,
             "grace": spec.grace,
             "node_command": [
-                *(own.python, "-m", "megacore.cluster.batch.kubernetes_node"),
+                *(own.python, "-m", "megacore.cluster.batch.node", "kubernetes"),
                 *(f"--spec={spec.path}", f"--token={token}", f"--jobset={name}"),
             ],
         }

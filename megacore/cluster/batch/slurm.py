@@ -126,7 +126,8 @@ class SlurmJob:
                 *(
                     spec.python,
                     "-m",
-                    "megacore.cluster.batch.slurm_node",
+                    "megacore.cluster.batch.node",
+                    "slurm",
                     f"--spec={spec.path}",
                     f"--token={token}",
                 )
