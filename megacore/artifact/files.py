@@ -11,9 +11,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megacore.errors import ConfigError, WorkspaceError
+
+Record = TypeVar("Record")
 
 
 def sync_directory(path: Path) -> None:
@@ -34,22 +36,53 @@ def sync_tree(path: Path) -> None:
         sync_directory(Path(folder))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, atomically: a reader sees the old content or the new."""
+def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace the content of `path`, atomically: a reader sees the old content or the new.
+
+    Args:
+        path: a file, which need not exist.
+        data: its new content.
+        durable: sync, so that the new content survives a crash of the machine.
+        mode: permissions of the new file, before the umask.
+
+    Raises:
+        OSError: the file system refuses; the old content is untouched.
+    """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with workspace_errors(path):
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=2, sort_keys=True)
-                file.write("\n")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(os.open(temporary, flags, mode), "wb") as file:
+            file.write(data)
+            if durable:
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
         sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON, atomically and durably. Raises WorkspaceError."""
+    with workspace_errors(path):
+        text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+        replace_file(path, text.encode("utf-8"))
     remove_dead_temporaries(path)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises OSError or ValueError."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """Return the dataclass whose fields a JSON file holds; None where it is missing or damaged."""
+    try:
+        return kind(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def remove_dead_temporaries(target: Path) -> None:

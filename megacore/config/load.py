@@ -5,7 +5,6 @@ It is a RunConfig, or the FinetuneConfig of a fine-tuning.
 What pydantic found wrong with plain values, as clauses that name the key, the value and what to do.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -13,11 +12,12 @@ from typing import Any, NamedTuple, cast, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megacore.artifact.files import read_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import FILES, read_files
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
-from megacore.foreign.files import Loader, nearest, read_json, read_yaml
+from megacore.foreign.files import Loader, nearest, read_settings_json, read_yaml
 
 Location = tuple[str | int, ...]
 
@@ -280,7 +280,7 @@ def parse_finetune_config(
 def read_config(path: Path) -> RunConfig:
     """Read a validated configuration back from JSON. Raises ConfigError."""
     try:
-        return parse_config(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+        return parse_config(read_json(path), origin=str(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
 
@@ -370,7 +370,7 @@ def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> 
         raise ConfigError(
             f"deepspeed.config is {given!r}: there is no file {' or '.join(map(str, candidates))}"
         )
-    values["deepspeed"] = {**section, "config": read_json(found)}
+    values["deepspeed"] = {**section, "config": read_settings_json(found)}
 
 
 def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:

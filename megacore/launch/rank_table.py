@@ -6,7 +6,6 @@ What the agents of other machines report of their ranks, in a file that the supe
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.launch.guard import catches
 from megacore.launch.watch import Trouble
 from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
@@ -260,7 +259,7 @@ def write_report(directory: Path, report: Report) -> None:
 def read_report(directory: Path) -> Report | None:
     """The report; None where there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        said = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+        said = read_json(directory / REPORT)
         trouble = Trouble(**{name: tuple(ranks) for name, ranks in said["trouble"].items()})
         return Report(
             trouble, {int(rank): StateReport(**state) for rank, state in said["states"].items()}

@@ -11,24 +11,22 @@ follower, is passed on to them.
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from dataclasses import replace as replace_fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.cluster import rank_commands
 from megacore.cluster.batch.kubernetes import GROUP, PORT
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet, meeting_place
-from megacore.cluster.batch.spec import BatchSpec, FollowerWatch, replace
+from megacore.cluster.batch.spec import BatchSpec, FollowerWatch
 from megacore.cluster.hosts.network import interface_problem, interface_to, local_address
 from megacore.cluster.hosts.plan import torchrun_command
 from megacore.config.run import RunConfig
@@ -248,7 +246,7 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
     for nodes in range(len(node.names), least - 1, -1):
         with contextlib.suppress(ParallelLayoutError):
             layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
-            return replace_fields(node, names=node.names[:nodes])
+            return replace(node, names=node.names[:nodes])
     raise ParallelLayoutError(
         f"the scheduler gave {len(node.names)} machines, and by the ranks of none of {least} to "
         f"{len(node.names)} the model and its batch divide: correct launch.nnodes or "
@@ -257,7 +255,7 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
 
 
 def _job_values(spec: BatchSpec) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(Path(spec.job_file).read_text(encoding="utf-8"))
+    values: dict[str, Any] = read_json(Path(spec.job_file))
     return values
 
 
@@ -294,8 +292,7 @@ def _own_job_file(spec: BatchSpec, node: JobNode, threads: int) -> Path:
         "ranks": len(node.names) * spec.ranks_per_node,
         "threads_per_rank": threads,
     }
-    with workspace_errors(own):
-        replace(own, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    write_json(own, values)
     return own
 
 

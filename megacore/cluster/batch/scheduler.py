@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from jinja2 import Environment, StrictUndefined, TemplateError
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.errors import ConfigError, LaunchError, MegacoreError
 from megacore.launch.launcher_state import State
 
@@ -180,10 +180,7 @@ class Submission:
     @classmethod
     def read(cls, folder: Path) -> "Submission | None":
         """The one noted in `folder`; None where there is none."""
-        try:
-            return cls(**json.loads(cls.path(folder).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
+        return read_record(cls.path(folder), cls)
 
     @staticmethod
     def path(folder: Path) -> Path:

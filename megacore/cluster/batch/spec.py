@@ -12,13 +12,12 @@ machines differ.
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import read_json, replace_file, workspace_errors
 from megacore.config.base import Section
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError
@@ -98,7 +97,8 @@ class BatchSpec(Section):
         """
         with workspace_errors(self.path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace(self.path, self.model_dump_json(indent=2) + "\n", mode=0o600)
+            text = self.model_dump_json(indent=2) + "\n"
+            replace_file(self.path, text.encode(), durable=False, mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -123,23 +123,6 @@ def ranks_per_node(launch: LaunchConfig) -> int:
             "known: set it to the number of ranks of each, one per GPU"
         )
     return launch.nproc_per_node
-
-
-def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace a file by `text`, atomically; what it holds may be lost with the machine.
-
-    Raises OSError.
-    """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
-        ) as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 INTERVAL = 2.0
@@ -180,7 +163,7 @@ class FollowerBeat:
         self._count += 1
         said = {"token": self._token, "count": self._count, "save": self.save, "over": self.over}
         with contextlib.suppress(OSError):
-            replace(self._path, json.dumps(said))
+            replace_file(self._path, json.dumps(said).encode(), durable=False)
 
 
 class FollowerWatch:
@@ -201,7 +184,7 @@ class FollowerWatch:
         """Look at the sign: whether it stood still for longer than the limit."""
         now = self._clock()
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = json.loads(self._path.read_text(encoding="utf-8"))
+            said = read_json(self._path)
             if said["token"] == self._token and said["count"] != self._count:
                 self._count, self._since = said["count"], now
                 self.save, self.over = self.save or bool(said["save"]), bool(said["over"])

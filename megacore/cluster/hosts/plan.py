@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.cluster.hosts.network import local_address
 from megacore.cluster.hosts.ssh import Ssh
 from megacore.config.hostfile import is_this_machine
@@ -145,7 +145,7 @@ class Plan:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read it back. Raises OSError, ValueError or TypeError."""
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(path)
         return cls(**values)
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
