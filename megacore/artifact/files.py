@@ -1,6 +1,6 @@
-"""Writing that survives a crash: sync, then rename.
+"""Files that survive a crash: JSON in one place, replaced atomically; directories whole or absent.
 
-An output directory that appears whole, or not at all.
+What is written goes to a temporary name, is synced, and is renamed.
 """
 
 import errno
@@ -16,24 +16,6 @@ from typing import Any, TypeVar
 from megacore.errors import ConfigError, WorkspaceError
 
 Record = TypeVar("Record")
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` to the disk."""
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with open(Path(folder, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(folder))
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -85,15 +67,6 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
         return None
 
 
-def remove_dead_temporaries(target: Path) -> None:
-    """Remove files and directories `<target>.tmp-<pid>` of processes that were killed."""
-    for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
-            with suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def canonical_json(value: Any) -> bytes:
     """The one byte string of a JSON value: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode(
@@ -130,15 +103,6 @@ def workspace_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_output(output: Path) -> None:
-    """Refuse an output that is a file or holds something. Raises ConfigError."""
-    for place in (output.absolute(), *output.absolute().parents):
-        if place.exists() and not place.is_dir():
-            raise ConfigError(f"{place} is a file: give another --output")
-    if output.is_dir() and any(output.iterdir()):
-        raise ConfigError(f"{output} is not empty: give another --output, or remove it")
-
-
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
     """A directory that takes the name `output` when the block ends well, else is removed.
@@ -170,8 +134,44 @@ def staged(output: Path) -> Iterator[Path]:
         sync_directory(target.parent)
 
 
+def check_output(output: Path) -> None:
+    """Refuse an output that is a file or holds something. Raises ConfigError."""
+    for place in (output.absolute(), *output.absolute().parents):
+        if place.exists() and not place.is_dir():
+            raise ConfigError(f"{place} is a file: give another --output")
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty: give another --output, or remove it")
+
+
 def _remove_empty(directories: Sequence[Path]) -> None:
-    """Remove those that hold nothing, the innermost first."""
+    """Remove the empty ones of `directories`, the innermost first."""
     for path in directories:
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
+
+
+def remove_dead_temporaries(target: Path) -> None:
+    """Remove files and directories `<target>.tmp-<pid>` of processes that were killed."""
+    for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def sync_tree(path: Path) -> None:
+    """Flush every file and directory below `path` to the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with open(Path(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,14 +1,9 @@
-"""How the model and the batch are divided over ranks.
+"""How the model and the batch are divided over ranks: the section `parallel`, and what can work.
 
-What is computed stays the same but for rounding, and for what dropout drops of activations that
-tensor-parallel ranks divide.
-
-Which divisions of T5's two stacks over pipeline stages can work, as arithmetic alone.
-
-A stage has layers of the encoder or of the decoder, never of both.
-
-Which divisions of a model and its batch over ranks can work, as arithmetic alone, and the nearest
-that do.
+The divisions that can work, and the nearest ones that do, are found by arithmetic alone. What is
+computed stays the same but for rounding, and for what dropout drops of activations that
+tensor-parallel ranks divide. Of T5, a pipeline stage has layers of the encoder or of the decoder,
+never of both.
 """
 
 import math
@@ -22,6 +17,10 @@ from megacore.config.deepspeed import asked_of
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
+
+PROPOSALS = 3
+"""Layouts that a refusal names at most."""
+Style = Literal["balanced", "uniform"] | tuple[int, ...]
 
 
 class ParallelConfig(Section):
@@ -56,9 +55,6 @@ class ParallelConfig(Section):
     grad_reduce_dtype: Literal["fp32", "bf16"] = unkeyed("fp32")
     """Type in which gradients travel between data-parallel ranks; they accumulate in fp32 all the
     same."""
-
-
-Style = Literal["balanced", "uniform"] | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -163,10 +159,6 @@ class T5Stages:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-PROPOSALS = 3
-"""Layouts that a refusal names at most."""
 
 
 @dataclass(frozen=True, order=True)

@@ -1,10 +1,4 @@
-"""What a follower asks of a scheduler, whichever that is.
-
-Running a scheduler's own commands.
-
-Fills the templates of batch jobs: what is not known to a template is an error, and no value can
-become a command.
-"""
+"""What a follower asks of a scheduler; how its commands are run and its templates filled."""
 
 import json
 import secrets
@@ -25,115 +19,7 @@ from megacore.launch.launcher_state import State
 TIMEOUT = 60.0
 """Seconds in which a command must answer; the scheduler may be busy."""
 TIMED_OUT = 124
-
-
-def run(
-    command: Sequence[str],
-    *,
-    timeout: float = TIMEOUT,
-    directory: str | None = None,
-    env: Mapping[str, str] | None = None,
-) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end; one that does not answer in time has code TIMED_OUT.
-
-    It does not end with SIGTERM, which the guard sends to all processes of this run when the job is
-    to be cancelled: this is how that is done.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
-    try:
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
-            cwd=directory,
-            env=env,
-            preexec_fn=_ignore_stop,
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(
-            command, TIMED_OUT, "", f"no answer within {timeout:g} s"
-        )
-    except FileNotFoundError as error:
-        raise LaunchError(
-            f"{command[0]} is not installed here: run the flow where it is"
-        ) from error
-
-
-def one_line(done: "subprocess.CompletedProcess[str]") -> str:
-    """What a command that failed said."""
-    return " ".join((done.stderr or done.stdout).split()) or f"code {done.returncode}"
-
-
-def _ignore_stop() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-
-
-def render(template: str | None, default: str, setting: str, values: Mapping[str, Any]) -> str:
-    """The text of a template with its placeholders filled.
-
-    Besides Jinja's own filters there are `word`, which quotes a value for a shell or an #SBATCH
-    line, `words`, which does so with each of a list, and `json`, in which form YAML takes any
-    value.
-
-    Args:
-        template: a file of the user's; None takes `default` of this package.
-        default: name of a file in megacore/cluster/batch/templates.
-        setting: what names the user's file.
-        values: what placeholders stand for.
-
-    Raises:
-        ConfigError: the file cannot be read or filled, or a value cannot stand in it.
-        LaunchError: the package's own template is not installed.
-    """
-    path = TEMPLATES / default if template is None else Path(template)
-    # No autoescape: the result is no HTML. A sandbox is not needed: the user's template is a script
-    # of the user's.
-    environment = Environment(
-        undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, autoescape=False
-    )
-    environment.filters |= {"word": _word, "words": _words, "json": _json}
-    try:
-        return environment.from_string(path.read_text(encoding="utf-8")).render(values)
-    except OSError as error:
-        if template is None:
-            raise LaunchError(
-                f"{path} is missing: install megacore again ({error.strerror})"
-            ) from error
-        raise ConfigError(f"{setting} is {path}, which cannot be read: {error.strerror}") from error
-    except (TemplateError, UnicodeDecodeError) as error:
-        line = getattr(error, "lineno", None)
-        where = f"{path}, line {line}," if line else f"{path}"
-        raise ConfigError(
-            f"{where} cannot be filled: {error}: see megacore/cluster/batch/templates/{default} "
-            "for what it may use"
-        ) from error
-
-
-def _word(value: object) -> str:
-    text = str(value)
-    if not text.isprintable():
-        raise ConfigError(
-            f"{text!r} cannot stand in a batch script: leave out what is not printable"
-        )
-    return shlex.quote(text)
-
-
-def _words(values: list[object]) -> str:
-    return " ".join(map(_word, values))
-
-
-def _json(value: object) -> str:
-    return json.dumps(value)
 
 
 @dataclass(frozen=True)
@@ -224,3 +110,109 @@ class Scheduler(Protocol):
 
     def close(self) -> None:
         """Bring the last of its output, and leave nothing behind."""
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout: float = TIMEOUT,
+    directory: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end; one that does not answer in time has code TIMED_OUT.
+
+    It does not end with SIGTERM, which the guard sends to all processes of this run when the job is
+    to be cancelled: this is how that is done.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            cwd=directory,
+            env=env,
+            preexec_fn=_ignore_stop,
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(
+            command, TIMED_OUT, "", f"no answer within {timeout:g} s"
+        )
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"{command[0]} is not installed here: run the flow where it is"
+        ) from error
+
+
+def one_line(done: "subprocess.CompletedProcess[str]") -> str:
+    """What a command that failed said."""
+    return " ".join((done.stderr or done.stdout).split()) or f"code {done.returncode}"
+
+
+def _ignore_stop() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def render(template: str | None, default: str, setting: str, values: Mapping[str, Any]) -> str:
+    """The text of a template with its placeholders filled.
+
+    Besides Jinja's own filters there are `word`, which quotes a value for a shell or an #SBATCH
+    line, `words`, which does so with each of a list, and `json`, in which form YAML takes any
+    value.
+
+    Args:
+        template: a file of the user's; None takes `default` of this package.
+        default: name of a file in megacore/cluster/batch/templates.
+        setting: what names the user's file.
+        values: what placeholders stand for.
+
+    Raises:
+        ConfigError: the file cannot be read or filled, or a value cannot stand in it.
+        LaunchError: the package's own template is not installed.
+    """
+    path = TEMPLATES / default if template is None else Path(template)
+    # No autoescape: the result is no HTML. A sandbox is not needed: the user's template is a script
+    # of the user's.
+    environment = Environment(
+        undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, autoescape=False
+    )
+    environment.filters |= {"word": _word, "words": _words, "json": _json}
+    try:
+        return environment.from_string(path.read_text(encoding="utf-8")).render(values)
+    except OSError as error:
+        if template is None:
+            raise LaunchError(
+                f"{path} is missing: install megacore again ({error.strerror})"
+            ) from error
+        raise ConfigError(f"{setting} is {path}, which cannot be read: {error.strerror}") from error
+    except (TemplateError, UnicodeDecodeError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{path}, line {line}," if line else f"{path}"
+        raise ConfigError(
+            f"{where} cannot be filled: {error}: see megacore/cluster/batch/templates/{default} "
+            "for what it may use"
+        ) from error
+
+
+def _word(value: object) -> str:
+    text = str(value)
+    if not text.isprintable():
+        raise ConfigError(
+            f"{text!r} cannot stand in a batch script: leave out what is not printable"
+        )
+    return shlex.quote(text)
+
+
+def _words(values: list[object]) -> str:
+    return " ".join(map(_word, values))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value)

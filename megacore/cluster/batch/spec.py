@@ -1,12 +1,9 @@
-"""What a batch job is.
+"""What a batch job is, and its follower's sign of life.
 
-Whoever starts it writes it; its follower and each machine's node process read it.
-
-The follower's sign of life, a small file on the shared workspace that each machine of the batch job
-looks at.
-
-It counts up; the machines compare what they read with their own clocks, since those of several
-machines differ.
+Whoever starts the job writes its specification; its follower and each machine's node process read
+it. The sign of life is a small file on the shared workspace that each machine looks at: it counts
+up, and the machines compare what they read with their own clocks, since those of several machines
+differ.
 """
 
 import contextlib
@@ -29,6 +26,9 @@ STOP_MARGIN = 10.0
 cancelled."""
 FOLLOWER_LIMIT = 300.0
 """Seconds without a sign of its follower after which a batch job ends itself."""
+INTERVAL = 2.0
+"""Seconds between two signs."""
+_BEAT_NAME = "follower.json"
 
 
 class BatchSpec(Section):
@@ -125,12 +125,6 @@ def ranks_per_node(launch: LaunchConfig) -> int:
     return launch.nproc_per_node
 
 
-INTERVAL = 2.0
-"""Seconds between two signs."""
-
-_NAME = "follower.json"
-
-
 class FollowerBeat:
     """The follower's side."""
 
@@ -146,7 +140,7 @@ class FollowerBeat:
         self.over = False
         """Whether the job has ended, as the scheduler says: a machine that it has lost may still
         run its part."""
-        self._path, self._token, self._clock = folder / _NAME, token, clock
+        self._path, self._token, self._clock = folder / _BEAT_NAME, token, clock
         self._count, self._told = 0, (False, False)
         self._at: float | None = None
 
@@ -177,7 +171,7 @@ class FollowerWatch:
         """Whether the follower asks the ranks to save and end."""
         self.over = False
         """Whether the follower says that the job has ended."""
-        self._path, self._token, self._limit, self._clock = folder / _NAME, token, limit, clock
+        self._path, self._token, self._limit, self._clock = folder / _BEAT_NAME, token, limit, clock
         self._count, self._since = -1, clock()
 
     def lost(self) -> bool:

@@ -1,11 +1,7 @@
 """What the head of a job over several machines has to know, in a file beside the job.
 
-It holds no value of a variable.
-
-No torch is imported.
-
-The command that starts the ranks of one machine among several; each finds its own GPUs and reads
-the job there.
+It holds no value of a variable. The command for each machine's ranks is made of it; each rank finds
+its own GPUs and reads the job there. Imports no torch.
 """
 
 import base64
@@ -23,88 +19,13 @@ from megacore.cluster.hosts.ssh import Ssh
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import ConfigError, LaunchError
 
-_JOIN_LIMIT = 300
-"""Seconds in which the launchers of all machines must have met: some load torch from a slow file
-system."""
-
-
-def torchrun_command(
-    hosts: Mapping[str, int],
-    number: int,
-    module: str,
-    job_file: Path,
-    *,
-    master: str,
-    port: int | str,
-) -> list[str]:
-    """Torchrun on the machine with this number.
-
-    All ranks are known beforehand: its rendezvous has nothing to find out.
-
-    Its dynamic one unpickles what whoever reaches the port wrote.
-    """
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *(
-            f"--nnodes={len(hosts)}",
-            f"--node-rank={number}",
-            f"--nproc-per-node={[*hosts.values()][number]}",
-        ),
-        *("--max-restarts=0", "--rdzv-backend=static", f"--rdzv-conf=timeout={_JOIN_LIMIT}"),
-        *(f"--master-addr={master}", f"--master-port={port}"),
-        *(
-            f"--log-dir={job_file.absolute().parent / 'torchrun'}",
-            "-m",
-            module,
-            "--config",
-            str(job_file.absolute()),
-        ),
-    ]
-
-
-def deepspeed_command(
-    devices: Mapping[str, Sequence[int | str]],
-    number: int,
-    module: str,
-    job_file: Path,
-    *,
-    master: str,
-    port: int | str,
-) -> list[str]:
-    """DeepSpeed's launcher on the machine with this number.
-
-    `devices` are the GPUs of each machine's ranks.
-    """
-    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
-    return [
-        *(
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.launch",
-            "--log_level=warning",
-            f"--world_info={world}",
-        ),
-        *(f"--master_addr={master}", f"--master_port={port}", f"--node_rank={number}"),
-        *("--module", module, "--config", str(job_file.absolute())),
-    ]
-
-
-def visible_devices(ranks: int) -> list[int | str]:
-    """The GPUs of this machine's ranks.
-
-    DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES without looking at it.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [*range(ranks)]
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return [*names[:ranks]] if len(names) >= ranks else ["-1"] * ranks  # hidden GPUs stay hidden
-
-
 LOOPBACK = "127.0.0.1"
 DEFAULT_ENV_FILE = ".deepspeed_env"
 """Where DeepSpeed's launcher looks for variables, too: in the working directory, else in the home
 directory."""
+_JOIN_LIMIT = 300
+"""Seconds in which the launchers of all machines must have met: some load torch from a slow file
+system."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +101,126 @@ class Plan:
         return name in self.own_env or any(_matches(name, pattern) for pattern in self.forward_env)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+def plan_ssh(plan: Plan) -> Ssh:
+    """How the plan's machines are reached.
+
+    Both sides of these connections see for themselves whether they live.
+    """
+    return Ssh(Path(plan.ssh_config) if plan.ssh_config else None, keep_alive=False)
+
+
+def meeting_addresses(ssh: Ssh, hosts: Iterable[str], rdzv_endpoint: str | None) -> tuple[str, str]:
+    """The first machine's address as others reach it, and the second's as the first does.
+
+    That of this machine is its own on the way to the other; nothing is sent to find it out. A
+    machine by itself is reached through its loopback interface. Raises LaunchError.
+    """
+    names = [*hosts]
+    if len(names) == 1:
+        return endpoint(rdzv_endpoint)[0] or LOOPBACK, LOOPBACK
+    first, second = names[:2]
+    return endpoint(rdzv_endpoint)[0] or _address(ssh, first, second), _address(ssh, second, first)
+
+
+def _address(ssh: Ssh, host: str, other: str) -> str:
+    if not is_this_machine(host):
+        return ssh.address(host)
+    address = ssh.address(other)
+    try:
+        return local_address(address)
+    except OSError as error:
+        raise LaunchError(
+            f"no way leads from here to {other} ({address}: {error.strerror}): set "
+            "launch.rdzv_endpoint to this machine's address"
+        ) from error
+
+
+def endpoint(setting: str | None) -> tuple[str | None, int | None]:
+    """Host and port of `launch.rdzv_endpoint`, None for what it does not say.
+
+    Raises ConfigError.
+    """
+    if setting is None:
+        return None, None
+    host, colon, port = setting.rpartition(":")
+    if not colon:
+        return setting, None
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ConfigError(f"launch.rdzv_endpoint is {setting!r}: write `host` or `host:port`")
+    return host, int(port)
+
+
+def torchrun_command(
+    hosts: Mapping[str, int],
+    number: int,
+    module: str,
+    job_file: Path,
+    *,
+    master: str,
+    port: int | str,
+) -> list[str]:
+    """Torchrun on the machine with this number.
+
+    All ranks are known beforehand: its rendezvous has nothing to find out.
+
+    Its dynamic one unpickles what whoever reaches the port wrote.
+    """
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *(
+            f"--nnodes={len(hosts)}",
+            f"--node-rank={number}",
+            f"--nproc-per-node={[*hosts.values()][number]}",
+        ),
+        *("--max-restarts=0", "--rdzv-backend=static", f"--rdzv-conf=timeout={_JOIN_LIMIT}"),
+        *(f"--master-addr={master}", f"--master-port={port}"),
+        *(
+            f"--log-dir={job_file.absolute().parent / 'torchrun'}",
+            "-m",
+            module,
+            "--config",
+            str(job_file.absolute()),
+        ),
+    ]
+
+
+def deepspeed_command(
+    devices: Mapping[str, Sequence[int | str]],
+    number: int,
+    module: str,
+    job_file: Path,
+    *,
+    master: str,
+    port: int | str,
+) -> list[str]:
+    """DeepSpeed's launcher on the machine with this number.
+
+    `devices` are the GPUs of each machine's ranks.
+    """
+    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
+    return [
+        *(
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.launch",
+            "--log_level=warning",
+            f"--world_info={world}",
+        ),
+        *(f"--master_addr={master}", f"--master_port={port}", f"--node_rank={number}"),
+        *("--module", module, "--config", str(job_file.absolute())),
+    ]
+
+
+def visible_devices(ranks: int) -> list[int | str]:
+    """The GPUs of this machine's ranks.
+
+    DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES without looking at it.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [*range(ranks)]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return [*names[:ranks]] if len(names) >= ranks else ["-1"] * ranks  # hidden GPUs stay hidden
 
 
 def env_file_of(setting: str | None) -> str | None:
@@ -223,50 +262,5 @@ def read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def plan_ssh(plan: Plan) -> Ssh:
-    """How the plan's machines are reached.
-
-    Both sides of these connections see for themselves whether they live.
-    """
-    return Ssh(Path(plan.ssh_config) if plan.ssh_config else None, keep_alive=False)
-
-
-def endpoint(setting: str | None) -> tuple[str | None, int | None]:
-    """Host and port of `launch.rdzv_endpoint`, None for what it does not say.
-
-    Raises ConfigError.
-    """
-    if setting is None:
-        return None, None
-    host, colon, port = setting.rpartition(":")
-    if not colon:
-        return setting, None
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise ConfigError(f"launch.rdzv_endpoint is {setting!r}: write `host` or `host:port`")
-    return host, int(port)
-
-
-def meeting_addresses(ssh: Ssh, hosts: Iterable[str], rdzv_endpoint: str | None) -> tuple[str, str]:
-    """The first machine's address as others reach it, and the second's as the first does.
-
-    That of this machine is its own on the way to the other; nothing is sent to find it out. A
-    machine by itself is reached through its loopback interface. Raises LaunchError.
-    """
-    names = [*hosts]
-    if len(names) == 1:
-        return endpoint(rdzv_endpoint)[0] or LOOPBACK, LOOPBACK
-    first, second = names[:2]
-    return endpoint(rdzv_endpoint)[0] or _address(ssh, first, second), _address(ssh, second, first)
-
-
-def _address(ssh: Ssh, host: str, other: str) -> str:
-    if not is_this_machine(host):
-        return ssh.address(host)
-    address = ssh.address(other)
-    try:
-        return local_address(address)
-    except OSError as error:
-        raise LaunchError(
-            f"no way leads from here to {other} ({address}: {error.strerror}): set "
-            "launch.rdzv_endpoint to this machine's address"
-        ) from error
+def _matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
