@@ -1,4 +1,4 @@
-"""`megacore generate` and `megacore evaluate`: text from a model, and its zero-shot scores."""
+"""`megacore generate` and `megacore evaluate`: text from a model, and zero-shot scores of it."""
 
 import json
 import sys

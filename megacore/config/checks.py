@@ -21,7 +21,7 @@ from megacore.config.data import (
 from megacore.config.deepspeed_checks import check_deepspeed
 from megacore.config.model import check_model
 from megacore.config.optim import OptimConfig
-from megacore.config.parallel import Layout, check_layout
+from megacore.config.parallel import ParallelLayout, check_layout
 from megacore.config.train import TrainConfig
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def check_sections(config: "RunConfig") -> None:
     )
     if ranks is not None and launch.kind in ("slurm", "kubernetes"):
         ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
-    check_deepspeed(config, None if ranks is None else Layout.of(config, ranks).data)
+    check_deepspeed(config, None if ranks is None else ParallelLayout.of(config, ranks).data)
     check_layout(config, ranks)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from megacore.config.base import Section, unkeyed
-from megacore.foreign.deepspeed import pretraining, read_keys
+from megacore.foreign.deepspeed import pretraining_keys, read_keys
 from megacore.foreign.deepspeed_keys import AUTO
 from megacore.foreign.files import shown
 
@@ -210,7 +210,7 @@ def _defaults(
     said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
-    known = pretraining().definitions
+    known = pretraining_keys().definitions
     silent = {key: known.default(key) for key in known.keys if key not in said}
     if "optimizer.params.max_grad_norm" not in said and "gradient_clipping" in silent:
         yield "clip_grad", silent["gradient_clipping"]

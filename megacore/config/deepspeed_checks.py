@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megacore.config.deepspeed import LOSS_SCALE, Asked, asked_of
-from megacore.foreign.deepspeed import pretraining
+from megacore.foreign.deepspeed import pretraining_keys
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
@@ -387,7 +387,7 @@ def _check_scheduler(config: "RunConfig", asked: Asked) -> None:
         "optim.min_lr / optim.lr": optim.min_lr / optim.lr,
         "optim.lr_warmup_init / optim.lr": optim.lr_warmup_init / optim.lr,
     }
-    defaults = pretraining().definitions.schedulers[kind]
+    defaults = pretraining_keys().definitions.schedulers[kind]
     floor = (("warmup_min_lr", "optim.min_lr"),) if kind == "WarmupDecayLR" else ()
     for parameter, name in (*_SCHEDULE, *floor, *(_WARM_UP if warms_up else ())):
         if parameter in defaults:

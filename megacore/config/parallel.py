@@ -162,7 +162,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class ParallelLayout:
     """Sizes of the axes of parallelism."""
 
     tensor: int = 1
@@ -175,7 +175,7 @@ class Layout:
     """Replicas (dp)."""
 
     @classmethod
-    def of(cls, config: "RunConfig", ranks: int | None) -> "Layout":
+    def of(cls, config: "RunConfig", ranks: int | None) -> "ParallelLayout":
         """What a configuration asks for; of an unknown number of ranks one replica."""
         parallel = config.parallel
         tensor, pipeline = (
@@ -190,7 +190,7 @@ class Layout:
         """Chunks of layers of the whole model (pp x v)."""
         return self.pipeline * self.virtual
 
-    def distance(self, other: "Layout") -> float:
+    def distance(self, other: "ParallelLayout") -> float:
         """How many doublings and halvings of the four sizes lead to another layout."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
@@ -218,7 +218,7 @@ class Refusal(NamedTuple):
 
 def check_layout(
     config: "RunConfig", ranks: int | None, padded_vocab_size: int | None = None
-) -> Layout:
+) -> ParallelLayout:
     """The layout that a configuration asks for.
 
     Args:
@@ -229,7 +229,7 @@ def check_layout(
     Raises:
         ValueError: it cannot work; the message has all the numbers and the nearest layouts that do.
     """
-    asked = Layout.of(config, ranks)
+    asked = ParallelLayout.of(config, ranks)
     refusal = _refused_world(asked, ranks) or refused(config, asked, padded_vocab_size)
     if refusal is None:
         return asked
@@ -249,13 +249,13 @@ def check_layout(
 
 def nearest_layouts(
     config: "RunConfig",
-    asked: Layout,
+    asked: ParallelLayout,
     ranks: int,
     padded_vocab_size: int | None = None,
     *,
     data: int | None = None,
     count: int = PROPOSALS,
-) -> list[Layout]:
+) -> list[ParallelLayout]:
     """Up to `count` layouts of `ranks` ranks that can work, those nearest to `asked` first.
 
     Among equally near ones those with fewer replicas come first, which need less memory per rank.
@@ -279,14 +279,14 @@ def nearest_layouts(
     )[:count]
 
 
-def _layouts(config: "RunConfig", asked: Layout, ranks: int) -> Iterator[Layout]:
+def _layouts(config: "RunConfig", asked: ParallelLayout, ranks: int) -> Iterator[ParallelLayout]:
     """Every layout of `ranks` ranks."""
     layers = config.model.num_layers
     for tensor in _divisors(ranks):
         for pipeline in _divisors(ranks // tensor):
             most = layers // pipeline if asked.virtual > 1 and pipeline > 1 else 1
             for virtual in range(1, max(1, most) + 1):
-                yield Layout(tensor, pipeline, virtual, ranks // (tensor * pipeline))
+                yield ParallelLayout(tensor, pipeline, virtual, ranks // (tensor * pipeline))
 
 
 def _divisors(number: int) -> list[int]:
@@ -294,10 +294,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def refused(
-    config: "RunConfig", layout: Layout, padded_vocab_size: int | None = None
+    config: "RunConfig", layout: ParallelLayout, padded_vocab_size: int | None = None
 ) -> Refusal | None:
     """Why `layout` cannot work for this model and batch, None when it can."""
-    checks: tuple[Callable[[RunConfig, Layout], Refusal | None], ...] = (
+    checks: tuple[Callable[[RunConfig, ParallelLayout], Refusal | None], ...] = (
         _refused_sequence,
         _refused_widths,
         _refused_schedule,
@@ -314,7 +314,7 @@ def refused(
     return _refused_vocabulary(config, layout, padded_vocab_size)
 
 
-def _refused_world(asked: Layout, ranks: int | None) -> Refusal | None:
+def _refused_world(asked: ParallelLayout, ranks: int | None) -> Refusal | None:
     if ranks is None:
         return None
     if ranks < 1:
@@ -330,7 +330,7 @@ def _refused_world(asked: Layout, ranks: int | None) -> Refusal | None:
     )
 
 
-def _refused_sequence(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_sequence(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     if not config.parallel.sequence_parallel:
         return None
     if layout.tensor == 1:
@@ -354,7 +354,7 @@ def _refused_sequence(config: "RunConfig", layout: Layout) -> Refusal | None:
     return None
 
 
-def _refused_widths(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_widths(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     model, tensor = config.model, layout.tensor
     for name, width in (
         ("num_attention_heads", model.num_attention_heads),
@@ -374,7 +374,7 @@ def _refused_widths(config: "RunConfig", layout: Layout) -> Refusal | None:
 
 
 def _refused_vocabulary(
-    config: "RunConfig", layout: Layout, padded_vocab_size: int | None
+    config: "RunConfig", layout: ParallelLayout, padded_vocab_size: int | None
 ) -> Refusal | None:
     if padded_vocab_size is None or padded_vocab_size % layout.tensor == 0:
         return None
@@ -387,7 +387,7 @@ def _refused_vocabulary(
     )
 
 
-def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_schedule(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     split = config.parallel.pipeline_model_parallel_split_rank
     if split is not None and config.family != "t5":
         return Refusal(
@@ -416,7 +416,7 @@ def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
     return None
 
 
-def _refused_by_deepspeed(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     """Its pipeline has one schedule, and keeps all gradients until the step."""
     if config.engine != "deepspeed" or layout.pipeline == 1:
         return None
@@ -445,7 +445,7 @@ def _refused_by_deepspeed(config: "RunConfig", layout: Layout) -> Refusal | None
     return None
 
 
-def _refused_layers(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_layers(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     layers, partition, chunks = (
         config.model.num_layers,
         config.parallel.pipeline_partition,
@@ -500,7 +500,7 @@ def _refused_list(
     return None
 
 
-def _refused_batch(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_batch(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     total, step = config.train.global_batch_size, config.train.micro_batch_size * layout.data
     if total % step == 0:
         return None
@@ -510,7 +510,7 @@ def _refused_batch(config: "RunConfig", layout: Layout) -> Refusal | None:
     )
 
 
-def _refused_rampup(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_rampup(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     rampup, step = config.train.rampup_batch_size, config.train.micro_batch_size * layout.data
     for name, size in (
         () if rampup is None else (("start", rampup.start), ("increment", rampup.increment))
@@ -524,7 +524,7 @@ def _refused_rampup(config: "RunConfig", layout: Layout) -> Refusal | None:
     return None
 
 
-def _refused_interleaving(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_interleaving(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     """Interleaved 1F1B takes micro batches in groups of pp (Narayanan et al. 2021)."""
     if layout.virtual == 1:
         return None
@@ -549,7 +549,7 @@ def _refused_interleaving(config: "RunConfig", layout: Layout) -> Refusal | None
     return None
 
 
-def _micro_batches(config: "RunConfig", layout: Layout) -> str:
+def _micro_batches(config: "RunConfig", layout: ParallelLayout) -> str:
     """The samples that all replicas take at once, spelled out."""
     micro = config.train.micro_batch_size
     if layout.data == 1:

@@ -99,7 +99,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Report:
+class LauncherReport:
     """Why a job is ended, and where its ranks stood."""
 
     trouble: Trouble
@@ -237,7 +237,7 @@ def _row(state: RankState, first: bool) -> tuple[str, ...]:
     return (mark, str(state.rank), *where, str(beat.collectives), f"{state.idle:.0f}")
 
 
-def write_report(directory: Path, report: Report) -> None:
+def write_report(directory: Path, report: LauncherReport) -> None:
     """Write it atomically. Raises WorkspaceError."""
     path = directory / REPORT
     with workspace_errors(path):
@@ -250,12 +250,12 @@ def write_report(directory: Path, report: Report) -> None:
         )
 
 
-def read_report(directory: Path) -> Report | None:
+def read_report(directory: Path) -> LauncherReport | None:
     """The report; None where there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         said = read_json(directory / REPORT)
         trouble = Trouble(**{name: tuple(ranks) for name, ranks in said["trouble"].items()})
-        return Report(
+        return LauncherReport(
             trouble, {int(rank): StateReport(**state) for rank, state in said["states"].items()}
         )
     return None

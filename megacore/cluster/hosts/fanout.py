@@ -30,7 +30,7 @@ from megacore.cluster.hosts.plan import Plan
 from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError
 from megacore.launch.exit_reason import write_launcher_reason
 from megacore.launch.guard import JOB_VARIABLE, KILL_LIMIT
-from megacore.launch.rank_table import Report, StateReport, write_report
+from megacore.launch.rank_table import LauncherReport, StateReport, write_report
 from megacore.launch.watch import STANDSTILL, Trouble
 
 HELLO_LIMIT = 45.0
@@ -281,7 +281,7 @@ class Head:
     def _report(self, trouble: Trouble) -> None:
         states = dict(state for host in self._hosts for state in host.states or [])
         try:
-            write_report(self._directory, Report(trouble, states))
+            write_report(self._directory, LauncherReport(trouble, states))
         except MegacoreError as unwritable:
             _say(str(unwritable))
         self._end(None)
