@@ -19,10 +19,10 @@ from megacore.config.data import (
     holds_tokens,
 )
 from megacore.config.deepspeed_checks import check_deepspeed
-from megacore.config.model import check_model
+from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelLayout, check_layout
-from megacore.config.train import TrainConfig
+from megacore.config.train import TrainConfig, ZeroShotConfig
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
@@ -48,17 +48,17 @@ _SPAN_WITHOUT_MEAN = 3.0
 def check_sections(config: "RunConfig") -> None:
     """Raise ValueError for the first combination of values that cannot work."""
     _check_data(config.data)
-    check_sentences(config)
+    check_sentences(config.family, config.model, config.data)
     check_model(config.family, config.model, config.data.seq_length)
-    _check_reset_positions(config)
+    _check_reset_positions(config.data, config.model)
     _check_rampup(config.train)
     _check_recompute(config.train)
     _check_profile(config.train)
-    _check_compile(config)
+    _check_compile(config.train, config.engine)
     _check_warmup(config)
-    _check_decay(config)
+    _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
     _check_weight_decay(config.optim)
-    _check_zero_shot(config)
+    _check_zero_shot(config.evaluate.zero_shot, config.family, config.data.seq_length)
     _check_resume(config)
     launch = config.launch
     ranks = (
@@ -68,7 +68,9 @@ def check_sections(config: "RunConfig") -> None:
     )
     if ranks is not None and launch.kind in ("slurm", "kubernetes"):
         ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
-    check_deepspeed(config, None if ranks is None else ParallelLayout.of(config, ranks).data)
+    check_deepspeed(
+        config, None if ranks is None else ParallelLayout.of(config.parallel, ranks).data
+    )
     check_layout(config, ranks)
 
 
@@ -205,9 +207,9 @@ def check_split(split: str) -> None:
         )
 
 
-def _check_reset_positions(config: "RunConfig") -> None:
-    kind = config.model.position_embedding_type
-    if config.data.reset_position_ids and kind not in ("learned_absolute", "rope"):
+def _check_reset_positions(data: DataConfig, model: ModelConfig) -> None:
+    kind = model.position_embedding_type
+    if data.reset_position_ids and kind not in ("learned_absolute", "rope"):
         raise ValueError(
             f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which "
             "counts no positions: set the former to false (data.reset_attention_mask keeps "
@@ -250,8 +252,8 @@ def _check_profile(train: TrainConfig) -> None:
         )
 
 
-def _check_compile(config: "RunConfig") -> None:
-    if config.train.compile == "on" and config.engine == "deepspeed":
+def _check_compile(train: TrainConfig, engine: str) -> None:
+    if train.compile == "on" and engine == "deepspeed":
         raise ValueError(
             "train.compile is on and engine is deepspeed, whose hooks torch.compile would lose: "
             "set train.compile to auto, or engine to native"
@@ -268,7 +270,9 @@ def _check_warmup(config: "RunConfig") -> None:
         raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
     if warmup >= decay:
         in_samples = optim.lr_warmup_samples is not None
-        limit = BatchSchedule.of(config).consumed_after(decay - 1) + 1 if in_samples else decay
+        limit = (
+            BatchSchedule.of(config.train).consumed_after(decay - 1) + 1 if in_samples else decay
+        )
         raise ValueError(
             f"{given[0]}{f', which are {warmup} iterations,' if in_samples else ''} does not end "
             f"before the decay does at {decay}: set it below {limit}"
@@ -290,8 +294,7 @@ def _check_warmup(config: "RunConfig") -> None:
         )
 
 
-def _check_decay(config: "RunConfig") -> None:
-    optim, warmup, decay = config.optim, config.lr_warmup_iters, config.lr_decay_iters
+def _check_decay(optim: OptimConfig, warmup: int, decay: int) -> None:
     for name, value in (("min_lr", optim.min_lr), ("lr_warmup_init", optim.lr_warmup_init)):
         if value > optim.lr:
             raise ValueError(f"optim.{name} {value} is above optim.lr {optim.lr}: lower it")
@@ -334,13 +337,12 @@ def _check_weight_decay(optim: OptimConfig) -> None:
         )
 
 
-def _check_zero_shot(config: "RunConfig") -> None:
-    zero_shot, seq_length = config.evaluate.zero_shot, config.data.seq_length
+def _check_zero_shot(zero_shot: ZeroShotConfig, family: Family, seq_length: int) -> None:
     for name in ("wikitext", "lambada"):
-        if config.family != "gpt" and getattr(zero_shot, name) is not None:
+        if family != "gpt" and getattr(zero_shot, name) is not None:
             raise ValueError(
                 f"evaluate.zero_shot.{name} is {getattr(zero_shot, name)} but family is "
-                f"{config.family}: only gpt predicts a text from left to right: remove it"
+                f"{family}: only gpt predicts a text from left to right: remove it"
             )
     stride = zero_shot.overlapping_eval
     if stride is not None and zero_shot.wikitext is None:
@@ -355,12 +357,11 @@ def _check_zero_shot(config: "RunConfig") -> None:
         )
 
 
-def check_sentences(config: "RunConfig") -> None:
+def check_sentences(family: Family, model: ModelConfig, data: DataConfig) -> None:
     """Raise ValueError for data that a family's samples cannot be made of.
 
     Options of another family are refused too.
     """
-    family, data = config.family, config.data
     if family != "bert" and data.masked_lm != MaskedLmConfig():
         raise ValueError(
             f"data.masked_lm is given but family is {family}: it is for bert alone; remove it"
@@ -371,15 +372,14 @@ def check_sentences(config: "RunConfig") -> None:
         )
     if family == "gpt":
         return
-    _check_reading(config)
+    _check_reading(family, data)
     if family == "bert":
-        _check_bert(config)
+        _check_bert(model, data)
     else:
         _check_t5(data)
 
 
-def _check_reading(config: "RunConfig") -> None:
-    family, data = config.family, config.data
+def _check_reading(family: Family, data: DataConfig) -> None:
     if not data.split_sentences:
         raise ValueError(
             f"data.split_sentences is false but family {family} reads sentences: set it to true"
@@ -407,9 +407,8 @@ def _check_reading(config: "RunConfig") -> None:
         )
 
 
-def _check_bert(config: "RunConfig") -> None:
-    data = config.data
-    if not config.model.bert_binary_head and data.masked_lm.sentence_task != "sop":
+def _check_bert(model: ModelConfig, data: DataConfig) -> None:
+    if not model.bert_binary_head and data.masked_lm.sentence_task != "sop":
         raise ValueError(
             f"data.masked_lm.sentence_task is {data.masked_lm.sentence_task} but "
             "model.bert_binary_head is false: set the latter to true, or remove the former"
