@@ -287,7 +287,8 @@ def _check_precision(precision: str, asked: Asked) -> None:
         )
     for name, on in enabled.items():
         # auto never becomes fp16, but may become bf16.
-        fits = precision == name if on else precision not in ((name, "auto") if name == "bf16" else (name,))
+        others = (name, "auto") if name == "bf16" else (name,)
+        fits = precision == name if on else precision not in others
         if on is not None and not fits:
             advice = f"set the latter to {name}" if on else "say fp32, bf16 or fp16 there"
             raise ValueError(
